@@ -1,0 +1,34 @@
+"""profkit: where the time of a training step went and who held its memory, in numbers that add up.
+
+The public face. Importing it loads nothing heavy: each name below is fetched from its module on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from profkit.analysis.opened import read_trace as read_trace
+    from profkit.ranges import annotate as annotate
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "annotate": "profkit.ranges",
+    "read_trace": "profkit.analysis.opened",
+}
+
+__all__ = ["__version__", "annotate", "read_trace"]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module 'profkit' has no attribute {name!r}") from None
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

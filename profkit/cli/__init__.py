@@ -1,0 +1,89 @@
+"""The command line: one file a command; each parses, calls and prints.
+
+A command's module is imported only when that command runs, so that ``profkit --help`` loads neither pandas nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from profkit.errors import ProfkitError
+
+_COMMANDS = {
+    "run": ("profkit.cli.run", "Run a target under a profiler and keep what it recorded in a run directory."),
+    "kernels": ("profkit.cli.kernels", "Say which kernels spent the GPU's time, in the capture or inside a range."),
+    "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group that knows each command's name and help without importing it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(_COMMANDS[cmd_name][0]), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="profkit")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Where the time of a training step went and who held its memory, in numbers that add up."""
+    ctx.obj = {"debug": debug}
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 1 failed, 2 usage, 3 a check was not met, 130 Ctrl-C.
+
+    A run's own exit status passes through. The one place where errors become lines.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in arguments[:1]
+    try:
+        code: Any = cli.main(args=arguments, prog_name="profkit", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Abort:
+        _exit_with("interrupted", 130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ProfkitError as error:
+        if debug:
+            raise
+        _exit_with(str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader of a pipe went away (`| head`): not an error of ours; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        _exit_with("interrupted", 130)
+    except MemoryError:
+        if debug:
+            raise
+        _exit_with("out of memory", 1)
+    except OSError as error:
+        if debug:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        _exit_with(f"{where}{error.strerror or error}", 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _exit_with(message: str, code: int) -> NoReturn:
+    click.echo(f"profkit: {message}", err=True)
+    sys.exit(code)

@@ -1,0 +1,1 @@
+"""Outside the workload's process: targets, Nsight Systems, the run directory. Never imports torch."""

@@ -1,0 +1,1 @@
+"""The annotated transformer language model and its size presets."""

@@ -1,0 +1,1 @@
+"""The only place that draws or formats: tables, JSON, plots, HTML."""

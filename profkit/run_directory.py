@@ -1,0 +1,59 @@
+"""The layout of a run directory: the one place where the capture wing and the analysis wing meet.
+
+``profkit run`` writes it (`profkit.launch`), every analyzer reads it through the functions here. A directory is a run
+when it holds ``manifest.json``; the manifest's ``status`` is ``complete``, ``incomplete`` or ``failed``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from profkit.errors import RunError, SnapshotError, TraceError
+
+MANIFEST = "manifest.json"
+NSYS_REPORT = "trace.nsys-rep"
+NSYS_EXPORT = "trace.sqlite"
+KINETO_TRACE = "trace.json.gz"
+SNAPSHOT = "snapshot.pickle"
+LEDGER = "ledger.jsonl"
+FLOPS = "flops.json"
+LOG = "log.txt"
+
+
+def read_manifest(run: Path) -> dict[str, Any]:
+    """Return the manifest of a run directory.
+
+    Raises:
+        RunError: ``run`` holds no manifest, or one that is not a JSON object.
+    """
+    path = run / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{run}: a directory, but no profkit run (it has no {MANIFEST})") from None
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise RunError(f"{path}: not a JSON manifest") from None
+    if not isinstance(manifest, dict):
+        raise RunError(f"{path}: not a JSON manifest")
+    return manifest
+
+
+def find_trace(run: Path) -> Path:
+    """Return the trace of a run directory: the nsys export if there is one, else the report, else Kineto's trace."""
+    read_manifest(run)
+    for name in (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE):
+        if (run / name).exists():
+            return run / name
+    raise TraceError(f"{run}: this run holds no trace (none of {NSYS_EXPORT}, {NSYS_REPORT}, {KINETO_TRACE})")
+
+
+def find_snapshot(run: Path) -> Path:
+    """Return the memory snapshot of a run directory."""
+    read_manifest(run)
+    if not (run / SNAPSHOT).exists():
+        raise SnapshotError(f"{run}: this run holds no {SNAPSHOT}; record one with `profkit run --memory`")
+    return run / SNAPSHOT

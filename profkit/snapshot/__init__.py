@@ -1,0 +1,1 @@
+"""Memory: the columns of a PyTorch allocator snapshot, and the reader of its pickle."""

@@ -1,0 +1,1 @@
+"""Time: the columns of a trace, and one reader per source."""

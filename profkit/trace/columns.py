@@ -1,0 +1,156 @@
+"""A trace as columns: what every reader produces and every analysis of time consumes.
+
+Each table is a set of NumPy arrays of one length. Names are interned: columns hold indices into ``Trace.names``. Times
+are integer nanoseconds on the capture's own clock. Processes and threads are the reader's own integers (nsys: the
+serialized ``globalPid`` and ``globalTid``), meaningful only against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+Measure = Literal["gpu-kernel", "cpu-operator"]
+
+NO_LAUNCH = -1
+"""``launch_thread`` of work whose launch was not recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What is measured: GPU kernels and whole CUDA graphs, or CPU operators.
+
+    ``duration_ns`` is ``end_ns - start_ns`` for GPU work and the self time (less the children's) for CPU operators.
+    ``launch_ns`` is when the launching call began, ``launch_thread`` who made it (`NO_LAUNCH` if unknown); a CPU
+    operator launches itself. ``is_graph`` marks CUDA graphs traced whole. ``sequence`` is the index in `Trace.origins`
+    of the forward operator that a backward operator belongs to, or -1 (Kineto alone knows).
+    """
+
+    name: Ints
+    start_ns: Ints
+    end_ns: Ints
+    duration_ns: Ints
+    device: Ints
+    stream: Ints
+    process: Ints
+    launch_ns: Ints
+    launch_thread: Ints
+    is_graph: Bools
+    sequence: Ints | None = None
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Origins:
+    """Where forward operators ran, for the backward operators that point back at them (`Work.sequence`)."""
+
+    start_ns: Ints
+    thread: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Memory copies and sets on the GPU; columns as in `Work`."""
+
+    start_ns: Ints
+    end_ns: Ints
+    device: Ints
+    process: Ints
+    launch_ns: Ints
+    launch_thread: Ints
+    is_memset: Bools
+    byte_count: Ints
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """CUDA API calls (runtime and driver), every one that was recorded, sorted by time."""
+
+    name: Ints
+    start_ns: Ints
+    thread: Ints
+    process: Ints
+    has_work: Bools
+    """Whether a kernel, graph, copy or set carries the call's correlation id."""
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """Named host intervals: NVTX push/pop and start/end ranges, or torch.profiler's user annotations.
+
+    ``end_ns`` of a range that never ended is the end of the capture, with ``is_open`` set. ``end_thread`` differs from
+    ``thread`` only for a start/end range closed elsewhere. ``payload`` is sparse: range index → number.
+    """
+
+    name: Ints
+    domain: Ints
+    start_ns: Ints
+    end_ns: Ints
+    process: Ints
+    thread: Ints
+    end_thread: Ints
+    is_open: Bools
+    payload: dict[int, int | float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """A message of the profiler about itself: ``severity`` is ``info``, ``warning`` or ``error``."""
+
+    severity: Literal["info", "warning", "error"]
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One capture of time, from one file."""
+
+    path: str
+    source: Literal["nsys", "kineto"]
+    product: str
+    """What wrote it, in its own words: ``Nsight Systems 2025.3.2.0 (schema 3.20.3)``."""
+    measure: Measure
+    names: list[str]
+    work: Work
+    copies: Copies
+    calls: Calls
+    ranges: Ranges
+    thread_names: dict[int, str]
+    process_ids: dict[int, int]
+    """Process → the operating system's pid."""
+    main_threads: frozenset[int]
+    """The thread in which each process began (its id is the pid)."""
+    gpus: tuple[str, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = ()
+    origins: Origins | None = None
+    has_kernel_table: bool = True
+    """False when the capture recorded no GPU work at all: NVTX alone, or a run without CUDA."""
+    notes: tuple[str, ...] = ()
+    """What the reader had to leave out or assume, one sentence each; shown as warnings."""
+
+
+def empty_ints() -> Ints:
+    """Return an integer column of no rows."""
+    return np.empty(0, dtype=np.int64)
+
+
+def empty_bools() -> Bools:
+    """Return a truth column of no rows."""
+    return np.empty(0, dtype=np.bool_)

@@ -1,0 +1,1 @@
+"""Builders of small captures for the awkward cases, shared by the tests."""

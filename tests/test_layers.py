@@ -1,0 +1,83 @@
+"""Imports point down only, and the heavy packages stay out of the commands that do not need them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "profkit"
+
+# Who may import whom; the design's arrows. Each layer may also import itself.
+BASE = {"errors", "ranges", "run_directory"}
+ALLOWED = {
+    "errors": set(),
+    "ranges": {"errors"},
+    "run_directory": {"errors"},
+    "models": {"errors", "ranges"},
+    "capture": {"models", *BASE},
+    "launch": {"models", *BASE},  # the presets alone: checked by test_launch_never_loads_torch
+    "trace": BASE,
+    "snapshot": BASE,
+    "analysis": {"trace", "snapshot", *BASE},
+    "report": {"analysis", "trace", "snapshot", *BASE},
+    "cli": {"report", "analysis", "trace", "snapshot", "launch", "models", *BASE},
+    "__main__": {"cli"},
+    "__init__": {"analysis", "ranges", "models"},
+}
+
+
+def _layer(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            found.append((node.lineno, node.module or ""))
+    return found
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    layer = _layer(path)
+    assert layer in ALLOWED, f"{layer} is no room of the house"
+    for line, module in _imports(path):
+        if not module.startswith("profkit"):
+            continue
+        assert module != "profkit", f"{path}:{line} imports the package root from inside"
+        target = module.split(".")[1]
+        assert target == layer or target in ALLOWED[layer], f"{path}:{line}: {layer} may not import {target}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_the_capture_wing_names_torch(path: Path) -> None:
+    if _layer(path) in {"capture", "models"}:
+        return
+    for line, module in _imports(path):
+        assert module.split(".")[0] != "torch", f"{path}:{line} imports torch"
+
+
+def _loaded_by(*arguments: str) -> set[str]:
+    code = (
+        "import sys\nfrom profkit.cli import main\n"
+        f"try:\n    main({list(arguments)!r})\n"
+        "except SystemExit as done:\n    assert not done.code, done.code\n"
+        "finally:\n    sys.stderr.write('LOADED ' + ' '.join(m for m in sys.modules if '.' not in m))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stderr.rpartition("LOADED ")[2].split())
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert not _loaded_by("--help") & {"pandas", "torch", "numpy", "matplotlib", "sqlite_utils", "rich"}
