@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
             raise
         _exit_with(str(error), error.exit_code)
     except BrokenPipeError:
-        # The reader of a pipe went away (`| head`): not an error of ours; keep the interpreter from complaining at exit.
+        # The reader of a pipe went away (`| head`): no error of ours; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
