@@ -1,0 +1,147 @@
+"""The annotated model: a pre-norm transformer language model, to be read from top to bottom.
+
+Dimensions in shapes and in einsum's letters: b batch, p position, q and k the positions of query and key, h head,
+c channel of a head; m is d_model, h·c. No matrix has a bias. `annotate` names what a profiler will see; its ``flops``
+are worked out in `profkit.models.flops`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from profkit import ranges
+from profkit.models import flops
+from profkit.models.presets import Preset
+from profkit.ranges import annotate, layer_range
+
+
+class TransformerLM(nn.Module):
+    """Tokens ``(batch, position)`` → logits of the next token ``(batch, position, vocabulary)``."""
+
+    def __init__(self, preset: Preset, context: int) -> None:
+        super().__init__()
+        self.preset = preset
+        self.embedding = nn.Embedding(preset.vocab_size, preset.d_model)
+        rotate = RotaryEmbedding(preset.head_dim, context)
+        self.layers = nn.ModuleList(Layer(preset, rotate) for _ in range(preset.num_layers))
+        self.norm = RMSNorm(preset.d_model)
+        self.head = nn.Linear(preset.d_model, preset.vocab_size, bias=False)
+        self.register_buffer("causal", torch.ones(context, context, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = tokens.shape[1]
+        mask = self.causal[:positions, :positions]
+        hidden = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            with annotate(layer_range(number), flops=flops.layer_flops(hidden, self.preset)):
+                hidden = layer(hidden, mask)
+        return self.head(self.norm(hidden))
+
+
+class Layer(nn.Module):
+    """Attention, then SwiGLU, each on the normalised stream and added back to it."""
+
+    def __init__(self, preset: Preset, rotate: RotaryEmbedding) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(preset.d_model)
+        self.attention = Attention(preset.d_model, preset.num_heads, rotate)
+        self.ffn_norm = RMSNorm(preset.d_model)
+        self.ffn = SwiGLU(preset.d_model, preset.d_ff)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), mask)
+        return hidden + self.ffn(self.ffn_norm(hidden))
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square over the last dimension, in fp32, and scale by a learned gain."""
+
+    def __init__(self, d_model: int, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(d_model))
+        self.epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.epsilon)
+        return (wide * scale * self.gain).to(hidden.dtype)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with rotary positions: ``(b, p, m)`` → ``(b, p, m)``."""
+
+    def __init__(self, d_model: int, num_heads: int, rotate: RotaryEmbedding) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query, self.key, self.value, self.output = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.rotate = rotate
+
+    @annotate(ranges.ATTENTION, flops=lambda self, hidden, _mask: flops.attention_flops(hidden, self.num_heads))
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = (
+            project(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, p, c)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed = scaled_dot_product_attention(self.rotate(query), self.rotate(key), value, mask)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+@annotate(ranges.SCALED_DOT_PRODUCT, flops=flops.scaled_dot_product_flops)
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Return ``softmax(query keyᵀ / √c) value`` over the keys that ``mask`` ``(q, k)`` admits; ``(b, h, q, c)``."""
+    scores = attention_scores(query, key)
+    weights = masked_softmax(scores, mask)
+    return value_product(weights, value)
+
+
+@annotate(ranges.SCORES, flops=flops.scores_flops)
+def attention_scores(query: Tensor, key: Tensor) -> Tensor:
+    return torch.einsum("bhqc,bhkc->bhqk", query, key) / math.sqrt(query.shape[-1])
+
+
+@annotate(ranges.SOFTMAX)
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    scores = scores.masked_fill(~mask, -math.inf)
+    # Any constant may be taken off; the greatest keeps exp from overflowing, and needs no gradient.
+    powers = torch.exp(scores - scores.detach().amax(dim=-1, keepdim=True))
+    return powers / powers.sum(dim=-1, keepdim=True)
+
+
+@annotate(ranges.VALUE_PRODUCT, flops=flops.value_product_flops)
+def value_product(weights: Tensor, value: Tensor) -> Tensor:
+    return torch.einsum("bhqk,bhkc->bhqc", weights, value)
+
+
+class RotaryEmbedding(nn.Module):
+    """RoPE (Su et al. 2021, eq. 34): turn channel pair ``i`` of position ``p`` by ``p θ^(-2i/c)``, with θ = 10,000."""
+
+    def __init__(self, head_dim: int, context: int, theta: float = 10_000.0) -> None:
+        super().__init__()
+        frequency = theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+        angle = torch.outer(torch.arange(context), frequency)  # (p, c/2)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        positions = heads.shape[-2]
+        cos, sin = self.cos[:positions], self.sin[:positions]
+        even, odd = heads[..., 0::2], heads[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+class SwiGLU(nn.Module):
+    """Shazeer 2020: ``w2(silu(w1 x) ⊙ w3 x)``, ``(b, p, m)`` → ``(b, p, m)``."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(d_model, d_ff, bias=False)
+        self.w2 = nn.Linear(d_ff, d_model, bias=False)
+        self.w3 = nn.Linear(d_model, d_ff, bias=False)
+
+    @annotate(ranges.FFN, flops=lambda self, hidden: flops.ffn_flops(hidden, self.w1.out_features))
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate = self.w1(hidden)
+        return self.w2(gate * torch.sigmoid(gate) * self.w3(hidden))

@@ -1,0 +1,52 @@
+"""What one run of a built-in model does, as plain data: the launcher writes it, the worker process reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from profkit.models.presets import PRESETS, Preset
+
+Passes = Literal["forward", "forward-backward", "train"]
+Dtype = Literal["fp32", "bf16"]
+CompileMode = Literal["none", "default", "reduce-overhead"]
+Device = Literal["auto", "cuda", "cpu"]
+Recorder = Literal["none", "kineto", "nsys"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Which model, on what, how often. ``bf16`` means autocast with fp32 weights; ``auto`` takes CUDA where it is."""
+
+    preset_name: str
+    batch: int = 4
+    context: int = 256
+    warmup_steps: int = 2
+    steps: int = 3
+    dtype: Dtype = "fp32"
+    compile_mode: CompileMode = "none"
+    passes: Passes = "train"
+    seed: int = 0
+    device: Device = "auto"
+
+    @property
+    def preset(self) -> Preset:
+        return PRESETS[self.preset_name]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker process is told: run ``workload`` under ``recorder`` and leave the results in ``directory``."""
+
+    workload: Workload
+    recorder: Recorder
+    directory: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Order:
+        fields = json.loads(text)
+        return cls(**{**fields, "workload": Workload(**fields["workload"])})

@@ -1,0 +1,215 @@
+"""The built-in model: sizes, arithmetic against torch's own, FLOPs against torch's counter, ranges, compiling."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from profkit.models.flops import backward_flops, flops_by_path, forward_flops
+from profkit.models.presets import PRESETS, Preset
+
+torch = pytest.importorskip("torch")
+
+from profkit.models.transformer import (  # noqa: E402
+    Attention,
+    RMSNorm,
+    RotaryEmbedding,
+    TransformerLM,
+    masked_softmax,
+    scaled_dot_product_attention,
+)
+
+TINY = PRESETS["tiny"]
+EVERY_PRESET = pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
+
+
+def _on_meta(preset: Preset, context: int) -> Any:
+    with torch.device("meta"):
+        return TransformerLM(preset, context)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("small", 128_625_408),
+        ("medium", 423_183_360),
+        ("large", 969_411_840),
+        ("xl", 1_998_235_200),
+        ("2.7B", 3_406_809_600),
+    ],
+)
+def test_parameter_counts(name: str, count: int) -> None:
+    model = _on_meta(PRESETS[name], 8)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert PRESETS[name].parameter_count == count
+
+
+def test_formula_of_parameter_count_holds_for_tiny() -> None:
+    assert sum(p.numel() for p in _on_meta(TINY, 8).parameters()) == TINY.parameter_count
+
+
+def test_no_matrix_has_a_bias() -> None:
+    assert not [name for name, _ in _on_meta(TINY, 8).named_parameters() if "bias" in name]
+
+
+@EVERY_PRESET
+def test_flops_equal_torchs_counter(preset: Preset) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = _on_meta(preset, 64)
+    tokens = torch.zeros(3, 64, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as forward:
+        loss = model(tokens).sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert forward_flops(preset, 3, 64) == forward.get_total_flops()
+    assert backward_flops(preset, 3, 64) == backward.get_total_flops()
+
+
+def test_flops_of_a_range_are_those_of_the_ranges_inside_it() -> None:
+    paths = flops_by_path(TINY, batch=2, context=32)
+    layer, attention = "forward/layer 1", "forward/layer 1/attention"
+    product = f"{attention}/scaled dot product attention"
+    head = 2 * 2 * 32 * TINY.d_model * TINY.vocab_size
+    assert paths["forward"] == paths["forward/layer 0"] + paths[layer] + head
+    assert paths[layer] == paths[attention] + paths[f"{layer}/ffn"]
+    assert paths[product] == paths[f"{product}/computing attention scores"] + paths[f"{product}/final matmul"]
+    assert paths[attention] - paths[product] == 4 * 2 * 2 * 32 * TINY.d_model**2
+    assert f"{product}/computing softmax" not in paths
+
+
+def test_payloads_of_ranges_equal_the_flops_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from profkit import ranges
+
+    stack: list[str] = []
+    seen: dict[str, int | None] = {}
+
+    class Marker:
+        def __init__(self, message: str, payload: int | None = None) -> None:
+            self.message, self.payload = message, payload
+
+        def __enter__(self) -> None:
+            stack.append(self.message)
+            seen["/".join(stack)] = self.payload
+
+        def __exit__(self, *exc: object) -> None:
+            stack.pop()
+
+    # Decorators made their markers when the module was imported: replace the class that makes them anew per call.
+    monkeypatch.setattr(ranges.nvtx, "annotate", Marker)
+    model = TransformerLM(TINY, 16)
+    with ranges.annotate("forward"):
+        model(torch.zeros(2, 16, dtype=torch.long))
+    del seen["forward"]
+    paths = flops_by_path(TINY, 2, 16)
+    assert seen == {path: flops for path, flops in paths.items() if path in seen}
+    assert len(seen) == 2 * 6
+
+
+def test_attention_equals_torchs_own() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 10, 8)
+    mask = torch.ones(10, 10, dtype=torch.bool).tril()
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(scaled_dot_product_attention(query, key, value, mask), expected)
+
+
+def test_softmax_survives_large_scores_and_has_torchs_gradient() -> None:
+    mask = torch.ones(3, 3, dtype=torch.bool).tril()
+    scores = torch.tensor([[1000.0, 5.0, 5.0], [999.0, 1000.0, 5.0], [-1000.0, 0.0, 1.0]], dtype=torch.float64)
+    ours = scores.clone().requires_grad_()
+    theirs = scores.clone().requires_grad_()
+    weights = torch.randn(3, 3, dtype=torch.float64)
+    (masked_softmax(ours, mask) * weights).sum().backward()
+    (theirs.masked_fill(~mask, -torch.inf).softmax(-1) * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_rms_norm_equals_torchs_own_and_works_in_fp32() -> None:
+    hidden = torch.randn(2, 5, 16, dtype=torch.bfloat16) * 100
+    norm = RMSNorm(16)
+    expected = torch.nn.functional.rms_norm(hidden.float(), (16,), eps=1e-5).bfloat16()
+    assert norm(hidden).dtype == torch.bfloat16
+    torch.testing.assert_close(norm(hidden), expected, rtol=0, atol=0)
+
+
+def test_rotation_by_its_definition() -> None:
+    rotate = RotaryEmbedding(4, 8)
+    heads = torch.randn(1, 1, 8, 4)
+    pairs = torch.view_as_complex(heads.unflatten(-1, (2, 2)).contiguous())
+    turns = torch.outer(torch.arange(8.0), torch.tensor([1.0, 10_000.0**-0.5]))
+    expected = torch.view_as_real(pairs * torch.polar(torch.ones(8, 2), turns)).flatten(-2)
+    torch.testing.assert_close(rotate(heads), expected)
+
+
+def test_no_position_sees_a_later_one() -> None:
+    torch.manual_seed(0)
+    model = TransformerLM(TINY, 12)
+    tokens = torch.randint(TINY.vocab_size, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % TINY.vocab_size
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_a_shorter_input_than_the_context_is_fine() -> None:
+    assert TransformerLM(TINY, 12)(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, TINY.vocab_size)
+
+
+def test_heads_are_split_and_joined_in_order() -> None:
+    torch.manual_seed(0)
+    attention = Attention(8, 2, RotaryEmbedding(4, 6))
+    hidden = torch.randn(1, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    one_by_one = []
+    for head in (slice(0, 4), slice(4, 8)):
+        query, key, value = (p(hidden)[..., head] for p in (attention.query, attention.key, attention.value))
+        turned = attention.rotate(query[:, None])[:, 0], attention.rotate(key[:, None])[:, 0]
+        one_by_one.append(torch.nn.functional.scaled_dot_product_attention(*turned, value, is_causal=True))
+    torch.testing.assert_close(attention(hidden, mask), attention.output(torch.cat(one_by_one, -1)))
+
+
+def test_ranges_of_a_forward_pass() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    model = TransformerLM(TINY, 8)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(torch.zeros(1, 8, dtype=torch.long))
+    names = Counter(event.name for event in profiler.events() if event.is_user_annotation)
+    assert names == {
+        "layer 0": 1,
+        "layer 1": 1,
+        "attention": 2,
+        "scaled dot product attention": 2,
+        "computing attention scores": 2,
+        "computing softmax": 2,
+        "final matmul": 2,
+        "ffn": 2,
+    }
+
+
+def test_the_model_compiles_to_one_full_graph() -> None:
+    graphs = []
+
+    def backend(graph: Any, _examples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = TransformerLM(TINY, 8)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert len(graphs) == 1
+    assert sum("linear" in str(node.target) for node in graphs[0].graph.nodes) == 2 * 7 + 1
+
+
+def test_presets_and_flops_need_no_torch() -> None:
+    code = "import sys, profkit.models, profkit.models.presets, profkit.models.flops, profkit.models.workload\n"
+    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
