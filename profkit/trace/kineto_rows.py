@@ -1,0 +1,178 @@
+"""The events of a Kineto trace sorted by kind, and their fields as integers, whatever version wrote them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from profkit.trace.columns import Bools, Diagnostic, Ints
+from profkit.trace.kineto_file import parse_microseconds
+
+Event = dict[str, Any]
+Kind = Literal["kernel", "memcpy", "memset", "call", "operator", "annotation", "flow", "metadata"]
+
+_KINDS: dict[str, Kind] = {
+    "kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "memset": "memset",
+    "runtime": "call",
+    "cpu_op": "operator",
+    "operator": "operator",
+    "user_annotation": "annotation",
+    "fwdbwd": "flow",
+    "forward_backward": "flow",
+}
+_CALL_SUFFIXES = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, xpu_runtime, privateuse1_driver, …
+_INTEGER_LIMIT = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class HostRows:
+    """Rows of host threads, sorted by start; ``events`` are the rows themselves, in the same order.
+
+    ``is_open`` marks those in which the profiler stopped.
+    """
+
+    events: list[Event]
+    name: Ints
+    start_ns: Ints
+    end_ns: Ints
+    process: Ints
+    thread: Ints
+    is_open: Bools
+
+
+@dataclass
+class Reading:
+    """What accumulates while one file is read."""
+
+    names: list[str] = field(default_factory=list)
+    _indices: dict[str, int] = field(default_factory=dict)
+    threads: dict[tuple[int, int | str], int] = field(default_factory=dict)
+    """(pid, tid) → the trace's own number of the thread, counted from 0."""
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def intern(self, text: str) -> int:
+        """Return the index of a name."""
+        printable = text.encode("utf-8", "replace").decode()  # a lone surrogate is none
+        if printable not in self._indices:
+            self._indices[printable] = len(self.names)
+            self.names.append(printable)
+        return self._indices[printable]
+
+    def thread_of(self, event: Event) -> tuple[int, int] | None:
+        """Return the process and the thread of a host row, or ``None`` for a row of no process ('Spans')."""
+        key = _thread_key(event)
+        return None if key is None else (key[0], self.threads.setdefault(key, len(self.threads)))
+
+    def known_thread_of(self, event: Event) -> tuple[int, int] | None:
+        """Return the same, if that thread has rows."""
+        key = _thread_key(event)
+        return (key[0], self.threads[key]) if key in self.threads else None
+
+    def processes(self) -> list[int]:
+        return sorted({pid for pid, _ in self.threads})
+
+    def report_impossible(self, what: str, rows: list[Event]) -> None:
+        """Record that rows of work with impossible times were left out."""
+        if rows:
+            count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
+            text = f"{count} of {what} with impossible times left out, the first named {name_of(rows[0])[:80]!r}"
+            self.diagnostics.append(Diagnostic("error", text))
+
+    def host_rows(self, events: list[Event], *, work: str = "") -> HostRows:
+        """Return rows of host threads as columns; those that cannot be placed are impossible if they are ``work``."""
+        kept: list[tuple[int, int, int, int, bool]] = []
+        rows: list[Event] = []
+        impossible: list[Event] = []
+        for event in events:
+            times = parse_interval(event)
+            start = parse_microseconds(event.get("ts"))
+            if times is None and start is not None and not work:
+                times = (start, start)
+            place = self.thread_of(event) if times else None
+            if times is None or place is None:
+                impossible.append(event)
+                continue
+            kept.append((*times, *place, _is_unfinished(event)))
+            rows.append(event)
+        if work:
+            self.report_impossible(work, impossible)
+        order = sorted(range(len(kept)), key=lambda index: kept[index][0])
+        start_ns, end_ns, process, thread, is_open = (integers([kept[i][column] for i in order]) for column in range(5))
+        rows = [rows[index] for index in order]
+        name = integers([self.intern(name_of(event)) for event in rows])
+        return HostRows(rows, name, start_ns, end_ns, process, thread, is_open.astype(np.bool_))
+
+
+def sort_events(events: list[Any]) -> defaultdict[Kind, list[Event]]:
+    """Return the events that matter by kind: intervals, the ends of forward–backward flows, and metadata."""
+    rows: defaultdict[Kind, list[Event]] = defaultdict(list)
+    for event in events:
+        if not isinstance(event, dict):
+            continue
+        phase = event.get("ph")
+        if phase == "M":
+            rows["metadata"].append(event)
+            continue
+        category = event.get("cat")
+        if not isinstance(category, str) or phase not in ("X", "s", "f"):
+            continue
+        category = category.lower()
+        kind = _KINDS.get(category) or ("call" if category.endswith(_CALL_SUFFIXES) else None)
+        if kind and (kind == "flow") == (phase != "X"):
+            rows[kind].append(event)
+    return rows
+
+
+def name_of(event: Event) -> str:
+    """Return the name of a row."""
+    name = event.get("name")
+    return name if isinstance(name, str) and name else "(unnamed)"
+
+
+def parse_interval(event: Event) -> tuple[int, int] | None:
+    """Return start and end in ns, or ``None`` if the row has no possible times."""
+    start, duration = parse_microseconds(event.get("ts")), parse_microseconds(event.get("dur"))
+    if start is None or duration is None or duration < 0:
+        return None
+    # A GPU row that CUPTI never filled in says 0 for both.
+    return None if start == 0 and duration == 0 else (start, start + duration)
+
+
+def _thread_key(event: Event) -> tuple[int, int | str] | None:
+    pid, tid = parse_integer(event.get("pid")), parse_integer(event.get("tid"))
+    return None if pid is None else (pid, str(event.get("tid")) if tid is None else tid)
+
+
+def _is_unfinished(event: Event) -> bool:
+    """Whether the profiler stopped inside: some versions give it the duration -1 or none, later ones say so."""
+    arguments = event.get("args")
+    return parse_interval(event) is None or (isinstance(arguments, dict) and arguments.get("finished") is False)
+
+
+def parse_integer(value: object) -> int | None:
+    """Return an integer given as such or as text (old traces write ``"tid": "3239786240"``), else ``None``."""
+    if isinstance(value, str) and len(value) < 20:
+        try:
+            value = int(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, int) and abs(value) < _INTEGER_LIMIT else None
+
+
+def parse_argument(event: Event, name: str) -> int | None:
+    """Return an integer from the event's ``args``, else ``None``."""
+    arguments = event.get("args")
+    return parse_integer(arguments.get(name)) if isinstance(arguments, dict) else None
+
+
+def integers(values: list[int]) -> Ints:
+    """Return a column."""
+    return np.array(values, dtype=np.int64)
