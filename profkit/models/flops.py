@@ -26,8 +26,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from profkit import ranges
 from profkit.models.presets import Preset
+from profkit.ranges import (
+    ATTENTION,
+    BACKWARD,
+    FFN,
+    FORWARD,
+    SCALED_DOT_PRODUCT,
+    SCORES,
+    VALUE_PRODUCT,
+    layer_range,
+)
 
 
 @dataclass(frozen=True)
@@ -62,22 +71,22 @@ def backward_flops(preset: Preset, batch: int, context: int) -> int:
 
 def flops_by_path(preset: Preset, batch: int, context: int) -> dict[str, int]:
     """Return range path → FLOPs of one instance; ``/`` joins a path, ``layer N`` stands for each layer by number."""
-    attention = f"{ranges.ATTENTION}/{ranges.SCALED_DOT_PRODUCT}"
+    attention = f"{ATTENTION}/{SCALED_DOT_PRODUCT}"
     score = _scores(batch, preset.num_heads, context, preset.head_dim)
     value = _value_product(batch, preset.num_heads, context, preset.head_dim)
     inside_layer = {
         "": _layer(preset, batch, context),
-        f"/{ranges.ATTENTION}": _attention(batch, context, preset.d_model, preset.num_heads),
+        f"/{ATTENTION}": _attention(batch, context, preset.d_model, preset.num_heads),
         f"/{attention}": [score, value],
-        f"/{attention}/{ranges.SCORES}": [score],
-        f"/{attention}/{ranges.VALUE_PRODUCT}": [value],
-        f"/{ranges.FFN}": _ffn(batch * context, preset.d_model, preset.d_ff),
+        f"/{attention}/{SCORES}": [score],
+        f"/{attention}/{VALUE_PRODUCT}": [value],
+        f"/{FFN}": _ffn(batch * context, preset.d_model, preset.d_ff),
     }
-    paths = {ranges.FORWARD: forward_flops(preset, batch, context)}
+    paths = {FORWARD: forward_flops(preset, batch, context)}
     for number in range(preset.num_layers):
-        layer = f"{ranges.FORWARD}/{ranges.layer_range(number)}"
+        layer = f"{FORWARD}/{layer_range(number)}"
         paths |= {layer + path: _forward(products) for path, products in inside_layer.items()}
-    paths[ranges.BACKWARD] = backward_flops(preset, batch, context)
+    paths[BACKWARD] = backward_flops(preset, batch, context)
     return paths
 
 

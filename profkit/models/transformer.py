@@ -12,10 +12,18 @@ import math
 import torch
 from torch import Tensor, nn
 
-from profkit import ranges
 from profkit.models import flops
 from profkit.models.presets import Preset
-from profkit.ranges import annotate, layer_range
+from profkit.ranges import (
+    ATTENTION,
+    FFN,
+    SCALED_DOT_PRODUCT,
+    SCORES,
+    SOFTMAX,
+    VALUE_PRODUCT,
+    annotate,
+    layer_range,
+)
 
 
 class TransformerLM(nn.Module):
@@ -79,7 +87,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.rotate = rotate
 
-    @annotate(ranges.ATTENTION, flops=lambda self, hidden, _mask: flops.attention_flops(hidden, self.num_heads))
+    @annotate(ATTENTION, flops=lambda self, hidden, _mask: flops.attention_flops(hidden, self.num_heads))
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         query, key, value = (
             project(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, p, c)
@@ -89,7 +97,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(-2))
 
 
-@annotate(ranges.SCALED_DOT_PRODUCT, flops=flops.scaled_dot_product_flops)
+@annotate(SCALED_DOT_PRODUCT, flops=flops.scaled_dot_product_flops)
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Return ``softmax(query keyᵀ / √c) value`` over the keys that ``mask`` ``(q, k)`` admits; ``(b, h, q, c)``."""
     scores = attention_scores(query, key)
@@ -97,12 +105,12 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask
     return value_product(weights, value)
 
 
-@annotate(ranges.SCORES, flops=flops.scores_flops)
+@annotate(SCORES, flops=flops.scores_flops)
 def attention_scores(query: Tensor, key: Tensor) -> Tensor:
     return torch.einsum("bhqc,bhkc->bhqk", query, key) / math.sqrt(query.shape[-1])
 
 
-@annotate(ranges.SOFTMAX)
+@annotate(SOFTMAX)
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     scores = scores.masked_fill(~mask, -math.inf)
     # Any constant may be taken off; the greatest keeps exp from overflowing, and needs no gradient.
@@ -110,7 +118,7 @@ def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     return powers / powers.sum(dim=-1, keepdim=True)
 
 
-@annotate(ranges.VALUE_PRODUCT, flops=flops.value_product_flops)
+@annotate(VALUE_PRODUCT, flops=flops.value_product_flops)
 def value_product(weights: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkc->bhqc", weights, value)
 
@@ -141,7 +149,7 @@ class SwiGLU(nn.Module):
         self.w2 = nn.Linear(d_ff, d_model, bias=False)
         self.w3 = nn.Linear(d_model, d_ff, bias=False)
 
-    @annotate(ranges.FFN, flops=lambda self, hidden: flops.ffn_flops(hidden, self.w1.out_features))
+    @annotate(FFN, flops=lambda self, hidden: flops.ffn_flops(hidden, self.w1.out_features))
     def forward(self, hidden: Tensor) -> Tensor:
         gate = self.w1(hidden)
         return self.w2(gate * torch.sigmoid(gate) * self.w3(hidden))

@@ -37,11 +37,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker process is told: run ``workload`` under ``recorder`` and leave the results in ``directory``."""
+    """What a worker process is told.
+
+    ``result_path`` is where it leaves its results, ``trace_path`` where Kineto's trace goes. ``output_fds`` are the
+    inherited descriptors to use as standard output and error, where the recorder writes to the usual ones itself.
+    """
 
     workload: Workload
     recorder: Recorder
-    directory: str
+    result_path: str
+    trace_path: str | None = None
+    output_fds: tuple[int, int] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

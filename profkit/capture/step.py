@@ -1,0 +1,109 @@
+"""The training step: what is timed, in which ranges, on which data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from profkit.errors import UsageError
+from profkit.models.flops import backward_flops, forward_flops
+from profkit.models.transformer import TransformerLM
+from profkit.models.workload import Workload
+from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, WARMUP, annotate, step_range
+
+
+def choose_device(workload: Workload) -> torch.device:
+    """Return the device to run on; ``auto`` is CUDA where this torch sees a GPU."""
+    if workload.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device cuda: this torch ({torch.__version__}) sees no CUDA GPU; leave --device out")
+    if workload.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(workload.device)
+
+
+class TrainingStep:
+    """A built-in model with its optimizer and one batch of random tokens, ready to run step by step.
+
+    Every step sees the same batch, so that it does the same work and copies no input. The device is waited for at the
+    end of each phase, inside its range: a phase's time is then all of its work, profiled or not.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        torch.manual_seed(workload.seed)
+        self.workload = workload
+        self.device = device
+        preset = workload.preset
+        with device:
+            self.module = TransformerLM(preset, workload.context)
+            tokens = torch.randint(preset.vocab_size, (workload.batch, workload.context + 1))
+        self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
+        self.model = _compiled(self.module, workload)
+        self.optimizer = torch.optim.AdamW(self.module.parameters()) if workload.passes == "train" else None
+        size = (preset, workload.batch, workload.context)
+        self.flops = {FORWARD: forward_flops(*size), BACKWARD: backward_flops(*size)}
+        self.loss: Tensor | None = None
+        self.losses: list[float] = []
+
+    def run_warmup(self) -> None:
+        """Run the warm-up steps inside one ``warmup`` range, without step ranges of their own."""
+        with annotate(WARMUP):
+            for _ in range(self.workload.warmup_steps):
+                self._run_phases()
+
+    def run_measured(self) -> list[dict[str, int]]:
+        """Run the measured steps and return each one's times: ``<phase>_ns`` and ``step_ns``."""
+        times = []
+        for number in range(self.workload.steps):
+            start_ns = perf_counter_ns()
+            with annotate(step_range(number)):
+                phases = self._run_phases()
+            times.append({**phases, "step_ns": perf_counter_ns() - start_ns})
+            if self.loss is not None:
+                self.losses.append(float(self.loss))
+        return times
+
+    def _run_phases(self) -> dict[str, int]:
+        if self.workload.compile_mode == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        times: dict[str, int] = {}
+        if self.workload.passes == "forward":
+            with torch.no_grad(), self._phase(FORWARD, times), self._autocast():
+                self.model(self.inputs)
+            return times
+        with self._phase(FORWARD, times), self._autocast():
+            logits = self.model(self.inputs)
+        with self._phase(LOSS, times), self._autocast():
+            loss = cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+        with self._phase(BACKWARD, times):
+            loss.backward()
+        if self.optimizer is None:
+            self.module.zero_grad(set_to_none=True)
+        else:
+            with self._phase(OPTIMIZER, times):
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+        return times
+
+    @contextmanager
+    def _phase(self, name: str, times: dict[str, int]) -> Iterator[None]:
+        start_ns = perf_counter_ns()
+        with annotate(name, flops=self.flops.get(name)):
+            yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        times[f"{name}_ns"] = perf_counter_ns() - start_ns
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.workload.dtype == "bf16")
+
+
+def _compiled(module: torch.nn.Module, workload: Workload) -> torch.nn.Module:
+    if workload.compile_mode == "none":
+        return module
+    return torch.compile(module, mode=workload.compile_mode)

@@ -1,0 +1,86 @@
+"""The worker process of a run of a built-in model: ``python -m profkit.capture.worker ORDER``.
+
+``ORDER`` is an `Order` in JSON. The worker builds the model, warms up, runs the measured steps under the recorder, and
+writes what `measure` returns to the order's ``result_path``. It prints nothing unless it fails: then one line where
+the cause is known, and exit status 1 or the error's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from profkit.capture.kineto import recorded_by_kineto
+from profkit.capture.nsys import recorded_by_nsys
+from profkit.capture.step import TrainingStep, choose_device
+from profkit.errors import ProfkitError
+from profkit.models.workload import Order
+
+
+def measure(order: Order) -> dict[str, Any]:
+    """Run the order and return what the manifest keeps of it: the steps' times in ns, losses, versions, the device."""
+    workload = order.workload
+    device = choose_device(workload)
+    step = TrainingStep(workload, device)
+    step.run_warmup()
+    with _recorded(order, device):
+        times = step.run_measured()
+    return {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "parameter_count": sum(parameter.numel() for parameter in step.module.parameters()),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "losses": step.losses,
+        "steps": times,
+    }
+
+
+def _recorded(order: Order, device: torch.device) -> AbstractContextManager[None]:
+    if order.trace_path is not None:
+        return recorded_by_kineto(Path(order.trace_path), device)
+    if order.recorder == "nsys":
+        return recorded_by_nsys(device)
+    return nullcontext()
+
+
+def main() -> None:
+    """Carry out the order on the command line."""
+    order = Order.from_json(sys.argv[1])
+    if order.output_fds is not None:
+        # nsys writes its own lines to the standard streams; the workload's go where the launcher's go.
+        for inherited, stream in zip(order.output_fds, (1, 2), strict=True):
+            os.dup2(inherited, stream)
+    try:
+        result = measure(order)
+    except ProfkitError as error:
+        _fail(str(error), error.exit_code)
+    except torch.cuda.OutOfMemoryError as error:
+        _fail(f"the GPU's memory is full ({_first_line(error)}); try a smaller --batch, --context or model")
+    except torch._dynamo.exc.TorchDynamoException as error:
+        _fail(f"--compile {order.workload.compile_mode}: {_first_line(error)}; leave --compile out")
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # how torch reports a CPU tensor that does not fit
+            raise
+        _fail("the memory is full; try a smaller --batch, --context or model")
+    Path(order.result_path).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    sys.stderr.write(f"profkit: {message}\n")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

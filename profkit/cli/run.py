@@ -1,0 +1,87 @@
+"""``profkit run``: record a target, keep the run, print where its time went."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from profkit.cli.progress import shown_after_a_second
+from profkit.launch.nsys import find_nsys
+from profkit.launch.record import record_run, require_torch
+from profkit.launch.targets import parse_target
+from profkit.models.workload import CompileMode, Device, Dtype, Passes, Workload
+
+_AT_LEAST_ONE = click.IntRange(min=1)
+
+
+@click.command(
+    epilog="TARGET is a built-in model: model.tiny, model.small, model.medium, model.large, model.xl or model.2.7B."
+)
+@click.argument("target")
+@click.option(
+    "--nsys/--kineto",
+    "with_nsys",
+    default=False,
+    help="Record with Nsight Systems, or with torch.profiler (the default). Nsight Systems copies the whole "
+    "environment of the process into its report: take secrets out of it before you share a report.",
+)
+@click.option("--batch", type=_AT_LEAST_ONE, default=4, show_default=True, help="Sequences in a batch.")
+@click.option("--context", type=_AT_LEAST_ONE, default=256, show_default=True, help="Tokens in a sequence.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Steps before the measured ones."
+)
+@click.option("--steps", type=_AT_LEAST_ONE, default=3, show_default=True, help="Measured steps.")
+@click.option(
+    "--passes", type=click.Choice(get_args(Passes)), default="train", show_default=True, help="What a step does."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(get_args(Dtype)),
+    default="fp32",
+    show_default=True,
+    help="bf16: autocast, fp32 weights.",
+)
+@click.option(
+    "--compile",
+    "compile_mode",
+    type=click.Choice(get_args(CompileMode)),
+    default="none",
+    show_default=True,
+    help="torch.compile's mode. Compiled code carries no ranges: the phases remain, layers and attention do not.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the tokens.")
+@click.option(
+    "--device",
+    type=click.Choice(get_args(Device)),
+    default="auto",
+    show_default=True,
+    help="auto: CUDA if there is a GPU.",
+)
+@click.option(
+    "-o", "output", type=click.Path(path_type=Path), help="The run directory to make  [default: runs/TIME-TARGET]"
+)
+def run(target: str, with_nsys: bool, output: Path | None, warmup: int, **options: object) -> int:
+    """Run TARGET under a profiler and keep what it recorded in a run directory.
+
+    The steps run twice, each time in a process of their own: without a profiler, to be timed, then recorded. The exit
+    status is the target's.
+    """
+    workload = Workload(parse_target(target), warmup_steps=warmup, **options)  # type: ignore[arg-type]
+    require_torch()
+    nsys = find_nsys(os.environ) if with_nsys else None
+    command = ["profkit", *sys.argv[1:]]
+    recorded = record_run(workload, nsys, output, command, shown_after_a_second)
+    where = shlex.quote(str(recorded.run))
+    if recorded.exit_status != 0:
+        click.echo(f"profkit: {target} failed with exit status {recorded.exit_status}; its run is {where}", err=True)
+        return recorded.exit_status
+    from profkit.report.summary import render_run_summary
+
+    click.echo(render_run_summary(recorded.run))
+    click.echo(f"\nThe run is {where}. Next:\n  profkit kernels {where} --range forward\n  profkit ranges {where}")
+    return 0

@@ -1,0 +1,87 @@
+"""What a run's manifest says: what was run, with what, on what, and how long it took unprofiled and profiled.
+
+The environment is left out on purpose: it holds people's secrets.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from profkit.launch.nsys import Nsys
+from profkit.models.workload import Workload
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def first_manifest(workload: Workload, target: str, nsys: Nsys | None, command: list[str]) -> dict[str, Any]:
+    """Return the manifest of a run that is about to begin; its status is ``incomplete``."""
+    return {
+        "status": "incomplete",
+        "command": command,
+        "target": target,
+        "workload": asdict(workload),
+        "profiler": "torch.profiler" if nsys is None else "nsys",
+        "started_utc": _now(),
+        "versions": {
+            "profkit": version("profkit"),
+            "python": platform.python_version(),
+            "nvtx": version("nvtx"),
+            "nsys": None if nsys is None else nsys.version,
+        },
+        "driver": _driver_version(),
+        "git_revision": _git_revision(),
+    }
+
+
+def last_manifest(first: dict[str, Any], clean: dict[str, Any], profiled: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a run that went well.
+
+    ``clean`` and ``profiled`` hold each step's times and loss from the two processes; they are never mixed.
+    """
+    versions = {**first["versions"], "torch": profiled["torch"], "cuda": profiled["cuda"]}
+    facts = ("device", "gpu", "parameter_count", "float32_matmul_precision")
+    return {
+        **first,
+        "status": "complete",
+        "exit_status": 0,
+        "finished_utc": _now(),
+        "versions": versions,
+        **{fact: profiled[fact] for fact in facts},
+        "clean": {"steps": clean["steps"], "losses": clean["losses"]},
+        "profiled": {"steps": profiled["steps"], "losses": profiled["losses"]},
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _driver_version() -> str | None:
+    try:
+        text = _DRIVER.read_text()
+    except FileNotFoundError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else None
+
+
+def _git_revision() -> str | None:
+    """Return the revision checked out in the working directory, ``+`` after it if files differ; None without git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,103 @@
+"""Nsight Systems from outside: where it is, which version, and how it is called."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from profkit.errors import ToolError
+
+# From the root; of several matches the newest version is taken. Nsight Compute brings an nsys of its own.
+_PLACES = (
+    "opt/nvidia/nsight-systems*/*/bin/nsys",
+    "opt/nvidia/nsight-systems*/*/target-linux-*/nsys",
+    "usr/local/cuda*/bin/nsys",
+    "usr/lib/nsight-systems/bin/nsys",
+    "usr/lib/nsight-systems/target-linux-*/nsys",
+    "usr/lib/*/nsight-systems/target-linux-*/nsys",
+    "opt/nvidia/nsight-compute/*/host/target-linux-*/nsys",
+    "usr/local/cuda*/nsight-compute*/host/target-linux-*/nsys",
+)
+
+
+@dataclass(frozen=True)
+class Nsys:
+    """An nsys that starts: where it is, and its version in its own words (``2023.4.4.54-234433681190v0``)."""
+
+    path: Path
+    version: str
+
+
+def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys:
+    """Return the nsys to use: ``$NSYS``, then the one on PATH, then the newest in the usual places under ``root``.
+
+    Raises:
+        ToolError: there is none, ``$NSYS`` is no program, or the one found does not start.
+    """
+    named = environment.get("NSYS")
+    if named is not None:
+        found = shutil.which(named, path=environment.get("PATH"))
+        if found is None:
+            raise ToolError(f"$NSYS is {named}, which is no program that can be run")
+        return _started(Path(found))
+    on_path = shutil.which("nsys", path=environment.get("PATH", os.defpath))
+    if on_path is not None:
+        return _started(Path(on_path))
+    for place in _PLACES:
+        candidates = [path for path in root.glob(place) if os.access(path, os.X_OK)]
+        if candidates:
+            return _started(max(candidates, key=_version_in_path))
+    raise ToolError(
+        "no Nsight Systems here: install it (NVIDIA's nsight-systems-cli), put nsys on PATH or name it in $NSYS; "
+        "or leave --nsys out to record with torch.profiler"
+    )
+
+
+def build_profile_argv(nsys: Path, report: Path, target: Sequence[str], *, cuda: bool) -> list[str]:
+    """Return the command that profiles ``target`` into ``report`` (a path without suffix).
+
+    With CUDA the capture runs from cudaProfilerStart to cudaProfilerStop and holds CUDA and NVTX, a graph's kernels
+    one by one; without it, the NVTX ranges of the whole process. The CPU is not sampled: it would slow the steps.
+    """
+    return [
+        str(nsys),
+        "profile",
+        f"--trace={'cuda,nvtx' if cuda else 'nvtx'}",
+        "--sample=none",
+        "--cpuctxsw=none",
+        *(["--cuda-graph-trace=node", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"] if cuda else []),
+        f"--output={report}",
+        *target,
+    ]
+
+
+def build_export_argv(nsys: Path, report: Path, export: Path) -> list[str]:
+    """Return the command that exports ``report`` to the SQLite file ``export``."""
+    return [str(nsys), "export", "--type=sqlite", f"--output={export}", str(report)]
+
+
+def parse_version(text: str) -> str | None:
+    """Return the version in the answer to ``nsys --version``, or None if there is none."""
+    found = re.search(r"version (\d[\w.\-]*)", text)
+    return found[1] if found else None
+
+
+def _started(path: Path) -> Nsys:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolError(f"{path}: nsys does not start: {error}") from None
+    version = parse_version(done.stdout)
+    if done.returncode != 0 or version is None:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise ToolError(f"{path}: nsys does not start: {said[-1] if said else f'exit status {done.returncode}'}")
+    return Nsys(path, version)
+
+
+def _version_in_path(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", str(path.parent))]

@@ -1,0 +1,100 @@
+"""Running a child process so that none of its own outlives us."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, NoReturn
+
+_MARK = "PROFKIT_CHILD"
+_GRACE_S = 2.0
+
+
+def run_child(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    output: IO[bytes] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> int:
+    """Run ``argv`` to its end and return its exit status; 128 + n if signal n ended it.
+
+    Standard output and error go to ``output``, or where ours go. On Ctrl-C, on SIGTERM and on any other exception
+    every process that the child started is ended too, daemons of a profiler included: nsys puts its agent and the
+    target into sessions of their own, so a process group is not enough, and they are known by an environment variable.
+    """
+    mark = uuid.uuid4().hex
+    with (
+        _sigterm_raises(),
+        subprocess.Popen(
+            argv,
+            env={**environment, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        ) as child,
+    ):
+        try:
+            status = child.wait()
+        except BaseException:
+            _end_all(child, mark)
+            raise
+    return status if status >= 0 else 128 - status
+
+
+def _end_all(child: subprocess.Popen[bytes], mark: str) -> None:
+    """Ask, then force; a second Ctrl-C meanwhile must not leave half of them alive."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline:
+                alive = list(_marked(mark))
+                for process in alive:
+                    _send(os.kill, process, number)
+                if child.poll() is None:
+                    _send(os.killpg, child.pid, number)
+                elif not alive:
+                    return
+                time.sleep(0.02)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Yield the processes whose environment carries ``mark`` (on Linux; elsewhere there is no /proc to look into)."""
+    wanted = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found = wanted in entry.read_bytes().split(b"\0")
+        except OSError:  # gone by now, or another user's
+            continue
+        if found:
+            yield int(entry.parent.name)
+
+
+def _send(kill: Callable[[int, int], None], process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it ended by itself
+        kill(process, number)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Turn SIGTERM into an exception while a child runs, so that the child is ended before we are."""
+
+    def leave(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,146 @@
+"""One run from start to end: the directory, the unprofiled twin, the profiled run, the manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from profkit.errors import ToolError
+from profkit.launch.directory import make_run_directory, write_json, write_manifest
+from profkit.launch.importer import import_raw
+from profkit.launch.manifest import first_manifest, last_manifest
+from profkit.launch.nsys import Nsys, build_export_argv, build_profile_argv
+from profkit.launch.processes import run_child
+from profkit.models.flops import flops_by_path
+from profkit.models.workload import Order, Workload
+from profkit.run_directory import FLOPS, KINETO_TRACE, LOG, NSYS_EXPORT, NSYS_REPORT
+
+Progress = Callable[[str], AbstractContextManager[object]]
+
+_RESULT = "worker.json"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run that came to its end: where it is, and the target's own exit status."""
+
+    run: Path
+    exit_status: int
+
+
+class _TargetFailed(Exception):
+    def __init__(self, exit_status: int) -> None:
+        self.exit_status = exit_status
+
+
+def require_torch() -> None:
+    """Raise `ToolError` unless torch is installed; it is not imported."""
+    if find_spec("torch") is None:
+        raise ToolError("torch is not installed here: pip install 'profkit[cpu]', or the CUDA build for your driver")
+
+
+def record_run(
+    workload: Workload, nsys: Nsys | None, output: Path | None, command: list[str], progress: Progress
+) -> Recorded:
+    """Run ``workload`` unprofiled, then under nsys or (``nsys`` None) torch.profiler, into a new run directory.
+
+    The manifest says ``incomplete`` until the end, then ``complete``, or ``failed`` with the target's exit status or
+    the reason.
+
+    Args:
+        command: the command line, for the manifest.
+        progress: makes a context manager that shows what is being done.
+
+    Raises:
+        RunError: the directory cannot be made.
+        ToolError: nsys or its importer failed.
+    """
+    target = f"model.{workload.preset_name}"
+    run = make_run_directory(output, target)
+    manifest = first_manifest(workload, target, nsys, command)
+    write_manifest(run, manifest)
+    try:
+        write_json(run / FLOPS, flops_by_path(workload.preset, workload.batch, workload.context))
+        with progress("timing the steps without a profiler"):
+            clean = _run_worker(Order(workload, "none", str(run / _RESULT)))
+        # The launcher cannot see the GPU (that takes torch); the twin has told.
+        workload = replace(workload, device=clean["device"])
+        profiled = (
+            _record_kineto(run, workload, progress) if nsys is None else _record_nsys(run, workload, nsys, progress)
+        )
+    except _TargetFailed as failure:
+        write_manifest(run, {**manifest, "status": "failed", "exit_status": failure.exit_status})
+        return Recorded(run, failure.exit_status)
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        write_manifest(run, {**manifest, "status": "failed", "reason": "interrupted" if interrupted else str(error)})
+        raise
+    write_manifest(run, last_manifest(manifest, clean, profiled))
+    return Recorded(run, 0)
+
+
+def _record_kineto(run: Path, workload: Workload, progress: Progress) -> dict[str, Any]:
+    with progress("recording the steps with torch.profiler"):
+        return _run_worker(Order(workload, "kineto", str(run / _RESULT), str(run / KINETO_TRACE)))
+
+
+def _record_nsys(run: Path, workload: Workload, nsys: Nsys, progress: Progress) -> dict[str, Any]:
+    report, export = run / NSYS_REPORT, run / NSYS_EXPORT
+    with (run / LOG).open("ab") as log, _own_outputs() as outputs:
+        order = Order(workload, "nsys", str(run / _RESULT), output_fds=outputs)
+        with progress("recording the steps with Nsight Systems"):
+            cuda = workload.device == "cuda"
+            result = _run_worker(
+                order, lambda argv: build_profile_argv(nsys.path, report.with_suffix(""), argv, cuda=cuda), log
+            )
+        with progress("exporting what Nsight Systems recorded"):
+            _export(nsys, report, export, log)
+    return result
+
+
+def _export(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
+    raw = report.with_suffix(".qdstrm")
+    if raw.exists() and not report.exists():
+        import_raw(raw, report, nsys.path, log)
+    if not report.exists():
+        raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
+    partial = export.with_name(f"partial.{export.name}")
+    status = run_child(build_export_argv(nsys.path, report, partial), os.environ, log)
+    if status != 0 or not partial.exists():
+        raise ToolError(f"{nsys.path} could not export {report} (exit status {status}); what it said is in {log.name}")
+    os.replace(partial, export)
+
+
+def _run_worker(
+    order: Order, wrap: Callable[[list[str]], list[str]] | None = None, log: IO[bytes] | None = None
+) -> dict[str, Any]:
+    """Run a worker process (inside the command that ``wrap`` makes of its own) and return what it found out."""
+    # -P: a file in the working directory must not stand in for a module of the same name.
+    argv = [sys.executable, "-P", "-m", "profkit.capture.worker", order.to_json()]
+    # torch would otherwise print lines of its own profiler's to standard error.
+    environment = {**os.environ, "KINETO_LOG_LEVEL": "99"}
+    status = run_child(argv if wrap is None else wrap(argv), environment, log, order.output_fds or ())
+    result = Path(order.result_path)
+    if status != 0:
+        raise _TargetFailed(status)
+    content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    result.unlink()
+    return content
+
+
+@contextmanager
+def _own_outputs() -> Iterator[tuple[int, int]]:
+    """Yield copies of our standard output and error, for a child whose own two belong to a profiler."""
+    copies = os.dup(1), os.dup(2)
+    try:
+        yield copies
+    finally:
+        for copy in copies:
+            os.close(copy)
