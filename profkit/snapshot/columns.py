@@ -1,0 +1,144 @@
+"""The Snapshot: the columns that the reader fills and that every analysis of memory consumes.
+
+One `Device` a GPU, because the allocator keeps one history, one set of segments and one pair of pools for each. Events
+are NumPy arrays of one length in the order in which the allocator recorded them (which is the order in which they
+happened: they are written under the allocator's lock). Sizes of events are *requested* bytes; sizes of blocks are what
+the allocator charged. Times are microseconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Codes = npt.NDArray[np.int8]
+
+Stack = tuple[tuple[str, str, int], ...]
+"""Frames from the innermost outwards: (function, file, line)."""
+
+ALLOC, FREE_COMPLETED, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM, OTHER = range(9)
+"""What an event did; `OTHER` is what this reader does not know, and the allocator's own ``snapshot`` marks."""
+
+ACTIONS = {
+    "alloc": ALLOC,
+    "free_completed": FREE_COMPLETED,
+    "free_requested": FREE_REQUESTED,
+    "segment_alloc": SEGMENT_ALLOC,
+    "segment_free": SEGMENT_FREE,
+    "segment_map": SEGMENT_MAP,
+    "segment_unmap": SEGMENT_UNMAP,
+    "oom": OOM,
+    "snapshot": OTHER,
+}
+
+INACTIVE, ALLOCATED, PENDING = range(3)
+"""State of a block: free for reuse, in use, or freed by the program but awaited by another stream."""
+
+NO_SPLIT_LIMIT = 2**62
+"""``max_split_size_bytes`` when blocks of every size may be split."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The allocator's settings at the time of the dump; the defaults where the file records none (before torch 2.2)."""
+
+    is_recorded: bool = False
+    expandable_segments: bool = False
+    max_split_size_bytes: int = NO_SPLIT_LIMIT
+    garbage_collection_threshold: float = 0.0
+    roundup_power2_divisions: tuple[int, ...] = ()
+    """Divisions between two powers of two, for sizes from 1 MiB, 2 MiB, 4 MiB … up; empty when all are 0."""
+    text: str = ""
+    """``PYTORCH_CUDA_ALLOC_CONF`` as the process had it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """One device's history. ``raw`` are the pickle's own dictionaries, for what is looked up a few hundred times."""
+
+    action: Codes
+    address: Ints
+    """Where; of an `OOM`, what CUDA said was free on the device."""
+    size_bytes: Ints
+    time_us: Ints
+    stream: Ints
+    raw: Sequence[dict[str, Any]] = ()
+    has_times: bool = True
+    """False when the file records no times (torch 2.1); ``time_us`` then counts events."""
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """What the device held reserved at the dump, sorted by address; of an expandable segment, one mapped stretch."""
+
+    address: Ints
+    size_bytes: Ints
+    stream: Ints
+    is_large: npt.NDArray[np.bool_]
+    is_expandable: npt.NDArray[np.bool_]
+    pool: list[tuple[int, int]]
+    """``(0, 0)`` is the default pool; anything else a private one (CUDA graphs, ``torch.cuda.MemPool``)."""
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The pieces of the segments at the dump, sorted by address. ``segment`` is the index in `Segments`."""
+
+    address: Ints
+    size_bytes: Ints
+    requested_bytes: Ints
+    state: Codes
+    segment: Ints
+    raw: Sequence[dict[str, Any]] = ()
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """A ``record_function`` that was open on the host: name and when; ``end_us`` is None if the dump came first."""
+
+    name: str
+    start_us: int
+    end_us: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """All that the snapshot says of one GPU."""
+
+    index: int
+    events: Events
+    segments: Segments
+    blocks: Blocks
+    annotations: tuple[Annotation, ...] = ()
+
+    @property
+    def was_used(self) -> bool:
+        """Whether anything was ever reserved or asked for here."""
+        return bool(len(self.events) or len(self.segments))
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """One memory snapshot, from one file."""
+
+    path: str
+    devices: tuple[Device, ...]
+    """The devices that were used, by index."""
+    settings: Settings
+    notes: tuple[str, ...] = ()
+    """What the reader had to leave out or assume, one sentence each; shown as warnings."""
+    unknown_actions: dict[str, int] = field(default_factory=dict)
