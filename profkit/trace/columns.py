@@ -79,10 +79,14 @@ class Calls:
 
     name: Ints
     start_ns: Ints
+    end_ns: Ints
     thread: Ints
     process: Ints
+    correlation: Ints
     has_work: Bools
     """Whether a kernel, graph, copy or set carries the call's correlation id."""
+    failed: Bools
+    """Whether the call returned an error."""
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -144,6 +148,8 @@ class Trace:
     """False when the capture recorded no GPU work at all: NVTX alone, or a run without CUDA."""
     notes: tuple[str, ...] = ()
     """What the reader had to leave out or assume, one sentence each; shown as warnings."""
+    has_invisible_ranges: bool = False
+    """True when NVTX domains were recorded and not one range: the fingerprint of nvtx ≥ 0.2.12 under an old nsys."""
 
 
 def empty_ints() -> Ints:

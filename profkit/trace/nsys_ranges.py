@@ -1,0 +1,124 @@
+"""Read NVTX ranges from an nsys export."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from profkit.errors import TraceError
+from profkit.trace.columns import Ints, Ranges, empty_bools, empty_ints
+from profkit.trace.nsys_names import Names
+from profkit.trace.sqlite_file import ColumnRequest, SqliteFile
+
+TABLE = "NVTX_EVENTS"
+
+# ENUM_NSYS_EVENT_TYPE: push/pop and start/end ranges, traced live (59, 60) or imported from a text log (70, 71).
+_RANGE_TYPES = (59, 60, 70, 71)
+_START_END_TYPES = (60, 71)
+_DOMAIN_TYPES = (75, 76)
+_DOMAIN_CREATE = 75
+
+_PAYLOADS = ("uint64Value", "int64Value", "doubleValue", "uint32Value", "int32Value", "floatValue")
+
+_UNNAMED = "(unnamed)"
+_PID_SHIFT = 24
+
+
+def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Names, end_of_capture: int) -> Ranges:
+    """Return the push/pop and start/end ranges of every domain.
+
+    A name stands in ``text`` or, registered, in StringIds under ``textId``. A range without an end (the capture stopped
+    inside it) ends with the capture and is marked open.
+    """
+    if TABLE not in tables:
+        return _no_ranges()
+    columns = tables[TABLE]
+    for needed in ("start", "end", "eventType", "globalTid"):
+        if needed not in columns:
+            raise TraceError(f"{file.path}: table {TABLE} has no column {needed}, without which it holds no ranges")
+    where = f"eventType IN ({','.join(map(str, _RANGE_TYPES))})"
+    expressions = (
+        "start",
+        f"coalesce(end, {-(1 << 62)})",
+        "coalesce(globalTid, 0)",
+        "coalesce(endGlobalTid, globalTid, 0)" if "endGlobalTid" in columns else "coalesce(globalTid, 0)",
+        "coalesce(domainId, 0)" if "domainId" in columns else "0",
+        "coalesce(textId, -1)" if "textId" in columns else "-1",
+        "eventType",
+        "rowid",
+    )
+    start, end, thread, end_thread, domain, text_id, event_type, row_id = file.columns(
+        [ColumnRequest(TABLE, expressions, where)]
+    )[0]
+    if not len(start):
+        return _no_ranges()
+    is_open = end == -(1 << 62)
+    last = max(end_of_capture, int(start.max()), int(end.max()))
+    process = thread >> _PID_SHIFT
+    return Ranges(
+        name=_range_names(file, names, text_id, where),
+        domain=_domain_names(file, columns, names, process, domain),
+        start_ns=start,
+        end_ns=np.where(is_open, last, end),
+        process=process,
+        thread=thread,
+        # Only start/end ranges can end on another thread.
+        end_thread=np.where(np.isin(event_type, _START_END_TYPES), end_thread, thread),
+        is_open=is_open,
+        payload=_payloads(file, columns, where, row_id),
+    )
+
+
+def has_invisible_ranges(file: SqliteFile, tables: dict[str, frozenset[str]]) -> bool:
+    """Return whether NVTX domains came and went in the capture, but no range."""
+    if TABLE not in tables or "eventType" not in tables[TABLE]:
+        return False
+    types = {int(kind) for (kind,) in file.rows(f"SELECT DISTINCT eventType FROM {TABLE} WHERE eventType NOT NULL")}
+    return bool(types & set(_DOMAIN_TYPES)) and not types & set(_RANGE_TYPES)
+
+
+def _range_names(file: SqliteFile, names: Names, text_id: Ints, where: str) -> Ints:
+    """Return the index of each range's name; ``text``, where there is one, wins over ``textId``."""
+    ids, inverse = np.unique(text_id, return_inverse=True)
+    result: Ints = names.indices([int(i) for i in ids], {-1: _UNNAMED})[inverse]
+    if ids[0] != -1:
+        return result
+    texts = [text for (text,) in file.rows(f"SELECT text FROM {TABLE} WHERE {where} ORDER BY rowid")]
+    interned = {text: names.intern(str(text)) for text in set(texts) if text is not None}
+    return np.array(
+        [known if text is None else interned[text] for text, known in zip(texts, result.tolist(), strict=True)],
+        dtype=np.int64,
+    )
+
+
+def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, process: Ints, domain: Ints) -> Ints:
+    """Return the index of each range's domain name: empty for the default domain, ids are per process."""
+    if "domainId" not in columns:
+        return np.full(len(domain), names.intern(""), dtype=np.int64)
+    text_id = "textId" if "textId" in columns else "NULL"
+    rows = file.rows(
+        f"SELECT globalTid >> {_PID_SHIFT}, domainId, text, {text_id} FROM {TABLE} WHERE eventType = {_DOMAIN_CREATE}"
+    )
+    registered = names.values([int(row[3]) for row in rows if row[3] is not None])
+    known = {(p, d): text if text is not None else registered.get(i, "") for p, d, text, i in rows}
+    pairs, inverse = np.unique(np.stack([process, domain]), axis=1, return_inverse=True)
+    index = [
+        names.intern("" if d == 0 else str(known.get((p, d)) or f"domain {d}"))
+        for p, d in zip(*pairs.tolist(), strict=True)
+    ]
+    return np.array(index, dtype=np.int64)[inverse.reshape(-1)]
+
+
+def _payloads(file: SqliteFile, columns: frozenset[str], where: str, row_id: Ints) -> dict[int, int | float]:
+    """Return the number that a range carries, by range index."""
+    there = [name for name in _PAYLOADS if name in columns]
+    if not there:
+        return {}
+    value = f"coalesce({', '.join(there)})" if len(there) > 1 else there[0]
+    rows = file.rows(f"SELECT rowid, {value} FROM {TABLE} WHERE {where} AND {value} IS NOT NULL")
+    at = np.searchsorted(row_id, np.array([row[0] for row in rows], dtype=np.int64))
+    return {int(index): number for index, (_, number) in zip(at, rows, strict=True)}
+
+
+def _no_ranges() -> Ranges:
+    none = empty_ints()
+    return Ranges(none, none, none, none, none, none, none, empty_bools())
