@@ -11,7 +11,8 @@ from typing import get_args
 import click
 
 from profkit.cli.progress import shown_after_a_second
-from profkit.launch.nsys import find_nsys
+from profkit.errors import ToolError
+from profkit.launch.nsys import Nsys, find_nsys
 from profkit.launch.record import record_run, require_torch
 from profkit.launch.targets import parse_target
 from profkit.models.workload import CompileMode, Device, Dtype, Passes, Workload
@@ -73,15 +74,27 @@ def run(target: str, with_nsys: bool, output: Path | None, warmup: int, **option
     """
     workload = Workload(parse_target(target), warmup_steps=warmup, **options)  # type: ignore[arg-type]
     require_torch()
-    nsys = find_nsys(os.environ) if with_nsys else None
+    nsys = _require_nsys() if with_nsys else None
     command = ["profkit", *sys.argv[1:]]
     recorded = record_run(workload, nsys, output, command, shown_after_a_second)
     where = shlex.quote(str(recorded.run))
     if recorded.exit_status != 0:
         click.echo(f"profkit: {target} failed with exit status {recorded.exit_status}; its run is {where}", err=True)
         return recorded.exit_status
+    for warning in recorded.warnings:
+        click.echo(f"profkit: warning: {warning}", err=True)
     from profkit.report.summary import render_run_summary
 
     click.echo(render_run_summary(recorded.run))
     click.echo(f"\nThe run is {where}. Next:\n  profkit kernels {where} --range forward\n  profkit ranges {where}")
     return 0
+
+
+def _require_nsys() -> Nsys:
+    nsys = find_nsys(os.environ)
+    if nsys is None:
+        raise ToolError(
+            "there is no Nsight Systems here: install it (NVIDIA's package nsight-systems-cli), put nsys on PATH or name "
+            "it in $NSYS; or leave --nsys out to record with torch.profiler"
+        )
+    return nsys

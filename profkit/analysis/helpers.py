@@ -1,0 +1,141 @@
+"""Who works for whom: the threads that launch on behalf of another thread's ranges.
+
+PyTorch runs the backward pass on threads of its own (``pt_autograd_0`` for device 0, …) while the thread that called
+``backward()`` waits, blocked, inside its range. The helper's launches belong to that range. No record in an nsys
+export says so; the evidence is silence: a thread that waits makes no CUDA call. So of the threads of the same process
+that have a range open and also launch kernels, the host is the one that is silent meanwhile. Two or more such threads
+are ambiguous, and none is no host.
+
+*Meanwhile* is judged on the host's current step of nesting (between two of its range events). It is silent when it
+makes no CUDA call between the helper's first and last call in that step. Where it does (gradient accumulation under
+one wide range: the host works, waits, works, waits), the silence between its two neighbouring calls must hold several
+of the helper's calls: two for an autograd thread, which never runs but for a caller that waits; eight for any other,
+because two threads that both work interleave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.nesting import NO_RANGE, Timeline
+from profkit.trace.columns import Bools, Calls, Ints, Trace
+
+AMBIGUOUS = -2
+"""The host range of a launch that two or more waiting threads could claim."""
+
+_AUTOGRAD = "pt_autograd"
+_CALLS_IN_SILENCE = 8
+_AUTOGRAD_CALLS_IN_SILENCE = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Hosts:
+    """The answer for one helper thread at some times: the host's innermost range (or `NO_RANGE`, `AMBIGUOUS`)."""
+
+    range: Ints
+    thread: Ints
+
+
+class HelperFinder:
+    """Answers, for any thread of a trace and any times, whose ranges it works under."""
+
+    def __init__(self, trace: Trace, timelines: dict[int, Timeline]) -> None:
+        self._trace = trace
+        self._timelines = timelines
+        self._calls = _calls_by_thread(trace.calls)
+        launching = set(np.unique(trace.work.launch_thread).tolist())
+        self._candidates = [t for t in timelines if t in launching and not self.is_autograd(t)]
+        self._process_of = dict(zip(trace.ranges.thread.tolist(), trace.ranges.process.tolist(), strict=True))
+
+    def is_autograd(self, thread: int) -> bool:
+        """Return whether the thread is one of PyTorch's autograd engine, by the name it gave itself."""
+        return self._trace.thread_names.get(thread, "").startswith(_AUTOGRAD)
+
+    def is_helper(self, thread: int) -> bool:
+        """Return whether the thread may work for another: any but the one in which the process began."""
+        return self.is_autograd(thread) or thread not in self._trace.main_threads
+
+    def find_hosts(self, helper: int, process: int, time_ns: Ints) -> Hosts:
+        """Return the innermost range of the thread that ``helper`` works for at each time, and that thread."""
+        found = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
+        thread = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
+        count = np.zeros(len(time_ns), dtype=np.int64)
+        for host in self._candidates:
+            if host == helper or self._process_of.get(host) != process:
+                continue
+            waiting, innermost = self._waiting(host, helper, time_ns)
+            found[waiting], thread[waiting] = innermost[waiting], host
+            count += waiting
+        found[count > 1] = AMBIGUOUS
+        thread[count > 1] = NO_RANGE
+        return Hosts(found, thread)
+
+    def _waiting(self, host: int, helper: int, time_ns: Ints) -> tuple[Bools, Ints]:
+        """Return at which times ``host`` waits in a range while ``helper`` works, and its innermost range then."""
+        timeline = self._timelines[host]
+        segment = timeline.segment_at(time_ns)
+        innermost = timeline.innermost[segment]
+        begin = timeline.time_ns[segment]
+        end = np.append(timeline.time_ns, 1 << 62)[segment + 1]
+        theirs, mine = self._calls[host], self._calls.get(helper)
+        if mine is None:
+            return np.zeros(len(time_ns), dtype=np.bool_), innermost
+
+        first, last = _span_of_calls(mine, begin, end, time_ns)
+        silent = theirs.none_between(first, last)
+        gap_begin, gap_end = theirs.silence_around(time_ns, begin, end)
+        enough = _AUTOGRAD_CALLS_IN_SILENCE if self.is_autograd(helper) else _CALLS_IN_SILENCE
+        between = mine.count_between(gap_begin, gap_end) >= enough
+        not_busy = gap_begin <= time_ns
+        return (innermost != NO_RANGE) & (silent | (between & not_busy)), innermost
+
+
+@dataclass(frozen=True, eq=False)
+class _ThreadCalls:
+    """One thread's CUDA calls, by start; ``end_ns`` is the latest end so far, so that it is sorted too."""
+
+    start_ns: Ints
+    end_ns: Ints
+
+    def none_between(self, first: Ints, last: Ints) -> Bools:
+        """Return where no call is under way at any time from ``first`` to ``last``."""
+        started = np.searchsorted(self.start_ns, last, side="right")
+        ended = np.searchsorted(self.end_ns, first, side="left")
+        return started <= ended
+
+    def count_between(self, first: Ints, last: Ints) -> Ints:
+        """Return how many calls start from ``first`` to ``last``."""
+        return np.searchsorted(self.start_ns, last, side="right") - np.searchsorted(self.start_ns, first, side="left")
+
+    def silence_around(self, time_ns: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+        """Return the longest stretch around each time, within begin and end, in which no call is under way.
+
+        Where a call is under way at that very time, the stretch begins after the time: empty before it.
+        """
+        next_call = np.searchsorted(self.start_ns, time_ns, side="right")
+        previous_end = np.concatenate([[-(1 << 62)], self.end_ns])[next_call]
+        next_start = np.append(self.start_ns, 1 << 62)[next_call]
+        return np.maximum(previous_end, begin), np.minimum(next_start, end)
+
+
+def _span_of_calls(calls: _ThreadCalls, begin: Ints, end: Ints, time_ns: Ints) -> tuple[Ints, Ints]:
+    """Return the starts of the first and last call from begin to end, widened to include the time asked about."""
+    low = np.searchsorted(calls.start_ns, begin, side="left")
+    high = np.searchsorted(calls.start_ns, end, side="left") - 1
+    some = high >= low
+    first = np.where(some, calls.start_ns[np.minimum(low, len(calls.start_ns) - 1)], time_ns)
+    last = np.where(some, calls.start_ns[np.maximum(high, 0)], time_ns)
+    return np.minimum(first, time_ns), np.maximum(last, time_ns)
+
+
+def _calls_by_thread(calls: Calls) -> dict[int, _ThreadCalls]:
+    order = np.argsort(calls.thread, kind="stable")
+    threads, first = np.unique(calls.thread[order], return_index=True)
+    if not len(threads):
+        return {}
+    return {
+        thread: _ThreadCalls(calls.start_ns[rows], np.maximum.accumulate(calls.end_ns[rows]))
+        for thread, rows in zip(threads.tolist(), np.split(order, first[1:]), strict=True)
+    }

@@ -1,0 +1,87 @@
+"""Which range is innermost on a thread at a time, and which ranges enclose which, thread by thread."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.trace.columns import Ints, Ranges
+
+NO_RANGE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One thread's ranges as a step function: from ``time_ns[i]`` on, ``innermost[i]`` is the innermost open range.
+
+    The first entry stands for all time before the first range.
+    """
+
+    time_ns: Ints
+    innermost: Ints
+
+    def segment_at(self, time_ns: Ints) -> Ints:
+        """Return the index of the step in which each time falls; a range holds its first nanosecond, not its last."""
+        return np.searchsorted(self.time_ns, time_ns, side="right") - 1
+
+    def innermost_at(self, time_ns: Ints) -> Ints:
+        """Return the innermost range open at each time, or `NO_RANGE`."""
+        return self.innermost[self.segment_at(time_ns)]
+
+
+def build_timelines(ranges: Ranges) -> tuple[dict[int, Timeline], Ints]:
+    """Return each thread's `Timeline` and each range's parent on its own thread (`NO_RANGE` at the top).
+
+    A push/pop range is innermost until its pop. A start/end range need not nest: the range opened last of those still
+    open is innermost, and one that ends on another thread is open on both.
+    """
+    parent = np.full(len(ranges), NO_RANGE, dtype=np.int64)
+    timelines = {}
+    for thread, members in ranges_by_thread(ranges).items():
+        timelines[thread] = _build_timeline(ranges, members, thread, parent)
+    return timelines, parent
+
+
+def ranges_by_thread(ranges: Ranges) -> dict[int, Ints]:
+    """Return the ranges open on each thread, by start, the longer first of two that start together."""
+    index = np.arange(len(ranges))
+    elsewhere = np.flatnonzero(ranges.end_thread != ranges.thread)
+    index = np.concatenate([index, elsewhere])
+    thread = np.concatenate([ranges.thread, ranges.end_thread[elsewhere]])
+    order = np.lexsort((-ranges.end_ns[index], ranges.start_ns[index], thread))
+    index, thread = index[order], thread[order]
+    threads, first = np.unique(thread, return_index=True)
+    return dict(zip(threads.tolist(), np.split(index, first[1:]), strict=True)) if len(index) else {}
+
+
+def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Timeline:
+    """Sweep one thread's ranges in order of their starts; fills ``parent`` for those that began on this thread."""
+    times, innermost = [-(1 << 62)], [NO_RANGE]
+    stack: list[int] = []  # by opening; a range that ended under others stays until it surfaces
+    ends: list[tuple[int, int]] = []
+    open_now: set[int] = set()
+
+    def close_until(time: float) -> None:
+        while ends and ends[0][0] <= time:
+            end, index = heapq.heappop(ends)
+            open_now.discard(index)
+            while stack and stack[-1] not in open_now:
+                stack.pop()
+            times.append(end)
+            innermost.append(stack[-1] if stack else NO_RANGE)
+
+    starts, stops = ranges.start_ns[members].tolist(), ranges.end_ns[members].tolist()
+    began_here = (ranges.thread[members] == thread).tolist()
+    for index, start, end, own in zip(members.tolist(), starts, stops, began_here, strict=True):
+        close_until(start)
+        if own:
+            parent[index] = stack[-1] if stack else NO_RANGE
+        stack.append(index)
+        open_now.add(index)
+        heapq.heappush(ends, (end, index))
+        times.append(start)
+        innermost.append(index)
+    close_until(float("inf"))
+    return Timeline(np.array(times, dtype=np.int64), np.array(innermost, dtype=np.int64))

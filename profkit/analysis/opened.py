@@ -1,0 +1,123 @@
+"""Open a trace and ask it things: the public, Python face of the analyses of time."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from profkit.analysis.attribution import Attribution, attribute_work
+from profkit.analysis.kernels import Grouping, KernelFilter, KernelsResult, summarize_kernels
+from profkit.analysis.range_tree import RangesResult, summarize_ranges
+from profkit.analysis.self_check import SelfCheck, check_capture
+from profkit.errors import TraceError
+from profkit.run_directory import LOG, find_trace
+from profkit.trace.columns import Trace
+
+_SQLITE = b"SQLite format 3\x00"
+_GZIP = b"\x1f\x8b"
+
+
+class OpenedTrace:
+    """One trace, read and attributed; made by `read_trace`."""
+
+    def __init__(self, trace: Trace, *, thread_only: bool = False, log: str = "") -> None:
+        self.trace = trace
+        self._thread_only = thread_only
+        self._log = log
+
+    @cached_property
+    def attribution(self) -> Attribution:
+        """Return the trace with its work placed under its ranges."""
+        return attribute_work(self.trace, thread_only=self._thread_only)
+
+    @cached_property
+    def self_check(self) -> SelfCheck:
+        """Return whether the capture can be trusted."""
+        return check_capture(self.attribution, self._log)
+
+    def kernels(
+        self,
+        range: str | None = None,
+        *,
+        exclude: str | None = None,
+        instance: int | None = None,
+        process: int | None = None,
+        device: int | None = None,
+        by: Grouping = "kernel",
+        per_instance: bool = False,
+    ) -> KernelsResult:
+        """Return which kernels spent the time, under ``range`` or in the whole capture.
+
+        The same as ``profkit kernels``; ``.to_pandas()`` of the result is its table.
+
+        Args:
+            range: a name (the exact one first), a glob (``layer *``) or a path of consecutive ancestors
+                (``forward/layer 3/attention``; a slash within a name is ``\\/``).
+            exclude: leave out what lies under this range.
+            instance: only the n-th instance, counted from 0 in order of start.
+            process: only this operating-system pid.
+            device: only this CUDA device.
+            by: one line per kernel name, category, or innermost range.
+            per_instance: also return one row per instance.
+
+        Raises:
+            TraceError: there is no GPU work, or there are no ranges to choose from.
+            UsageError: an unknown range (the nearest names are in the message), process, device or instance.
+        """
+        wanted = KernelFilter(range, exclude, instance, process, device)
+        return summarize_kernels(self.attribution, wanted, by=by, per_instance=per_instance)
+
+    def ranges(self, *, numbered: bool = True) -> RangesResult:
+        """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
+        return summarize_ranges(self.attribution, numbered=numbered)
+
+
+def read_trace(path: str | Path, *, thread_only: bool = False) -> OpenedTrace:
+    """Open an nsys SQLite export, a Kineto trace (``.json``, ``.json.gz``) or a run directory.
+
+    The file is told by its content, not its name, and is never written to.
+
+    Args:
+        path: the capture.
+        thread_only: place work by the launching thread's own ranges alone, as per-thread tools do.
+
+    Raises:
+        TraceError: the file cannot be read or is none of these.
+        RunError: a directory that is no run.
+    """
+    path = Path(path)
+    log = ""
+    if path.is_dir():
+        run, path = path, find_trace(path)
+        log = (run / LOG).read_text(encoding="utf-8", errors="replace") if (run / LOG).exists() else ""
+    return OpenedTrace(_read(path), thread_only=thread_only, log=log)
+
+
+def _read(path: Path) -> Trace:
+    head = _head(path)
+    if path.suffix == ".nsys-rep":
+        raise TraceError(f"{path}: a report, not an export; run `nsys export --type sqlite {path.name}` and give that")
+    if not head:
+        raise TraceError(f"{path}: the file is empty")
+    if head.startswith(_SQLITE):
+        from profkit.trace.nsys import read_nsys
+
+        return read_nsys(path)
+    if head.startswith(_GZIP) or head.lstrip()[:1] in (b"{", b"["):
+        from profkit.trace.kineto import read_kineto
+
+        return read_kineto(path)
+    raise TraceError(
+        f"{path}: neither an nsys SQLite export nor a torch.profiler trace (not SQLite, gzip or JSON);"
+        " `nsys export --type sqlite` makes the former"
+    )
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(64)
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such file") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,171 @@
+"""The tree of ranges by path, with the work launched under each: the result behind ``profkit ranges``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.busy import union_ns
+from profkit.analysis.nesting import NO_RANGE
+from profkit.analysis.selection import explain_no_ranges
+from profkit.analysis.warnings import Warning, warn_of_placement
+from profkit.trace.columns import Ints
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class RangeRow:
+    """All ranges of one path together.
+
+    ``path`` joins the names of a range and those around it, outermost first; a slash within a name is ``\\/``. Times
+    are in nanoseconds; work under a nested range counts in every range around it.
+    """
+
+    path: str
+    name: str
+    domain: str
+    instances: int
+    wall_ns: int
+    kernel_time_ns: int
+    busy_ns: int
+    kernel_count: int
+
+
+@dataclass(frozen=True)
+class RangesResult:
+    """The tree, depth first, siblings by their first start; ``total_ns`` is all kernel time of the capture."""
+
+    trace: str
+    measure: str
+    total_ns: int
+    ranges: tuple[RangeRow, ...]
+    warnings: tuple[Warning, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-ready data."""
+        return asdict(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the tree as a DataFrame, one row a path."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(row) for row in self.ranges], columns=list(RangeRow.__dataclass_fields__))
+
+
+def path_of(attribution: Attribution, index: int, *, numbered: bool = True) -> str:
+    """Return the path of one range: the names around it and its own, outermost first."""
+    parts = []
+    while index != NO_RANGE:
+        name = attribution.trace.names[int(attribution.trace.ranges.name[index])]
+        parts.append((name if numbered else _without_number(name)).replace("/", "\\/"))
+        index = int(attribution.parent[index])
+    return "/".join(reversed(parts))
+
+
+def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:
+    """Return the tree of ranges.
+
+    Args:
+        attribution: the trace with its work placed.
+        numbered: keep ``step 0`` and ``step 1`` apart; else both stand under ``step *``, the glob that selects them.
+    """
+    trace = attribution.trace
+    node, parent_node, labels = _build_nodes(attribution, numbered)
+    innermost = np.where(attribution.work.own >= 0, attribution.work.own, np.maximum(attribution.work.host, NO_RANGE))
+    at = np.where(innermost >= 0, node[innermost] if len(node) else NO_RANGE, NO_RANGE)
+    kernel_time, busy, count = _accumulate(attribution, at, parent_node)
+    wall = np.zeros(len(parent_node), dtype=np.int64)
+    instances = np.bincount(node, minlength=len(parent_node)) if len(node) else np.zeros(0, dtype=np.int64)
+    np.add.at(wall, node, trace.ranges.end_ns - trace.ranges.start_ns)
+    rows = tuple(
+        RangeRow(path, name, domain, int(instances[i]), int(wall[i]), int(kernel_time[i]), int(busy[i]), int(count[i]))
+        for i, path, name, domain in _depth_first(parent_node, labels)
+    )
+    return RangesResult(
+        trace=trace.path,
+        measure=trace.measure,
+        total_ns=attribution.ledger.total_ns,
+        ranges=rows,
+        warnings=tuple(_warnings(attribution)),
+    )
+
+
+def _build_nodes(attribution: Attribution, numbered: bool) -> tuple[Ints, list[int], list[tuple[str, str]]]:
+    """Return each range's node, each node's parent node, and each node's (name, domain), by first start."""
+    ranges, names = attribution.trace.ranges, attribution.trace.names
+    node = np.full(len(ranges), NO_RANGE, dtype=np.int64)
+    known: dict[tuple[int, str, int], int] = {}
+    parents: list[int] = []
+    labels: list[tuple[str, str]] = []
+    parent, name, domain = attribution.parent.tolist(), ranges.name.tolist(), ranges.domain.tolist()
+    shown = {i: names[i] if numbered else _without_number(names[i]) for i in set(name)}
+    # Within equal starts the longer range is the outer one, so a parent is always seen before its children.
+    for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
+        above = int(node[parent[index]]) if parent[index] != NO_RANGE else NO_RANGE
+        key = (above, shown[name[index]], domain[index])
+        if key not in known:
+            known[key] = len(parents)
+            parents.append(above)
+            labels.append((key[1], names[domain[index]]))
+        node[index] = known[key]
+    return node, parents, labels
+
+
+def _without_number(name: str) -> str:
+    """Return ``layer *`` for ``layer 3``: names that differ in a number alone are one kind of range."""
+    return re.sub(r"\d+", "*", name)
+
+
+def _accumulate(attribution: Attribution, at: Ints, parent_node: list[int]) -> tuple[Ints, Ints, Ints]:
+    """Return kernel time, busy time and kernel count per node; ``at`` is each row's innermost node."""
+    work = attribution.trace.work
+    size = len(parent_node)
+    kernel_time, busy, count = (np.zeros(size, dtype=np.int64) for _ in range(3))
+    parents = np.append(np.array(parent_node, dtype=np.int64), NO_RANGE)
+    devices, device = np.unique(work.device, return_inverse=True)
+    rows, node = np.flatnonzero(at != NO_RANGE), at[at != NO_RANGE]
+    # One level of the tree at a time: every row is added to its node, then all move up to the node around it.
+    levels: list[tuple[Ints, Ints]] = []
+    while len(rows):
+        np.add.at(kernel_time, node, work.duration_ns[rows])
+        np.add.at(count, node, 1)
+        levels.append((rows, node))
+        above = parents[node]
+        rows, node = rows[above != NO_RANGE], above[above != NO_RANGE]
+    if levels:
+        every, nodes = (np.concatenate(column) for column in zip(*levels, strict=True))
+        groups, unions = union_ns(nodes * len(devices) + device[every], work.start_ns[every], work.end_ns[every])
+        np.add.at(busy, groups // len(devices), unions)
+    return kernel_time, busy, count
+
+
+def _depth_first(parent_node: list[int], labels: list[tuple[str, str]]) -> list[tuple[int, str, str, str]]:
+    children: dict[int, list[int]] = {}
+    for index, parent in enumerate(parent_node):
+        children.setdefault(parent, []).append(index)
+    found, stack = [], [(index, "") for index in reversed(children.get(NO_RANGE, []))]
+    while stack:
+        index, prefix = stack.pop()
+        name, domain = labels[index]
+        path = prefix + name.replace("/", "\\/")
+        found.append((index, path, name, domain))
+        stack += [(child, path + "/") for child in reversed(children.get(index, []))]
+    return found
+
+
+def _warnings(attribution: Attribution) -> list[Warning]:
+    trace = attribution.trace
+    found = []
+    if not len(trace.ranges):
+        found.append(Warning("no-ranges", explain_no_ranges(trace)))
+    if not len(trace.work):
+        found.append(
+            Warning("no-kernels", f"{trace.path}: no GPU kernels were recorded; wall times are all there is to show")
+        )
+    return found + warn_of_placement(attribution)

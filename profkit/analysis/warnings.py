@@ -1,0 +1,58 @@
+"""What a reader of a result must know before trusting it, each as a code and a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.selection import Selection
+
+
+@dataclass(frozen=True)
+class Warning:
+    """A stable ``code`` for programs and a ``message`` for people."""
+
+    code: str
+    message: str
+
+
+def warn_of_selection(selection: Selection | None, exclude: str | None, row_count: int) -> list[Warning]:
+    """Return what is odd about the range that was asked for."""
+    if selection is None:
+        return []
+    found = []
+    if selection.in_warmup and exclude is None:
+        found.append(
+            Warning(
+                "warmup",
+                f"{selection.in_warmup} of {len(selection.members)} instances of {selection.request!r} lie inside"
+                " `warmup`; leave them out with --exclude warmup",
+            )
+        )
+    if not row_count:
+        found.append(Warning("empty-range", f"no kernel was launched under {selection.request!r}"))
+    return found
+
+
+def warn_of_placement(attribution: Attribution) -> list[Warning]:
+    """Return what could not be placed."""
+    ledger = attribution.ledger
+    found = []
+    if ledger.ambiguous_ns:
+        found.append(
+            Warning(
+                "ambiguous",
+                f"{ledger.ambiguous_ns:,} ns ({ledger.ambiguous_ns / ledger.total_ns:.1%} of all kernel time) were"
+                " launched by threads that two or more waiting threads could claim; no range gets them",
+            )
+        )
+    if ledger.no_launch_ns:
+        found.append(
+            Warning(
+                "no-launch",
+                f"{ledger.no_launch_ns:,} ns ({ledger.no_launch_ns / ledger.total_ns:.1%} of all kernel time) have no"
+                " launch record; no range gets them",
+            )
+        )
+    found += [Warning("reader", note) for note in attribution.trace.notes]
+    return found

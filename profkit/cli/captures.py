@@ -1,0 +1,25 @@
+"""Open whatever capture a person names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from profkit.analysis.opened import OpenedTrace, read_trace
+from profkit.run_directory import find_trace
+
+_REPORT = ".nsys-rep"
+
+
+def open_trace(path: Path, *, thread_only: bool = False) -> OpenedTrace:
+    """Return the opened trace; a ``.nsys-rep`` is exported first, into the user's cache, if nsys is here.
+
+    Raises:
+        TraceError: the file cannot be read.
+        ToolError: a report, and no nsys to export it.
+    """
+    report = find_trace(path) if path.is_dir() else path
+    if report.suffix == _REPORT and report.exists():
+        from profkit.launch.export import export_report
+
+        path = export_report(report)
+    return read_trace(path, thread_only=thread_only)

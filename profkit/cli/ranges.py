@@ -1,0 +1,44 @@
+"""``profkit ranges``: what can be passed to ``--range``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profkit.cli.captures import open_trace
+from profkit.cli.options import output_options, write_result, write_warnings
+from profkit.errors import CheckError
+from profkit.report.formats import Format
+from profkit.report.ranges import render_ranges
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--numbered", is_flag=True, help="Keep 'layer 0' and 'layer 1' apart in the table (JSON always does).")
+@click.option("--thread-only", is_flag=True, help="Place work by its own thread's ranges alone, as other tools do.")
+@click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check.")
+@output_options
+def ranges(
+    trace: Path,
+    numbered: bool,
+    thread_only: bool,
+    strict: bool,
+    style: Format,
+    output: Path | None,
+    full_names: bool,
+) -> None:
+    """Show the tree of ranges: name, instances, wall, kernel time, busy time, share, kernels.
+
+    TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace or a run directory.
+    """
+    opened = open_trace(trace, thread_only=thread_only)
+    result = opened.ranges(numbered=numbered or style in ("json", "csv"))
+    check = opened.self_check
+    findings = [*check.of("failed"), *check.of("warning")] if style in ("csv", "json") else check.of("warning")
+    # Both would say why there are no ranges.
+    messages = [warning.message for warning in result.warnings]
+    write_warnings([*messages, *(f.message for f in findings if f.message not in messages)])
+    write_result(render_ranges(result, check, style, full_names=full_names), output)
+    if strict and check.failed:
+        raise CheckError(f"{trace}: the capture failed its self-check")

@@ -1,0 +1,96 @@
+"""Draw the share table as a horizontal bar chart, fit for a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from profkit.analysis.kernels import KernelRow, KernelsResult
+from profkit.errors import UsageError
+from profkit.report.formats import shorten
+from profkit.report.kernel_names import simplify_name
+from profkit.report.units import format_ns, format_share
+
+_LABEL_WIDTH = 58
+_BAR_INCHES = 0.3
+# One colour a category, the same in every picture; a palette that the colour-blind can tell apart (Okabe and Ito's,
+# lightened or darkened for the rarer ones).
+_COLOURS = {
+    "gemm": "#0072B2",
+    "attention": "#56B4E9",
+    "softmax": "#009E73",
+    "normalization": "#66C2A5",
+    "elementwise": "#E69F00",
+    "reduction": "#F0C75E",
+    "copy/cast": "#999999",
+    "embedding/index": "#B58B5A",
+    "optimizer": "#D55E00",
+    "loss": "#A6341B",
+    "communication": "#CC79A7",
+    "random": "#7E6BAD",
+    "graph": "#333333",
+    "other": "#CCCCCC",
+}
+
+
+def plot_kernels(result: KernelsResult, path: Path, *, top: int) -> None:
+    """Write the largest ``top`` lines of the table, and all others as one bar, to a PNG file.
+
+    Raises:
+        UsageError: ``path`` does not end in ``.png``.
+        OSError: it cannot be written.
+    """
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"--plot {path}: the picture is a PNG; name it so")
+    rows = list(result.kernels[:top])
+    rest = result.kernels[top:]
+    labels = [_label(result, row) for row in rows] + ([f"({len(rest)} more)"] if rest else [])
+    totals = [row.total_ns for row in rows] + ([sum(row.total_ns for row in rest)] if rest else [])
+    colours = [_COLOURS.get(row.category, "#0072B2") for row in rows] + (["#EEEEEE"] if rest else [])
+
+    figure = Figure(figsize=(9.5, 1.5 + _BAR_INCHES * max(len(labels), 3)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.barh(range(len(labels)), [total / 1e6 for total in totals], color=colours, height=0.74)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8, fontfamily="monospace")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{'self time' if result.measure == 'cpu-operator' else 'kernel time'}, ms")
+    axes.margins(x=0.14)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.grid(True, color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for position, total in enumerate(totals):
+        share = total / result.total_ns if result.total_ns else 0.0
+        axes.annotate(
+            f"{format_share(share)}  {format_ns(total)}",
+            (total / 1e6, position),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axes.set_title(_title(result), fontsize=10, loc="left")
+    _add_legend(figure, [row.category for row in rows] if result.by != "range" else [])
+    figure.savefig(path, dpi=150, metadata={"Software": "profkit"})
+
+
+def _label(result: KernelsResult, row: KernelRow) -> str:
+    return shorten(simplify_name(row.name) if result.by == "kernel" else row.name, _LABEL_WIDTH)
+
+
+def _title(result: KernelsResult) -> str:
+    noun = "operators" if result.measure == "cpu-operator" else "kernels"
+    where = "whole capture" if result.range is None else f"range “{result.range}”, {result.instances} instances"
+    return f"{where}: {result.kernel_count + result.graph_count:,} {noun}, {format_ns(result.total_ns)}"
+
+
+def _add_legend(figure: Figure, categories: list[str]) -> None:
+    present = [category for category in _COLOURS if category in categories]
+    if len(present) < 2:
+        return
+    handles = [Patch(color=_COLOURS[category], label=category) for category in present]
+    figure.legend(handles, present, loc="outside lower center", ncols=min(len(present), 7), fontsize=8, frameon=False)

@@ -1,0 +1,77 @@
+"""What a person sees first: the phases of a training step, and after a run its whole result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.opened import OpenedTrace, read_trace
+from profkit.ranges import PHASES, WARMUP
+from profkit.report.formats import Column, Table, render_table
+from profkit.report.kernels import render_kernels
+from profkit.report.ranges import render_ranges
+from profkit.report.self_check import verdict_line
+from profkit.report.units import format_ns, format_share
+
+_COLUMNS = (
+    Column("phase", "phase", right=False),
+    Column("instances", "instances"),
+    Column("wall", "wall_ns"),
+    Column("kernel time", "total_ns"),
+    Column("busy", "busy_ns"),
+    Column("share", "share"),
+    Column("kernels", "kernel_count"),
+    Column("per instance", "each_ns"),
+)
+_SUMMARY_TOP = 12
+
+
+def render_phases(opened: OpenedTrace) -> str:
+    """Return the table of phases (those that the trace has), what lies in ``warmup`` left out; "" if it has none."""
+    results = summarize_phases(opened)
+    if not results:
+        return ""
+    whole = opened.attribution.ledger.total_ns
+    cells = [
+        [
+            str(result.range),
+            f"{result.instances:,}",
+            format_ns(result.wall_ns),
+            format_ns(result.total_ns),
+            format_ns(result.busy_ns),
+            format_share(result.total_ns / whole) if whole else "–",
+            f"{result.kernel_count + result.graph_count:,}",
+            format_ns(round(result.total_ns / result.instances)) if result.instances else "–",
+        ]
+        for result in results
+    ]
+    columns: tuple[Column, ...] = _COLUMNS
+    if opened.trace.measure == "cpu-operator":
+        renamed = {"kernel time": "self time", "kernels": "operators"}
+        columns = tuple(Column(renamed.get(c.heading, c.heading), c.key, c.right) for c in _COLUMNS)
+    warm = " (without warmup)" if _has_warmup(opened) else ""
+    note = f"phases{warm}; share is of all the capture's {format_ns(whole)}"
+    return f"{note}\n\n{render_table(Table(columns, cells, cells))}"
+
+
+def summarize_phases(opened: OpenedTrace) -> list[KernelsResult]:
+    """Return one result per standard phase that the trace has, what lies in ``warmup`` left out."""
+    names = {opened.trace.names[i] for i in set(opened.trace.ranges.name.tolist())}
+    exclude = WARMUP if _has_warmup(opened) else None
+    results = [opened.kernels(phase, exclude=exclude) for phase in PHASES if phase in names]
+    return [result for result in results if result.instances]
+
+
+def render_run_summary(run: Path) -> str:
+    """Return what a finished run says: its self-check, phases, and kernels; of an NVTX-only capture its ranges."""
+    opened = read_trace(run)
+    verdict = verdict_line(opened.self_check)
+    if not len(opened.trace.work):
+        tree = render_ranges(opened.ranges(numbered=False), opened.self_check)
+        return f"{tree}\n\n{verdict}; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
+    table = render_kernels(opened.kernels(), opened.self_check, top=_SUMMARY_TOP)
+    return "\n\n".join(part for part in (render_phases(opened), table, verdict) if part)
+
+
+def _has_warmup(opened: OpenedTrace) -> bool:
+    return any(opened.trace.names[i] == WARMUP for i in set(opened.trace.ranges.name.tolist()))
