@@ -94,7 +94,7 @@ def _require_nsys() -> Nsys:
     nsys = find_nsys(os.environ)
     if nsys is None:
         raise ToolError(
-            "there is no Nsight Systems here: install it (NVIDIA's package nsight-systems-cli), put nsys on PATH or name "
+            "there is no Nsight Systems here: install it (nsight-systems-cli), put nsys on PATH or name "
             "it in $NSYS; or leave --nsys out to record with torch.profiler"
         )
     return nsys

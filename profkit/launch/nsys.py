@@ -33,17 +33,17 @@ class Nsys:
     version: str
 
 
-def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys:
-    """Return the nsys to use: ``$NSYS``, then the one on PATH, then the newest in the usual places under ``root``.
+def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys | None:
+    """Return the nsys to use: ``$NSYS``, the one on PATH, or the newest in the usual places under ``root``; or None.
 
     Raises:
-        ToolError: there is none, ``$NSYS`` is no program, or the one found does not start.
+        ToolError: ``$NSYS`` is no program, or the nsys that was found does not start.
     """
     named = environment.get("NSYS")
     if named is not None:
         found = shutil.which(named, path=environment.get("PATH"))
         if found is None:
-            raise ToolError(f"$NSYS is {named}, which is no program that can be run")
+            raise ToolError(f"$NSYS is {named}, which is no program that can be run; correct it or unset it")
         return _started(Path(found))
     on_path = shutil.which("nsys", path=environment.get("PATH", os.defpath))
     if on_path is not None:
@@ -52,14 +52,15 @@ def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys:
         candidates = [path for path in root.glob(place) if os.access(path, os.X_OK)]
         if candidates:
             return _started(max(candidates, key=_version_in_path))
-    raise ToolError(
-        "no Nsight Systems here: install it (NVIDIA's nsight-systems-cli), put nsys on PATH or name it in $NSYS; "
-        "or leave --nsys out to record with torch.profiler"
-    )
+    return None
 
 
-def build_profile_argv(nsys: Path, report: Path, target: Sequence[str], *, cuda: bool) -> list[str]:
+def build_profile_argv(
+    nsys: Path, report: Path, target: Sequence[str], *, cuda: bool, temporary: str = "/tmp"
+) -> list[str]:
     """Return the command that profiles ``target`` into ``report`` (a path without suffix).
+
+    ``temporary`` is the target's own TMPDIR, for nsys is to be given one that can be thrown away.
 
     With CUDA the capture runs from cudaProfilerStart to cudaProfilerStop and holds CUDA and NVTX, a graph's kernels
     one by one; without it, the NVTX ranges of the whole process. The CPU is not sampled: it would slow the steps.
@@ -71,6 +72,7 @@ def build_profile_argv(nsys: Path, report: Path, target: Sequence[str], *, cuda:
         "--sample=none",
         "--cpuctxsw=none",
         *(["--cuda-graph-trace=node", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"] if cuda else []),
+        f"--env-var=TMPDIR={temporary}",
         f"--output={report}",
         *target,
     ]
@@ -78,7 +80,7 @@ def build_profile_argv(nsys: Path, report: Path, target: Sequence[str], *, cuda:
 
 def build_export_argv(nsys: Path, report: Path, export: Path) -> list[str]:
     """Return the command that exports ``report`` to the SQLite file ``export``."""
-    return [str(nsys), "export", "--type=sqlite", f"--output={export}", str(report)]
+    return [str(nsys), "export", "--type=sqlite", "--quiet=true", f"--output={export}", str(report)]
 
 
 def parse_version(text: str) -> str | None:

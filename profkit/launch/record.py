@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ from typing import IO, Any
 
 from profkit.errors import ToolError
 from profkit.launch.directory import make_run_directory, write_json, write_manifest
+from profkit.launch.export import export_to
 from profkit.launch.importer import import_raw
 from profkit.launch.manifest import first_manifest, last_manifest
-from profkit.launch.nsys import Nsys, build_export_argv, build_profile_argv
+from profkit.launch.nsys import Nsys, build_profile_argv
 from profkit.launch.processes import run_child
 from profkit.models.flops import flops_by_path
 from profkit.models.workload import Order, Workload
@@ -26,13 +28,17 @@ Progress = Callable[[str], AbstractContextManager[object]]
 
 _RESULT = "worker.json"
 
+# nsys says this and exits 0: seen when its CUPTI is older than the driver.
+_LOSSY = b"Errors occurred while processing the raw events"
+
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run that came to its end: where it is, and the target's own exit status."""
+    """A run that came to its end: where it is, the target's own exit status, and what to know before reading it."""
 
     run: Path
     exit_status: int
+    warnings: tuple[str, ...] = ()
 
 
 class _TargetFailed(Exception):
@@ -82,8 +88,9 @@ def record_run(
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         write_manifest(run, {**manifest, "status": "failed", "reason": "interrupted" if interrupted else str(error)})
         raise
-    write_manifest(run, last_manifest(manifest, clean, profiled))
-    return Recorded(run, 0)
+    warnings = _warnings(run, workload)
+    write_manifest(run, {**last_manifest(manifest, clean, profiled), "warnings": warnings})
+    return Recorded(run, 0, warnings)
 
 
 def _record_kineto(run: Path, workload: Workload, progress: Progress) -> dict[str, Any]:
@@ -92,47 +99,63 @@ def _record_kineto(run: Path, workload: Workload, progress: Progress) -> dict[st
 
 
 def _record_nsys(run: Path, workload: Workload, nsys: Nsys, progress: Progress) -> dict[str, Any]:
-    report, export = run / NSYS_REPORT, run / NSYS_EXPORT
-    with (run / LOG).open("ab") as log, _own_outputs() as outputs:
+    report = run / NSYS_REPORT
+    with (
+        (run / LOG).open("w+b") as log,
+        _own_outputs() as outputs,
+        # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
+        tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
+    ):
         order = Order(workload, "nsys", str(run / _RESULT), output_fds=outputs)
+        argv = build_profile_argv(
+            nsys.path,
+            report.with_suffix(""),
+            _worker_argv(order),
+            cuda=workload.device == "cuda",
+            temporary=tempfile.gettempdir(),
+        )
         with progress("recording the steps with Nsight Systems"):
-            cuda = workload.device == "cuda"
-            result = _run_worker(
-                order, lambda argv: build_profile_argv(nsys.path, report.with_suffix(""), argv, cuda=cuda), log
-            )
+            result = _run(argv, order, {"TMPDIR": scratch}, log)
         with progress("exporting what Nsight Systems recorded"):
-            _export(nsys, report, export, log)
+            raw = report.with_suffix(".qdstrm")
+            if raw.exists() and not report.exists():
+                import_raw(raw, report, nsys.path, log)
+            if not report.exists():
+                raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
+            export_to(nsys, report, run / NSYS_EXPORT, log)
     return result
 
 
-def _export(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
-    raw = report.with_suffix(".qdstrm")
-    if raw.exists() and not report.exists():
-        import_raw(raw, report, nsys.path, log)
-    if not report.exists():
-        raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
-    partial = export.with_name(f"partial.{export.name}")
-    status = run_child(build_export_argv(nsys.path, report, partial), os.environ, log)
-    if status != 0 or not partial.exists():
-        raise ToolError(f"{nsys.path} could not export {report} (exit status {status}); what it said is in {log.name}")
-    os.replace(partial, export)
-
-
-def _run_worker(
-    order: Order, wrap: Callable[[list[str]], list[str]] | None = None, log: IO[bytes] | None = None
-) -> dict[str, Any]:
-    """Run a worker process (inside the command that ``wrap`` makes of its own) and return what it found out."""
+def _worker_argv(order: Order) -> list[str]:
     # -P: a file in the working directory must not stand in for a module of the same name.
-    argv = [sys.executable, "-P", "-m", "profkit.capture.worker", order.to_json()]
+    return [sys.executable, "-P", "-m", "profkit.capture.worker", order.to_json()]
+
+
+def _run_worker(order: Order) -> dict[str, Any]:
+    return _run(_worker_argv(order), order, {})
+
+
+def _run(argv: list[str], order: Order, variables: dict[str, str], log: IO[bytes] | None = None) -> dict[str, Any]:
+    """Run ``argv``, a worker or a profiler around it, with ``variables`` set, and return what the worker found out."""
     # torch would otherwise print lines of its own profiler's to standard error.
-    environment = {**os.environ, "KINETO_LOG_LEVEL": "99"}
-    status = run_child(argv if wrap is None else wrap(argv), environment, log, order.output_fds or ())
-    result = Path(order.result_path)
+    environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **variables}
+    status = run_child(argv, environment, log, order.output_fds or ())
     if status != 0:
         raise _TargetFailed(status)
+    result = Path(order.result_path)
     content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     result.unlink()
     return content
+
+
+def _warnings(run: Path, workload: Workload) -> tuple[str, ...]:
+    log = run / LOG
+    warnings = []
+    if log.exists() and _LOSSY in log.read_bytes():
+        warnings.append(f"nsys lost events ({log}); its version may be too old for the driver: the capture is lossy")
+    if workload.compile_mode != "none":
+        warnings.append("compiled code carries no ranges: the phases are there, layers and attention are not")
+    return tuple(warnings)
 
 
 @contextmanager

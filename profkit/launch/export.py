@@ -1,0 +1,67 @@
+"""Exporting an Nsight Systems report to SQLite, the form that profkit reads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from profkit.errors import ToolError, TraceError
+from profkit.launch.nsys import Nsys, build_export_argv, find_nsys
+from profkit.launch.processes import run_child
+
+
+def export_report(report: Path) -> Path:
+    """Return the SQLite export of a ``.nsys-rep``, made now or found in the user's cache under the report's content.
+
+    Nothing is written beside the report.
+
+    Raises:
+        TraceError: the report cannot be read.
+        ToolError: there is no nsys, or it could not export.
+    """
+    from platformdirs import user_cache_path
+
+    try:
+        with report.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise TraceError(f"{report}: {error.strerror}") from None
+    export = user_cache_path("profkit") / "exports" / f"{digest}.sqlite"
+    if export.exists():
+        return export
+    nsys = find_nsys(os.environ)
+    if nsys is None:
+        raise ToolError(
+            f"{report}: there is no Nsight Systems here to export it; put nsys on PATH or name it in $NSYS, or run "
+            f"`nsys export --type=sqlite {report}` where it is and read the .sqlite"
+        )
+    export.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile() as log:
+        export_to(nsys, report, export, log)
+    return export
+
+
+def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
+    """Export ``report`` to ``export``, which appears whole or not at all; what nsys says goes to ``log``.
+
+    Raises:
+        ToolError: nsys failed; its last line is quoted.
+    """
+    said_from = log.tell()
+    partial = export.with_name(f"partial-{os.getpid()}.{export.name}")
+    try:
+        status = run_child(build_export_argv(nsys.path, report, partial), os.environ, log)
+        if status != 0 or not partial.exists():
+            raise ToolError(f"{nsys.path} could not export {report}: {_last_line(log, said_from, status)}")
+        os.replace(partial, export)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _last_line(log: IO[bytes], position: int, status: int) -> str:
+    log.seek(position)
+    lines = log.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), f"exit status {status}")
