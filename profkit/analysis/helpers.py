@@ -9,13 +9,15 @@ are ambiguous, and none is no host.
 *Meanwhile* is judged on the host's current step of nesting (between two of its range events). It is silent when it
 makes no CUDA call between the helper's first and last call in that step. Where it does (gradient accumulation under
 one wide range: the host works, waits, works, waits), the silence between its two neighbouring calls must hold several
-of the helper's calls: two for an autograd thread, which never runs but for a caller that waits; eight for any other,
-because two threads that both work interleave.
+of the helper's calls: two for an autograd thread, which never runs but for a caller that waits; eight for any other.
+Any other thread may also be one that works on its own beside a busy host (a prefetcher), so for it the host's silence
+must be unusual too: ten times the usual spacing of the host's calls.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -28,6 +30,7 @@ AMBIGUOUS = -2
 _AUTOGRAD = "pt_autograd"
 _CALLS_IN_SILENCE = 8
 _AUTOGRAD_CALLS_IN_SILENCE = 2
+_UNUSUAL_SILENCE = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +50,9 @@ class HelperFinder:
         self._calls = _calls_by_thread(trace.calls)
         launching = set(np.unique(trace.work.launch_thread).tolist())
         self._candidates = [t for t in timelines if t in launching and not self.is_autograd(t)]
-        self._process_of = dict(zip(trace.ranges.thread.tolist(), trace.ranges.process.tolist(), strict=True))
+        ranges = trace.ranges
+        self._process_of = dict(zip(ranges.end_thread.tolist(), ranges.process.tolist(), strict=True))
+        self._process_of |= dict(zip(ranges.thread.tolist(), ranges.process.tolist(), strict=True))
 
     def is_autograd(self, thread: int) -> bool:
         """Return whether the thread is one of PyTorch's autograd engine, by the name it gave itself."""
@@ -86,10 +91,14 @@ class HelperFinder:
         first, last = _span_of_calls(mine, begin, end, time_ns)
         silent = theirs.none_between(first, last)
         gap_begin, gap_end = theirs.silence_around(time_ns, begin, end)
-        enough = _AUTOGRAD_CALLS_IN_SILENCE if self.is_autograd(helper) else _CALLS_IN_SILENCE
+        quiet = gap_begin <= time_ns
+        if self.is_autograd(helper):
+            enough = _AUTOGRAD_CALLS_IN_SILENCE
+        else:
+            enough = _CALLS_IN_SILENCE
+            quiet &= gap_end - gap_begin >= _UNUSUAL_SILENCE * theirs.usual_spacing_ns
         between = mine.count_between(gap_begin, gap_end) >= enough
-        not_busy = gap_begin <= time_ns
-        return (innermost != NO_RANGE) & (silent | (between & not_busy)), innermost
+        return (innermost != NO_RANGE) & quiet & (silent | between), innermost
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +107,11 @@ class _ThreadCalls:
 
     start_ns: Ints
     end_ns: Ints
+
+    @cached_property
+    def usual_spacing_ns(self) -> int:
+        """Return the median time from one call's start to the next one's."""
+        return int(np.median(np.diff(self.start_ns))) if len(self.start_ns) > 1 else 0
 
     def none_between(self, first: Ints, last: Ints) -> Bools:
         """Return where no call is under way at any time from ``first`` to ``last``."""

@@ -1,0 +1,285 @@
+"""The nsys reader: matching, names, absent tables and columns, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profkit.errors import TraceError
+from profkit.trace.nsys import read_nsys
+from profkit.trace.sqlite_file import ColumnRequest, SqliteFile
+from tests.nsys_builder import NsysBuilder, process_of, thread_of
+
+
+def test_launch_and_kernel_match_by_correlation_and_process(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    # Both processes count their correlation ids from the same number.
+    builder.kernel(None, 50, pid=100, correlation=7, start=1000)
+    builder.kernel(None, 70, pid=200, correlation=7, start=1000)
+    builder.call(10, pid=100, tid=100, correlation=7)
+    builder.call(20, pid=200, tid=201, correlation=7)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.launch_ns.tolist() == [10, 20]
+    assert trace.work.launch_thread.tolist() == [thread_of(100, 100), thread_of(200, 201)]
+    assert trace.process_ids == {process_of(100) >> 24: 100, process_of(200) >> 24: 200}
+
+
+def test_work_without_a_launch_record_says_so(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(None, 50, start=5)
+    builder.kernel(10, 50)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.launch_thread.tolist() == [-1, thread_of(100, 100)]
+    assert trace.calls.has_work.tolist() == [True]
+
+
+def test_nested_calls_that_share_a_correlation_id_both_have_work(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    correlation = builder.kernel(10, 50)
+    builder.call(12, name="cuLaunchKernel", correlation=correlation)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.launch_ns.tolist() == [10]
+    assert trace.calls.has_work.tolist() == [True, True]
+
+
+def test_graph_kernels_share_their_launch_and_whole_graphs_are_work(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    correlation = builder.call(10, name="cudaGraphLaunch_v10000")
+    builder.kernel(None, 5, correlation=correlation, start=20)
+    builder.kernel(None, 6, correlation=correlation, start=30)
+    whole = builder.call(50, name="cudaGraphLaunch_v10000")
+    builder.add(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
+        start=60,
+        end=90,
+        deviceId=0,
+        streamId=7,
+        correlationId=whole,
+        globalPid=process_of(100),
+        graphId=3,
+    )
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.launch_ns.tolist() == [10, 10, 50]
+    assert trace.work.is_graph.tolist() == [False, False, True]
+    assert trace.work.duration_ns.tolist() == [5, 6, 30]
+    assert trace.names[int(trace.work.name[2])] == "CUDA graph 3"
+
+
+def test_names_come_from_text_and_from_registered_strings(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.domain(2, "NCCL")
+    builder.range("forward", 0, 10, int64Value=123456789012)
+    builder.range("ncclAllReduce", 2, 4, registered=True, domain=2)
+    builder.range("backward", 20, 30, doubleValue=2.5e12)
+    builder.kernel(1, 1)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    ranges = trace.ranges
+    assert [trace.names[i] for i in ranges.name] == ["forward", "ncclAllReduce", "backward"]
+    assert [trace.names[i] for i in ranges.domain] == ["", "NCCL", ""]
+    assert ranges.payload == {0: 123456789012, 2: 2.5e12}
+
+
+def test_an_open_range_ends_with_the_capture(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 5, None)
+    builder.kernel(10, 100)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.ranges.end_ns.tolist() == [120]
+    assert trace.ranges.is_open.tolist() == [True]
+
+
+def test_domains_without_ranges_are_the_print_of_an_invisible_nvtx(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.domain(1, "profkit")
+    assert read_nsys(builder.write(tmp_path / "t.sqlite")).has_invisible_ranges
+    builder.range("forward", 0, 10)
+    assert not read_nsys(builder.write(tmp_path / "u.sqlite")).has_invisible_ranges
+
+
+def test_nvtx_alone_is_a_good_capture(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("forward", 0, 10)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert len(trace.ranges) == 1
+    assert not trace.has_kernel_table
+    assert len(trace.work) == len(trace.calls) == len(trace.copies) == 0
+
+
+def test_an_older_schema_without_late_columns_is_read(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("forward", 0, 100)
+    builder.kernel(10, 50)
+    path = builder.write(
+        tmp_path / "t.sqlite",
+        drop_columns={
+            "NVTX_EVENTS": {"uint64Value", "int64Value", "doubleValue", "endGlobalTid", "domainId"},
+            "CUPTI_ACTIVITY_KIND_KERNEL": {"graphNodeId"},
+            "CUPTI_ACTIVITY_KIND_RUNTIME": {"returnValue"},
+        },
+    )
+    trace = read_nsys(path)
+    assert trace.ranges.payload == {}
+    assert trace.work.launch_ns.tolist() == [10]
+
+
+def test_a_missing_column_that_is_needed_is_named(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(10, 50)
+    path = builder.write(tmp_path / "t.sqlite", drop_columns={"CUPTI_ACTIVITY_KIND_KERNEL": {"globalPid"}})
+    with pytest.raises(TraceError, match=r"CUPTI_ACTIVITY_KIND_KERNEL has no column globalPid.*schema 3\.7\.2"):
+        read_nsys(path)
+
+
+def test_without_demangled_names_short_ones_stand_in(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(10, 50, name="gemm")
+    path = builder.write(tmp_path / "t.sqlite", drop_columns={"CUPTI_ACTIVITY_KIND_KERNEL": {"demangledName"}})
+    trace = read_nsys(path)
+    assert trace.names[int(trace.work.name[0])] == "gemm"
+    assert "short names" in trace.notes[0]
+
+
+def _not_sqlite(path: Path) -> None:
+    path.write_text("QDSTRM nothing to see")
+
+
+def _foreign(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE moz_places (id INTEGER, url TEXT)")
+    connection.close()
+
+
+def _truncated(path: Path) -> None:
+    _good(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) - 4096])
+
+
+def _good(path: Path) -> None:
+    builder = NsysBuilder()
+    for i in range(200):
+        builder.kernel(10 * i, 5)
+    builder.write(path)
+
+
+def _malformed(path: Path) -> None:
+    _good(path)
+    data = bytearray(path.read_bytes())
+    for page in range(1, len(data) // 4096):
+        data[page * 4096 : page * 4096 + 64] = b"\xff" * 64
+    path.write_bytes(bytes(data))
+
+
+def _unfinished(path: Path) -> None:
+    _good(path)
+    path.with_name(path.name + "-wal").write_bytes(b"x")
+
+
+def _rolled_back(path: Path) -> None:
+    _good(path)
+    path.with_name(path.name + "-journal").write_bytes(b"x")
+
+
+def _text_in_numbers(path: Path) -> None:
+    _good(path)
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon' WHERE rowid = 50")
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "no such file"),
+        (lambda path: path.write_bytes(b""), "empty"),
+        (_not_sqlite, "not a SQLite database"),
+        (_foreign, "no Nsight Systems export"),
+        (_truncated, "cut short"),
+        (_malformed, "damaged"),
+        (_unfinished, "-wal lies beside it"),
+        (_rolled_back, "-journal lies beside it"),
+        (_text_in_numbers, "no integers"),
+    ],
+)
+def test_unfit_files_are_refused_in_one_line(tmp_path: Path, make: object, says: str) -> None:
+    path = tmp_path / "t.sqlite"
+    make(path)  # type: ignore[operator]
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(TraceError, match=says) as caught:
+        read_nsys(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_export_being_written_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    _good(path)
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("BEGIN EXCLUSIVE")
+    try:
+        with pytest.raises(TraceError, match="another process is writing"):
+            read_nsys(path)
+    finally:
+        writer.close()
+
+
+def test_reading_leaves_file_and_folder_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    _good(path)
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.close()
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    os.chmod(path, stat.S_IRUSR)
+    assert len(read_nsys(path).work) == 200
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profkit.trace.sqlite_file._CHUNK_ROWS", 7)
+    path = tmp_path / "t.sqlite"
+    _good(path)
+    with SqliteFile(path) as file:
+        request = ColumnRequest("CUPTI_ACTIVITY_KIND_KERNEL", ("start", "end - start", "correlationId"))
+        start, duration, correlation = file.columns([request])[0]
+    assert start.tolist() == [10 * i + 10 for i in range(200)]
+    assert set(duration.tolist()) == {5}
+    assert correlation.tolist() == list(range(1, 201))
+
+
+def test_times_near_the_ends_of_64_bits_survive(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(None, 5, start=-1167841969)
+    builder.kernel(None, 5, start=(1 << 62) - 10)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.start_ns.tolist() == [-1167841969, (1 << 62) - 10]
+    assert trace.work.start_ns.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "total_ns"),
+    [
+        ("small.nsys2023", 3008, 57_478_638),
+        ("small.nsys2025", 3008, 57_404_338),
+        ("ddp.nsys2025", 16_760, 451_781_566),
+        ("graph_nodes.nsys2023", 2308, 56_363_264),
+        ("graph_whole.nsys2023", 1220, 17_384_144),
+        ("lossy.nsys2023", 22_326, 125_672_334),
+        ("hooks.nsys2025", 60, 188_895),
+    ],
+)
+def test_real_captures_give_their_known_totals(captures: Path, name: str, kernels: int, total_ns: int) -> None:
+    path = captures / f"{name}.sqlite"
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    trace = read_nsys(path)
+    assert (len(trace.work), int(trace.work.duration_ns.sum())) == (kernels, total_ns)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
