@@ -16,11 +16,13 @@ def parse_target(text: str) -> str:
     Raises:
         UsageError: no such preset (the nearest are named), or something that is no built-in model.
     """
-    known = [PREFIX + name for name in PRESETS]
-    if text in known:
-        return text.removeprefix(PREFIX)
-    if not text.startswith(PREFIX) and PREFIX + text not in known:
-        raise UsageError(f"{text}: only built-in models can be run: {', '.join(known)}")
-    nearest = difflib.get_close_matches(PREFIX + text.removeprefix(PREFIX), known, n=2)
-    hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"there are {', '.join(known)}"
+    name = text.removeprefix(PREFIX)
+    if text.startswith(PREFIX) and name in PRESETS:
+        return name
+    known = ", ".join(PREFIX + preset for preset in PRESETS)
+    if not text.startswith(PREFIX) and name not in PRESETS:
+        raise UsageError(f"{text}: only built-in models can be run: {known}")
+    by_folded_name = {preset.casefold(): preset for preset in PRESETS}
+    nearest = difflib.get_close_matches(name.casefold(), by_folded_name, n=1)
+    hint = f"did you mean {PREFIX}{by_folded_name[nearest[0]]}?" if nearest else f"there are {known}"
     raise UsageError(f"{text}: no such model; {hint}")

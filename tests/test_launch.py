@@ -1,0 +1,300 @@
+"""Targets, run directories, nsys discovery and command lines: all without starting a target."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from profkit.errors import RunError, ToolError, UsageError
+from profkit.launch import export, importer, manifest
+from profkit.launch.directory import make_run_directory, write_json
+from profkit.launch.export import export_report
+from profkit.launch.importer import find_importer, import_raw, missing_libraries
+from profkit.launch.nsys import build_export_argv, build_profile_argv, find_nsys, parse_version
+from profkit.launch.targets import parse_target
+from profkit.models.presets import PRESETS
+from profkit.models.workload import Order, Workload
+
+VERSION_LINE = "NVIDIA Nsight Systems version {} "
+
+
+def _program(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def _nsys(path: Path, version: str = "2023.4.4.54-1v0") -> Path:
+    return _program(path, f"echo '{VERSION_LINE.format(version)}'")
+
+
+class TestTargets:
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_every_preset_is_a_target(self, name: str) -> None:
+        assert parse_target(f"model.{name}") == name
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("model.smal", "model.smal: no such model; did you mean model.small?"),
+            ("model.2.7b", "did you mean model.2.7B?"),
+            ("model.gpt5", "there are model.tiny, model.small"),
+            ("xl", "xl: no such model; did you mean model.xl?"),
+            ("train.py", "train.py: only built-in models can be run: model.tiny,"),
+            ("", "only built-in models"),
+        ],
+    )
+    def test_others_are_refused_with_what_there_is(self, text: str, message: str) -> None:
+        with pytest.raises(UsageError) as error:
+            parse_target(text)
+        assert message in str(error.value)
+
+
+class TestOrder:
+    def test_survives_the_command_line(self) -> None:
+        order = Order(Workload("tiny", dtype="bf16"), "kineto", "/a b/worker.json", "/a b/trace.json.gz")
+        assert Order.from_json(order.to_json()) == order
+
+
+class TestRunDirectory:
+    def test_default_lies_under_runs_with_time_and_target(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        made = [make_run_directory(None, "model.tiny") for _ in range(3)]
+        assert len(set(made)) == 3
+        for path in made:
+            assert path.is_dir()
+            assert path.parent == Path("runs")
+            assert "Z-model.tiny" in path.name
+
+    def test_named_directory_is_made_with_its_parents(self, tmp_path: Path) -> None:
+        assert make_run_directory(tmp_path / "a" / "b", "model.tiny").is_dir()
+
+    def test_an_empty_directory_is_taken(self, tmp_path: Path) -> None:
+        assert make_run_directory(tmp_path, "model.tiny") == tmp_path
+
+    def test_a_run_is_never_overwritten(self, tmp_path: Path) -> None:
+        (tmp_path / "manifest.json").write_text("{}")
+        with pytest.raises(RunError, match="exists and is not empty; name a new directory with -o"):
+            make_run_directory(tmp_path, "model.tiny")
+        assert (tmp_path / "manifest.json").read_text() == "{}"
+
+    def test_a_file_in_its_place_or_on_the_way(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(RunError, match="file: exists and is no directory"):
+            make_run_directory(tmp_path / "file", "model.tiny")
+        with pytest.raises(RunError, match="Not a directory; name another directory with -o"):
+            make_run_directory(tmp_path / "file" / "run", "model.tiny")
+
+    def test_json_is_replaced_whole(self, tmp_path: Path) -> None:
+        path = tmp_path / "manifest.json"
+        write_json(path, {"status": "incomplete"})
+        with pytest.raises(TypeError):
+            write_json(path, {"status": object()})
+        assert json.loads(path.read_text()) == {"status": "incomplete"}
+
+
+class TestFindNsys:
+    def test_none_anywhere(self, tmp_path: Path) -> None:
+        assert find_nsys({"PATH": str(tmp_path)}, tmp_path) is None
+
+    def test_named_one_comes_before_path_and_path_before_the_usual_places(self, tmp_path: Path) -> None:
+        named = _nsys(tmp_path / "named" / "nsys", "1.0")
+        on_path = _nsys(tmp_path / "bin" / "nsys", "2.0")
+        usual = _nsys(tmp_path / "opt/nvidia/nsight-systems/2024.1.1/bin/nsys", "3.0")
+        path = {"PATH": str(on_path.parent)}
+        found = [
+            find_nsys(environment, tmp_path)
+            for environment in ({**path, "NSYS": str(named)}, path, {"PATH": str(tmp_path)})
+        ]
+        assert [(nsys.path, nsys.version) for nsys in found if nsys] == [
+            (named, "1.0"),
+            (on_path, "2.0"),
+            (usual, "3.0"),
+        ]
+
+    @pytest.mark.parametrize(
+        "place",
+        [
+            "opt/nvidia/nsight-systems/2024.1.1/bin/nsys",
+            "opt/nvidia/nsight-systems-cli/2025.3.1/target-linux-x64/nsys",
+            "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys",
+            "usr/local/cuda-12.4/bin/nsys",
+            "usr/lib/nsight-systems/target-linux-x64/nsys",
+            "usr/lib/x86_64-linux-gnu/nsight-systems/target-linux-x64/nsys",
+        ],
+    )
+    def test_usual_places(self, tmp_path: Path, place: str) -> None:
+        path = _nsys(tmp_path / place)
+        found = find_nsys({"PATH": str(tmp_path)}, tmp_path)
+        assert found is not None
+        assert found.path == path
+
+    def test_newest_of_several_by_number(self, tmp_path: Path) -> None:
+        for version in ("2024.9.1", "2024.10.1", "2023.4.4"):
+            _nsys(tmp_path / f"opt/nvidia/nsight-systems/{version}/bin/nsys", version)
+        found = find_nsys({"PATH": str(tmp_path)}, tmp_path)
+        assert found is not None
+        assert found.version == "2024.10.1"
+
+    def test_a_named_one_that_is_none(self, tmp_path: Path) -> None:
+        with pytest.raises(ToolError, match=r"\$NSYS is .*/no/nsys, which is no program"):
+            find_nsys({"PATH": "", "NSYS": str(tmp_path / "no" / "nsys")}, tmp_path)
+
+    def test_one_that_does_not_start(self, tmp_path: Path) -> None:
+        broken = _program(tmp_path / "nsys", "echo 'libnope.so: cannot open' >&2; exit 127")
+        with pytest.raises(ToolError, match=r"nsys does not start: libnope\.so: cannot open"):
+            find_nsys({"PATH": str(broken.parent)}, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("text", "version"),
+        [
+            ("NVIDIA Nsight Systems version 2023.4.4.54-234433681190v0\n", "2023.4.4.54-234433681190v0"),
+            ("NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0\n", "2025.3.1.90-253135822126v0"),
+            ("usage: nsys", None),
+        ],
+    )
+    def test_version(self, text: str, version: str | None) -> None:
+        assert parse_version(text) == version
+
+
+class TestCommandLines:
+    def test_profile_with_cuda(self) -> None:
+        assert build_profile_argv(Path("/n/nsys"), Path("run/trace"), ["python", "x"], cuda=True, temporary="/t") == [
+            "/n/nsys",
+            "profile",
+            "--trace=cuda,nvtx",
+            "--sample=none",
+            "--cpuctxsw=none",
+            "--cuda-graph-trace=node",
+            "--capture-range=cudaProfilerApi",
+            "--capture-range-end=stop",
+            "--env-var=TMPDIR=/t",
+            "--output=run/trace",
+            "python",
+            "x",
+        ]
+
+    def test_profile_without_cuda_captures_ranges_of_the_whole_process(self) -> None:
+        argv = build_profile_argv(Path("nsys"), Path("trace"), ["python"], cuda=False)
+        assert "--trace=nvtx" in argv
+        assert not [word for word in argv if "cuda" in word or "capture-range" in word]
+
+    def test_export(self) -> None:
+        argv = build_export_argv(Path("nsys"), Path("a.nsys-rep"), Path("a.sqlite"))
+        assert argv == ["nsys", "export", "--type=sqlite", "--quiet=true", "--output=a.sqlite", "a.nsys-rep"]
+
+
+class TestImporter:
+    def test_beside_nsys_before_elsewhere(self, tmp_path: Path) -> None:
+        nsys = tmp_path / "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
+        elsewhere = _program(tmp_path / "opt/nvidia/nsight-systems/2024.1/host-linux-x64/QdstrmImporter", "")
+        assert find_importer(nsys, tmp_path) == elsewhere
+        beside = _program(nsys.parent.parent / "linux-desktop-glibc_2_11_3-x64/QdstrmImporter", "")
+        assert find_importer(nsys, tmp_path) == beside
+
+    def test_missing_libraries_in_the_loaders_words(self) -> None:
+        listing = (
+            "\tlinux-vdso.so.1 (0x1)\n\tlibdw.so.1 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x2)\n"
+            "\tlibelf.so.1 => not found\n\tlibdw.so.1 => not found\n"
+        )
+        assert missing_libraries(listing) == ["libdw.so.1", "libelf.so.1"]
+
+    def test_missing_libraries_are_named_with_their_packages(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _program(tmp_path / "host-linux-x64" / "QdstrmImporter", "exit 127")
+        listing = "\tlibdw.so.1 => not found\n\tlibelf.so.1 => not found\n"
+        monkeypatch.setattr(importer, "_loader_listing", lambda program: listing)
+        raw = tmp_path / "trace.qdstrm"
+        raw.touch()
+        with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError) as error:
+            import_raw(raw, tmp_path / "trace.nsys-rep", tmp_path / "target-linux-x64" / "nsys", log)
+        assert "lacks libdw.so.1, libelf.so.1: install libdw1 libelf1 and run again" in str(error.value)
+        assert raw.exists()
+
+    def test_import_removes_the_raw_file(self, tmp_path: Path) -> None:
+        script = 'for a in "$@"; do case $a in --output-file=*) echo report > "${a#*=}";; esac; done'
+        _program(tmp_path / "host-linux-x64" / "QdstrmImporter", script)
+        raw, report = tmp_path / "trace.qdstrm", tmp_path / "trace.nsys-rep"
+        raw.touch()
+        with (tmp_path / "log").open("w+b") as log:
+            import_raw(raw, report, tmp_path / "target-linux-x64" / "nsys", log)
+        assert (raw.exists(), report.read_text()) == (False, "report\n")
+
+    def test_a_failed_import_keeps_the_raw_file(self, tmp_path: Path) -> None:
+        _program(tmp_path / "host-linux-x64" / "QdstrmImporter", "exit 3")
+        raw = tmp_path / "trace.qdstrm"
+        raw.touch()
+        with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError, match=r"exit status 3.*is in .*log"):
+            import_raw(raw, tmp_path / "trace.nsys-rep", tmp_path / "target-linux-x64" / "nsys", log)
+        assert raw.exists()
+
+    def test_no_importer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importer, "find_importer", lambda nsys: None)
+        with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError, match="no QdstrmImporter"):
+            import_raw(tmp_path / "trace.qdstrm", tmp_path / "trace.nsys-rep", Path("nsys"), log)
+
+
+class TestExport:
+    EXPORTS = """
+case $1 in --version) echo 'NVIDIA Nsight Systems version 1.0';; export)
+for a in "$@"; do case $a in --output=*) echo exported > "${a#*=}"; echo x >> "$0.count";; esac; done;; esac"""
+
+    @pytest.fixture
+    def report(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.delenv("NSYS", raising=False)
+        report = tmp_path / "report" / "a.nsys-rep"
+        report.parent.mkdir()
+        report.write_bytes(b"report")
+        return report
+
+    def test_goes_into_the_cache_once(self, report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        nsys = _program(tmp_path / "nsys", self.EXPORTS)
+        monkeypatch.setenv("NSYS", str(nsys))
+        exported = export_report(report)
+        assert exported.read_text() == "exported\n"
+        assert export_report(report) == exported
+        assert Path(f"{nsys}.count").read_text() == "x\n"
+        assert tmp_path / "cache" in exported.parents
+        assert [path.name for path in report.parent.iterdir()] == ["a.nsys-rep"]
+        report.write_bytes(b"another")
+        assert export_report(report) != exported
+
+    def test_failure_quotes_the_last_line_and_leaves_nothing(
+        self, report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        script = (
+            f"case $1 in --version) echo '{VERSION_LINE.format('1.0')}';; *) echo first; echo bad file; exit 1;; esac"
+        )
+        monkeypatch.setenv("NSYS", str(_program(tmp_path / "nsys", script)))
+        with pytest.raises(ToolError, match=r"could not export .*a.nsys-rep: bad file$"):
+            export_report(report)
+        assert list((tmp_path / "cache" / "profkit" / "exports").iterdir()) == []
+
+    def test_without_nsys_says_how_elsewhere(self, report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(export, "find_nsys", lambda environment: None)
+        with pytest.raises(ToolError, match=r"run `nsys export --type=sqlite .*a.nsys-rep` where it is"):
+            export_report(report)
+
+
+class TestManifest:
+    def test_driver_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "version"
+        monkeypatch.setattr(manifest, "_DRIVER", file)
+        assert manifest._driver_version() is None
+        file.write_text(
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build\n"
+            "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+        )
+        assert manifest._driver_version() == "580.159.03"
+
+    def test_git_revision_is_the_working_directorys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert manifest._git_revision() is None

@@ -1,0 +1,74 @@
+"""A child and all its own: their status, and that none outlives an interruption."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from profkit.launch.processes import run_child
+
+LEAVES_A_DAEMON = """
+import subprocess, sys, time, signal
+if {stubborn}: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+open({pids!r}, 'w').write(str(child.pid))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("code", "status"), [("pass", 0), ("raise SystemExit(7)", 7)])
+def test_exit_status(code: str, status: int) -> None:
+    assert run_child([sys.executable, "-c", code], os.environ) == status
+
+
+def test_death_by_signal_is_128_and_its_number() -> None:
+    assert run_child([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], os.environ) == 137
+
+
+def test_environment_output_and_descriptors(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['WORD']); sys.stderr.write('err'); os.write(int(sys.argv[1]), b'direct')"
+    with (tmp_path / "log").open("w+b") as log, (tmp_path / "direct").open("wb") as direct:
+        status = run_child([sys.executable, "-c", code, str(direct.fileno())], {"WORD": "word"}, log, [direct.fileno()])
+    assert status == 0
+    assert sorted((tmp_path / "log").read_text().split()) == ["err", "word"]
+    assert (tmp_path / "direct").read_text() == "direct"
+
+
+def _alive(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("number", "status", "stubborn"),
+    [(signal.SIGINT, 1, False), (signal.SIGTERM, 143, False), (signal.SIGINT, 1, True)],
+)
+def test_an_interruption_ends_the_child_and_what_it_put_into_a_session_of_its_own(
+    tmp_path: Path, number: signal.Signals, status: int, stubborn: bool
+) -> None:
+    pids = tmp_path / "pids"
+    code = LEAVES_A_DAEMON.format(pids=str(pids), stubborn=stubborn)
+    launcher = (
+        "import os, signal, sys\nfrom profkit.launch.processes import run_child\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try: sys.exit(run_child([sys.executable, '-c', sys.argv[1]], os.environ))\n"
+        "except KeyboardInterrupt: sys.exit(1)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher, code])
+    deadline = time.monotonic() + 30
+    while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    daemon = int(pids.read_text())
+    assert _alive(daemon)
+    process.send_signal(number)
+    assert process.wait(30) == status
+    assert not _alive(daemon)
