@@ -332,7 +332,7 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
         paths = [path_of(attribution, i, numbered=False) if i >= 0 else _OUTSIDE for i in ids.tolist()]
         distinct = sorted(set(paths))
         return lambda key: (distinct[key], ""), np.array([distinct.index(p) for p in paths], dtype=np.int64)[inverse]
-    categories = {i: categorize(trace.names[i], trace.measure).category for i in np.unique(name).tolist()}
+    categories = {i: categorize(trace.names[i], trace.measure).name for i in np.unique(name).tolist()}
     if by == "kernel":
         return lambda key: (trace.names[key], categories[key]), name
     distinct = sorted(set(categories.values()))

@@ -1,0 +1,164 @@
+"""Choosing ranges: exact names first, globs, paths, escapes, instances, warm-up, and what an unknown name gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.opened import OpenedTrace, read_trace
+from profkit.errors import TraceError, UsageError
+from tests.nsys_builder import NsysBuilder
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> OpenedTrace:
+    """Return a trace of a warm-up and two steps, each with forward (two layers with attention), loss and backward."""
+    builder = NsysBuilder()
+    builder.range("warmup", 0, 1000)
+    for step, base in enumerate((0, 1000, 2000)):
+        if step:
+            builder.range(f"step {step - 1}", base, base + 1000)
+        builder.range("forward", base + 10, base + 400)
+        for layer in range(2):
+            start = base + 20 + 100 * layer
+            builder.range(f"layer {layer}", start, start + 90)
+            builder.range("attention", start + 10, start + 50)
+            builder.kernel(start + 20, 10 ** (layer + 1))
+        builder.range("loss a/b", base + 420, base + 460)
+        builder.kernel(base + 430, 3)
+        builder.range("backward", base + 500, base + 900)
+        builder.range("attention", base + 510, base + 550)
+        builder.kernel(base + 520, 1000)
+    return read_trace(builder.write(tmp_path / "t.sqlite"))
+
+
+@pytest.mark.parametrize(
+    ("request_", "instances", "total_ns"),
+    [
+        ("forward", 3, 330),
+        ("layer 0", 3, 30),
+        ("layer *", 6, 330),
+        ("layer ?", 6, 330),
+        ("attention", 9, 3330),
+        ("forward/layer 1/attention", 3, 300),
+        ("forward/layer */attention", 6, 330),
+        ("backward/attention", 3, 3000),
+        ("step 1/forward", 1, 110),
+        ("step */forward/layer 0", 2, 20),
+        ("loss a/b", 3, 9),
+        ("loss a\\/b", 3, 9),
+        ("step 0/loss a\\/b", 1, 3),
+    ],
+)
+def test_requests(opened: OpenedTrace, request_: str, instances: int, total_ns: int) -> None:
+    result = opened.kernels(request_)
+    assert (result.instances, result.kernel_time_ns) == (instances, total_ns)
+
+
+def test_a_path_skips_no_ancestor(opened: OpenedTrace) -> None:
+    with pytest.raises(UsageError, match="no range 'forward/attention'"):
+        opened.kernels("forward/attention")
+
+
+def test_an_existing_name_is_meant_exactly_even_if_it_reads_as_a_glob(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("layer *", 0, 10)
+    builder.range("layer 1", 20, 30)
+    builder.kernel(5, 1)
+    builder.kernel(25, 2)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    assert opened.kernels("layer *").kernel_time_ns == 1
+    assert opened.kernels("layer ?").kernel_time_ns == 3
+
+
+def test_an_unknown_name_gets_the_nearest(opened: OpenedTrace) -> None:
+    with pytest.raises(UsageError, match=r"no range 'forwrad'; nearest: 'forward'") as caught:
+        opened.kernels("forwrad")
+    assert caught.value.exit_code == 2
+    with pytest.raises(UsageError, match="nearest: 'attention'"):
+        opened.kernels("Attention")
+
+
+def test_instances_are_counted_from_nought(opened: OpenedTrace) -> None:
+    assert opened.kernels("forward", instance=0).wall_ns == 390
+    assert opened.kernels("step *", instance=1).kernel_time_ns == 1113
+    with pytest.raises(UsageError, match="3 instances, counted from 0"):
+        opened.kernels("forward", instance=3)
+    with pytest.raises(UsageError, match="needs --range"):
+        opened.kernels(instance=0)
+
+
+def test_warmup_is_counted_and_can_be_excluded(opened: OpenedTrace) -> None:
+    result = opened.kernels("forward")
+    assert [warning.code for warning in result.warnings] == ["warmup"]
+    assert "1 of 3 instances" in result.warnings[0].message
+    without = opened.kernels("forward", exclude="warmup")
+    assert (without.instances, without.kernel_time_ns, without.wall_ns) == (2, 220, 780)
+    assert without.warnings == ()
+
+
+def test_the_warmup_range_itself_is_no_instance_within_warmup(opened: OpenedTrace) -> None:
+    assert opened.kernels("warmup").warnings == ()
+
+
+def test_excluding_takes_a_part_out_of_a_range(opened: OpenedTrace) -> None:
+    assert opened.kernels("step 0", exclude="attention").kernel_time_ns == 3
+    assert opened.kernels(exclude="attention").kernel_time_ns == 9
+
+
+def test_per_instance_rows_sum_to_the_table(opened: OpenedTrace) -> None:
+    result = opened.kernels("forward", per_instance=True)
+    assert result.per_instance is not None
+    assert [row.kernel_time_ns for row in result.per_instance] == [110, 110, 110]
+    assert [row.start_ns for row in result.per_instance] == [10, 1010, 2010]
+    with pytest.raises(UsageError, match="needs --range"):
+        opened.kernels(per_instance=True)
+
+
+def test_process_and_device(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for pid, device in ((100, 0), (200, 1)):
+        builder.range("forward", 0, 100, pid=pid, tid=pid)
+        builder.kernel(10, pid, pid=pid, tid=pid, device=device)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    assert opened.kernels("forward").kernel_time_ns == 300
+    result = opened.kernels("forward", process=200)
+    assert (result.instances, result.kernel_time_ns, result.wall_ns) == (1, 200, 100)
+    assert opened.kernels("forward", device=0).kernel_time_ns == 100
+    assert opened.kernels("forward").busy_ns == 300
+    with pytest.raises(UsageError, match="pids 100, 200"):
+        opened.kernels(process=7)
+    with pytest.raises(UsageError, match="devices 0, 1"):
+        opened.kernels(device=7)
+
+
+def test_a_trace_without_ranges_or_without_kernels_says_why(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(10, 5)
+    with pytest.raises(TraceError, match=r"holds no ranges.*--trace=nvtx.*0\.2\.12"):
+        read_trace(builder.write(tmp_path / "a.sqlite")).kernels("forward")
+    builder = NsysBuilder()
+    builder.range("forward", 0, 10)
+    opened = read_trace(builder.write(tmp_path / "b.sqlite"))
+    with pytest.raises(TraceError, match="no kernel table"):
+        opened.kernels("forward")
+    tree = opened.ranges()
+    assert [(row.path, row.wall_ns, row.kernel_count) for row in tree.ranges] == [("forward", 10, 0)]
+    assert [warning.code for warning in tree.warnings] == ["no-kernels"]
+
+
+def test_an_empty_range_is_said_to_be_empty(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("idle", 0, 5)
+    builder.kernel(10, 5)
+    result = read_trace(builder.write(tmp_path / "t.sqlite")).kernels("idle")
+    assert (result.kernel_count, result.kernels, result.busy_ns) == (0, (), 0)
+    assert [warning.code for warning in result.warnings] == ["empty-range"]
+
+
+def test_to_pandas_is_the_table(opened: OpenedTrace) -> None:
+    frame = opened.kernels("forward").to_pandas()
+    assert frame["total_ns"].sum() == 330
+    assert list(frame.columns)[:3] == ["name", "category", "count"]
+    assert opened.ranges().to_pandas()["path"].iloc[0] == "warmup"

@@ -1,0 +1,169 @@
+"""The self-check: the verdicts that the captures' own README states, and each check on a capture made for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.opened import read_trace
+from profkit.analysis.self_check import SelfCheck, check_capture
+from tests.nsys_builder import NsysBuilder
+
+
+def _check(builder: NsysBuilder, tmp_path: Path, log: str = "") -> SelfCheck:
+    return check_capture(read_trace(builder.write(tmp_path / "t.sqlite")).attribution, log)
+
+
+def _codes(check: SelfCheck, verdict: str) -> list[str]:
+    return [finding.code for finding in check.findings if finding.verdict == verdict]
+
+
+def _steps(builder: NsysBuilder, counts: list[int]) -> None:
+    for step, count in enumerate(counts):
+        builder.range(f"step {step}", 1000 * step, 1000 * step + 900)
+        for kernel in range(count):
+            builder.kernel(1000 * step + 10 * kernel, 5)
+
+
+@pytest.mark.parametrize(
+    "capture", ["small.nsys2023", "small.nsys2025", "ddp.nsys2025", "graph_nodes.nsys2023", "hooks.nsys2025"]
+)
+def test_healthy_captures_pass(captures: Path, capture: str) -> None:
+    check = read_trace(captures / f"{capture}.sqlite").self_check
+    assert not check.failed, check.of("failed")
+
+
+def test_the_lossy_captures_fail(captures: Path) -> None:
+    check = read_trace(captures / "lossy.nsys2023.sqlite").self_check
+    assert _codes(check, "failed") == ["launch-without-kernel", "idle-instances"]
+    assert "thin" in _codes(check, "warning")
+    check = read_trace(captures / "graph_whole.nsys2023.sqlite").self_check
+    assert _codes(check, "failed") == ["graph-launch-without-graph"]
+    assert "244 of 244" in check.of("failed")[0].message
+
+
+def test_a_whole_capture_has_nothing_to_say(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [3, 3])
+    assert _check(builder, tmp_path).findings == ()
+
+
+def test_a_launch_without_its_kernel_fails_unless_the_call_itself_failed(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [3, 3])
+    builder.call(500, name="cuLaunchKernelEx", status=701)
+    assert not _check(builder, tmp_path).failed
+    builder.call(510, name="cuLaunchKernelEx")
+    (tmp_path / "t.sqlite").unlink()
+    check = _check(builder, tmp_path)
+    assert _codes(check, "failed") == ["launch-without-kernel"]
+    assert "1 of 8" in check.of("failed")[0].message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cudaLaunchKernel_v7000",
+        "cudaLaunchKernelExC_v11060",
+        "cuLaunchKernel",
+        "cuLaunchKernelEx",
+        "cudaLaunchCooperativeKernel_v9000",
+        "cuLaunchCooperativeKernel",
+        "cudaLaunchKernel_ptsz_v7000",
+    ],
+)
+def test_every_kind_of_launch_is_known(tmp_path: Path, name: str) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    builder.call(500, name=name)
+    assert _codes(_check(builder, tmp_path), "failed") == ["launch-without-kernel"]
+
+
+@pytest.mark.parametrize("name", ["cudaLaunchHostFunc_v10000", "cuKernelGetName", "cudaMemcpyAsync_v3020"])
+def test_other_calls_owe_no_kernel(tmp_path: Path, name: str) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    builder.call(500, name=name)
+    assert not _check(builder, tmp_path).failed
+
+
+def test_graph_launches_need_graph_rows_or_kernels(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    launch = builder.call(10, name="cudaGraphLaunch_v10000")
+    builder.kernel(None, 5, correlation=launch, start=20)
+    assert not _check(builder, tmp_path).failed
+    builder.call(40, name="cudaGraphLaunch_v10000")
+    (tmp_path / "t.sqlite").unlink()
+    assert _codes(_check(builder, tmp_path), "failed") == ["graph-launch-without-graph"]
+
+
+def test_diagnostics(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    for severity, text in (
+        (1, "Number of CUPTI events produced: 12"),
+        (2, "Not all CUDA events might have been collected."),
+        (2, "CPU clock is odd."),
+        (2, "Some CUDA events were dropped."),
+        (3, "CUPTI said CUPTI_ERROR_UNKNOWN."),
+    ):
+        builder.add("DIAGNOSTIC_EVENT", timestamp=0, severity=severity, text=text)
+    check = _check(builder, tmp_path)
+    assert [f.message.split(": ", 1)[1] for f in check.of("failed")] == [
+        "CUPTI said CUPTI_ERROR_UNKNOWN.",
+        "Some CUDA events were dropped.",
+    ]
+    assert [f.message.split(": ", 1)[1] for f in check.of("warning")] == ["CPU clock is odd."]
+    assert [f.message.split(": ", 1)[1] for f in check.of("note")] == ["Not all CUDA events might have been collected."]
+
+
+def test_the_importers_log_is_read(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    check = _check(builder, tmp_path, "Processing...\nErrors occurred while processing the raw events.\n")
+    assert _codes(check, "failed") == ["log"]
+
+
+def test_impossible_values_fail(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    builder.kernel(5_000_000, -3)
+    assert "negative-time" in _codes(_check(builder, tmp_path), "failed")
+
+
+def test_a_kernel_long_before_its_launch_fails(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(5_000_000, 3, start=10)
+    assert _codes(_check(builder, tmp_path), "failed") == ["before-launch"]
+
+
+def test_kernels_without_launches_and_open_ranges_warn(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    builder.range("forward", 700, None)
+    builder.kernel(None, 3, start=800)
+    check = _check(builder, tmp_path)
+    assert not check.failed
+    assert set(_codes(check, "warning")) == {"kernel-without-launch", "open-range"}
+
+
+def test_unequal_steps_warn_but_warm_ones_do_not_count(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [9, 3, 3])
+    check = _check(builder, tmp_path)
+    assert _codes(check, "warning") == ["unequal-steps"]
+    assert "from 3 to 9" in check.of("warning")[0].message
+    builder.range("warmup", -1, 950)
+    (tmp_path / "t.sqlite").unlink()
+    assert _check(builder, tmp_path).findings == ()
+
+
+def test_instances_without_any_call_warn(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("ffn", 0, 100)
+    builder.range("ffn", 200, 300)
+    builder.kernel(10, 5)
+    check = _check(builder, tmp_path)
+    assert _codes(check, "warning") == ["idle-instances"]
+    assert "1 of 2 instances of 'ffn'" in check.of("warning")[0].message
