@@ -1,0 +1,126 @@
+"""Names of kernels and operators, and the rules that sort them."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profkit.analysis.categories import CATEGORIES, OTHER, categorize, read_rules
+from profkit.trace.kineto import read_kineto
+
+CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES", Path(__file__).parents[2] / "shared" / "captures"))
+
+RULES = [(measure, rule) for measure, rules in read_rules().items() for rule in rules]
+EXAMPLES = [(m, r["rule"], r["category"], name) for m, r in RULES for name in r["examples"]]
+
+
+def kernels_of(capture: str) -> dict[str, tuple[int, int]]:
+    """Return kernel time and count by demangled name, by a route of the test's own."""
+    path = CAPTURES / capture
+    if not path.exists():
+        pytest.skip(f"no shared captures in {CAPTURES} (set PROFKIT_CAPTURES)")
+    if path.suffix == ".gz":
+        trace = read_kineto(path)
+        times, counts = np.bincount(trace.work.name, trace.work.duration_ns), np.bincount(trace.work.name)
+        return {trace.names[i]: (int(times[i]), int(counts[i])) for i in np.flatnonzero(counts)}
+    with closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as database:
+        rows = database.execute(
+            "SELECT s.value, sum(k.end - k.start), count(*) FROM CUPTI_ACTIVITY_KIND_KERNEL k"
+            " JOIN StringIds s ON s.id = k.demangledName GROUP BY 1"
+        )
+        return {name: (time, count) for name, time, count in rows}
+
+
+@pytest.mark.parametrize(("measure", "rule", "category", "name"), EXAMPLES, ids=lambda v: str(v)[:40])
+def test_every_example_falls_to_the_rule_it_stands_under(measure: str, rule: str, category: str, name: str) -> None:
+    found = categorize(name, measure)  # type: ignore[arg-type]
+    assert (found.rule, found.name) == (rule, category)
+
+
+@pytest.mark.parametrize(
+    ("measure", "rule", "name"),
+    [(m, r["rule"], name) for m, r in RULES for name in r.get("counterexamples", [])],
+    ids=lambda v: str(v)[:40],
+)
+def test_no_counterexample_falls_to_the_rule_it_stands_under(measure: str, rule: str, name: str) -> None:
+    found = categorize(name, measure)  # type: ignore[arg-type]
+    assert found.rule != rule
+    assert found != OTHER
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        "small.nsys2023.sqlite",
+        "small.nsys2025.sqlite",
+        "ddp.nsys2025.sqlite",
+        "graph_nodes.nsys2023.sqlite",
+        "graph_whole.nsys2023.sqlite",
+        "lossy.nsys2023.sqlite",
+        "hooks.nsys2025.sqlite",
+        "small.kineto.json.gz",
+    ],
+)
+def test_hardly_any_time_of_the_shared_captures_is_other(capture: str) -> None:
+    times = {name: ns for name, (ns, _) in kernels_of(capture).items()}
+    other = {name: ns for name, ns in times.items() if categorize(name).name == "other"}
+    assert sum(other.values()) < 0.01 * sum(times.values()), other
+
+
+def test_half_of_a_compiled_runs_multi_tensor_kernels_are_copies() -> None:
+    names = [name for name in kernels_of("graph_nodes.nsys2023.sqlite") if "multi_tensor_apply_kernel" in name]
+    found = {categorize(name).name for name in names}
+    assert found == {"copy/cast", "optimizer"}
+
+
+def test_both_demanglers_spellings_get_one_verdict() -> None:
+    # One workload, recorded thrice; torch.profiler spells names in its own way.
+    counts = [
+        Counter({category: sum(n for name, (_, n) in kernels.items() if categorize(name).name == category)
+                 for category in CATEGORIES})
+        for kernels in map(kernels_of, ("small.nsys2023.sqlite", "small.nsys2025.sqlite", "small.kineto.json.gz"))
+    ]  # fmt: skip
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0].total() == 3008
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("aten::empty", "other"),
+        ("some_kernel_of_mine", "other"),
+        ("", "other"),
+        ("triton_", "other"),
+    ],
+)
+def test_what_no_rule_knows_is_other(name: str, category: str) -> None:
+    assert categorize(name).name == category
+
+
+def test_rules_are_named_once_and_give_known_categories() -> None:
+    for measure in read_rules():
+        names = [rule["rule"] for m, rule in RULES if m == measure]
+        assert len(names) == len(set(names))
+    given = {rule["category"] for _, rule in RULES}
+    assert given == set(CATEGORIES) - {"other"}
+    for _, rule in RULES:
+        assert set(rule) <= {"category", "rule", "patterns", "examples", "counterexamples"}
+        assert rule["examples"], rule["rule"]
+
+
+def test_the_rules_are_read_when_first_asked() -> None:
+    code = (
+        "import sys; from profkit.analysis.categories import categorize, _compiled_rules\n"
+        "assert _compiled_rules.cache_info().currsize == 0\n"
+        "assert categorize('aten::mm', 'cpu-operator').name == 'gemm'\n"
+        "assert _compiled_rules.cache_info().currsize == 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
