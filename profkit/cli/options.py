@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from profkit.report.files import write_whole
 from profkit.report.formats import FORMATS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -32,10 +31,7 @@ def write_result(text: str, output: Path | None) -> None:
     if output is None:
         click.echo(text)
         return
-    with tempfile.NamedTemporaryFile("w", dir=output.parent, delete=False, encoding="utf-8") as file:
-        file.write(text + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, output)
+    write_whole(output, (text + "\n").encode())
 
 
 def write_warnings(messages: Iterable[str]) -> None:

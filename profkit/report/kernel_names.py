@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import re
 
-# What every instance of a family shares and no reader needs: return types, namespaces, wrappers around the one functor
-# that matters, casts of template integers, argument packs.
-_NOISE = re.compile(
-    r"\bvoid (?=\S)|\(anonymous namespace\)::|<unnamed>::|\bat::native::|\bat::|\bc10::|\bcutlass::(?=Kernel)"
-    r"|\((?:unsigned )?(?:int|long|bool)\)|, std::array<char ?\*, \w+>|_execute_kernel__5x_cublas"
-    r"|gpu_kernel_impl(?:_nocast)?<(?=\S)"
+# Words that every instance of a template family carries, and that tell no two of them apart.
+_COMMON = frozenset(
+    "void const unsigned signed int long bool char std array at native cuda detail memory anonymous namespace unnamed"
+    " operator lambda instance gpu_kernel_impl gpu_kernel_impl_nocast TensorIteratorBase TrivialOffsetCalculator"
+    " OffsetCalculator LoadWithoutCast StoreWithoutCast func_wrapper_t ReduceOp binary_internal opmath_gpu_kernel"
+    " TensorIterator TensorListMetadata TensorListScalarListMetadata TensorListScalarTensorListMetadata OpMathType"
+    " c10 cutlass cub thrust Params size_t uint32_t int64_t ul false true".split()
 )
-_LAMBDA = re.compile(r"::\[?\{?lambda\([^)]*\)[^\]}>]*[\]}]?(?:::operator\(\)\([^)]*\)(?: const)?)?")
-_LEADING_INTEGERS = re.compile(r"(?<=kernel<)(?:\d+, )+")
+_UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\))::")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_PLACEHOLDER = re.compile(r"T\d+$")
+_GEMM_DETAILS = re.compile(r"_stage\d+.*$|_execute_kernel__\w+$")
 
 
 def simplify_name(name: str) -> str:
-    """Return a demangled name without its return type, its argument list and what its whole family shares.
+    """Return what tells a kernel from others of its family: the function, and the telling words of its template.
 
-    For reading only: two kernels may read alike; the full name is what counts and what JSON and CSV carry.
+    ``void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, …>(…)`` reads
+    ``vectorized_elementwise_kernel<CUDAFunctor_add,float>``. For reading only: two kernels may read alike; the full
+    name is what counts and what JSON and CSV carry.
     """
-    bare = name
-    if bare.endswith(")"):
-        bare = bare[: _start_of_arguments(bare)].rstrip()
-    bare = _LEADING_INTEGERS.sub("", _NOISE.sub("", _LAMBDA.sub("", bare)))
-    return bare or name
+    function, _, template = _without_arguments(_UNNAMED.sub("", name)).partition("<")
+    function = _GEMM_DETAILS.sub("", function.rsplit("::", 1)[-1].removeprefix("void ").strip()).replace("tilesize", "")
+    words = dict.fromkeys(
+        word for word in _WORD.findall(template) if word not in _COMMON and not _PLACEHOLDER.match(word)
+    )
+    words.pop(function, None)
+    if not function:
+        return name
+    return f"{function}<{','.join(words)}>" if words else function
 
 
-def _start_of_arguments(name: str) -> int:
-    """Return where the last, outermost parenthesis of a name opens; its length if none does."""
+def _without_arguments(name: str) -> str:
+    """Return a name without the argument list at its end."""
+    if not name.endswith(")"):
+        return name
     depth = 0
     for at in range(len(name) - 1, -1, -1):
-        if name[at] == ")":
-            depth += 1
-        elif name[at] == "(":
-            depth -= 1
-            if depth == 0:
-                return at
-    return len(name)
+        depth += (name[at] == ")") - (name[at] == "(")
+        if depth == 0:
+            return name[:at] if at else name
+    return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -10,6 +11,7 @@ from matplotlib.patches import Patch
 
 from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.errors import UsageError
+from profkit.report.files import write_whole
 from profkit.report.formats import shorten
 from profkit.report.kernel_names import simplify_name
 from profkit.report.units import format_ns, format_share
@@ -58,7 +60,7 @@ def plot_kernels(result: KernelsResult, path: Path, *, top: int) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=8, fontfamily="monospace")
     axes.invert_yaxis()
     axes.set_xlabel(f"{'self time' if result.measure == 'cpu-operator' else 'kernel time'}, ms")
-    axes.margins(x=0.14)
+    axes.margins(x=0.2)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.grid(True, color="#E5E5E5", linewidth=0.8)
@@ -75,11 +77,14 @@ def plot_kernels(result: KernelsResult, path: Path, *, top: int) -> None:
         )
     axes.set_title(_title(result), fontsize=10, loc="left")
     _add_legend(figure, [row.category for row in rows] if result.by != "range" else [])
-    figure.savefig(path, dpi=150, metadata={"Software": "profkit"})
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150, metadata={"Software": "profkit"})
+    write_whole(path, picture.getvalue())
 
 
 def _label(result: KernelsResult, row: KernelRow) -> str:
-    return shorten(simplify_name(row.name) if result.by == "kernel" else row.name, _LABEL_WIDTH)
+    simple = result.by == "kernel" and result.measure == "gpu-kernel"
+    return shorten(simplify_name(row.name) if simple else row.name, _LABEL_WIDTH)
 
 
 def _title(result: KernelsResult) -> str:

@@ -130,7 +130,8 @@ def _build_table(
         Column(heading, "name", right=False, flexible=True),
     ]
     keys = [column.key for column in columns]
-    shown = [replace(row, name=simplify_name(row.name)) if named and not full_names else row for row in rows]
+    simple = named and not full_names and result.measure == "gpu-kernel"
+    shown = [replace(row, name=simplify_name(row.name)) if simple else row for row in rows]
     cells = [[_cell(key, _value(result, row, key)) for key in keys] for row in shown]
     if rest:
         total, count = sum(row.total_ns for row in rest), sum(row.count for row in rest)

@@ -15,13 +15,13 @@ from profkit.report.units import format_ns, format_share
 
 _COLUMNS = (
     Column("phase", "phase", right=False),
-    Column("instances", "instances"),
+    Column("count", "instances"),
     Column("wall", "wall_ns"),
     Column("kernel time", "total_ns"),
     Column("busy", "busy_ns"),
     Column("share", "share"),
     Column("kernels", "kernel_count"),
-    Column("per instance", "each_ns"),
+    Column("per inst.", "each_ns"),
 )
 _SUMMARY_TOP = 12
 

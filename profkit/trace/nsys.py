@@ -85,7 +85,7 @@ class _Reader:
             table: dict(zip(parts, arrays, strict=True))
             for (table, parts), arrays in zip(requests.items(), columns, strict=True)
         }
-        calls = _sorted_by_start(found.get(CALLS))
+        calls = _sorted_by_start(found.pop(CALLS, None))
         launches = _LaunchIndex(calls)
         work = self._build_work(found, launches)
         copies = self._build_copies(found, launches)
@@ -204,9 +204,10 @@ class _Reader:
         """Replace string ids in the columns, in place, by indices into one table of names."""
         names = Names(self.file)
         for column in columns:
-            ids, inverse = np.unique(column, return_inverse=True)
+            ids = np.unique(column)
             graphs = {int(i): _GRAPH_NAME.format(-2 - int(i)) for i in ids if i < -1}
-            column[:] = names.indices([int(i) for i in ids], graphs)[inverse]
+            indices = names.indices([int(i) for i in ids], graphs)
+            column[:] = indices[np.searchsorted(ids, column)]
         return names
 
     def _read_metadata(self) -> dict[str, str]:
@@ -278,11 +279,15 @@ def _launch_keys(process: Ints, correlation: Ints) -> Ints:
 def _sorted_by_start(calls: Columns | None) -> Columns:
     if calls is None:
         return {name: empty_ints() for name in ("start", "end", "thread", "correlation", "name", "status")}
+    if (calls["start"][1:] >= calls["start"][:-1]).all():
+        return calls
     order = np.argsort(calls["start"], kind="stable")
     return {name: column[order] for name, column in calls.items()}
 
 
 def _joined(parts: list[Columns], name: str) -> Ints:
+    if len(parts) == 1:
+        return parts[0][name]
     return np.concatenate([part[name] for part in parts]) if parts else empty_ints()
 
 
