@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import get_args
@@ -17,6 +18,7 @@ from profkit.launch.record import record_run, require_torch
 from profkit.launch.targets import parse_target
 from profkit.models.workload import CompileMode, Device, Dtype, Passes, Workload
 
+_KILLED = 128 + signal.SIGKILL
 _AT_LEAST_ONE = click.IntRange(min=1)
 
 
@@ -79,14 +81,18 @@ def run(target: str, with_nsys: bool, output: Path | None, warmup: int, **option
     recorded = record_run(workload, nsys, output, command, shown_after_a_second)
     where = shlex.quote(str(recorded.run))
     if recorded.exit_status != 0:
-        click.echo(f"profkit: {target} failed with exit status {recorded.exit_status}; its run is {where}", err=True)
+        killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
+        click.echo(f"profkit: {target} failed with exit status {recorded.exit_status}{killed}; see {where}", err=True)
         return recorded.exit_status
     for warning in recorded.warnings:
         click.echo(f"profkit: warning: {warning}", err=True)
     from profkit.report.summary import render_run_summary
 
     click.echo(render_run_summary(recorded.run))
-    click.echo(f"\nThe run is {where}. Next:\n  profkit kernels {where} --range forward\n  profkit ranges {where}")
+    click.echo(f"\nThe run is {where}. Next:")
+    if recorded.has_kernels:
+        click.echo(f"  profkit kernels {where} --range forward")
+    click.echo(f"  profkit ranges {where}")
     return 0
 
 

@@ -34,10 +34,14 @@ _LOSSY = b"Errors occurred while processing the raw events"
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run that came to its end: where it is, the target's own exit status, and what to know before reading it."""
+    """A run that came to its end: where it is, the target's own exit status, and what to know before reading it.
+
+    ``has_kernels`` is False when the recorder sees none: Nsight Systems without CUDA, or a target that failed.
+    """
 
     run: Path
     exit_status: int
+    has_kernels: bool = False
     warnings: tuple[str, ...] = ()
 
 
@@ -90,7 +94,7 @@ def record_run(
         raise
     warnings = _warnings(run, workload)
     write_manifest(run, {**last_manifest(manifest, clean, profiled), "warnings": warnings})
-    return Recorded(run, 0, warnings)
+    return Recorded(run, 0, nsys is None or workload.device == "cuda", warnings)
 
 
 def _record_kineto(run: Path, workload: Workload, progress: Progress) -> dict[str, Any]:

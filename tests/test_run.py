@@ -1,0 +1,253 @@
+"""``profkit run`` by real processes: the run directory, the manifest, wrong inputs, Ctrl-C."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+FAST = ("model.tiny", "--batch", "2", "--context", "32", "--device", "cpu")
+
+
+def _profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "profkit", "run", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **variables},
+        timeout=300,
+    )
+
+
+def _manifest(run: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((run / "manifest.json").read_text())
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def kineto_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    where = tmp_path_factory.mktemp("kineto")
+    done = _profkit(*FAST, "-o", "my run", "--steps", "2", "--warmup", "1", cwd=where, SECRET="hunter2")
+    assert done.returncode == 0, done.stderr
+    return where / "my run", done
+
+
+def test_a_run_holds_trace_flops_and_manifest_and_no_more(kineto_run: tuple[Path, Any]) -> None:
+    run, _ = kineto_run
+    assert sorted(path.name for path in run.iterdir()) == ["flops.json", "manifest.json", "trace.json.gz"]
+    assert json.loads((run / "flops.json").read_text())["forward/layer 1/ffn"] == 6 * 2 * 32 * 128 * 512
+    names = {
+        event.get("name") for event in json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
+    }
+    assert {"step 0", "step 1", "forward", "loss", "backward", "optimizer", "layer 1", "final matmul"} <= names
+
+
+def test_the_manifest_says_what_was_run_and_how_long_it_took(kineto_run: tuple[Path, Any]) -> None:
+    manifest = _manifest(kineto_run[0])
+    assert (manifest["status"], manifest["exit_status"], manifest["device"]) == ("complete", 0, "cpu")
+    assert manifest["target"] == "model.tiny"
+    assert manifest["command"][:3] == ["profkit", "run", "model.tiny"]
+    assert manifest["workload"]["context"] == 32
+    assert manifest["parameter_count"] == 3_084_928
+    assert manifest["float32_matmul_precision"] == "highest"
+    assert set(manifest["versions"]) == {"profkit", "python", "nvtx", "nsys", "torch", "cuda"}
+    for twin in ("clean", "profiled"):
+        assert len(manifest[twin]["steps"]) == len(manifest[twin]["losses"]) == 2
+        for step in manifest[twin]["steps"]:
+            assert list(step) == ["forward_ns", "loss_ns", "backward_ns", "optimizer_ns", "step_ns"]
+            assert all(isinstance(time_ns, int) and time_ns > 0 for time_ns in step.values())
+    assert manifest["clean"]["losses"] == manifest["profiled"]["losses"]
+    assert manifest["clean"]["steps"] != manifest["profiled"]["steps"]
+
+
+def test_the_environment_is_not_recorded(kineto_run: tuple[Path, Any]) -> None:
+    assert "hunter2" not in (kineto_run[0] / "manifest.json").read_text()
+
+
+def test_the_end_prints_the_phases_and_the_next_commands(kineto_run: tuple[Path, Any]) -> None:
+    done = kineto_run[1]
+    assert done.stderr == ""
+    for phase in ("forward", "loss", "backward", "optimizer"):
+        assert phase in done.stdout
+    assert done.stdout.endswith("  profkit kernels 'my run' --range forward\n  profkit ranges 'my run'\n")
+
+
+def test_torch_is_never_imported_by_the_launcher(tmp_path: Path) -> None:
+    code = (
+        "import sys\nsys.path.insert(0, '.')\nimport profkit.cli.run as module\n"
+        "from profkit.models.workload import Workload\n"
+        "module.require_torch()\n"
+        "assert 'torch' not in sys.modules and 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_missing_torch_is_one_line_and_nothing_is_made(tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
+        "from profkit.cli import main\nmain(['run', 'model.tiny', '-o', 'run'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("profkit: torch is not installed here: pip install 'profkit[cpu]'")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "line"),
+    [
+        (["model.smal"], 2, "profkit: model.smal: no such model; did you mean model.small?"),
+        (["train.py"], 2, "profkit: train.py: only built-in models can be run"),
+        ([*FAST, "-o", "taken"], 1, "profkit: taken: exists and is not empty"),
+        ([*FAST, "-o", "taken/file/run"], 1, "profkit: taken/file/run: Not a directory"),
+        ([*FAST, "--nsys", "-o", "run"], 1, "profkit: $NSYS is /no/nsys, which is no program"),
+    ],
+)
+def test_wrong_inputs_are_one_line_and_write_nothing(
+    tmp_path: Path, arguments: list[str], status: int, line: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("mine")
+    done = _profkit(*arguments, cwd=tmp_path, NSYS="/no/nsys")
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "taken"]
+
+
+def test_no_nsys_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import profkit.cli.run as module\nmodule.find_nsys = lambda environment: None\n"
+        "from profkit.cli import main\nmain(['run', '--nsys', 'model.tiny', '-o', 'run'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "install it (nsight-systems-cli), put nsys on PATH or name it in $NSYS; or leave --nsys out" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = _profkit("model.tiny", "--device", "cuda", "-o", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "sees no CUDA GPU" in done.stderr
+    assert "failed with exit status 2; see run" in done.stderr
+    manifest = _manifest(tmp_path / "run")
+    assert (manifest["status"], manifest["exit_status"]) == ("failed", 2)
+
+
+def _commands_with(marker: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if marker in command:
+            found.append(command)
+    return found
+
+
+def _interrupt_once_it_runs(run: Path, awaited: str, *options: str) -> None:
+    """Start ``profkit run`` into ``run``, press Ctrl-C once a command with ``awaited`` runs, and look around."""
+    # A shell that runs tests in the background has SIGINT ignored, and children inherit that.
+    start = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom profkit.cli import main; main()"
+    )
+    arguments = ["run", *FAST, *options, "-o", str(run)]
+    with subprocess.Popen([sys.executable, "-c", start, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not any(awaited in command for command in _commands_with(str(run))):
+            assert time.monotonic() < deadline, f"{awaited} was never started"
+            time.sleep(0.05)
+        assert _manifest(run)["status"] == "incomplete"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors.strip() == "profkit: interrupted"
+    assert _commands_with(str(run)) == []
+    assert (_manifest(run)["status"], _manifest(run)["reason"]) == ("failed", "interrupted")
+
+
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
+
+
+@NEEDS_PROC
+def test_ctrl_c_ends_the_children_and_marks_the_run(tmp_path: Path) -> None:
+    _interrupt_once_it_runs(tmp_path / "run", "capture.worker", "--steps", "100000000")
+
+
+@pytest.fixture(scope="module")
+def nsys_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    assert shutil.which("nsys") or "NSYS" in os.environ, "the marker promises an nsys"
+    where = tmp_path_factory.mktemp("nsys")
+    done = _profkit("--nsys", *FAST, "--steps", "2", "--warmup", "1", "-o", "run", cwd=where)
+    assert done.returncode == 0, done.stderr
+    return where / "run", done
+
+
+@pytest.mark.nsys
+class TestNsys:
+    def test_holds_report_export_and_log(self, nsys_run: tuple[Path, Any]) -> None:
+        names = sorted(path.name for path in nsys_run[0].iterdir())
+        assert names == ["flops.json", "log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
+
+    def test_the_export_has_the_ranges_with_their_payloads(self, nsys_run: tuple[Path, Any]) -> None:
+        run = nsys_run[0]
+        with closing(sqlite3.connect(f"file:{run / 'trace.sqlite'}?mode=ro", uri=True)) as database:
+            rows = database.execute(
+                "select coalesce(text, value), int64Value, count(*) from NVTX_EVENTS left join StringIds on id = textId"
+                " where eventType = 59 group by 1, 2"
+            ).fetchall()
+        flops = json.loads((run / "flops.json").read_text())
+        layer = flops["forward/layer 0"]
+        seen = {name: (payload, count) for name, payload, count in rows}
+        assert seen["forward"] == (flops["forward"], 3)
+        assert seen["backward"] == (flops["backward"], 3)
+        assert seen["layer 0"] == seen["layer 1"] == (layer, 3)
+        assert seen["final matmul"][1] == seen["computing softmax"][1] == 6
+        assert seen["computing softmax"][0] is None
+        assert {"warmup", "step 0", "step 1", "loss", "optimizer", "attention", "ffn"} <= set(seen)
+        assert "step 2" not in seen
+
+    def test_what_nsys_says_goes_to_the_log_alone(self, nsys_run: tuple[Path, Any]) -> None:
+        run, done = nsys_run
+        assert "Generat" in (run / "log.txt").read_text()
+        assert "Generat" not in done.stdout + done.stderr
+        assert done.stderr == ""
+
+    def test_ends_well_without_kernels(self, nsys_run: tuple[Path, Any]) -> None:
+        done = nsys_run[1]
+        assert "forward" in done.stdout
+        assert done.stdout.endswith("\n  profkit ranges run\n")
+        assert "profkit kernels" not in done.stdout
+
+    def test_the_manifest_names_the_version(self, nsys_run: tuple[Path, Any]) -> None:
+        manifest = _manifest(nsys_run[0])
+        assert (manifest["profiler"], manifest["status"]) == ("nsys", "complete")
+        assert manifest["versions"]["nsys"][0].isdigit()
+
+    @NEEDS_PROC
+    def test_ctrl_c_ends_nsys_and_its_agent(self, tmp_path: Path) -> None:
+        agents = _commands_with("--start-agent")
+        _interrupt_once_it_runs(tmp_path / "run", "nsys profile", "--nsys", "--steps", "3")
+        assert _commands_with("--start-agent") == agents
