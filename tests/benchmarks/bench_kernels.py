@@ -1,0 +1,146 @@
+"""How fast `profkit kernels` is, beside `nsys stats` on the same capture: whole processes, in turn, medians and ratios.
+
+    python tests/benchmarks/bench_kernels.py [--capture SMALL.sqlite] [--rounds 5] [--no-tenfold] [--smoke]
+
+The capture is a small real one tiled to 357,179 kernels and 785,066 API calls (`tile_trace`), then to ten times as
+many. Times on a shared machine swing by a factor of two within an hour; ratios of commands run in turn do not, so they
+are what counts. Without nsys on PATH profkit's own times stand alone. ``--smoke`` runs each command once on a tiny
+capture, to see that all of this works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from tile_trace import tile_trace  # a neighbour: Python puts a script's own folder on its path
+
+CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES", Path(__file__).parents[3] / "shared" / "captures"))
+KERNELS, CALLS = 357_179, 785_066
+REPORTS = ("nvtx_kern_sum", "nvtx_gpu_proj_sum", "cuda_gpu_kern_sum")
+
+
+@dataclass
+class Measured:
+    """One command: seconds and peak resident memory of each of its runs, its children's included."""
+
+    command: list[str]
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Run it once more, as a process of its own.
+
+        Raises:
+            SystemExit: the command failed.
+        """
+        with tempfile.TemporaryFile() as errors:
+            began = time.perf_counter()
+            process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=errors)
+            _, status, usage = os.wait4(process.pid, 0)
+            self.seconds.append(time.perf_counter() - began)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                errors.seek(0)
+                sys.exit(f"{' '.join(self.command)}: exit {process.returncode}\n{errors.read().decode()[-2000:]}")
+        self.peak_bytes.append(usage.ru_maxrss * 1024)
+
+    @property
+    def time_s(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def memory_mb(self) -> float:
+        return max(self.peak_bytes) / 1e6
+
+
+def run_in_turn(commands: Iterable[Measured], rounds: int) -> None:
+    """Run all commands once, then all again: what the machine does meanwhile befalls every one alike."""
+    for _ in range(rounds):
+        for command in commands:
+            command.run()
+
+
+def profkit(*arguments: str) -> Measured:
+    """Return a profkit command, started as a person starts it."""
+    script = shutil.which("profkit", path=str(Path(sys.executable).parent))
+    return Measured([*([script] if script else [sys.executable, "-m", "profkit"]), *arguments])
+
+
+def print_row(name: str, measured: Measured) -> None:
+    spread = f"{min(measured.seconds):.2f}–{max(measured.seconds):.2f}"
+    print(f"{name:<44} {measured.time_s:>8.3f} s  {spread:>11}  {measured.memory_mb:>6.0f} MB")
+
+
+def print_ratio(name: str, value: float, limit: float) -> None:
+    print(f"{name:<44} {value:>8.3f}    at most {limit:g}{'' if value <= limit else '   MISSED'}")
+
+
+def bench(capture: Path, folder: Path, rounds: int, scale: int, tenfold: bool) -> None:
+    """Tile, run and print; ``scale`` divides the numbers of kernels and calls."""
+    large, larger = folder / "large.sqlite", folder / "ten_times_larger.sqlite"
+    tile_trace(capture, large, KERNELS // scale, CALLS // scale)
+    print(f"{KERNELS // scale:,} kernels, {CALLS // scale:,} API calls, {large.stat().st_size / 1e6:.0f} MB")
+    ours = profkit("kernels", str(large), "--range", "backward")
+    whole, start = profkit("kernels", str(large)), profkit("--help")
+    nsys = shutil.which("nsys")
+    theirs = {r: Measured([nsys, "stats", "-r", r, str(large)]) for r in REPORTS} if nsys else {}
+    ours.run()  # files into the page cache, modules into bytecode
+    ours.seconds.clear()
+    ours.peak_bytes.clear()
+    run_in_turn([ours, *theirs.values(), whole, start], rounds)
+
+    print(f"\n{'median of ' + str(rounds):<44} {'time':>10}  {'range':>11}  {'peak':>9}")
+    print_row("profkit kernels --range backward", ours)
+    print_row("profkit kernels", whole)
+    print_row("profkit --help", start)
+    for report, measured in theirs.items():
+        print_row(f"nsys stats -r {report}", measured)
+    print()
+    for report, limit in (("nvtx_kern_sum", 0.15), ("cuda_gpu_kern_sum", 1.0)):
+        if report in theirs:
+            print_ratio(f"--range backward / {report}", ours.time_s / theirs[report].time_s, limit)
+    print_ratio("peak memory of --range backward, MB", ours.memory_mb, 250)
+    print_ratio("profkit --help, s", start.time_s, 0.25)
+
+    if tenfold:
+        tile_trace(capture, larger, 10 * KERNELS // scale, 10 * CALLS // scale)
+        ten = profkit("kernels", str(larger), "--range", "backward")
+        once = Measured(ours.command)
+        ten.run()
+        ten.seconds.clear()
+        ten.peak_bytes.clear()
+        run_in_turn([once, ten], max(1, rounds // 2))
+        print_row("profkit kernels --range backward, tenfold", ten)
+        print_ratio("ten times the kernels / once", ten.time_s / once.time_s, 11)
+
+
+def main() -> None:
+    """Parse the command line and run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capture", type=Path, default=CAPTURES / "small.nsys2023.sqlite")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-tenfold", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.capture.exists():
+        print(f"no capture {arguments.capture} to tile: give one with --capture (nothing was measured)")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.smoke:
+            bench(arguments.capture, Path(folder), rounds=1, scale=100, tenfold=True)
+        else:
+            bench(arguments.capture, Path(folder), arguments.rounds, scale=1, tenfold=not arguments.no_tenfold)
+
+
+if __name__ == "__main__":
+    main()
