@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from profkit.analysis.memory_opened import read_snapshot as read_snapshot
     from profkit.analysis.opened import read_trace as read_trace
     from profkit.ranges import annotate as annotate
 
@@ -16,10 +17,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "annotate": "profkit.ranges",
+    "read_snapshot": "profkit.analysis.memory_opened",
     "read_trace": "profkit.analysis.opened",
 }
 
-__all__ = ["__version__", "annotate", "read_trace"]
+__all__ = ["__version__", "annotate", "read_snapshot", "read_trace"]
 
 
 def __getattr__(name: str) -> Any:

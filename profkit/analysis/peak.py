@@ -46,13 +46,18 @@ class History:
         return int(self.curves.allocated.max())
 
     @property
+    def allocated_end_bytes(self) -> int:
+        """What the snapshot itself says is allocated at the dump."""
+        return int(self.device.blocks.size_bytes[self.device.blocks.state == ALLOCATED].sum())
+
+    @property
     def bounds(self) -> tuple[int, int | None] | None:
         """Where the true peak lies, when it is not proven to be `allocated_peak_bytes`; the upper end may be unknown.
 
         Unproven sizes leave little room. After contradictions nothing of the replay counts: only that the peak was no
         lower than the end and no higher than what was reserved. Without a history not even the latter.
         """
-        end = int(self.device.blocks.size_bytes[self.device.blocks.state == ALLOCATED].sum())
+        end = self.allocated_end_bytes
         if not len(self.device.events):
             return end, None
         if self.contradictions:

@@ -17,6 +17,7 @@ from profkit.errors import ProfkitError
 _COMMANDS = {
     "run": ("profkit.cli.run", "Run a target under a profiler and keep what it recorded in a run directory."),
     "kernels": ("profkit.cli.kernels", "Say which kernels spent the GPU's time, in the capture or inside a range."),
+    "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
 }
 

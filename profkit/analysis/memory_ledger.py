@@ -1,0 +1,47 @@
+"""The replay against what the allocator said of itself in the same process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profkit.analysis.memory_summary import DeviceMemory
+from profkit.snapshot.ledger import Figures
+
+
+@dataclass(frozen=True)
+class LedgerCheck:
+    """The allocator's own peaks at the dump, the replay's difference from each, and entries that named nothing."""
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    requested_peak_bytes: int
+    allocated_difference_bytes: int
+    reserved_difference_bytes: int
+    requested_difference_bytes: int
+    unmatched_entries: int
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether all three peaks are the same."""
+        differences = (self.allocated_difference_bytes, self.reserved_difference_bytes, self.requested_difference_bytes)
+        return not any(differences)
+
+
+def check_ledger(memory: DeviceMemory) -> LedgerCheck | None:
+    """Compare the replayed peaks with the allocator's last figures; None where no ledger has any for the device."""
+    if memory.ledger is None:
+        return None
+    figures = [one for one in memory.ledger.figures if one.device == memory.device.index]
+    if not figures:
+        return None
+    last: Figures = figures[-1]
+    curves = memory.history.curves
+    return LedgerCheck(
+        allocated_peak_bytes=last.allocated_peak_bytes,
+        reserved_peak_bytes=last.reserved_peak_bytes,
+        requested_peak_bytes=last.requested_peak_bytes,
+        allocated_difference_bytes=memory.history.allocated_peak_bytes - last.allocated_peak_bytes,
+        reserved_difference_bytes=int(curves.reserved.max()) - last.reserved_peak_bytes,
+        requested_difference_bytes=int(curves.requested.max()) - last.requested_peak_bytes,
+        unmatched_entries=memory.unmatched_entries,
+    )

@@ -1,0 +1,129 @@
+"""Phases and steps on the time axis of a snapshot, from the annotations that were recorded with it.
+
+``record_function`` ranges of user scope stand in the snapshot. Phases are those whose names say so: profkit's own
+(`profkit.ranges.PHASES`), the short forms people use, torch's ``Optimizer.step#…``, and what ``--phase NAME=GLOB``
+names. Phases do not overlap: of nested ones the outermost counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+import numpy as np
+
+from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, STEP, WARMUP
+from profkit.snapshot.columns import Annotation, Device, Ints
+
+_NAMES = {
+    FORWARD: FORWARD,
+    "fwd": FORWARD,
+    LOSS: LOSS,
+    BACKWARD: BACKWARD,
+    "bwd": BACKWARD,
+    OPTIMIZER: OPTIMIZER,
+    "opt": OPTIMIZER,
+    "optim": OPTIMIZER,
+}
+_OPTIMIZER_STEP = "Optimizer.step#"
+_STEPS = (f"{STEP} *", WARMUP, "ProfilerStep#*")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of time with a name."""
+
+    name: str
+    start_us: int
+    end_us: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the events happened, and in which phase and step. Moments are points on the curves (`peak.Curves`)."""
+
+    times_us: Ints
+    """Of the events, made to rise: clocks of two threads may differ by a hair."""
+    phases: tuple[Phase, ...]
+    steps: tuple[Phase, ...]
+
+    def phase_at(self, event: int) -> str | None:
+        """Return the phase in which an event happened; None outside all, and before the first event."""
+        phase = self._at(self.phases, event)
+        return phase.name if phase else None
+
+    def step_at(self, event: int) -> int:
+        """Return the number of steps that had begun when an event happened, less one; -1 before the first."""
+        return (
+            bisect_right(self.steps, int(self.times_us[event]), key=lambda one: one.start_us) - 1 if event >= 0 else -1
+        )
+
+    def moments_of(self, phase: Phase) -> tuple[int, int]:
+        """Return the first and last moment of a phase: as it began, and after its last event."""
+        first = int(np.searchsorted(self.times_us, phase.start_us, "left"))
+        last = int(np.searchsorted(self.times_us, phase.end_us, "right"))
+        return first, max(first, last)
+
+    def moment_at(self, time_us: int) -> int:
+        """Return the moment at a time: after the last event by then."""
+        return int(np.searchsorted(self.times_us, time_us, "right"))
+
+    def _at(self, spans: tuple[Phase, ...], event: int) -> Phase | None:
+        if event < 0 or not spans:
+            return None
+        time = int(self.times_us[event])
+        at = bisect_right(spans, time, key=lambda one: one.start_us) - 1
+        return spans[at] if at >= 0 and time <= spans[at].end_us else None
+
+
+def find_timeline(device: Device, named: Mapping[str, str] | None = None, steps: Iterable[Phase] = ()) -> Timeline:
+    """Return the phases and steps of a device's history.
+
+    Args:
+        named: phase name → glob on the names of annotations; these come before all others.
+        steps: steps known from elsewhere (the ledger); without any, annotations give them, else the ends of the
+            optimizer's steps.
+    """
+    events = device.events
+    times = np.maximum.accumulate(events.time_us) if len(events) else events.time_us
+    if not events.has_times or not len(events):
+        return Timeline(times, (), ())
+    end = int(times[-1])
+    annotations = device.annotations
+    phases = _outermost(_phases(annotations, named or {}, end))
+    found = sorted(steps, key=lambda one: one.start_us) or _outermost(
+        _span(one, one.name, end)
+        for one in annotations
+        if one.end_us is not None and any(fnmatchcase(one.name, glob) for glob in _STEPS)
+    )
+    return Timeline(times, phases, tuple(found) or _steps_between(phases, int(times[0])))
+
+
+def _phases(annotations: Iterable[Annotation], named: Mapping[str, str], end: int) -> Iterable[Phase]:
+    for one in annotations:
+        name = next((name for name, glob in named.items() if fnmatchcase(one.name, glob)), None)
+        if name is None:
+            name = OPTIMIZER if one.name.startswith(_OPTIMIZER_STEP) else _NAMES.get(one.name.lower())
+        if name is not None:
+            yield _span(one, name, end)
+
+
+def _span(one: Annotation, name: str, end: int) -> Phase:
+    return Phase(name, one.start_us, end if one.end_us is None else one.end_us)
+
+
+def _outermost(phases: Iterable[Phase]) -> tuple[Phase, ...]:
+    kept: list[Phase] = []
+    for phase in sorted(phases, key=lambda one: (one.start_us, -one.end_us)):
+        if not kept or phase.start_us >= kept[-1].end_us:
+            kept.append(phase)
+    return tuple(kept)
+
+
+def _steps_between(phases: tuple[Phase, ...], start: int) -> tuple[Phase, ...]:
+    """Return the stretches from one optimizer step's end to the next one's, the first from the first event on."""
+    borders = [start, *(phase.end_us for phase in phases if phase.name == OPTIMIZER)]
+    return tuple(Phase(f"{STEP} {number}", low, high) for number, (low, high) in enumerate(pairwise(borders)))

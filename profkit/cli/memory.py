@@ -1,0 +1,74 @@
+"""``profkit memory``: who held the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profkit.analysis.memory_opened import PEAK, OpenedSnapshot, read_snapshot
+from profkit.cli.options import output_options, write_result, write_warnings
+from profkit.cli.progress import shown_after_a_second
+from profkit.errors import UsageError
+from profkit.report.formats import Format
+from profkit.report.memory import TOP_STACKS, other_warnings, render_memory
+from profkit.report.memory_units import parse_bytes
+
+
+class _Size(click.ParamType[int]):
+    name = "SIZE"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_bytes(str(value))
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is no size such as 512, 10MiB or 1.5GiB", param, ctx)
+
+
+@click.command()
+@click.argument("snapshot", type=click.Path(path_type=Path))
+@click.option(
+    "--at", default=PEAK, show_default=True, metavar="peak|TIME|phase:NAME", help="Which moment to take apart."
+)
+@click.option("--device", type=int, metavar="N", help="This GPU; by default the one with the highest peak.")
+@click.option("--stack", metavar="TEXT", help="Only allocations with this text in their stack or owner.")
+@click.option("--min-size", type=_Size(), default=0, help="Only allocations at least so large, such as 10MiB.")
+@click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Annotations by this glob are phase NAME.")
+@click.option("--capacity", type=_Size(), help="The GPU's memory, for the verdict on an out-of-memory error.")
+@click.option("--top", type=click.IntRange(min=1), default=TOP_STACKS, show_default=True, help="So many stacks.")
+@output_options
+def memory(
+    snapshot: Path,
+    at: str,
+    device: int | None,
+    stack: str | None,
+    min_size: int,
+    phases: tuple[str, ...],
+    capacity: int | None,
+    top: int,
+    style: Format,
+    output: Path | None,
+    full_names: bool,
+) -> None:
+    """Say how much memory was allocated, when it peaked, what the peak was made of and who asked for it.
+
+    SNAPSHOT is what torch.cuda.memory._dump_snapshot wrote (.pickle, .pickle.gz; nothing in it is executed), or a run
+    directory. The allocator is replayed from the recorded events, so that the peak is max_memory_allocated() to the
+    byte; where the history does not prove that, a bound is printed.
+    """
+    opened = _open(snapshot, phases)
+    with shown_after_a_second(f"taking apart {snapshot.name}"):
+        result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
+    write_warnings(other_warnings(result) if style != "json" else [])
+    write_result(render_memory(result, style, top=top, full_names=full_names), output)
+
+
+def _open(path: Path, phases: tuple[str, ...]) -> OpenedSnapshot:
+    named = {}
+    for phase in phases:
+        name, equals, glob = phase.partition("=")
+        if not (name and equals and glob):
+            raise UsageError(f"--phase {phase}: give a name and a glob, such as --phase forward='model.*'")
+        named[name] = glob
+    with shown_after_a_second(f"replaying {path.name}"):
+        return read_snapshot(path, phases=named)

@@ -1,0 +1,35 @@
+"""Bytes for people: binary units, four digits; exact values stay in JSON and CSV."""
+
+from __future__ import annotations
+
+
+def format_bytes(value: int) -> str:
+    """Return bytes in the unit that fits: ``2.863 GiB``; GiB is 2³⁰."""
+    size = abs(value)
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1000 * 2 ** (power - 10):
+            number = value / 2**power
+            decimals = 3 if abs(number) < 10 else 2 if abs(number) < 100 else 1
+            return f"{number:,.{decimals}f} {unit}"
+    return f"{value} B"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``10MiB``, ``1.5 GB`` or ``4096`` mean; M, MB and MiB are all 2²⁰.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    stripped = text.strip().lower().removesuffix("b").removesuffix("i").strip()
+    for power, unit in ((40, "t"), (30, "g"), (20, "m"), (10, "k")):
+        if stripped.endswith(unit):
+            return int(float(stripped.removesuffix(unit)) * 2**power)
+    return int(stripped)
+
+
+def format_after(time_us: int | None, start_us: int | None) -> str:
+    """Return a moment as the time since the first event: ``3.822 s``; a dash where there are no times."""
+    if time_us is None or start_us is None:
+        return "—"
+    passed = time_us - start_us
+    return f"{passed / 1e6:.3f} s" if passed >= 1_000_000 else f"{passed / 1e3:.3f} ms"

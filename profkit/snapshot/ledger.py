@@ -1,0 +1,140 @@
+"""The ledger of owners: ``ledger.jsonl``, what the recorder writes beside a snapshot and what is read here.
+
+The allocator knows addresses, the program knows names. While it records, profkit writes down whose storage lies where
+(`Owned`), what the allocator says of itself (`Figures`) and when steps began and ended (`Step`). One JSON object a
+line, in order of time; every line has ``kind`` and, but for the header, ``time_us``, microseconds since the epoch on
+the host's clock, which is the clock of the snapshot's events. A line is written whole or not at all; a last line that
+was cut off is left out::
+
+    {"kind": "header", "version": 1, "torch": "2.11.0", "peaks_reset_us": 1795193514683000}
+    {"kind": "step", "name": "step 0", "start_us": …, "end_us": …, "time_us": …}
+    {"kind": "owned", "time_us": …, "device": 0, "address": 140676150853632, "bytes": 30720000,
+     "role": "parameter", "name": "head.weight", "step": 0}
+    {"kind": "figures", "time_us": …, "device": 0, "moment": "step 0" | "start" | "dump",
+     "allocated_bytes": …, "allocated_peak_bytes": …, "requested_bytes": …, "requested_peak_bytes": …,
+     "reserved_bytes": …, "reserved_peak_bytes": …}
+
+``address`` is that of the *storage* (``tensor.untyped_storage().data_ptr()``), ``bytes`` its ``nbytes()``: views and
+tied tensors then name one allocation. ``role`` is one of `ROLES`. An entry says that the storage was alive at
+``time_us``; it needs to be written once in the life of a storage, best at a step's end, and may be repeated. ``name``
+is the parameter's qualified name, for optimizer state followed by the state's (``head.weight.exp_avg``), for a saved
+tensor the module that ran. ``figures`` are ``torch.cuda.memory_stats``; peaks count from ``peaks_reset_us``, when the
+recorder called ``reset_peak_memory_stats``, just before the first event.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from profkit.errors import SnapshotError
+
+VERSION = 1
+
+ROLES = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimizer_state": "optimizer state",
+    "buffer": "buffers",
+    "input": "inputs",
+    "saved": "activations",
+    "workspace": "workspace",
+    "communication": "communication",
+    "autocast": "autocast copies",
+}
+"""Role in the ledger → category of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A storage that was alive at ``time_us``, and whose it is."""
+
+    time_us: int
+    device: int
+    address: int
+    size_bytes: int
+    role: str
+    name: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the allocator said of itself; peaks since they were reset."""
+
+    time_us: int
+    device: int
+    moment: str
+    allocated_bytes: int
+    allocated_peak_bytes: int
+    requested_bytes: int
+    requested_peak_bytes: int
+    reserved_bytes: int
+    reserved_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the workload on the host's clock."""
+
+    name: str
+    start_us: int
+    end_us: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All that the recorder wrote down."""
+
+    owned: tuple[Owned, ...] = ()
+    figures: tuple[Figures, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+
+def read_ledger(path: Path) -> Ledger:
+    """Return the ledger beside a snapshot; unknown kinds and keys are passed over.
+
+    Raises:
+        SnapshotError: it cannot be read, is of a newer version, or a line other than the last is damaged.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SnapshotError(f"{path}: not a ledger (it is no UTF-8 text)") from None
+    owned: list[Owned] = []
+    figures: list[Figures] = []
+    steps: list[Step] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            kind = entry["kind"]
+            if kind == "owned":
+                owned.append(_owned(entry))
+            elif kind == "figures":
+                figures.append(Figures(**{key: entry[key] for key in Figures.__dataclass_fields__}))
+            elif kind == "step":
+                steps.append(Step(str(entry["name"]), int(entry["start_us"]), int(entry["end_us"])))
+            elif kind == "header" and int(entry["version"]) > VERSION:
+                raise SnapshotError(f"{path}: a ledger of version {entry['version']}, written by a newer profkit")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            if number == len(lines):
+                break
+            raise SnapshotError(f"{path}:{number}: not a line of a ledger; was the file edited?") from None
+    return Ledger(tuple(owned), tuple(figures), tuple(steps))
+
+
+def _owned(entry: dict[str, Any]) -> Owned:
+    step = entry.get("step")
+    return Owned(
+        int(entry["time_us"]),
+        int(entry.get("device", 0)),
+        int(entry["address"]),
+        int(entry["bytes"]),
+        str(entry["role"]),
+        str(entry["name"]),
+        None if step is None else int(step),
+    )

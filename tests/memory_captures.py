@@ -1,0 +1,127 @@
+"""Real snapshots that stand beside the checkout, and small made ones with phases, frames and a ledger."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.run_directory import LEDGER, MANIFEST, SNAPSHOT
+from tests.allocator_reference import MIB, Block, ReferenceAllocator
+
+CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES") or Path(__file__).parents[2] / "shared" / "captures")
+
+STACKS = {
+    "model": [
+        ("<lambda>", "/x/site-packages/torch/nn/modules/module.py", 1),
+        ("_apply", "torch/nn/modules/module.py", 2),
+    ],
+    "forward": [
+        ("linear", "/x/site-packages/torch/nn/functional.py", 9),
+        ("forward", "train.py", 12),
+        ("_call_impl", "torch/nn/modules/module.py", 3),
+    ],
+    "data": [("batch", "train.py", 5), ("<module>", "train.py", 40)],
+    "backward": [],
+    "state": [("_init_group", "/x/site-packages/torch/optim/adam.py", 7), ("<module>", "train.py", 44)],
+    "keep": [("remember", "train.py", 30), ("<module>", "train.py", 45)],
+}
+
+
+def capture(name: str) -> Path:
+    """Return a real capture; skips where there is none."""
+    if not (CAPTURES / name).exists():
+        pytest.skip(f"{name} is not here; set PROFKIT_CAPTURES to the folder of real captures")
+    return CAPTURES / name
+
+
+class Training:
+    """A few steps of a training run on the reference allocator: stacks, annotations, and a ledger of owners."""
+
+    def __init__(self, *, leaks: bool = False, steps: int = 3, scale: int = 1, late_free: bool = False) -> None:
+        self.allocator = ReferenceAllocator()
+        self.allocator.record()
+        self.annotations: list[dict[str, Any]] = []
+        self.ledger: list[dict[str, Any]] = [{"kind": "header", "version": 1}]
+        self.scale, self.late_free = scale, late_free
+        self.weights = [self.malloc(4 * MIB, "model", ("parameter", f"w{n}")) for n in range(2)]
+        self.states: list[Block] = []
+        self.kept: list[Block] = []
+        for step in range(steps):
+            self.step(step, leaks)
+
+    def malloc(self, size: int, stack: str, owner: tuple[str, str] | None = None) -> Block:
+        before = len(self.allocator.events)
+        block = self.allocator.malloc(size)
+        frames = [{"name": name, "filename": file, "line": line} for name, file, line in STACKS[stack]]
+        for event in self.allocator.events[before:]:
+            event["frames"] = frames
+        if owner:
+            role, name = owner
+            entry = {"kind": "owned", "time_us": self.allocator.clock, "device": 0, "address": block.address}
+            self.ledger.append({**entry, "bytes": size, "role": role, "name": name, "step": 0})
+        return block
+
+    def step(self, number: int, leaks: bool) -> None:
+        self.mark("START", f"step {number}")
+        batch = self.malloc(3000, "data")
+        self.mark("START", "forward")
+        temporary = self.malloc(2 * MIB, "forward")
+        saved = [self.malloc(6 * MIB * self.scale, "forward") for _ in range(2)]
+        self.allocator.free(temporary)
+        self.mark("END", "forward")
+        self.mark("START", "backward")
+        inner = self.malloc(3 * MIB, "backward")
+        gradients = [self.malloc(4 * MIB, "backward", ("gradient", f"w{n}")) for n in range(2)]
+        for block in [inner, *saved]:
+            self.allocator.free(block)
+        self.mark("END", "backward")
+        self.mark("START", "Optimizer.step#AdamW.step")
+        if not self.states:
+            self.states = [self.malloc(4 * MIB, "state") for _ in range(4)]
+        if leaks:
+            self.kept.append(self.malloc(700, "keep"))
+        for block in [*gradients, batch]:
+            self.allocator.free(block)
+        self.mark("END", "Optimizer.step#AdamW.step")
+        self.mark("END", f"step {number}")
+
+    def mark(self, stage: str, name: str) -> None:
+        self.allocator.clock += 3
+        self.annotations.append({"stage": stage, "name": name, "device": 0, "time_us": self.allocator.clock})
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**self.allocator.snapshot(), "external_annotations": self.annotations}
+
+    def figures(self) -> dict[str, Any]:
+        """Return the ledger's line of what the allocator says of itself at the dump."""
+        allocated, requested, reserved = self.allocator.peaks()
+        own = self.allocator
+        return {
+            "kind": "figures",
+            "time_us": own.clock,
+            "device": 0,
+            "moment": "dump",
+            "allocated_bytes": own.allocated.current,
+            "allocated_peak_bytes": allocated,
+            "requested_bytes": own.requested.current,
+            "requested_peak_bytes": requested,
+            "reserved_bytes": own.reserved.current,
+            "reserved_peak_bytes": reserved,
+        }
+
+    def write(self, folder: Path, name: str = SNAPSHOT) -> Path:
+        path = folder / name
+        path.write_bytes(pickle.dumps(self.snapshot(), 4))
+        return path
+
+    def write_run(self, folder: Path) -> Path:
+        self.write(folder)
+        (folder / MANIFEST).write_text(json.dumps({"status": "complete"}))
+        lines = [*self.ledger, self.figures()]
+        (folder / LEDGER).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder

@@ -1,0 +1,158 @@
+"""``profkit memory`` as a person meets it: what it prints, in which formats, and how it fails."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from profkit.cli.memory import memory
+from profkit.errors import RunError, SnapshotError, UsageError
+from profkit.report.memory_units import format_after, format_bytes, parse_bytes
+from tests.memory_captures import Training, capture
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(memory, [str(one) for one in arguments], catch_exceptions=True)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    return Training().write(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle", "oom.pickle"])
+def test_it_fits_a_screen(name: str) -> None:
+    lines = run(capture(name)).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 50
+
+
+def test_the_figures_of_a_real_run_are_printed() -> None:
+    out = run(capture("small.pickle")).stdout
+    assert "allocated  peak 2.863 GiB (3,073,660,928 B), exact, at 3.822 s" in out
+    assert "reserved   peak 3.023 GiB (3,246,391,296 B)" in out
+    assert "requested  peak 2.821 GiB (3,029,062,664 B)" in out
+
+
+def test_an_incomplete_history_is_said_on_stderr() -> None:
+    result = run(capture("midrun.pickle"))
+    assert "history incomplete" in result.stdout
+    assert "233 blocks (1,060,567,552 B) were live before the first event" in result.stderr
+
+
+def test_json_and_a_file(snapshot: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    assert run(snapshot, "--format", "json", "-o", target).exit_code == 0
+    data = json.loads(target.read_text())
+    assert data["exact"] is True
+    assert data == json.loads(run(snapshot, "--format", "json").stdout)
+
+
+def test_csv_has_the_exact_bytes(snapshot: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(run(snapshot, "--format", "csv").stdout)))
+    peak = json.loads(run(snapshot, "--format", "json").stdout)["allocated"]["peak_bytes"]
+    for section in ("category", "stack"):
+        assert sum(int(row["bytes"]) for row in rows if row["section"] == section) == peak
+
+
+@pytest.mark.parametrize(
+    ("style", "sign"), [("markdown", "| activations | 12.00 MiB |"), ("latex", r"activations & 12.00 MiB")]
+)
+def test_other_formats(snapshot: Path, style: str, sign: str) -> None:
+    assert sign in run(snapshot, "--format", style).stdout
+
+
+def test_a_run_directory(tmp_path: Path) -> None:
+    out = run(Training().write_run(tmp_path)).stdout
+    assert "the allocator's own peaks, as the run recorded them, are the same to the byte" in out
+    assert "identity" in out
+
+
+def test_options(snapshot: Path) -> None:
+    out = run(snapshot, "--at", "phase:forward", "--stack", "adam.py", "--min-size", "1MiB", "--top", "1").stdout
+    assert "at phase:forward" in out
+    assert "(not selected)" in out
+    assert "tail" in run(snapshot, "--phase", "tail=step *").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--at", "noon"], UsageError),
+        (["--device", "3"], UsageError),
+        (["--phase", "forward"], UsageError),
+    ],
+)
+def test_usage_errors(snapshot: Path, arguments: list[str], error: type[Exception]) -> None:
+    assert isinstance(run(snapshot, *arguments).exception, error)
+
+
+def test_a_bad_size_is_a_usage_error(snapshot: Path) -> None:
+    assert run(snapshot, "--min-size", "much").exit_code == 2
+
+
+def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    assert isinstance(run(tmp_path).exception, RunError)
+
+
+def test_no_history_leads(tmp_path: Path) -> None:
+    data = Training().snapshot()
+    data["device_traces"] = []
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(data))
+    result = run(tmp_path / "s.pickle")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("! no history was recorded")
+
+
+def test_an_oom_dump_gets_its_verdict() -> None:
+    out = run(capture("oom.pickle")).stdout
+    assert "out of memory 1×" in out
+    assert "capacity" in out
+    assert "was short of memory by at most 201,326,592 B" in out
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(SnapshotError), pickle.dumps([1])])
+def test_bad_files_exit_1_with_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.pickle"
+    path.write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "profkit", "memory", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert str(path) in done.stderr
+
+
+def test_it_loads_neither_torch_nor_pandas(snapshot: Path) -> None:
+    code = "import sys; from profkit.cli import main\ntry: main(['memory', sys.argv[1]])\nexcept SystemExit: pass\n"
+    code += "sys.exit(' '.join({'torch', 'pandas', 'matplotlib', 'sqlite_utils'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code, str(snapshot)], capture_output=True, text=True, check=False)
+    assert done.stderr == "\n"
+
+
+def test_reading_does_not_change_the_file(snapshot: Path) -> None:
+    before = snapshot.read_bytes(), snapshot.stat().st_mtime_ns, sorted(snapshot.parent.iterdir())
+    run(snapshot)
+    assert (snapshot.read_bytes(), snapshot.stat().st_mtime_ns, sorted(snapshot.parent.iterdir())) == before
+
+
+def test_bytes_for_people() -> None:
+    shown = [format_bytes(size) for size in (0, 999, 1000, 2**20, 1018 * 2**20, 2_867_200_000, -(2**30))]
+    assert shown == ["0 B", "999 B", "0.977 KiB", "1.000 MiB", "0.994 GiB", "2.670 GiB", "-1.000 GiB"]
+    assert [parse_bytes(text) for text in ("4096", "10MiB", "1.5 GB", "2k", "1T")] == [
+        4096,
+        10 * 2**20,
+        3 * 2**29,
+        2048,
+        2**40,
+    ]
+    assert [format_after(5_000_000, 0), format_after(1500, 0), format_after(None, 0)] == ["5.000 s", "1.500 ms", "—"]

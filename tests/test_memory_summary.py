@@ -1,0 +1,278 @@
+"""The account of a snapshot: books that close, categories with their evidence, phases, leaks, what it warns of."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import profkit
+from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory_result import MemoryResult
+from profkit.errors import SnapshotError, UsageError
+from profkit.run_directory import LEDGER
+from tests.allocator_reference import MIB, ReferenceAllocator
+from tests.memory_captures import Training, capture
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> OpenedSnapshot:
+    return read_snapshot(Training().write(tmp_path))
+
+
+def sizes(result: MemoryResult) -> dict[str, int]:
+    return {row.category: row.bytes for row in result.composition.by_category}
+
+
+def assert_books_close(result: MemoryResult) -> None:
+    at = result.composition
+    assert sum(row.bytes for row in at.by_category) == at.allocated_bytes
+    assert sum(row.bytes for row in at.by_stack) == at.allocated_bytes
+    assert sum(row.count for row in at.by_stack) == sum(row.count for row in at.by_category)
+    for row in at.by_category:
+        assert sum(row.evidence.values()) in (row.bytes, 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["small.pickle", "small_forward_cpp_stacks.pickle", "expandable.pickle", "midrun.pickle", "oom.pickle"]
+)
+def test_the_books_of_real_snapshots_close(name: str) -> None:
+    opened = read_snapshot(capture(name))
+    result = opened.memory()
+    assert result.composition.allocated_bytes == result.totals.allocated_peak_bytes
+    assert_books_close(result)
+    assert_books_close(opened.memory(stack="probe", min_bytes=MIB))
+    for phase in result.phases:
+        at = opened.memory(at=f"phase:{phase.name}").composition
+        assert at.allocated_bytes == phase.peak_bytes
+        assert at.phase == phase.name
+
+
+def test_a_real_training_run_by_category() -> None:
+    """By hand: 128,625,408 fp32 parameters are 514,501,632 B without padding, and AdamW keeps two moments of each."""
+    found = sizes(read_snapshot(capture("small.pickle")).memory())
+    assert 514_501_632 <= found["parameters"] < 1.05 * 514_501_632
+    assert 2 * 514_501_632 <= found["optimizer state"] < 2.1 * 514_501_632
+    assert found["workspace"] == 2 * 32 * MIB
+    assert found["temporaries"] == 2 * 40 * MIB  # the logits' gradient and the log-softmax's, [4, 256, 10000] each
+
+
+def test_native_stacks_tell_the_workspace() -> None:
+    rows = read_snapshot(capture("small_forward_cpp_stacks.pickle")).memory().composition.by_category
+    (workspace,) = [row for row in rows if row.category == "workspace"]
+    assert workspace.evidence == {"stack": 32 * MIB}
+
+
+def test_categories_by_stack_and_lifetime(opened: OpenedSnapshot) -> None:
+    result = opened.memory()
+    assert_books_close(result)
+    assert result.composition.phase == "backward"
+    assert sizes(result) == {
+        "activations": 12 * MIB,
+        "optimizer state": 16 * MIB,
+        "parameters": 8 * MIB,
+        "gradients": 8 * MIB,
+        "temporaries": 4 * MIB,  # 3 MiB, in a gap of 4 that leaves too little to split off
+        "inputs": 3072,
+    }
+    evidence = {row.category: set(row.evidence) for row in result.composition.by_category}
+    assert evidence["optimizer state"] == evidence["parameters"] == {"stack"}
+    assert evidence["gradients"] == evidence["activations"] == {"lifetime"}
+
+
+def test_a_ledger_names_owners_and_is_checked_against(tmp_path: Path) -> None:
+    result = read_snapshot(Training().write_run(tmp_path)).memory()
+    rows = {row.category: row for row in result.composition.by_category}
+    assert set(rows["parameters"].evidence) == set(rows["gradients"].evidence) == {"identity"}
+    owners = {row.owner for row in read_snapshot(tmp_path).memory(stack="w1").composition.largest}
+    assert owners == {"w1"}
+    assert result.ledger_check is not None
+    assert result.ledger_check.agrees
+    assert result.ledger_check.unmatched_entries == 0
+
+
+def test_a_ledger_that_disagrees_is_said(tmp_path: Path) -> None:
+    run = Training().write_run(tmp_path)
+    lines = (run / LEDGER).read_text().splitlines()
+    figures = json.loads(lines[-1])
+    figures["allocated_peak_bytes"] += 512
+    stray = {**json.loads(lines[1]), "address": 5}
+    (run / LEDGER).write_text("\n".join([*lines[:-1], json.dumps(stray), json.dumps(figures)]))
+    result = read_snapshot(run).memory()
+    assert result.ledger_check is not None
+    assert result.ledger_check.allocated_difference_bytes == -512
+    assert {"ledger-disagrees", "ledger-unmatched"} <= {warning.code for warning in result.warnings}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "owner"), [("profkit:backward:layers.3", "layers.3"), ("mine", "mine"), ({"a": "b"}, "a=b")]
+)
+def test_metadata_names_the_owner(tmp_path: Path, metadata: Any, owner: str) -> None:
+    training = Training()
+    for event in training.allocator.events:
+        if event["action"] == "alloc" and not event["frames"]:
+            event["user_metadata"] = metadata
+    result = read_snapshot(training.write(tmp_path)).memory()
+    rows = {row.category: row for row in result.composition.by_category}
+    assert rows["gradients"].evidence == {"metadata": 8 * MIB}
+    assert {row.owner for row in result.composition.largest if row.category == "gradients"} == {owner}
+
+
+def test_without_phases_the_autograd_thread_is_told_by_its_missing_frames(tmp_path: Path) -> None:
+    training = Training()
+    training.annotations = [one for one in training.annotations if one["name"].startswith("Optimizer")]
+    found = sizes(read_snapshot(training.write(tmp_path)).memory())
+    assert found["gradients"] == 8 * MIB
+    assert found["activations"] == 12 * MIB
+
+
+def test_filters_keep_the_books(opened: OpenedSnapshot) -> None:
+    result = opened.memory(stack="adam.py", min_bytes=MIB)
+    assert sizes(result) == {"optimizer state": 16 * MIB, "(not selected)": 32 * MIB + 3072}
+    assert_books_close(result)
+    assert [row.bytes for row in result.composition.largest] == [4 * MIB] * 4
+
+
+def test_moments(opened: OpenedSnapshot) -> None:
+    forward = opened.memory(at="phase:forward").composition
+    assert forward.phase == "forward"
+    assert {row.category for row in forward.by_category} >= {"parameters", "activations", "temporaries"}
+    first = int(opened.device().timeline.times_us[0])
+    assert opened.memory(at="0us").composition.moment == 1
+    assert opened.memory(at=str(first)).composition.moment == 1
+    assert opened.memory(at="0.014ms").composition.moment == 3
+    for wrong in ("phase:nothing", "noon", "500s"):
+        with pytest.raises(UsageError, match="--at"):
+            opened.memory(at=wrong)
+
+
+def test_named_phases_come_first(tmp_path: Path) -> None:
+    training = Training()
+    training.mark("START", "epoch 1")
+    training.malloc(700, "keep")
+    training.mark("END", "epoch 1")
+    result = read_snapshot(training.write(tmp_path), phases={"tail": "epoch *"}).memory(at="phase:tail")
+    assert [phase.name for phase in result.phases] == ["forward", "backward", "optimizer", "tail"]
+
+
+def test_devices(tmp_path: Path) -> None:
+    data, other = Training().snapshot(), Training(scale=2).snapshot()
+    for segment in other["segments"]:
+        segment["device"] = 1
+    data["segments"] += other["segments"]
+    data["device_traces"] += other["device_traces"]
+    (tmp_path / "two.pickle").write_bytes(pickle.dumps(data))
+    opened = read_snapshot(tmp_path / "two.pickle")
+    assert opened.memory().totals.device == 1
+    assert [totals.device for totals in opened.memory().others] == [0]
+    assert opened.memory(device=0).totals.allocated_peak_bytes == Training().allocator.peaks()[0]
+    with pytest.raises(UsageError, match="--device 7"):
+        opened.memory(device=7)
+
+
+def test_leaks_are_told_from_state_made_on_first_use(tmp_path: Path) -> None:
+    clean, leaking = Training(), Training(leaks=True, steps=4)
+    assert not read_snapshot(clean.write(tmp_path)).memory().leaks.suspects
+    result = read_snapshot(leaking.write(tmp_path)).memory()
+    assert [(one.step, one.began_in) for one in result.leaks.steps] == [
+        ("step 1", "step 0"),
+        ("step 2", "step 1"),
+        ("step 3", "step 2"),
+    ]
+    assert result.leaks.steps[0].bytes == 1024 + 16 * MIB  # AdamW's moments began in step 0 too
+    assert [(row.bytes, row.label) for row in result.leaks.suspects] == [
+        (1024, "train.py:30 remember ← train.py:45 <module>")
+    ]
+    assert "leak" in {warning.code for warning in result.warnings}
+
+
+def test_no_history_leads_the_warnings(tmp_path: Path) -> None:
+    data = Training().snapshot()
+    data["device_traces"] = []
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(data))
+    result = read_snapshot(tmp_path / "s.pickle").memory()
+    assert result.warnings[0].code == "no-history"
+    assert not result.totals.exact
+    assert result.totals.bounds == (24 * MIB, None)
+    assert result.composition.allocated_bytes == 24 * MIB
+    assert_books_close(result)
+    with pytest.raises(SnapshotError, match="no times"):
+        read_snapshot(tmp_path / "s.pickle").memory(at="1s")
+
+
+def test_an_impossible_sequence_is_counted_and_no_peak_is_called_exact(tmp_path: Path) -> None:
+    training = Training()
+    training.allocator.events.insert(
+        4,
+        {
+            "action": "free_requested",
+            "addr": 77,
+            "size": 5,
+            "stream": 0,
+            "time_us": training.allocator.events[3]["time_us"],
+            "frames": [],
+        },
+    )
+    result = read_snapshot(training.write(tmp_path)).memory()
+    assert not result.totals.exact
+    low, high = result.totals.bounds or (0, 0)
+    assert low <= Training().allocator.peaks()[0] <= (high or 0)
+    assert result.warnings[0].code == "contradiction"
+    assert_books_close(result)
+
+
+def test_old_snapshots_without_times_and_settings(tmp_path: Path) -> None:
+    data = Training().snapshot()
+    del data["allocator_settings"], data["external_annotations"]
+    for event in data["device_traces"][0]:
+        del event["time_us"]
+    (tmp_path / "old.pickle").write_bytes(pickle.dumps(data))
+    result = read_snapshot(tmp_path / "old.pickle").memory()
+    assert result.totals.allocated_peak_bytes == Training().allocator.peaks()[0]
+    assert result.totals.peak_time_us is None
+    assert {"no-settings", "no-times"} <= {warning.code for warning in result.warnings}
+
+
+def test_old_snapshots_of_other_settings_are_found_out(tmp_path: Path) -> None:
+    allocator = ReferenceAllocator(divisions=4)
+    allocator.record()
+    allocator.free(allocator.malloc(33 * MIB))
+    data = allocator.snapshot()
+    del data["allocator_settings"]
+    (tmp_path / "old.pickle").write_bytes(pickle.dumps(data))
+    assert not read_snapshot(tmp_path / "old.pickle").memory().totals.exact
+
+
+def test_the_json_is_the_contract(opened: OpenedSnapshot) -> None:
+    data = json.loads(json.dumps(opened.memory().to_dict()))
+    assert {
+        "snapshot",
+        "device",
+        "allocated",
+        "reserved",
+        "requested",
+        "exact",
+        "bounds",
+        "history",
+        "peak",
+        "phases",
+        "fragmentation",
+        "oom",
+        "devices",
+        "warnings",
+    } <= set(data)
+    assert set(data["allocated"]) == {"peak_bytes", "peak_time_us", "end_bytes"}
+    assert set(data["reserved"]) == {"peak_bytes", "end_bytes"}
+    assert {"complete", "events", "reason"} <= set(data["history"])
+    assert set(data["peak"]["by_category"][0]) >= {"category", "bytes", "share", "evidence"}
+    assert set(data["peak"]["by_stack"][0]) == {"bytes", "share", "count", "stack"}
+    assert set(data["peak"]["largest"][0]) >= {"bytes", "requested_bytes", "phase", "owner", "stack"}
+    assert sum(row["bytes"] for row in data["peak"]["by_stack"]) == data["allocated"]["peak_bytes"]
+    assert data["peak"]["by_stack"][0]["stack"][0].startswith("train.py")  # the user's own lines first
+
+
+def test_the_public_face() -> None:
+    assert profkit.read_snapshot is read_snapshot
