@@ -204,6 +204,24 @@ def test_a_sparse_prefetcher_stays_outside_densely_annotated_work(tmp_path: Path
     assert opened.kernels("forward").kernel_count == 500
 
 
+def test_an_independent_thread_is_nobodys_helper_even_while_main_waits(tmp_path: Path) -> None:
+    """It launches at all times; main's wait in backward holds some of its launches, and autograd's."""
+    builder = NsysBuilder()
+    for step in range(5):
+        base = 10_000 * step
+        builder.range("forward", base, base + 4000)
+        for time in range(base, base + 4000, 20):
+            builder.kernel(time, 1)
+        builder.range("backward", base + 4000, base + 10_000)
+        for time in range(base + 4100, base + 9900, 20):
+            builder.kernel(time, 2, tid=AUTOGRAD)
+        for time in range(base + 5, base + 10_000, 500):
+            builder.kernel(time, 3, tid=WORKER)
+    opened = _open(builder, tmp_path)
+    assert opened.kernels("backward").kernel_time_ns == 5 * 290 * 2
+    assert opened.attribution.ledger.outside_ns == 5 * 20 * 3
+
+
 def test_any_thread_without_ranges_works_for_the_one_that_waits(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("forward", 0, 1000)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,8 +52,8 @@ def categorize(name: str, measure: Measure = "gpu-kernel") -> Category:
 
     The first rule of ``categories.toml`` that fits decides.
     """
-    for pattern, category in _compiled_rules()[measure]:
-        if pattern.search(name):
+    for find, category in _compiled_rules(measure):
+        if find(name):
             return category
     return OTHER
 
@@ -64,18 +65,17 @@ def read_rules() -> dict[Measure, list[dict[str, Any]]]:
 
 
 @cache
-def _compiled_rules() -> dict[Measure, list[tuple[re.Pattern[str], Category]]]:
-    return {
-        measure: [
-            # A flag such as (?i) may only stand at the start of a whole expression: scope it to its own pattern.
-            (re.compile("|".join(map(_scoped, rule["patterns"]))), Category(rule["category"], rule["rule"]))
-            for rule in rules
-        ]
-        for measure, rules in read_rules().items()
-    }
+def _compiled_rules(measure: Measure) -> list[tuple[Callable[[str], re.Match[str] | None], Category]]:
+    compiled = []
+    for rule in read_rules()[measure]:
+        patterns = rule["patterns"]
+        expression = re.compile("|".join(map(_scoped, patterns)))
+        # A search would try an anchored pattern at every letter of a name that may have thousands.
+        anchored = all(pattern.startswith("^") for pattern in patterns)
+        compiled.append((expression.match if anchored else expression.search, Category(rule["category"], rule["rule"])))
+    return compiled
 
 
 def _scoped(pattern: str) -> str:
-    if pattern.startswith("(?i)"):
-        return f"(?i:{pattern[4:]})"
-    return f"(?:{pattern})"
+    """Return the pattern as one alternative of several; ``(?i)`` alone may only stand at the start of the whole."""
+    return f"(?i:{pattern.removeprefix('(?i)')})" if pattern.startswith("(?i)") else f"(?:{pattern})"

@@ -10,8 +10,10 @@ are ambiguous, and none is no host.
 makes no CUDA call between the helper's first and last call in that step. Where it does (gradient accumulation under
 one wide range: the host works, waits, works, waits), the silence between its two neighbouring calls must hold several
 of the helper's calls: two for an autograd thread, which never runs but for a caller that waits; eight for any other.
-Any other thread may also be one that works on its own beside a busy host (a prefetcher), so for it the host's silence
-must be unusual too: ten times the usual spacing of the host's calls.
+Any other thread may also be one that works on its own beside a busy host, a prefetcher for one. So its host's silence
+must be unusual (ten times the usual spacing of the host's calls), and it must be a helper throughout: of its calls
+while some candidate has a range open, nine in ten must fall into a candidate's silence. One that also works while
+nobody waits works for itself, and what it launches while somebody happens to wait is nobody's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, Timeline
-from profkit.trace.columns import Bools, Calls, Ints, Trace
+from profkit.trace.columns import Bools, Calls, Ints, Trace, empty_ints
 
 AMBIGUOUS = -2
 """The host range of a launch that two or more waiting threads could claim."""
@@ -31,6 +33,7 @@ _AUTOGRAD = "pt_autograd"
 _CALLS_IN_SILENCE = 8
 _AUTOGRAD_CALLS_IN_SILENCE = 2
 _UNUSUAL_SILENCE = 10
+_HELPER_THROUGHOUT = 0.9
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,7 @@ class HelperFinder:
         self._candidates = [t for t in timelines if t in launching and not self.is_autograd(t)]
         ranges = trace.ranges
         self._process_of = dict(zip(ranges.end_thread.tolist(), ranges.process.tolist(), strict=True))
+        self._throughout: dict[int, bool] = {}
         self._process_of |= dict(zip(ranges.thread.tolist(), ranges.process.tolist(), strict=True))
 
     def is_autograd(self, thread: int) -> bool:
@@ -64,18 +68,39 @@ class HelperFinder:
 
     def find_hosts(self, helper: int, process: int, time_ns: Ints) -> Hosts:
         """Return the innermost range of the thread that ``helper`` works for at each time, and that thread."""
+        if not self.is_autograd(helper) and not self._helps_throughout(helper, process):
+            none = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
+            return Hosts(none, none)
+        return self._find_hosts(helper, process, time_ns)[0]
+
+    def _find_hosts(self, helper: int, process: int, time_ns: Ints) -> tuple[Hosts, Bools]:
+        """Return the hosts, and at which times any candidate had a range open at all."""
         found = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
         thread = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
         count = np.zeros(len(time_ns), dtype=np.int64)
+        in_range = np.zeros(len(time_ns), dtype=np.bool_)
         for host in self._candidates:
             if host == helper or self._process_of.get(host) != process:
                 continue
             waiting, innermost = self._waiting(host, helper, time_ns)
+            in_range |= innermost != NO_RANGE
             found[waiting], thread[waiting] = innermost[waiting], host
             count += waiting
         found[count > 1] = AMBIGUOUS
         thread[count > 1] = NO_RANGE
-        return Hosts(found, thread)
+        return Hosts(found, thread), in_range
+
+    def _helps_throughout(self, helper: int, process: int) -> bool:
+        """Return whether a thread without a telling name calls CUDA only while somebody waits."""
+        if helper not in self._throughout:
+            mine = self._calls.get(helper)
+            times = mine.start_ns if mine is not None else empty_ints()
+            if helper in self._timelines:
+                times = times[self._timelines[helper].innermost_at(times) == NO_RANGE]
+            hosts, in_range = self._find_hosts(helper, process, times)
+            held = int((hosts.range != NO_RANGE).sum())
+            self._throughout[helper] = held >= _HELPER_THROUGHOUT * int(in_range.sum())
+        return self._throughout[helper]
 
     def _waiting(self, host: int, helper: int, time_ns: Ints) -> tuple[Bools, Ints]:
         """Return at which times ``host`` waits in a range while ``helper`` works, and its innermost range then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,11 +16,12 @@ from profkit.analysis.selection import (
     DIRECT_EVIDENCE,
     INFERRED_EVIDENCE,
     SEQUENCE_EVIDENCE,
+    RangeEvidence,
     Selection,
     select_ranges,
     select_work,
 )
-from profkit.analysis.warnings import Warning, warn_of_placement, warn_of_selection
+from profkit.analysis.warnings import Warning, warn_of_placement, warn_of_selection, warn_of_sequence
 from profkit.errors import TraceError, UsageError
 from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, Work
 
@@ -71,18 +72,6 @@ class CopyTotals:
     memcpy_ns: int
     memset_count: int
     memset_ns: int
-
-
-@dataclass(frozen=True)
-class RangeEvidence:
-    """How the work came under the selected range; the parts sum to its kernel and graph time.
-
-    ``sequence_ns`` is nonzero for Kineto traces alone: backward work placed by its forward operator.
-    """
-
-    direct_ns: int
-    inferred_ns: int
-    sequence_ns: int
 
 
 @dataclass(frozen=True)
@@ -163,6 +152,7 @@ def summarize_kernels(
     total_ns = int(work.duration_ns[rows].sum())
     graphs = rows & work.is_graph
     instances = None if selection is None else len(selection.members)
+    evidence_ns = None if evidence is None else _sum_evidence(work.duration_ns, evidence, rows)
     return KernelsResult(
         trace=trace.path,
         measure=trace.measure,
@@ -176,9 +166,13 @@ def summarize_kernels(
         wall_ns=_span_ns(trace) if selection is None else selection.wall_ns,
         copies=_total_copies(trace.copies, copies),
         kernels=_build_rows(attribution, rows, by, instances),
-        range_evidence=None if evidence is None else _sum_evidence(work.duration_ns, evidence, rows),
+        range_evidence=evidence_ns,
         ledger=attribution.ledger,
-        warnings=(*warn_of_selection(selection, wanted.exclude, int(rows.sum())), *warn_of_placement(attribution)),
+        warnings=(
+            *warn_of_selection(selection, wanted.exclude, int(rows.sum())),
+            *warn_of_sequence(selection, evidence_ns),
+            *warn_of_placement(attribution),
+        ),
         by=by,
         per_instance=_instance_rows(attribution, selection, rows, instance) if per_instance and selection else None,
     )
@@ -227,7 +221,7 @@ def _drop_excluded(attribution: Attribution, selection: Selection, without: Sele
     kept = selection.members[np.array(keep, dtype=np.bool_)]
     outermost = selection.outermost[np.isin(selection.outermost, kept)]
     wall = int((ranges.end_ns[outermost] - ranges.start_ns[outermost]).sum())
-    return Selection(selection.request, kept, outermost, wall, 0 if not len(kept) else selection.in_warmup)
+    return replace(selection, members=kept, outermost=outermost, wall_ns=wall)
 
 
 def _select_copies(attribution: Attribution, wanted: KernelFilter, selection: Selection | None) -> Bools:

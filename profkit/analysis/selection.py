@@ -23,7 +23,8 @@ class Selection:
     """The instances of a range that a request names.
 
     ``members`` are all of them by start; ``outermost`` those that lie in no other, whose durations sum to
-    ``wall_ns``. Instances are numbered from 0 in order of their start.
+    ``wall_ns``. Instances are numbered from 0 in order of their start. ``by_phase`` is set when the request itself
+    names a phase (``forward/layer 3``): work of another phase then does not belong to it.
     """
 
     request: str
@@ -31,6 +32,19 @@ class Selection:
     outermost: Ints
     wall_ns: int
     in_warmup: int
+    by_phase: bool = False
+
+
+@dataclass(frozen=True)
+class RangeEvidence:
+    """How the work came under the selected range; the parts sum to its kernel and graph time.
+
+    ``sequence_ns`` is nonzero for Kineto traces alone: backward work placed by its forward operator.
+    """
+
+    direct_ns: int
+    inferred_ns: int
+    sequence_ns: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +99,8 @@ def select_ranges(
         members = members[instance : instance + 1]
     outermost = _outermost(trace.ranges, members)
     wall = trace.ranges.end_ns[outermost] - trace.ranges.start_ns[outermost]
-    return Selection(request, members, outermost, int(wall.sum()), _count_in_warmup(attribution, members))
+    by_phase = any(part.lower() in PHASES for part in split_path(request))
+    return Selection(request, members, outermost, int(wall.sum()), _count_in_warmup(attribution, members), by_phase)
 
 
 def select_work(attribution: Attribution, rows: Work | Copies, placed: Placement, selection: Selection) -> Selected:
@@ -106,7 +121,7 @@ def select_work(attribution: Attribution, rows: Work | Copies, placed: Placement
     for thread, cover in covers.items():
         hosted = np.flatnonzero((placed.host_thread == thread) & ~selected.rows)
         selected.take(hosted, cover.find(rows.launch_ns[hosted]), INFERRED_EVIDENCE)
-    if isinstance(rows, Work) and rows.sequence is not None:
+    if isinstance(rows, Work) and rows.sequence is not None and not selection.by_phase:
         for thread, cover in covers.items():
             _take_by_sequence(attribution, selection, selected, thread, cover)
     return selected

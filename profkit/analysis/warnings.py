@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.selection import Selection
+from profkit.analysis.selection import RangeEvidence, Selection
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,19 @@ def warn_of_selection(selection: Selection | None, exclude: str | None, row_coun
     if not row_count:
         found.append(Warning("empty-range", f"no kernel was launched under {selection.request!r}"))
     return found
+
+
+def warn_of_sequence(selection: Selection | None, evidence: RangeEvidence | None) -> list[Warning]:
+    """Return that a range holds backward work, placed by its forward operator: its wall time does not cover that."""
+    if selection is None or evidence is None or not evidence.sequence_ns:
+        return []
+    return [
+        Warning(
+            "sequence",
+            f"{evidence.sequence_ns:,} ns under {selection.request!r} are backward work, placed by the forward operator"
+            " that it belongs to (evidence: sequence); wall time covers the forward part alone",
+        )
+    ]
 
 
 def warn_of_placement(attribution: Attribution) -> list[Warning]:
