@@ -66,7 +66,7 @@ def read_rules() -> dict[Measure, list[dict[str, Any]]]:
 
 @cache
 def _compiled_rules(measure: Measure) -> list[tuple[Callable[[str], re.Match[str] | None], Category]]:
-    compiled = []
+    compiled: list[tuple[Callable[[str], re.Match[str] | None], Category]] = []
     for rule in read_rules()[measure]:
         patterns = rule["patterns"]
         expression = re.compile("|".join(map(_scoped, patterns)))
