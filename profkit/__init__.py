@@ -8,12 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from profkit.version import __version__
+
 if TYPE_CHECKING:
     from profkit.analysis.memory_opened import read_snapshot as read_snapshot
     from profkit.analysis.opened import read_trace as read_trace
     from profkit.ranges import annotate as annotate
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "annotate": "profkit.ranges",

@@ -12,9 +12,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "profkit"
 
 # Who may import whom; the design's arrows. Each layer may also import itself.
-BASE = {"errors", "ranges", "run_directory"}
+BASE = {"errors", "ranges", "run_directory", "version"}
 ALLOWED = {
     "errors": set(),
+    "version": set(),
     "ranges": {"errors"},
     "run_directory": {"errors"},
     "models": {"errors", "ranges"},
@@ -26,7 +27,7 @@ ALLOWED = {
     "report": {"analysis", "trace", "snapshot", *BASE},
     "cli": {"report", "analysis", "trace", "snapshot", "launch", "models", *BASE},
     "__main__": {"cli"},
-    "__init__": {"analysis", "ranges", "models"},
+    "__init__": {"analysis", "ranges", "version"},
 }
 
 
@@ -81,3 +82,27 @@ def _loaded_by(*arguments: str) -> set[str]:
 
 def test_help_loads_nothing_heavy() -> None:
     assert not _loaded_by("--help") & {"pandas", "torch", "numpy", "matplotlib", "sqlite_utils", "rich"}
+
+
+def test_an_analysis_loads_neither_torch_nor_pandas(captures: Path) -> None:
+    loaded = _loaded_by("kernels", str(captures / "small.nsys2023.sqlite"), "--range", "forward")
+    assert "sqlite_utils" in loaded
+    assert not loaded & {"pandas", "torch", "matplotlib"}
+
+
+@pytest.mark.parametrize("command", ["run", "kernels", "ranges", "memory"])
+def test_a_commands_help_loads_no_torch_and_no_pandas(command: str) -> None:
+    assert not _loaded_by(command, "--help") & {"pandas", "torch", "matplotlib"}
+
+
+def test_the_public_names_are_what_they_say() -> None:
+    import profkit
+
+    assert {name: getattr(profkit, name).__name__ for name in profkit.__all__ if name != "__version__"} == {
+        "annotate": "annotate",
+        "read_snapshot": "read_snapshot",
+        "read_trace": "read_trace",
+    }
+    assert set(dir(profkit)) == set(profkit.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'profile'"):
+        _ = profkit.profile  # type: ignore[attr-defined]

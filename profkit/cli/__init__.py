@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from profkit.errors import ProfkitError
+from profkit.version import __version__
 
 _COMMANDS = {
     "run": ("profkit.cli.run", "Run a target under a profiler and keep what it recorded in a run directory."),
@@ -40,7 +41,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="profkit")
+@click.version_option(__version__)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:

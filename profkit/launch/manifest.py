@@ -16,6 +16,7 @@ from typing import Any
 
 from profkit.launch.nsys import Nsys
 from profkit.models.workload import Workload
+from profkit.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -30,7 +31,7 @@ def first_manifest(workload: Workload, target: str, nsys: Nsys | None, command: 
         "profiler": "torch.profiler" if nsys is None else "nsys",
         "started_utc": _now(),
         "versions": {
-            "profkit": version("profkit"),
+            "profkit": __version__,
             "python": platform.python_version(),
             "nvtx": version("nvtx"),
             "nsys": None if nsys is None else nsys.version,

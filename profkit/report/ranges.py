@@ -32,7 +32,7 @@ def render_ranges(result: RangesResult, check: SelfCheck, style: Format = "table
     """Return the tree as text; ``share`` is of all kernel time in the capture."""
     if style == "json":
         data = result.to_dict()
-        data["warnings"] += check_warnings(check)
+        data["warnings"] = [*data["warnings"], *check_warnings(check)]
         return render_json({**data, "self_check": check_to_dict(check)})
     table = _build_table(result, indented=style == "table")
     if style == "csv":
