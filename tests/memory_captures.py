@@ -28,6 +28,7 @@ STACKS = {
     "data": [("batch", "train.py", 5), ("<module>", "train.py", 40)],
     "backward": [],
     "state": [("_init_group", "/x/site-packages/torch/optim/adam.py", 7), ("<module>", "train.py", 44)],
+    "mask": [("mask", "train.py", 21), ("<module>", "train.py", 41)],
     "keep": [("remember", "train.py", 30), ("<module>", "train.py", 45)],
 }
 

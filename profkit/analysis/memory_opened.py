@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from profkit.analysis.memory_compare import Comparison, compare_peaks
 from profkit.analysis.memory_fragmentation import measure_fragmentation
 from profkit.analysis.memory_leaks import check_leaks
 from profkit.analysis.memory_ledger import check_ledger
@@ -48,6 +49,15 @@ class OpenedSnapshot:
             known = ", ".join(map(str, self.devices))
             raise UsageError(f"--device {index}: nothing is recorded of that device; there is {known}")
         return self.devices[index]
+
+    def against(self, after: OpenedSnapshot, *, device: int | None = None) -> Comparison:
+        """Return what explains the difference between this snapshot's peak and a later one's.
+
+        Raises:
+            UsageError: one of them recorded nothing of the device.
+        """
+        names = (self.snapshot.path, after.snapshot.path)
+        return compare_peaks(self.device(device), after.device(device), names)
 
     def memory(
         self,

@@ -11,7 +11,8 @@ from profkit.cli.options import output_options, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.report.formats import Format
-from profkit.report.memory import TOP_STACKS, other_warnings, render_memory
+from profkit.report.memory import TOP_STACKS, other_warnings, render_leaks, render_memory
+from profkit.report.memory_compare import TOP_PARTS, render_comparison
 from profkit.report.memory_units import parse_bytes
 
 
@@ -35,7 +36,14 @@ class _Size(click.ParamType[int]):
 @click.option("--min-size", type=_Size(), default=0, help="Only allocations at least so large, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Annotations by this glob are phase NAME.")
 @click.option("--capacity", type=_Size(), help="The GPU's memory, for the verdict on an out-of-memory error.")
-@click.option("--top", type=click.IntRange(min=1), default=TOP_STACKS, show_default=True, help="So many stacks.")
+@click.option("--leaks", is_flag=True, help="Also what each step left behind, by stack.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="AFTER",
+    help="Explain how the peak of AFTER, a snapshot or run, differs.",
+)
+@click.option("--top", type=click.IntRange(min=1), help=f"So many stacks; a table shows {TOP_STACKS} unless told.")
 @output_options
 def memory(
     snapshot: Path,
@@ -45,7 +53,9 @@ def memory(
     min_size: int,
     phases: tuple[str, ...],
     capacity: int | None,
-    top: int,
+    leaks: bool,
+    against: Path | None,
+    top: int | None,
     style: Format,
     output: Path | None,
     full_names: bool,
@@ -57,10 +67,18 @@ def memory(
     byte; where the history does not prove that, a bound is printed.
     """
     opened = _open(snapshot, phases)
+    if against is not None:
+        comparison = opened.against(_open(against, phases), device=device)
+        write_warnings(warning.message for warning in comparison.warnings)
+        write_result(render_comparison(comparison, style, top=top or TOP_PARTS, full_names=full_names), output)
+        return
     with shown_after_a_second(f"taking apart {snapshot.name}"):
         result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
     write_warnings(other_warnings(result) if style != "json" else [])
-    write_result(render_memory(result, style, top=top, full_names=full_names), output)
+    text = render_memory(result, style, top=top or TOP_STACKS, full_names=full_names)
+    if leaks and style == "table":
+        text += "\n\n" + render_leaks(result, full_names=full_names)
+    write_result(text, output)
 
 
 def _open(path: Path, phases: tuple[str, ...]) -> OpenedSnapshot:

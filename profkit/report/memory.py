@@ -26,6 +26,8 @@ from profkit.report.units import format_share
 
 TOP_STACKS = 6
 
+_STEPS_SHOWN = 10
+
 _GRAVE = ("no-history", "contradiction", "bounded", "ledger-disagrees")
 """Warnings that head the output, because they say how far it can be trusted."""
 
@@ -139,6 +141,29 @@ def oom_lines(oom: OomVerdict, start_us: int | None) -> list[str]:
             for pin in candidate.pinned_by
         ]
     return lines
+
+
+def render_leaks(result: MemoryResult, *, full_names: bool = False) -> str:
+    """Return what each step left behind, and by which stacks the last one did."""
+    steps = result.leaks.steps
+    if not steps:
+        return "leak check: the history has fewer than two whole steps"
+    columns = (
+        Column("left behind", "bytes"),
+        Column("began in", "began_in", right=False),
+        Column("alive after", "step", right=False),
+        Column("most of it from", "stack", right=False, flexible=True),
+    )
+    cells = [
+        (format_bytes(step.bytes), step.began_in, step.step, step.by_stack[0].label if step.by_stack else "")
+        for step in steps[-_STEPS_SHOWN:]
+    ]
+    suspects = [
+        f"suspected: {format_bytes(row.bytes)} in {row.count:,} allocations a step, {row.label}"
+        for row in result.leaks.suspects
+    ]
+    lines = suspects or ["no stack left bytes behind in each of the last two steps"]
+    return "\n\n".join([render_table(Table(columns, cells, []), full=full_names), "\n".join(lines)])
 
 
 def _exactly(value: int) -> str:

@@ -1,0 +1,110 @@
+"""What explains the difference of two peaks: every byte under one kind, the kinds by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from profkit.analysis.memory_compare import Comparison
+from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
+from profkit.cli.memory import memory
+from profkit.snapshot.reader import build_snapshot
+from tests.allocator_reference import MIB
+from tests.memory_captures import Training, capture
+
+
+def opened(training: Training) -> OpenedSnapshot:
+    return OpenedSnapshot(build_snapshot(Path("made.pickle"), training.snapshot()))
+
+
+def compared(before: Training, after: Training) -> Comparison:
+    result = opened(before).against(opened(after))
+    assert sum(part.bytes for part in result.parts) == result.difference_bytes
+    assert sum(result.by_kind.values()) == result.difference_bytes
+    return result
+
+
+def kinds(result: Comparison) -> dict[str, int]:
+    """Return the kinds but for the padding: what a block could not split off depends on where it came to lie."""
+    assert abs(result.by_kind.get("padding", 0)) <= MIB
+    return {kind: size for kind, size in result.by_kind.items() if kind not in {"same", "padding"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("small_forward_cpp_stacks", "small"), ("small", "midrun"), ("midrun", "expandable"), ("oom", "small")],
+)
+def test_the_parts_of_real_differences_sum(before: str, after: str) -> None:
+    one, other = read_snapshot(capture(f"{before}.pickle")), read_snapshot(capture(f"{after}.pickle"))
+    for result in (one.against(other), other.against(one)):
+        assert sum(part.bytes for part in result.parts) == result.difference_bytes
+        assert result.exact
+
+
+def test_nothing_changed() -> None:
+    assert kinds(compared(Training(), Training(steps=5))) == {}
+
+
+def test_larger_and_smaller() -> None:
+    result = compared(Training(), Training(scale=2))
+    assert kinds(result) == {"larger": 12 * MIB}
+    assert kinds(compared(Training(scale=2), Training())) == {"smaller": -12 * MIB}
+
+
+def test_new_and_gone() -> None:
+    after = Training(steps=0)
+    after.malloc(6 * MIB, "keep")
+    for step in range(3):
+        after.step(step, False)
+    assert kinds(compared(Training(), after)) == {"new": 6 * MIB}
+    assert kinds(compared(after, Training())) == {"gone": -6 * MIB}
+
+
+def with_mask(frees_late: bool) -> Training:
+    """The forward pass makes a mask, and frees it at once or not before the step's end."""
+    training = Training(steps=0)
+    for step in range(3):
+        mask = training.malloc(6 * MIB, "mask")
+        if not frees_late:
+            training.allocator.free(mask)
+        training.step(step, False)
+        if frees_late:
+            training.allocator.free(mask)
+    return training
+
+
+def test_longer_and_shorter_lived() -> None:
+    assert kinds(compared(with_mask(False), with_mask(True))) == {"longer-lived": 6 * MIB}
+    assert kinds(compared(with_mask(True), with_mask(False))) == {"shorter-lived": -6 * MIB}
+
+
+def test_a_moved_peak() -> None:
+    """The optimizer's temporary makes the peak move there, when the activations are gone already."""
+    training = Training()
+    big = training.malloc(60 * MIB, "keep")
+    training.allocator.free(big)
+    result = compared(Training(), training)
+    assert kinds(result)["new"] == 60 * MIB
+    assert kinds(result)["moved peak"] == -(12 + 8 + 4) * MIB - 3072
+
+
+@given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_the_parts_always_sum(steps: int, other_steps: int, scale: int, leaks: bool) -> None:
+    compared(Training(steps=steps), Training(steps=other_steps, scale=scale, leaks=leaks))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
+    out = CliRunner().invoke(memory, [str(before), "--against", str(after)]).stdout
+    assert "the peak changed by +12.00 MiB (+12,582,912 B)" in out
+    assert max(map(len, out.splitlines())) <= 80
+    data = json.loads(CliRunner().invoke(memory, [str(before), "--against", str(after), "--format", "json"]).stdout)
+    assert data["difference_bytes"] == 12 * MIB == sum(part["bytes"] for part in data["parts"])
+    for style in ("csv", "markdown", "latex"):
+        assert "larger" in CliRunner().invoke(memory, [str(before), "--against", str(after), "--format", style]).stdout

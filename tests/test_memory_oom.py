@@ -1,0 +1,114 @@
+"""The verdict on an out-of-memory error, on made histories whose cause is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.memory_layout import find_free_blocks
+from profkit.analysis.memory_oom import OomVerdict
+from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
+from profkit.snapshot.reader import build_snapshot
+from tests.allocator_reference import MIB, ReferenceAllocator
+from tests.memory_captures import capture
+
+
+def failed(allocator: ReferenceAllocator, wanted: int, device_free: int, capacity: int | None = None) -> OomVerdict:
+    allocator.clock += 1
+    allocator.events.append(
+        {"action": "oom", "device_free": device_free, "size": wanted, "stream": 0, "time_us": allocator.clock}
+    )
+    opened = OpenedSnapshot(build_snapshot(Path("oom.pickle"), allocator.snapshot()))
+    verdict = opened.memory(capacity_bytes=capacity).oom
+    assert verdict is not None
+    return verdict
+
+
+@pytest.fixture
+def allocator() -> ReferenceAllocator:
+    made = ReferenceAllocator()
+    made.record()
+    return made
+
+
+def test_capacity(allocator: ReferenceAllocator) -> None:
+    for _ in range(3):
+        allocator.malloc(100 * MIB)
+    verdict = failed(allocator, 80 * MIB, device_free=50 * MIB)
+    assert verdict.cause == "capacity"
+    assert verdict.short_bytes == 30 * MIB
+    assert (verdict.allocated_bytes, verdict.reserved_bytes, verdict.free_bytes) == (300 * MIB, 300 * MIB, 0)
+
+
+def test_fragmentation_names_what_pins_the_segment(allocator: ReferenceAllocator) -> None:
+    big = allocator.malloc(100 * MIB)
+    allocator.free(big)
+    allocator.malloc(40 * MIB)
+    pin = allocator.malloc(20 * MIB)
+    assert pin.address == big.address + 40 * MIB
+    allocator.free(allocator.regions[0].blocks[0])
+    verdict = failed(allocator, 70 * MIB, device_free=10 * MIB)
+    assert verdict.cause == "fragmentation"
+    assert verdict.short_bytes == 60 * MIB
+    (candidate,) = verdict.largest_free
+    assert (candidate.bytes, candidate.pool, candidate.is_usable) == (40 * MIB, "large", True)
+    assert [one.bytes for one in candidate.pinned_by] == [20 * MIB]
+
+
+def test_free_memory_on_another_stream_is_of_no_use(allocator: ReferenceAllocator) -> None:
+    block = allocator.malloc(100 * MIB, stream=7)
+    allocator.malloc(1000)
+    allocator.free(block)
+    verdict = failed(allocator, 90 * MIB, device_free=0)
+    assert verdict.cause == "fragmentation"
+    assert [(one.pool, one.stream, one.is_usable) for one in verdict.largest_free] == [
+        ("large", 7, False),
+        ("small", 0, False),
+    ]
+
+
+def test_an_outsized_request(allocator: ReferenceAllocator) -> None:
+    allocator.malloc(100 * MIB)
+    assert failed(allocator, 5000 * MIB, device_free=900 * MIB).cause == "outsized"
+
+
+def test_memory_outside_pytorch(allocator: ReferenceAllocator) -> None:
+    allocator.malloc(100 * MIB)
+    verdict = failed(allocator, 100 * MIB, device_free=50 * MIB, capacity=4000 * MIB)
+    assert verdict.cause == "outside"
+    assert verdict.outside_bytes == 3850 * MIB
+
+
+def test_a_context_of_usual_size_is_not_blamed(allocator: ReferenceAllocator) -> None:
+    allocator.malloc(3500 * MIB)
+    assert failed(allocator, 100 * MIB, device_free=50 * MIB, capacity=4000 * MIB).cause == "capacity"
+
+
+def test_the_segment_that_was_needed_may_be_larger_than_the_request(allocator: ReferenceAllocator) -> None:
+    allocator.malloc(100 * MIB)
+    verdict = failed(allocator, 5 * MIB, device_free=12 * MIB)
+    assert (verdict.needed_bytes, verdict.short_bytes) == (20 * MIB, 8 * MIB)
+
+
+def test_a_real_dump_under_a_memory_fraction() -> None:
+    verdict = read_snapshot(capture("oom.pickle")).memory().oom
+    assert verdict is not None
+    assert verdict.cause == "capacity"
+    assert verdict.is_limited
+    assert verdict.requested_bytes == 268_435_456
+    assert verdict.short_bytes == 7_247_757_312 + 268_435_456 - 7_314_866_176
+
+
+def test_free_blocks_in_the_midst_of_a_history(allocator: ReferenceAllocator) -> None:
+    first, second = allocator.malloc(5 * MIB), allocator.malloc(6 * MIB)
+    allocator.free(first)
+    moment = len(allocator.events)
+    allocator.free(second)
+    allocator.empty_cache()
+    opened = OpenedSnapshot(build_snapshot(Path("x"), allocator.snapshot()))
+    found = find_free_blocks(opened.device().history, moment)
+    assert [(block.size_bytes, block.segment_bytes, block.is_large) for block in found] == [
+        (9 * MIB, 20 * MIB, True),
+        (5 * MIB, 20 * MIB, True),
+    ]
