@@ -1,0 +1,129 @@
+"""The README's examples say what the commands say, and the traces hold what their README claims."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+
+from profkit.analysis.opened import read_trace
+from profkit.cli import _COMMANDS
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TRACES = ROOT / "traces"
+
+EXAMPLES = re.findall(r"```console\n\$ profkit (.*)\n((?s:.*?))```", README)
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize(("command", "output"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
+def test_an_example_prints_what_it_says(profkit: Callable, command: str, output: str) -> None:
+    done = profkit(*shlex.split(command), cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, output)
+    assert max(map(len, output.splitlines())) <= 112
+
+
+def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    (code,) = re.findall(r"```python\n((?s:.*?))```", README)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("35723791 Ledger(direct_ns=23603446, inferred_ns=35722255")
+
+
+def test_the_readme_names_every_command() -> None:
+    for command in _COMMANDS:
+        assert f"`profkit {command} " in README, f"README.md has no line for {command}"
+
+
+def _figures() -> list[tuple[str, str, int, int]]:
+    rows = re.findall(r"^\| `(\S+)` \| ([\d,]+ · .*) \|$", (TRACES / "README.md").read_text(), re.M)
+    found = []
+    for name, cells in rows:
+        for part, cell in zip(("", "forward", "backward", "optimizer"), cells.split("|"), strict=True):
+            if "·" in cell and cell.strip() != "0 · 0":
+                count, total = (int(number.replace(",", "")) for number in cell.split("·"))
+                found.append((name, part, count, total))
+    return found
+
+
+def test_figures_are_given_for_three_traces() -> None:
+    assert len({name for name, *_ in _figures()}) == 3
+
+
+@pytest.mark.parametrize(("name", "part", "count", "total_ns"), _figures())
+def test_a_trace_holds_its_known_figures(name: str, part: str, count: int, total_ns: int) -> None:
+    result = read_trace(TRACES / name).kernels(part or None)
+    assert (result.kernel_count, result.kernel_time_ns) == (count, total_ns)
+
+
+def test_the_nsys_figures_come_out_of_plain_sql_too() -> None:
+    connection = sqlite3.connect(f"file:{TRACES / 'small-train.nsys2025.sqlite'}?mode=ro", uri=True)
+    sql = """
+        SELECT count(DISTINCT k.rowid), sum(k.end - k.start)
+        FROM CUPTI_ACTIVITY_KIND_KERNEL k
+        JOIN CUPTI_ACTIVITY_KIND_RUNTIME r
+          ON r.correlationId = k.correlationId AND (r.globalTid & ~0xFFFFFF) = k.globalPid
+        JOIN NVTX_EVENTS n ON r.start >= n.start AND r.start < n.end
+        LEFT JOIN StringIds s ON s.id = n.textId
+        WHERE coalesce(n.text, s.value) = 'backward'
+    """
+    assert connection.execute(sql).fetchone() == (2422, 35_723_791)
+    connection.close()
+
+
+def test_the_kineto_figures_come_out_of_the_raw_events_too() -> None:
+    """Kernels by their launch's time alone, inside the annotation, on any thread: torch has one main thread here."""
+    events = json.loads(gzip.decompress((TRACES / "small-train.kineto.json.gz").read_bytes()))["traceEvents"]
+    spans = [
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e["name"] == "backward"
+    ]
+    launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    inside = [
+        e
+        for e in events
+        if e.get("cat") == "kernel" and any(a <= launches[e["args"]["correlation"]] < b for a, b in spans)
+    ]
+    assert len(inside) == 2422
+    assert sum(round(e["dur"] * 1000) for e in inside) == 35_722_497
+
+
+def test_cpu_self_times_sum_to_the_time_of_the_outermost_operators() -> None:
+    trace = read_trace(TRACES / "tiny-train-cpu.kineto.json.gz").trace
+    by_thread: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for thread, start, end in zip(
+        trace.work.launch_thread.tolist(), trace.work.start_ns.tolist(), trace.work.end_ns.tolist(), strict=True
+    ):
+        by_thread[thread].append((start, -end))
+    top = 0
+    for spans in by_thread.values():
+        reach = 0
+        for start, minus_end in sorted(spans):
+            if start >= reach:
+                top, reach = top - minus_end - start, -minus_end
+    assert top == int(trace.work.duration_ns.sum())
+
+
+def test_the_traces_are_small_and_carry_no_environment() -> None:
+    files = [path for path in TRACES.iterdir() if path.suffix != ".md"]
+    assert sum(path.stat().st_size for path in files) < 5_000_000
+    for path in files:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        for word in (b"LD_LIBRARY_PATH", b"/home/", b"/root/", b"HOSTNAME"):
+            assert word not in data, f"{path.name} holds {word!r}"
+
+
+def test_every_trace_is_described() -> None:
+    text = (TRACES / "README.md").read_text()
+    for path in TRACES.iterdir():
+        assert path.suffix == ".md" or f"`{path.name}`" in text
