@@ -1,0 +1,117 @@
+"""Backward work placed by its forward operator: what it joins, and what it must not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.analysis.opened import OpenedTrace, read_trace
+from profkit.errors import UsageError
+
+MAIN, AUTOGRAD = 10, 11
+
+
+class KinetoBuilder:
+    """Collects events of a torch.profiler trace, times in microseconds."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 10, "tid": tid, "args": {"name": f"thread {tid} ({name})"}}
+            for tid, name in ((MAIN, "python"), (AUTOGRAD, "pt_autograd_0"))
+        ]
+        self.correlation = 0
+
+    def span(self, cat: str, name: str, start: float, end: float, tid: int = MAIN, **args: Any) -> None:
+        self.events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 10, "tid": tid, "ts": start, "dur": end - start, "args": args}
+        )
+
+    def annotate(self, name: str, start: float, end: float, tid: int = MAIN) -> None:
+        self.span("user_annotation", name, start, end, tid)
+
+    def launch(self, start: float, duration: float, tid: int = MAIN) -> None:
+        self.correlation += 1
+        self.span("cuda_runtime", "cudaLaunchKernel", start, start + 1, tid, correlation=self.correlation)
+        self.events.append(
+            {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": start + 5, "dur": duration}
+            | {"args": {"correlation": self.correlation, "device": 0, "stream": 7}}
+        )
+
+    def operator_pair(self, name: str, forward: float, backward: float, duration: float) -> None:
+        """Add a forward operator with a kernel of 1 µs and its backward operator with one of ``duration``."""
+        flow = len(self.events)
+        self.span("cpu_op", f"aten::{name}", forward, forward + 10)
+        self.launch(forward + 2, 1)
+        self.events.append({"ph": "s", "id": flow, "cat": "fwdbwd", "name": "fwdbwd", "pid": 10, "tid": MAIN})
+        self.events[-1]["ts"] = forward
+        node = f"autograd::engine::evaluate_function: {name}Backward0"
+        self.span("cpu_op", node, backward, backward + 10, AUTOGRAD)
+        self.span("cpu_op", f"{name}Backward0", backward + 1, backward + 9, AUTOGRAD)
+        self.launch(backward + 2, duration, AUTOGRAD)
+        self.events.append(
+            {"ph": "f", "id": flow, "cat": "fwdbwd", "name": "fwdbwd", "pid": 10, "tid": AUTOGRAD, "bp": "e"}
+        )
+        self.events[-1]["ts"] = backward + 1
+
+    def open(self, folder: Path) -> OpenedTrace:
+        path = folder / "t.json"
+        path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": self.events}))
+        return read_trace(path)
+
+
+def _model(names: tuple[str, str]) -> KinetoBuilder:
+    """Return one step of two layers, its phases named as given."""
+    builder = KinetoBuilder()
+    builder.annotate("step 0", 0, 1000)
+    builder.annotate(names[0], 10, 400)
+    builder.annotate("layer 0", 20, 100)
+    builder.annotate("layer 1", 120, 200)
+    builder.annotate(names[1], 500, 900)
+    builder.operator_pair("mm", 30, 700, 100)
+    builder.operator_pair("add", 130, 600, 50)
+    return builder
+
+
+@pytest.mark.parametrize("names", [("forward", "backward"), ("model_fwd", "model_bwd")])
+def test_a_layer_gets_its_backward_and_the_forward_phase_does_not(tmp_path: Path, names: tuple[str, str]) -> None:
+    opened = _model(names).open(tmp_path)
+    layer = opened.kernels("layer 0")
+    assert (layer.kernel_count, layer.kernel_time_ns) == (2, 101_000)
+    assert layer.range_evidence is not None
+    assert (layer.range_evidence.direct_ns, layer.range_evidence.sequence_ns) == (1000, 100_000)
+    assert [warning.code for warning in layer.warnings] == ["sequence"]
+    assert opened.kernels(names[0]).kernel_time_ns == 2000
+    assert opened.kernels(names[1]).kernel_time_ns == 150_000
+    assert opened.kernels("step 0").kernel_time_ns == 152_000
+
+
+def test_evidence_sums_to_the_range_and_the_ledger_to_the_capture(tmp_path: Path) -> None:
+    opened = _model(("forward", "backward")).open(tmp_path)
+    for name in ("layer *", "layer 1", "step 0", "backward"):
+        result = opened.kernels(name)
+        evidence = result.range_evidence
+        assert evidence is not None
+        assert evidence.direct_ns + evidence.inferred_ns + evidence.sequence_ns == result.total_ns
+    ledger = opened.attribution.ledger
+    assert (ledger.direct_ns, ledger.inferred_ns, ledger.total_ns) == (2000, 150_000, 152_000)
+
+
+def test_a_path_that_names_the_forward_phase_stays_in_it(tmp_path: Path) -> None:
+    opened = _model(("forward", "backward")).open(tmp_path)
+    assert opened.kernels("forward/layer 0").kernel_time_ns == 1000
+    assert opened.kernels("layer 0", exclude="forward").kernel_time_ns == 100_000
+    with pytest.raises(UsageError):
+        opened.kernels("backward/layer 0")
+
+
+def test_without_phases_a_layer_still_gets_its_backward(tmp_path: Path) -> None:
+    builder = KinetoBuilder()
+    builder.annotate("layer 0", 20, 100)
+    builder.operator_pair("mm", 30, 700, 100)
+    opened = builder.open(tmp_path)
+    assert opened.kernels("layer 0").kernel_time_ns == 101_000
+    # Nothing was open when autograd launched it: for the capture's ledger it lies outside every range.
+    assert opened.attribution.ledger.outside_ns == 100_000
