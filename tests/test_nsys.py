@@ -256,6 +256,19 @@ def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pyt
     assert correlation.tolist() == list(range(1, 201))
 
 
+def test_row_numbers_may_lie_far_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profkit.trace.sqlite_file._CHUNK_ROWS", 7)
+    path = tmp_path / "t.sqlite"
+    _good(path)
+    connection = sqlite3.connect(path)
+    connection.execute("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE rowid % 3 = 0")
+    connection.execute(f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET rowid = {1 << 61} WHERE rowid = 200")
+    connection.commit()
+    connection.close()
+    trace = read_nsys(path)
+    assert trace.work.start_ns.tolist() == [10 * i + 10 for i in range(200) if (i + 1) % 3]
+
+
 def test_times_near_the_ends_of_64_bits_survive(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.kernel(None, 5, start=-1167841969)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
 
-# One aggregate string of this many rows stays far below SQLite's limit of 10⁹ bytes and keeps the peak memory low.
-_CHUNK_ROWS = 1 << 17
+# One aggregate string of this many rows stays far below SQLite's limit of 10⁹ bytes, and small in memory.
+_CHUNK_ROWS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,18 @@ class SqliteFile:
             connection.close()
 
     def _read_chunks(self, connection: sqlite3.Connection, request: ColumnRequest) -> list[Ints]:
-        first, last = connection.execute(f'SELECT min(rowid), max(rowid) FROM "{request.table}"').fetchone()
-        if first is None:
-            return [empty_ints() for _ in request.expressions]
+        size = connection.execute(f'SELECT count(*) FROM "{request.table}"').fetchone()[0]
         joined = ", ".join(f"CAST(group_concat({expression}) AS BLOB)" for expression in request.expressions)
         sql = f'SELECT count(*), {joined} FROM "{request.table}" WHERE rowid BETWEEN ? AND ? AND {request.where}'
-        chunks: list[list[Ints]] = [[] for _ in request.expressions]
-        for low in range(first, last + 1, _CHUNK_ROWS):
-            count, *texts = connection.execute(sql, (low, low + _CHUNK_ROWS - 1)).fetchone()
+        columns = [np.empty(size, dtype=np.int64) for _ in request.expressions]
+        done = 0
+        for low, high in _chunks(connection, request.table, size):
+            count, *texts = connection.execute(sql, (low, high)).fetchone()
             if count:
-                for column, text, expression in zip(chunks, texts, request.expressions, strict=True):
-                    column.append(self._parse(text, count, f"{request.table}.{expression}"))
-        return [np.concatenate(column) if column else empty_ints() for column in chunks]
+                for column, text, expression in zip(columns, texts, request.expressions, strict=True):
+                    column[done : done + count] = self._parse(text, count, f"{request.table}.{expression}")
+            done += count
+        return [column[:done] for column in columns]
 
     def _parse(self, text: bytes | None, count: int, what: str) -> Ints:
         try:
@@ -139,6 +139,23 @@ class SqliteFile:
         if len(numbers) != count:
             raise TraceError(f"{self.path}: damaged: {what} holds values that are no integers")
         return numbers
+
+
+def _chunks(connection: sqlite3.Connection, table: str, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and last rowid of each chunk of a table with ``size`` rows."""
+    first, last = connection.execute(f'SELECT min(rowid), max(rowid) FROM "{table}"').fetchone()
+    if not size:
+        return
+    if last - first + 1 == size:
+        yield from ((low, low + _CHUNK_ROWS - 1) for low in range(first, last + 1, _CHUNK_ROWS))
+        return
+    # Rows were deleted, or numbered by hand: count them off, for the numbers may be as far apart as they like.
+    sql = f'SELECT max(rowid) FROM (SELECT rowid FROM "{table}" WHERE rowid >= ? ORDER BY rowid LIMIT {_CHUNK_ROWS})'
+    low = first
+    while low <= last:
+        high = connection.execute(sql, (low,)).fetchone()[0]
+        yield low, high
+        low = high + 1
 
 
 def _refuse_unfit(path: Path) -> None:
