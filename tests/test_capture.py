@@ -182,7 +182,7 @@ def test_the_worker_writes_its_result_and_prints_nothing(tmp_path: Path) -> None
         (
             "torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB.\\nmore')",
             1,
-            "2 GiB.); try a smaller",
+            "(2 GiB more did not fit); try a smaller",
         ),
         ("torch._dynamo.exc.TorchDynamoException('no compiler\\nmore')", 1, "--compile none: no compiler; leave"),
         ("profkit.errors.UsageError('not so')", 2, "profkit: not so"),

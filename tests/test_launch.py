@@ -203,7 +203,11 @@ class TestImporter:
             "\tlinux-vdso.so.1 (0x1)\n\tlibdw.so.1 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x2)\n"
             "\tlibelf.so.1 => not found\n\tlibdw.so.1 => not found\n"
         )
-        assert missing_libraries(listing) == ["libdw.so.1", "libelf.so.1"]
+        assert missing_libraries(listing, is_here=lambda library: False) == ["libdw.so.1", "libelf.so.1"]
+
+    @pytest.mark.parametrize(("is_here", "missing"), [(False, ["libdw.so.1", "libelf.so.1"]), (True, ["libdw.so.1"])])
+    def test_what_a_missing_library_needs_is_looked_for_too(self, is_here: bool, missing: list[str]) -> None:
+        assert missing_libraries("\tlibdw.so.1 => not found\n", lambda library: is_here) == missing
 
     def test_missing_libraries_are_named_with_their_packages(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

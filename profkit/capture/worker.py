@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -63,7 +64,9 @@ def main() -> None:
     except ProfkitError as error:
         _fail(str(error), error.exit_code)
     except torch.cuda.OutOfMemoryError as error:
-        _fail(f"the GPU's memory is full ({_first_line(error)}); try a smaller --batch, --context or model")
+        wanted = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        more = f" ({wanted[1]} more did not fit)" if wanted else ""
+        _fail(f"the GPU's memory is full{more}; try a smaller --batch, --context or model")
     except torch._dynamo.exc.TorchDynamoException as error:
         _fail(f"--compile {order.workload.compile_mode}: {_first_line(error)}; leave --compile out")
     except RuntimeError as error:

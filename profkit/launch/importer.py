@@ -5,10 +5,11 @@ Nsight Compute's nsys does so, and so does Debian's layout. QdstrmImporter turns
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -26,12 +27,13 @@ _HOST_FOLDERS = (
 
 # Debian's names of the packages with the libraries that a bare machine lacks.
 _PACKAGES = {"libdw.so.1": "libdw1", "libelf.so.1": "libelf1", "libssh.so.4": "libssh-4", "libpfm.so.4": "libpfm4"}
+_NEEDED_BY = {"libdw.so.1": ("libelf.so.1",)}
 
 
 def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
     """Return the QdstrmImporter nearest to ``nsys``, or None."""
     installation = nsys.resolve().parent.parent
-    near = sorted(installation.glob("host-linux-*/QdstrmImporter")) + sorted(installation.glob("*/QdstrmImporter"))
+    near = sorted(installation.glob("*/QdstrmImporter"))
     far = [path for place in _HOST_FOLDERS for path in sorted(root.glob(f"{place}/QdstrmImporter"), reverse=True)]
     return next((path for path in near + far if os.access(path, os.X_OK)), None)
 
@@ -46,7 +48,7 @@ def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
     importer = find_importer(nsys)
     if importer is None:
         raise ToolError(f"{nsys} left {raw} and there is no QdstrmImporter to import it; install all of Nsight Systems")
-    missing = missing_libraries(_loader_listing(importer))
+    missing = missing_libraries(_loader_listing(importer), _is_here)
     if missing:
         packages = [_PACKAGES[library] for library in missing if library in _PACKAGES]
         cure = f"install {' '.join(packages)}" if packages else "install them"
@@ -62,9 +64,22 @@ def build_import_argv(importer: Path, raw: Path, report: Path) -> list[str]:
     return [str(importer), f"--input-file={raw}", f"--output-file={report}"]
 
 
-def missing_libraries(listing: str) -> list[str]:
-    """Return the libraries that the dynamic loader's listing (what ldd prints) says it did not find."""
-    return list(dict.fromkeys(re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE)))
+def missing_libraries(listing: str, is_here: Callable[[str], bool]) -> list[str]:
+    """Return the libraries that the dynamic loader's listing (what ldd prints) says it did not find.
+
+    The loader cannot look into a library that is missing; what that one needs and is not here either is added.
+    """
+    missing = list(dict.fromkeys(re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE)))
+    needed = [inner for library in missing for inner in _NEEDED_BY.get(library, ()) if inner not in missing]
+    return missing + [inner for inner in needed if not is_here(inner)]
+
+
+def _is_here(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _loader_listing(program: Path) -> str:
