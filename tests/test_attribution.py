@@ -289,6 +289,19 @@ def test_a_start_end_range_across_threads_is_open_on_both(tmp_path: Path) -> Non
     assert (result.instances, result.kernel_time_ns, result.wall_ns) == (1, 7, 90)
 
 
+def test_a_range_that_wanders_from_autograd_to_main_does_not_enclose_itself(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("handed over", 10, 500, tid=AUTOGRAD, end_tid=MAIN)
+    builder.range("backward", 10, 400)
+    builder.kernel(20, 1)
+    for time in (100, 110, 120):
+        builder.kernel(time, 2, tid=AUTOGRAD)
+    opened = _open(builder, tmp_path)
+    assert opened.kernels("handed over").kernel_time_ns == 7
+    assert {row.path for row in opened.ranges().ranges} == {"handed over", "handed over/backward"}
+    assert opened.self_check.findings == ()
+
+
 def test_start_end_ranges_that_cross_are_told_apart(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("a", 0, 50, end_tid=MAIN)

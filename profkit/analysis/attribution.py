@@ -111,7 +111,10 @@ def _adopt_top_ranges(trace: Trace, timelines: dict[int, Timeline], parent: Ints
         top = np.flatnonzero((ranges.thread == thread) & (parent == NO_RANGE))
         if len(top):
             hosts = finder.find_hosts(thread, int(ranges.process[top[0]]), ranges.start_ns[top])
-            parent[top] = np.where(hosts.range >= 0, hosts.range, NO_RANGE)
+            # A range begun here and ended on the host's thread is open there too: it must not enclose itself.
+            began, ended = ranges.start_ns[hosts.range], ranges.end_ns[hosts.range]
+            around = (began < ranges.start_ns[top]) | ((began == ranges.start_ns[top]) & (ended > ranges.end_ns[top]))
+            parent[top] = np.where((hosts.range >= 0) & around, hosts.range, NO_RANGE)
 
 
 def rows_by_thread(thread: Ints) -> dict[int, Ints]:
