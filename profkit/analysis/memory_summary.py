@@ -136,7 +136,11 @@ class DeviceMemory:
         wanted = wanted or Filter()
         curves, replay = self.history.curves, self.history.replay
         rows = self.live_rows(moment)
-        chosen = [(row, self.classifier.claim_of(row)) for row in rows if self._is_wanted(row, wanted)]
+        chosen = [
+            (row, self.classifier.claim_of(row))
+            for row, is_wanted in zip(rows, self.selects(rows, wanted), strict=True)
+            if is_wanted
+        ]
         total = int(curves.allocated[moment])
         rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
         is_pending = (replay.freed < moment) & (replay.completed >= moment)
@@ -156,6 +160,11 @@ class DeviceMemory:
             evidence=self._by_evidence(chosen),
         )
 
+    def selects(self, rows: list[int], wanted: Filter) -> list[bool]:
+        """Return for each allocation whether a filter wants it."""
+        sizes, text = self.history.replay.size_bytes, wanted.stack
+        return [int(sizes[row]) >= wanted.min_bytes and (text is None or self._mentions(row, text)) for row in rows]
+
     def phase_peaks(self) -> tuple[PhasePeak, ...]:
         """Return each phase's peak, in the order in which they first occur."""
         found: dict[str, PhasePeak] = {}
@@ -172,19 +181,15 @@ class DeviceMemory:
                 found[phase.name] = PhasePeak(phase.name, old.instances + 1, *best)
         return tuple(found.values())
 
+    def _mentions(self, row: int, text: str) -> bool:
+        owner = self.classifier.claim_of(row).owner or ""
+        return text in owner or any(text in frame for frame in self.stacks.of(row).user_first)
+
     @cached_property
     def _owners(self) -> tuple[dict[int, Owner], int]:
         if self.ledger is None:
             return {}, 0
         return match_ledger(self.ledger, self.device.index, self.history.replay, self.timeline)
-
-    def _is_wanted(self, row: int, wanted: Filter) -> bool:
-        if int(self.history.replay.size_bytes[row]) < wanted.min_bytes:
-            return False
-        if wanted.stack is None:
-            return True
-        owner = self.classifier.claim_of(row).owner or ""
-        return wanted.stack in owner or any(wanted.stack in frame for frame in self.stacks.of(row).user_first)
 
     def _by_category(
         self, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]

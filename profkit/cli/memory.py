@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.analysis.memory_opened import PEAK, OpenedSnapshot, read_snapshot
+from profkit.analysis.memory_summary import Filter
 from profkit.cli.options import output_options, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
@@ -14,6 +15,7 @@ from profkit.report.formats import Format
 from profkit.report.memory import TOP_STACKS, other_warnings, render_leaks, render_memory
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
 from profkit.report.memory_units import parse_bytes
+from profkit.report.timeline import STACKINGS, Stacking, write_timeline
 
 
 class _Size(click.ParamType[int]):
@@ -36,6 +38,8 @@ class _Size(click.ParamType[int]):
 @click.option("--min-size", type=_Size(), default=0, help="Only allocations at least so large, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Annotations by this glob are phase NAME.")
 @click.option("--capacity", type=_Size(), help="The GPU's memory, for the verdict on an out-of-memory error.")
+@click.option("--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: FILE.html or FILE.png.")
+@click.option("--timeline-by", type=click.Choice(STACKINGS), default="category", show_default=True)
 @click.option("--leaks", is_flag=True, help="Also what each step left behind, by stack.")
 @click.option(
     "--against",
@@ -53,6 +57,8 @@ def memory(
     min_size: int,
     phases: tuple[str, ...],
     capacity: int | None,
+    timeline: Path | None,
+    timeline_by: Stacking,
     leaks: bool,
     against: Path | None,
     top: int | None,
@@ -74,6 +80,10 @@ def memory(
         return
     with shown_after_a_second(f"taking apart {snapshot.name}"):
         result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
+    if timeline is not None:
+        with shown_after_a_second(f"drawing {timeline.name}"):
+            chosen = opened.device(device)
+            write_timeline(timeline, chosen, result, by=timeline_by, wanted=Filter(stack, min_size))
     write_warnings(other_warnings(result) if style != "json" else [])
     text = render_memory(result, style, top=top or TOP_STACKS, full_names=full_names)
     if leaks and style == "table":

@@ -1,4 +1,4 @@
-"""Make a large snapshot out of a small one: ``python -m tests.benchmarks.tile_snapshot SMALL OUT EVENTS``.
+"""Make a large snapshot out of a small one: ``python tests/benchmarks/tile_snapshot.py SMALL OUT EVENTS``.
 
 Tiles follow one another in time at addresses of their own. Before the next begins, all that a tile left is freed and
 its segments are released, so that the whole is a history that an allocator could have had, with the peak of one tile.
@@ -64,7 +64,10 @@ def main() -> None:
     small, out, count = sys.argv[1:]
     with Path(small).open("rb") as file:
         data = pickle.load(file)
-    Path(out).write_bytes(pickle.dumps(tile_snapshot(data, int(count)), 4))
+    tiled = tile_snapshot(data, int(count))
+    with Path(out).open("wb") as file:
+        pickle.dump(tiled, file, 4)
+    print(len(tiled["device_traces"][0]))
 
 
 if __name__ == "__main__":

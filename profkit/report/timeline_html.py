@@ -1,0 +1,139 @@
+"""The interactive timeline: one page that needs nothing but itself.
+
+The data stand in it as JSON, sizes as differences from sample to sample in the largest unit that divides them all
+(512 bytes as a rule), so that eight thousand samples of twenty series take a few hundred kilobytes. The chart is drawn
+by uPlot, whose code and licence are in the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from importlib.resources import files
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+
+from profkit.analysis.memory_bins import Bins, Series, Shape
+from profkit.analysis.memory_result import MemoryResult
+from profkit.analysis.memory_summary import DeviceMemory
+from profkit.report.memory import grave_lines, head_lines
+from profkit.report.timeline_colours import (
+    CATEGORY_COLOURS,
+    OTHER_PHASE_COLOUR,
+    PHASE_COLOURS,
+    REST_COLOUR,
+    STACK_COLOURS,
+)
+from profkit.snapshot.columns import Ints
+from profkit.version import __version__
+
+_ASSETS = files("profkit.report") / "timeline_assets"
+
+_MAX_PHASES = 4000
+_FRAMES_KEPT = 20
+_SHAPE_FIELDS = tuple(field for field in Shape.__dataclass_fields__ if field not in ("label", "stack"))
+
+
+def write_page(path: Path, bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> None:
+    """Write the page; it is whole, or what was there before stays."""
+    text = render_page(bins, memory, result, by)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def render_page(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> str:
+    """Return the page as text."""
+    data = json.dumps(build_data(bins, memory, result, by), separators=(",", ":"), ensure_ascii=False)
+    parts = {
+        "TITLE": _escape(f"{PurePath(result.snapshot).name}, device {result.totals.device}: memory over time"),
+        "STYLE": _asset("uplot.min.css") + _asset("page.css"),
+        # The sequence that would end a script cannot stand in JSON once < is written as an escape.
+        "DATA": data.replace("<", "\\u003c"),
+        "UPLOT_LICENSE": _asset("uplot.LICENSE"),
+        "UPLOT": _asset("uplot.min.js"),
+        "SCRIPT": _asset("page.js"),
+        "VERSION": _escape(__version__),
+    }
+    pieces = _asset("page.html").split("@@")
+    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def build_data(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> dict[str, Any]:
+    """Return what the page's script reads."""
+    series = (*bins.by_category, *bins.by_stack)
+    unit = _common_unit([bins.allocated, bins.lowest, bins.reserved, *(one.bytes for one in series)])
+    labels: dict[tuple[str, tuple[str, ...]], int] = {}
+    shapes = [_shape(shape, labels) for shape in bins.shapes]
+    head, *facts = head_lines(result)
+    return {
+        "facts": [fact.replace("  ", " ") for fact in (facts[0], *facts[1:], head)],
+        "warnings": [line.removeprefix("! ") for line in grave_lines(result)],
+        "mode": by,
+        "has_times": bins.has_times,
+        "prefers_events": bins.prefers_events,
+        "unit": unit,
+        "peak": bins.peak,
+        "moments": _deltas(bins.moments, 1),
+        "times_us": _deltas(bins.times_us, 1),
+        "allocated": _deltas(bins.allocated, unit),
+        "lowest": _deltas(bins.lowest, unit),
+        "reserved": _deltas(bins.reserved, unit),
+        "by_category": [_series(one, unit) for one in bins.by_category],
+        "by_stack": [_series(one, unit) for one in bins.by_stack],
+        "phases": _phases(memory),
+        "shapes": shapes,
+        "labels": [label for label, _ in labels],
+        "stacks": [stack[:_FRAMES_KEPT] for _, stack in labels],
+        "colours": {
+            "categories": CATEGORY_COLOURS,
+            "stacks": STACK_COLOURS,
+            "rest": REST_COLOUR,
+            "phases": PHASE_COLOURS,
+            "phase": OTHER_PHASE_COLOUR,
+        },
+    }
+
+
+def _series(one: Series, unit: int) -> dict[str, Any]:
+    return {"name": one.name, "values": _deltas(one.bytes, unit), "stack": one.stack[:_FRAMES_KEPT]}
+
+
+def _shape(shape: Shape, labels: dict[tuple[str, tuple[str, ...]], int]) -> dict[str, Any]:
+    """Return a shape with its stack replaced by a number: many allocations share few stacks."""
+    number = labels.setdefault((shape.label, shape.stack), len(labels))
+    return {field: getattr(shape, field) for field in _SHAPE_FIELDS} | {"label": number}
+
+
+def _phases(memory: DeviceMemory) -> list[dict[str, Any]]:
+    """Return the phases by time and by moment; of very many, the longest."""
+    timeline = memory.timeline
+    longest = sorted(timeline.phases, key=lambda one: one.start_us - one.end_us)[:_MAX_PHASES]
+    found = []
+    for phase in sorted(longest, key=lambda one: one.start_us):
+        first, last = timeline.moments_of(phase)
+        start = int(timeline.times_us[0])
+        times = {"start_us": phase.start_us - start, "end_us": phase.end_us - start}
+        found.append({"name": phase.name, "first": first, "last": last, **times})
+    return found
+
+
+def _common_unit(columns: list[Ints]) -> int:
+    return int(np.gcd.reduce([int(np.gcd.reduce(column)) for column in columns])) or 1
+
+
+def _deltas(values: Ints, unit: int) -> list[int]:
+    found: list[int] = np.diff(values // unit, prepend=0).tolist()
+    return found
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8").strip()
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,125 @@
+"""The timeline as a picture, fit for a report."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from profkit.analysis.memory_bins import Bins
+from profkit.analysis.memory_result import MemoryResult
+from profkit.analysis.memory_summary import DeviceMemory
+from profkit.report.formats import shorten
+from profkit.report.memory_units import format_bytes
+from profkit.report.timeline_colours import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
+
+_GIB = 2**30
+_LABEL_WIDTH = 62
+_PHASES_SHOWN = 6
+_INK = "#1b1f24"
+
+
+def write_picture(path: Path, bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> None:
+    """Draw the stacked allocations, the peak, the phases and the reserved memory into a PNG."""
+    series = bins.by_stack if by == "stack" else bins.by_category
+    colours = [
+        STACK_COLOURS[place % len(STACK_COLOURS)] if by == "stack" else CATEGORY_COLOURS[one.name]
+        for place, one in enumerate(series)
+    ]
+    by_events = bins.prefers_events or not bins.has_times
+    x = bins.moments if by_events else bins.times_us / 1e6
+    figure = Figure(figsize=(10, 5.6 if by == "category" else 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.stackplot(x, *(one.bytes / _GIB for one in series), colors=colours, step="post", linewidth=0, zorder=2)
+    axes.step(x, bins.allocated / _GIB, where="post", color=_INK, linewidth=0.7, zorder=3)
+    (reserved,) = axes.step(
+        x,
+        bins.reserved / _GIB,
+        where="post",
+        color=_INK,
+        linewidth=1.1,
+        linestyle=(0, (2, 2)),
+        label="reserved",
+        zorder=3,
+    )
+    _shade_phases(axes, memory, by_events)
+    _mark_peak(axes, float(x[bins.peak]), int(bins.allocated[bins.peak]))
+    axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
+    axes.set_ylim(0, max(float(bins.reserved.max()) / _GIB * 1.12, 1e-6))
+    axes.set_xlabel("recorded allocator event" if by_events else "time since the first event, s")
+    axes.set_ylabel("GiB (2³⁰ B)")
+    axes.set_title(_title(result), fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    if by_events:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    handles = [
+        Patch(color=colour, label=shorten(one.name, _LABEL_WIDTH))
+        for one, colour in zip(series, colours, strict=True)
+        if np.any(one.bytes)
+    ]
+    phases = [
+        Patch(color=PHASE_COLOURS.get(name, OTHER_PHASE_COLOUR), alpha=0.85, label=f"phase: {name}")
+        for name in dict.fromkeys(phase.name for phase in memory.timeline.phases)
+    ]
+    figure.legend(
+        handles=[*reversed(handles), reserved, *phases[:_PHASES_SHOWN]],
+        loc="outside lower center",
+        ncols=5 if by == "category" else 2,
+        fontsize=8,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=150, metadata={"Software": "profkit"})
+
+
+def _shade_phases(axes: Axes, memory: DeviceMemory, by_events: bool) -> None:
+    """Shade each phase over the whole height and name it above the plot where there is room."""
+    timeline = memory.timeline
+    if not timeline.phases:
+        return
+    start = int(timeline.times_us[0])
+    whole = len(timeline.times_us) if by_events else (int(timeline.times_us[-1]) - start) / 1e6
+    for phase in timeline.phases:
+        first, last = timeline.moments_of(phase)
+        left, right = (first, last) if by_events else ((phase.start_us - start) / 1e6, (phase.end_us - start) / 1e6)
+        colour = PHASE_COLOURS.get(phase.name, OTHER_PHASE_COLOUR)
+        axes.axvspan(left, right, color=colour, alpha=0.1, linewidth=0, zorder=1)
+        axes.axvspan(left, right, ymin=0.965, ymax=1, color=colour, alpha=0.85, linewidth=0, zorder=3)
+        if right - left > 0.0075 * len(phase.name) * whole:
+            axes.annotate(
+                phase.name,
+                ((left + right) / 2, 0.9825),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white",
+            )
+
+
+def _mark_peak(axes: Axes, x: float, peak: int) -> None:
+    axes.plot([x, x], [0, peak / _GIB], color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=4)
+    axes.plot([x], [peak / _GIB], marker="o", markersize=4, color=_INK, zorder=4)
+    axes.annotate(
+        f"peak {format_bytes(peak)}",
+        (x, peak / _GIB),
+        xytext=(5, 5),
+        textcoords="offset points",
+        fontsize=8,
+        fontweight="bold",
+        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+    )
+
+
+def _title(result: MemoryResult) -> str:
+    totals = result.totals
+    proof = "exact" if totals.exact else "not proven"
+    return (
+        f"{PurePath(result.snapshot).name}, device {totals.device}: allocated peak "
+        f"{format_bytes(totals.allocated_peak_bytes)} ({totals.allocated_peak_bytes:,} B, {proof})"
+    )

@@ -1,0 +1,80 @@
+"""How fast ``profkit memory`` is, beside a bare ``pickle.load`` of the same snapshot: processes in turn, medians.
+
+    python tests/benchmarks/bench_memory.py [--snapshot SMALL.pickle] [--rounds 5] [--no-tenfold] [--smoke]
+
+The snapshot is a small real one tiled to about 448,199 events (`tile_snapshot`), then to ten times as many. Times on a
+shared machine swing by a factor of two within an hour; ratios of commands run in turn do not. ``--smoke`` runs each
+command once on a tiny snapshot, to see that all of this works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench_kernels import Measured, print_ratio, print_row, profkit, run_in_turn  # neighbours: a script's own folder
+
+CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES", Path(__file__).parents[3] / "shared" / "captures"))
+EVENTS = 448_199
+
+_BARE = "import pickle, sys\nwith open(sys.argv[1], 'rb') as file:\n    data = pickle.load(file)\n"
+
+
+def bench(small: Path, folder: Path, rounds: int, events: int, tenfold: bool) -> None:
+    """Tile, run and print."""
+    large, page, picture = folder / "large.pickle", folder / "timeline.html", folder / "timeline.png"
+    count = tile(small, large, events)
+    print(f"{count:,} events, {large.stat().st_size / 1e6:.0f} MB")
+    bare = Measured([sys.executable, "-c", _BARE, str(large)])
+    text = profkit("memory", str(large))
+    html = profkit("memory", str(large), "--timeline", str(page))
+    png = profkit("memory", str(large), "--timeline", str(picture))
+    commands = {"bare pickle.load": bare, "profkit memory": text, "--timeline .html": html, "--timeline .png": png}
+    run_in_turn(commands.values(), rounds)
+    print(f"\n{'median of ' + str(rounds):<44} {'time':>10}  {'range':>11}  {'peak':>9}")
+    for name, measured in commands.items():
+        print_row(name, measured)
+    print()
+    print_ratio("text / bare", text.time_s / bare.time_s, 2.5)
+    print_ratio("page / bare", html.time_s / bare.time_s, 4)
+    print_ratio("picture / bare", png.time_s / bare.time_s, 4)
+    print_ratio("memory of text / bare", text.memory_mb / bare.memory_mb, 1.5)
+    print_ratio("size of the page, MB", page.stat().st_size / 1e6, 3)
+    if tenfold:
+        larger = folder / "ten_times_larger.pickle"
+        ten_count = tile(small, larger, 10 * events)
+        ten, once = profkit("memory", str(larger)), profkit("memory", str(large))
+        run_in_turn([once, ten], 1)
+        print_ratio("time of ten times the events / ten", ten.time_s / once.time_s / (ten_count / count), 1.1)
+
+
+def tile(small: Path, out: Path, events: int) -> int:
+    """Write the tiled snapshot; return how many events it has.
+
+    In a process of its own: what a parent once held counts as the peak memory of the children that it starts.
+    """
+    script = Path(__file__).with_name("tile_snapshot.py")
+    command = [sys.executable, str(script), str(small), str(out), str(events)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--snapshot", type=Path, default=CAPTURES / "small.pickle")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-tenfold", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.smoke:
+            bench(options.snapshot, Path(folder), 1, 1, False)
+        else:
+            bench(options.snapshot, Path(folder), options.rounds, EVENTS, not options.no_tenfold)
+
+
+if __name__ == "__main__":
+    main()

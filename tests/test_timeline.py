@@ -1,0 +1,264 @@
+"""The binned timeline, the picture, and the page, this last in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from profkit.analysis.memory_bins import OTHER_STACKS, Bins, bin_history
+from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory_summary import NOT_SELECTED, Filter
+from profkit.cli.memory import memory
+from profkit.errors import UsageError
+from profkit.report.timeline_html import build_data, render_page
+from profkit.snapshot.reader import build_snapshot
+from tests.allocator_reference import MIB
+from tests.memory_captures import Training, capture
+
+
+def opened(training: Training) -> OpenedSnapshot:
+    return OpenedSnapshot(build_snapshot(Path("made.pickle"), training.snapshot()))
+
+
+def assert_books_close(bins: Bins) -> None:
+    for series in (bins.by_category, bins.by_stack):
+        assert np.array_equal(sum(one.bytes for one in series), bins.allocated)
+    assert (bins.lowest <= bins.allocated).all()
+    assert (bins.allocated <= bins.reserved).all()
+    assert (np.diff(bins.moments) > 0).all()
+
+
+@pytest.mark.parametrize("bin_count", [1, 7, 60, 8192])
+@pytest.mark.parametrize("name", ["small.pickle", "midrun.pickle", "expandable.pickle", "oom.pickle"])
+def test_every_sample_adds_up_and_the_peak_is_among_them(name: str, bin_count: int) -> None:
+    chosen = read_snapshot(capture(name)).device()
+    bins = bin_history(chosen, bin_count=bin_count)
+    assert_books_close(bins)
+    assert len(bins.moments) == min(bin_count, len(chosen.device.events) + 1)
+    assert bins.allocated[bins.peak] == chosen.history.allocated_peak_bytes
+
+
+def test_unbinned_it_is_the_curve() -> None:
+    chosen = opened(Training()).device()
+    bins = bin_history(chosen)
+    assert np.array_equal(bins.allocated, chosen.history.curves.allocated)
+    assert np.array_equal(bins.lowest, bins.allocated)
+    found = {one.name: int(one.bytes[bins.peak]) for one in bins.by_category}
+    assert found["activations"] == 12 * MIB
+    assert found["gradients"] == 8 * MIB
+
+
+def test_the_categories_of_a_sample_are_those_of_the_account() -> None:
+    source = read_snapshot(capture("small.pickle"))
+    bins = bin_history(source.device(), bin_count=500)
+    sampled = {one.name: int(one.bytes[bins.peak]) for one in bins.by_category}
+    told = {row.category: row.bytes for row in source.memory().composition.by_category}
+    assert {name: size for name, size in sampled.items() if size} == told
+
+
+def test_a_filter_leaves_the_rest_as_one() -> None:
+    bins = bin_history(opened(Training()).device(), Filter(stack="adam.py"))
+    assert [one.name for one in bins.by_category] == ["optimizer state", NOT_SELECTED]
+    assert_books_close(bins)
+    assert {shape.category for shape in bins.shapes} == {"optimizer state"}
+
+
+def test_many_stacks_end_in_others() -> None:
+    names = [one.name for one in bin_history(read_snapshot(capture("small.pickle")).device()).by_stack]
+    assert len(names) == 13
+    assert names[-1] == OTHER_STACKS
+
+
+def test_shapes_say_what_how_large_how_long_from_where() -> None:
+    bins = bin_history(opened(Training()).device())
+    (inner, *_) = [shape for shape in bins.shapes if shape.requested_bytes == 3 * MIB]
+    assert (inner.category, inner.evidence, inner.stack) == ("temporaries", "lifetime", ())
+    assert inner.born_us is not None
+    assert inner.freed_us is not None
+    assert inner.freed_us > inner.born_us
+    states = [shape for shape in bins.shapes if shape.category == "optimizer state"]
+    assert len(states) == 4
+    assert all(shape.freed_us is None and shape.label.startswith("train.py:44") for shape in states)
+
+
+def test_without_history_there_is_one_sample() -> None:
+    data = Training().snapshot()
+    data["device_traces"] = []
+    bins = bin_history(OpenedSnapshot(build_snapshot(Path("x"), data)).device())
+    assert bins.allocated.tolist() == [24 * MIB]
+    assert not bins.has_times
+    assert_books_close(bins)
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(memory, [str(one) for one in arguments])
+
+
+@pytest.mark.parametrize("by", ["category", "stack"])
+def test_the_picture(tmp_path: Path, by: str) -> None:
+    target = tmp_path / "t.png"
+    assert run(Training().write(tmp_path), "--timeline", target, "--timeline-by", by).exit_code == 0
+    assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("arguments", [["--timeline", "t.pdf"], ["--timeline", "t.png", "--timeline-by", "allocation"]])
+def test_what_cannot_be_drawn(tmp_path: Path, arguments: list[str]) -> None:
+    assert isinstance(run(Training().write(tmp_path), *arguments).exception, UsageError)
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script>"
+    snapshot = build_snapshot(Path("made.pickle"), Training().snapshot())
+    source = OpenedSnapshot(snapshot, phases={hostile: "forward"})
+    assert source.memory().phases[0].name == hostile
+    page = render_page(bin_history(source.device()), source.device(), source.memory(), "category")
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)
+    assert "connect-src" not in page
+    assert "default-src 'none'" in page
+    assert page.count("<script") == page.count("</script>") == 3
+    assert "Copyright (c) 2022 Leon Sorokin" in page
+    assert "@@" not in page
+
+
+def test_the_pages_data_are_exact() -> None:
+    source = read_snapshot(capture("small.pickle"))
+    bins = bin_history(source.device())
+    data = json.loads(json.dumps(build_data(bins, source.device(), source.memory(), "category")))
+    assert data["unit"] == 512
+    assert (np.cumsum(data["allocated"]) * 512).tolist() == bins.allocated.tolist()
+    assert sum(np.cumsum(one["values"])[data["peak"]] for one in data["by_stack"]) * 512 == 3_073_660_928
+
+
+def test_the_page_of_a_real_run_is_small(tmp_path: Path) -> None:
+    target = tmp_path / "t.html"
+    run(capture("small.pickle"), "--timeline", target)
+    assert target.stat().st_size < 3_000_000
+
+
+# -- in a browser -----------------------------------------------------------------------------------------------
+
+FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api")
+    path = os.environ.get("PROFKIT_CHROMIUM", "/usr/bin/chromium")
+    with api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("page") / "timeline.html"
+    source = opened(Training(steps=6))
+    chosen = source.device()
+    target.write_text(render_page(bin_history(chosen), chosen, source.memory(), "category"), encoding="utf-8")
+    return target
+
+
+@pytest.fixture
+def page(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    width, height, scheme = getattr(request, "param", (1400, 900, "light"))
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, offline=True)
+    tab = context.new_page()
+    problems: list[str] = []
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+    tab.on("request", lambda one: problems.append(one.url) if not one.url.startswith("file:") else None)
+    tab.goto(page_file.as_uri())
+    tab.wait_for_function("window.profkit && window.profkit.timing.ready > 0")
+    yield tab
+    assert problems == []
+    context.close()
+
+
+def colours(tab: Any) -> list[int]:
+    """Return how many pixels of each of the largest colours the chart has."""
+    script = """() => {
+        const chart = document.querySelector('#chart canvas'), seen = new Map();
+        const data = chart.getContext('2d').getImageData(0, 0, chart.width, chart.height).data;
+        for (let i = 0; i < data.length; i += 4) {
+            const colour = (data[i] << 16) | (data[i + 1] << 8) | data[i + 2];
+            if (data[i + 3] > 250) seen.set(colour, (seen.get(colour) || 0) + 1);
+        }
+        return [...seen.entries()].filter((one) => one[1] > 500).map((one) => one[0]);
+    }"""
+    return tab.evaluate(script)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "page", [(1400, 900, "light"), (1400, 900, "dark"), (390, 844, "light"), (390, 844, "dark")], indirect=True
+)
+def test_the_page_draws_at_every_size_and_in_both_schemes(page: Any) -> None:
+    assert {0x0072B2, 0xE69F00, 0x009E73} <= set(colours(page))  # parameters, activations, optimizer state
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    box = page.locator("#chart canvas").bounding_box()
+    assert box["width"] > 300
+    assert box["height"] >= 300
+
+
+@pytest.mark.browser
+def test_hovering_tells_the_moment_and_the_stack(page: Any) -> None:
+    assert page.inner_text("#moment").startswith("Peak:")
+    box = page.locator("#chart .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 5)
+    assert page.inner_text("#detail strong") == "parameters"
+    assert "% of what is allocated then" in page.inner_text("#detail")
+    page.click("#mode button[data-value=stack]")
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 6)
+    assert page.locator("#detail .stack li").count() > 0
+
+
+@pytest.mark.browser
+def test_single_allocations_can_be_pointed_at(page: Any) -> None:
+    page.click("#mode button[data-value=allocation]")
+    box = page.locator("#chart .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 5)
+    text = page.inner_text("#detail")
+    assert "4.000 MiB (4,194,304 B, 4,194,304 B requested)" in text
+    assert "parameters (by stack)" in text
+    assert "to the end" in text
+
+
+@pytest.mark.browser
+def test_zoom_pan_and_back(page: Any) -> None:
+    extent = "() => [profkit.plot.scales.x.min, profkit.plot.scales.x.max]"
+    whole = page.evaluate(extent)
+    page.click("#peak")
+    near = page.evaluate(extent)
+    assert whole[0] <= near[0] < near[1] < whole[1]
+    page.focus("#chart")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(extent)[0] > near[0]
+    page.keyboard.press("0")
+    assert page.evaluate(extent) == whole
+    box = page.locator("#chart .u-over").bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 50)
+    page.mouse.wheel(0, -200)
+    page.wait_for_function(
+        "(whole) => profkit.plot.scales.x.max - profkit.plot.scales.x.min < whole[1] - whole[0]", arg=whole
+    )
+
+
+@pytest.mark.browser
+def test_the_axis_can_be_time_or_events(page: Any) -> None:
+    page.click("#axis button[data-value=events]")
+    events = page.evaluate("profkit.plot.scales.x.max")
+    page.click("#axis button[data-value=time]")
+    assert events > 100
+    assert page.evaluate("profkit.plot.scales.x.max") < 1
