@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter_ns
 
 import torch
@@ -24,6 +24,23 @@ def choose_device(workload: Workload) -> torch.device:
     if workload.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(workload.device)
+
+
+class StepObserver:
+    """Is told of steps and phases as they pass; this one does nothing."""
+
+    @contextmanager
+    def step(self, name: str, number: int | None) -> Iterator[None]:
+        """Enclose a step; ``number`` is None in warm-up."""
+        del name, number
+        yield
+
+    def forward(self) -> AbstractContextManager[object]:
+        """Return what encloses the forward pass of a training step."""
+        return nullcontext()
+
+    def phase_done(self, name: str) -> None:
+        """Be told that a phase's work has been enqueued."""
 
 
 class TrainingStep:
@@ -48,19 +65,25 @@ class TrainingStep:
         self.flops = {FORWARD: forward_flops(*size), BACKWARD: backward_flops(*size)}
         self.loss: Tensor | None = None
         self.losses: list[float] = []
+        self._observer = StepObserver()
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell ``observer`` of each phase and step from now on."""
+        self._observer = observer
 
     def run_warmup(self) -> None:
         """Run the warm-up steps inside one ``warmup`` range, without step ranges of their own."""
         with annotate(WARMUP):
-            for _ in range(self.workload.warmup_steps):
-                self._run_phases()
+            for number in range(self.workload.warmup_steps):
+                with self._observer.step(f"{WARMUP} {number}", None):
+                    self._run_phases()
 
     def run_measured(self) -> list[dict[str, int]]:
         """Run the measured steps and return each one's times: ``<phase>_ns`` and ``step_ns``."""
         times = []
         for number in range(self.workload.steps):
             start_ns = perf_counter_ns()
-            with annotate(step_range(number)):
+            with self._observer.step(step_range(number), number), annotate(step_range(number)):
                 phases = self._run_phases()
             times.append({**phases, "step_ns": perf_counter_ns() - start_ns})
             if self.loss is not None:
@@ -75,7 +98,7 @@ class TrainingStep:
             with torch.no_grad(), self._phase(FORWARD, times), self._autocast():
                 self.model(self.inputs)
             return times
-        with self._phase(FORWARD, times), self._autocast():
+        with self._phase(FORWARD, times), self._autocast(), self._observer.forward():
             logits = self.model(self.inputs)
         with self._phase(LOSS, times), self._autocast():
             loss = cross_entropy(logits.flatten(0, 1), self.targets.flatten())
@@ -95,6 +118,7 @@ class TrainingStep:
         start_ns = perf_counter_ns()
         with annotate(name, flops=self.flops.get(name)):
             yield
+            self._observer.phase_done(name)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         times[f"{name}_ns"] = perf_counter_ns() - start_ns

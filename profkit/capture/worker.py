@@ -17,21 +17,26 @@ from typing import Any, NoReturn
 
 import torch
 
+from profkit.capture.backward_owners import backward_owners
 from profkit.capture.kineto import recorded_by_kineto
+from profkit.capture.memory import recorded_memory
+from profkit.capture.memory_observer import MemoryObserver
 from profkit.capture.nsys import recorded_by_nsys
 from profkit.capture.step import TrainingStep, choose_device
-from profkit.errors import ProfkitError
-from profkit.models.workload import Order
+from profkit.errors import ProfkitError, UsageError
+from profkit.models.workload import MemoryOrder, Order, Workload
 
 
 def measure(order: Order) -> dict[str, Any]:
     """Run the order and return what the manifest keeps of it: the steps' times in ns, losses, versions, the device."""
-    workload = order.workload
-    device = choose_device(workload)
-    step = TrainingStep(workload, device)
-    step.run_warmup()
-    with _recorded(order, device):
-        times = step.run_measured()
+    device = choose_device(order.workload)
+    if order.memory is not None:
+        step, times = _record_memory(order.workload, order.memory, device)
+    else:
+        step = TrainingStep(order.workload, device)
+        step.run_warmup()
+        with _recorded(order, device):
+            times = step.run_measured()
     return {
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -42,6 +47,22 @@ def measure(order: Order) -> dict[str, Any]:
         "losses": step.losses,
         "steps": times,
     }
+
+
+def _record_memory(
+    workload: Workload, memory: MemoryOrder, device: torch.device
+) -> tuple[TrainingStep, list[dict[str, int]]]:
+    """Run all of it, the building of the model included, while the allocator's history is recorded."""
+    if device.type != "cuda":
+        raise UsageError("--memory records the CUDA allocator, and this machine has no CUDA GPU; leave --memory out")
+    snapshot, ledger = Path(memory.snapshot_path), Path(memory.ledger_path)
+    with recorded_memory(snapshot, ledger, device, stacks=memory.stacks, max_entries=memory.max_entries) as owners:
+        step = TrainingStep(workload, device)
+        step.observe(MemoryObserver(owners, step, saved=memory.saved))
+        # Compiled code runs its backward as one node: there are no modules in it to name.
+        with backward_owners(step.module, on=workload.compile_mode == "none"):
+            step.run_warmup()
+            return step, step.run_measured()
 
 
 def _recorded(order: Order, device: torch.device) -> AbstractContextManager[None]:

@@ -14,9 +14,9 @@ import click
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import ToolError
 from profkit.launch.nsys import Nsys, find_nsys
-from profkit.launch.record import record_run, require_torch
+from profkit.launch.record import MemoryOptions, record_run, require_torch
 from profkit.launch.targets import parse_target
-from profkit.models.workload import CompileMode, Device, Dtype, Passes, Workload
+from profkit.models.workload import MEMORY_ENTRIES, CompileMode, Device, Dtype, Passes, Stacks, Workload
 
 _KILLED = 128 + signal.SIGKILL
 _AT_LEAST_ONE = click.IntRange(min=1)
@@ -65,34 +65,69 @@ _AT_LEAST_ONE = click.IntRange(min=1)
     show_default=True,
     help="auto: CUDA if there is a GPU.",
 )
+@click.option("--memory", is_flag=True, help="Also record the CUDA allocator, in a process of its own: who held it.")
+@click.option(
+    "--memory-stacks",
+    type=click.Choice(get_args(Stacks)),
+    default="python",
+    show_default=True,
+    help="Frames of each allocation; all: C++ too, which costs more.",
+)
+@click.option(
+    "--memory-entries",
+    type=_AT_LEAST_ONE,
+    default=MEMORY_ENTRIES,
+    show_default=True,
+    help="Allocator events kept, some 300 B to 1 KB of host memory each; beyond it the oldest are lost.",
+)
+@click.option("--memory-saved", is_flag=True, help="Also write down which tensors autograd saves for backward.")
 @click.option(
     "-o", "output", type=click.Path(path_type=Path), help="The run directory to make  [default: runs/TIME-TARGET]"
 )
-def run(target: str, with_nsys: bool, output: Path | None, warmup: int, **options: object) -> int:
+def run(
+    target: str,
+    with_nsys: bool,
+    output: Path | None,
+    warmup: int,
+    memory: bool,
+    memory_stacks: Stacks,
+    memory_entries: int,
+    memory_saved: bool,
+    **options: object,
+) -> int:
     """Run TARGET under a profiler and keep what it recorded in a run directory.
 
-    The steps run twice, each time in a process of their own: without a profiler, to be timed, then recorded. The exit
-    status is the target's.
+    The steps run twice, each time in a process of their own: without a profiler, to be timed, then recorded; with
+    --memory a third time, first of all. The exit status is the target's.
     """
     workload = Workload(parse_target(target), warmup_steps=warmup, **options)  # type: ignore[arg-type]
     require_torch()
     nsys = _require_nsys() if with_nsys else None
     command = ["profkit", *sys.argv[1:]]
-    recorded = record_run(workload, nsys, output, command, shown_after_a_second)
+    allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory else None
+    recorded = record_run(workload, nsys, output, command, shown_after_a_second, memory=allocator)
     where = shlex.quote(str(recorded.run))
     if recorded.exit_status != 0:
         killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
         click.echo(f"profkit: {target} failed with exit status {recorded.exit_status}{killed}; see {where}", err=True)
+        if recorded.has_snapshot:
+            click.echo(f"The allocator's history up to then is there. Next:\n  profkit memory {where}")
         return recorded.exit_status
     for warning in recorded.warnings:
         click.echo(f"profkit: warning: {warning}", err=True)
     from profkit.report.summary import render_run_summary
 
     click.echo(render_run_summary(recorded.run))
+    if recorded.has_snapshot:
+        from profkit.report.memory_summary import render_memory_summary
+
+        click.echo("\n" + render_memory_summary(recorded.run))
     click.echo(f"\nThe run is {where}. Next:")
     if recorded.has_kernels:
         click.echo(f"  profkit kernels {where} --range forward")
     click.echo(f"  profkit ranges {where}")
+    if recorded.has_snapshot:
+        click.echo(f"  profkit memory {where} --timeline memory.html")
     return 0
 
 

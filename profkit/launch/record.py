@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -21,8 +21,8 @@ from profkit.launch.manifest import first_manifest, last_manifest
 from profkit.launch.nsys import Nsys, build_profile_argv
 from profkit.launch.processes import run_child
 from profkit.models.flops import flops_by_path
-from profkit.models.workload import Order, Workload
-from profkit.run_directory import FLOPS, KINETO_TRACE, LOG, NSYS_EXPORT, NSYS_REPORT
+from profkit.models.workload import MEMORY_ENTRIES, MemoryOrder, Order, Stacks, Workload
+from profkit.run_directory import FLOPS, KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT, NSYS_REPORT, SNAPSHOT
 
 Progress = Callable[[str], AbstractContextManager[object]]
 
@@ -37,12 +37,23 @@ class Recorded:
     """A run that came to its end: where it is, the target's own exit status, and what to know before reading it.
 
     ``has_kernels`` is False when the recorder sees none: Nsight Systems without CUDA, or a target that failed.
+    ``has_snapshot`` says that the allocator's history is there, also that of a target that ran out of memory.
     """
 
     run: Path
     exit_status: int
     has_kernels: bool = False
+    has_snapshot: bool = False
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How to record the allocator; see `profkit.models.workload.MemoryOrder`."""
+
+    stacks: Stacks = "python"
+    max_entries: int = MEMORY_ENTRIES
+    saved: bool = False
 
 
 class _TargetFailed(Exception):
@@ -57,9 +68,18 @@ def require_torch() -> None:
 
 
 def record_run(
-    workload: Workload, nsys: Nsys | None, output: Path | None, command: list[str], progress: Progress
+    workload: Workload,
+    nsys: Nsys | None,
+    output: Path | None,
+    command: list[str],
+    progress: Progress,
+    *,
+    memory: MemoryOptions | None = None,
 ) -> Recorded:
     """Run ``workload`` unprofiled, then under nsys or (``nsys`` None) torch.profiler, into a new run directory.
+
+    With ``memory`` the allocator is recorded too, in a process of its own, for recording slows the host. It goes first,
+    so that a workload that does not fit leaves its snapshot.
 
     The manifest says ``incomplete`` until the end, then ``complete``, or ``failed`` with the target's exit status or
     the reason.
@@ -78,6 +98,7 @@ def record_run(
     write_manifest(run, manifest)
     try:
         write_json(run / FLOPS, flops_by_path(workload.preset, workload.batch, workload.context))
+        remembered = None if memory is None else _record_memory(run, workload, memory, progress)
         with progress("timing the steps without a profiler"):
             clean = _run_worker(Order(workload, "none", str(run / _RESULT)))
         # The launcher cannot see the GPU (that takes torch); the twin has told.
@@ -87,14 +108,23 @@ def record_run(
         )
     except _TargetFailed as failure:
         write_manifest(run, {**manifest, "status": "failed", "exit_status": failure.exit_status})
-        return Recorded(run, failure.exit_status)
+        return Recorded(run, failure.exit_status, has_snapshot=(run / SNAPSHOT).exists())
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         write_manifest(run, {**manifest, "status": "failed", "reason": "interrupted" if interrupted else str(error)})
         raise
     warnings = _warnings(run, workload)
-    write_manifest(run, {**last_manifest(manifest, clean, profiled), "warnings": warnings})
-    return Recorded(run, 0, nsys is None or workload.device == "cuda", warnings)
+    finished = {**last_manifest(manifest, clean, profiled), "warnings": warnings}
+    if remembered is not None:
+        finished["memory"] = {"steps": remembered["steps"], "losses": remembered["losses"], **asdict(memory)}  # type: ignore[arg-type]
+    write_manifest(run, finished)
+    return Recorded(run, 0, nsys is None or workload.device == "cuda", remembered is not None, warnings)
+
+
+def _record_memory(run: Path, workload: Workload, options: MemoryOptions, progress: Progress) -> dict[str, Any]:
+    memory = MemoryOrder(str(run / SNAPSHOT), str(run / LEDGER), **asdict(options))
+    with progress("recording the allocator"):
+        return _run_worker(Order(workload, "memory", str(run / _RESULT), memory=memory))
 
 
 def _record_kineto(run: Path, workload: Workload, progress: Progress) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 # Words that every instance of a template family carries, and that tell no two of them apart.
-_COMMON = frozenset(
-    "void const unsigned signed int long bool char std array at native cuda detail memory anonymous namespace unnamed"
-    " operator lambda instance gpu_kernel_impl gpu_kernel_impl_nocast TensorIteratorBase TrivialOffsetCalculator"
-    " OffsetCalculator LoadWithoutCast StoreWithoutCast func_wrapper_t ReduceOp binary_internal opmath_gpu_kernel"
-    " TensorIterator TensorListMetadata TensorListScalarListMetadata TensorListScalarTensorListMetadata OpMathType"
-    " c10 cutlass cub thrust Params size_t uint32_t int64_t ul false true".split()
-)
+_COMMON_TEXT = """
+    void const unsigned signed int long bool char std array at native cuda detail memory anonymous namespace unnamed
+    operator lambda instance gpu_kernel_impl gpu_kernel_impl_nocast TensorIteratorBase TrivialOffsetCalculator
+    OffsetCalculator LoadWithoutCast StoreWithoutCast func_wrapper_t ReduceOp binary_internal opmath_gpu_kernel
+    TensorIterator TensorListMetadata TensorListScalarListMetadata TensorListScalarTensorListMetadata OpMathType
+    c10 cutlass cub thrust Params size_t uint32_t int64_t ul false true
+"""
+_COMMON = frozenset(_COMMON_TEXT.split())
 _UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\))::")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PLACEHOLDER = re.compile(r"T\d+$")
