@@ -113,6 +113,7 @@ class Training:
             "requested_peak_bytes": requested,
             "reserved_bytes": own.reserved.current,
             "reserved_peak_bytes": reserved,
+            "capacity_bytes": 2**34,
         }
 
     def write(self, folder: Path, name: str = SNAPSHOT) -> Path:

@@ -219,6 +219,21 @@ def test_a_lost_event_is_no_exact_peak() -> None:
     assert history.bounds == (8 * MIB, 20 * MIB)
 
 
+@pytest.mark.parametrize("skipped", ["free_requested", "free_completed", "alloc"])
+def test_a_history_recorded_without_some_actions_is_never_called_exact(skipped: str) -> None:
+    allocator = ReferenceAllocator()
+    allocator.record()
+    for size in (3 * MIB, 4 * MIB, 700, 30 * MIB):
+        allocator.malloc(size)
+        allocator.free(allocator.malloc(size))
+    allocator.empty_cache()
+    allocator.events = [event for event in allocator.events if event["action"] != skipped]
+    history = replayed(allocator)
+    assert history.contradictions
+    assert history.bounds is not None
+    assert history.bounds[0] <= allocator.peaks()[0]
+
+
 def test_other_settings_than_recorded_are_found_out() -> None:
     allocator = ReferenceAllocator(divisions=4)
     allocator.record()

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import profkit
+from profkit.analysis.memory_bins import bin_history
+from profkit.analysis.memory_ledger import find_capacity
 from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
 from profkit.analysis.memory_result import MemoryResult
 from profkit.errors import SnapshotError, UsageError
+from profkit.report.memory import render_memory
 from profkit.run_directory import LEDGER
+from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.memory_captures import Training, capture
 
@@ -92,6 +99,51 @@ def test_a_ledger_names_owners_and_is_checked_against(tmp_path: Path) -> None:
     assert result.ledger_check is not None
     assert result.ledger_check.agrees
     assert result.ledger_check.unmatched_entries == 0
+
+
+def test_a_ledger_quotes_the_time_before_and_the_capacity(tmp_path: Path) -> None:
+    training = Training()
+    training.allocator.max_entries = 60
+    training.step(3, False)
+    training.ledger.append({**training.figures(), "moment": "start", "allocated_peak_bytes": 777})
+    opened = read_snapshot(training.write_run(tmp_path))
+    check = opened.memory().ledger_check
+    assert check is not None
+    assert check.agrees
+    assert check.earlier_peak_bytes == 777
+    assert "before the recording the allocator's own peak was 777 B" in render_memory(opened.memory())
+    assert find_capacity(opened.device()) == 2**34
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"kind": "header", "version": 99}', "newer profkit"),
+        ('{"kind": "owned"}', ":1: not a line"),
+        ("[1]", ":1: not a line"),
+        ("nonsense", ":1: not a line"),
+    ],
+)
+def test_a_damaged_ledger_is_refused(tmp_path: Path, line: str, says: str) -> None:
+    run = Training().write_run(tmp_path)
+    (run / LEDGER).write_text(f'{line}\n{{"kind": "later"}}\n')
+    with pytest.raises(SnapshotError, match=says):
+        read_snapshot(run)
+
+
+def test_a_ledger_cut_off_in_its_last_line_is_read(tmp_path: Path) -> None:
+    run = Training().write_run(tmp_path)
+    (run / LEDGER).write_text((run / LEDGER).read_text()[:-30])
+    assert read_snapshot(run).memory().ledger_check is None
+
+
+def test_of_nested_phases_the_outermost_counts(tmp_path: Path) -> None:
+    training = Training(steps=0)
+    training.mark("START", "opt")
+    training.step(0, False)
+    training.mark("END", "opt")
+    (phase,) = read_snapshot(training.write(tmp_path)).memory().phases
+    assert (phase.name, phase.instances) == ("optimizer", 1)
 
 
 def test_a_ledger_that_disagrees_is_said(tmp_path: Path) -> None:
@@ -272,6 +324,31 @@ def test_the_json_is_the_contract(opened: OpenedSnapshot) -> None:
     assert set(data["peak"]["largest"][0]) >= {"bytes", "requested_bytes", "phase", "owner", "stack"}
     assert sum(row["bytes"] for row in data["peak"]["by_stack"]) == data["allocated"]["peak_bytes"]
     assert data["peak"]["by_stack"][0]["stack"][0].startswith("train.py")  # the user's own lines first
+
+
+JUNK = st.sampled_from([None, -1, 7, 2**40, "x", [], ["x"], [{}], {}, (1,), 1.5, True])
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), JUNK), min_size=1, max_size=4))
+@settings(max_examples=250, deadline=None)
+def test_no_damaged_value_ends_in_a_traceback(damages: list[Any]) -> None:
+    """Every value of a snapshot may be anything: it is read, or refused in one line."""
+    data = Training().snapshot()
+    places: list[tuple[Any, Any]] = []
+    todo: list[Any] = [data]
+    while todo:
+        holder = todo.pop()
+        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+        places += [(holder, key) for key in keys]
+        todo += [holder[key] for key in keys if isinstance(holder[key], dict | list)]
+    for place, _, junk in damages:
+        holder, key = places[place % len(places)]
+        holder[key] = junk
+    with suppress(SnapshotError):
+        opened = OpenedSnapshot(build_snapshot(Path("damaged.pickle"), pickle.loads(pickle.dumps(data))))
+        opened.memory()
+        for device in opened.devices.values():
+            bin_history(device)
 
 
 def test_the_public_face() -> None:

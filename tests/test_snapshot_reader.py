@@ -192,13 +192,15 @@ def test_reading_leaves_the_limits_as_they_were(tmp_path: Path, data: dict[str, 
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
-@pytest.mark.parametrize("change", ["overlap", "gap", "state", "negative", "huge", "text"])
+@pytest.mark.parametrize("change", ["overlap", "gap", "address", "state", "negative", "huge", "text"])
 def test_impossible_values_are_refused(tmp_path: Path, data: dict[str, Any], change: str) -> None:
     segment, event = data["segments"][0], data["device_traces"][0][1]
     if change == "overlap":
         data["segments"].append(segment)
     elif change == "gap":
         segment["blocks"][0]["size"] += 512
+    elif change == "address":
+        segment["blocks"][1]["address"] += 512
     elif change == "state":
         segment["blocks"][0]["state"] = "evaporated"
     else:

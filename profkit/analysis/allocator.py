@@ -80,10 +80,8 @@ def replay_device(device: Device, settings: Settings) -> Replay:
     heap = Heap(start, expandable)
     births = np.flatnonzero(events.action == ALLOC)
     heap.address.extend(events.address[births].tolist())
-    freed, completed = _run(heap, _events(device, settings, is_pure), len(births) + start_count, len(events))
-    for row in range(start_count):
-        if start.is_pending[row]:
-            freed[row] = -1
+    freed = [-1 if is_pending else len(events) for is_pending in start.is_pending] + [len(events)] * len(births)
+    completed = _run(heap, _events(device, settings, is_pure), freed, len(events))
     freed_column = np.array(freed, dtype=np.int64)
     heap.settle(events.address[births], np.searchsorted(births, freed_column))
     padding = np.full(len(births), -1, dtype=np.int64)
@@ -141,10 +139,10 @@ def _events(device: Device, settings: Settings, is_expandable: bool) -> Iterator
         yield zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _run(heap: Heap, chunks: Iterator[Iterator[_Event]], row_count: int, never: int) -> tuple[list[int], list[int]]:
-    """Run the events through the heap; return per row when it was freed and when that was completed."""
+def _run(heap: Heap, chunks: Iterator[Iterator[_Event]], freed: list[int], never: int) -> list[int]:
+    """Run the events through the heap; note per row when it was freed, and return when that was completed."""
     free, start_of, live, sizes, insert = heap.free, heap.start_of, heap.live, heap.size_bytes, heap.insert
-    freed, completed = [never] * row_count, [never] * row_count
+    completed = [never] * len(freed)
     event = -1
     for chunk in chunks:
         for action, address, size, rounded, least in chunk:
@@ -156,10 +154,8 @@ def _run(heap: Heap, chunks: Iterator[Iterator[_Event]], row_count: int, never: 
                 if rest >= least:
                     free[address + rounded] = rest
                     start_of[address + have] = address + rounded
-                elif rest == 0:
-                    start_of.pop(address + have, None)
                 else:
-                    charged = heap.take_odd(address, rounded, least, have)
+                    charged = heap.take_whole(address, rounded, least, have)
                 live[address] = len(sizes)
                 sizes.append(charged)
             elif action == FREE_COMPLETED:
@@ -168,7 +164,9 @@ def _run(heap: Heap, chunks: Iterator[Iterator[_Event]], row_count: int, never: 
                     heap.contradictions["frees of what was never allocated"] += 1
                     continue
                 completed[row] = event
-                freed[row] = min(freed[row], event)
+                if freed[row] == never:
+                    freed[row] = event
+                    heap.contradictions["frees completed that nobody had requested"] += 1
                 insert(address, sizes[row])
             elif action == FREE_REQUESTED:
                 row = live.get(address, -1)
@@ -178,4 +176,4 @@ def _run(heap: Heap, chunks: Iterator[Iterator[_Event]], row_count: int, never: 
                     freed[row] = event
             elif action <= SEGMENT_UNMAP:
                 heap.do_segment(action, address, size)
-    return freed, completed
+    return completed

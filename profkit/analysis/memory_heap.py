@@ -47,12 +47,15 @@ class Heap:
         self.free[begin] = end - begin
         self.start_of[end] = begin
 
-    def take_odd(self, address: int, want: int, least: int, have: int) -> int:
-        """Serve an alloc that no free block fits cleanly; return what the allocator charged.
+    def take_whole(self, address: int, want: int, least: int, have: int) -> int:
+        """Serve an alloc that does not cleanly split a free block; return what the allocator charged.
 
         ``have`` is the size of the free block that began at ``address`` and has been taken out of ``free``, 0 if there
         was none; ``least`` is the smallest rest that the plain rules split off.
         """
+        if have == want:
+            self.start_of.pop(address + have, None)
+            return have
         if have == 0:
             have = self._reveal(address)
         rest = have - want

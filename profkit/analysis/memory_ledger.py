@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profkit.analysis.memory_summary import DeviceMemory
-from profkit.snapshot.ledger import Figures
+from profkit.snapshot.ledger import START, Figures
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class LedgerCheck:
     reserved_difference_bytes: int
     requested_difference_bytes: int
     unmatched_entries: int
+    earlier_peak_bytes: int | None
+    """The allocator's own peak of the time before the recording, where the ledger quotes it."""
 
     @property
     def agrees(self) -> bool:
@@ -31,7 +33,9 @@ def check_ledger(memory: DeviceMemory) -> LedgerCheck | None:
     """Compare the replayed peaks with the allocator's last figures; None where no ledger has any for the device."""
     if memory.ledger is None:
         return None
-    figures = [one for one in memory.ledger.figures if one.device == memory.device.index]
+    all_figures = [one for one in memory.ledger.figures if one.device == memory.device.index]
+    earlier = [one.allocated_peak_bytes for one in all_figures if one.moment == START]
+    figures = [one for one in all_figures if one.moment != START]
     if not figures:
         return None
     last: Figures = figures[-1]
@@ -44,4 +48,13 @@ def check_ledger(memory: DeviceMemory) -> LedgerCheck | None:
         reserved_difference_bytes=int(curves.reserved.max()) - last.reserved_peak_bytes,
         requested_difference_bytes=int(curves.requested.max()) - last.requested_peak_bytes,
         unmatched_entries=memory.unmatched_entries,
+        earlier_peak_bytes=earlier[0] if earlier else None,
+    )
+
+
+def find_capacity(memory: DeviceMemory) -> int | None:
+    """Return the device's memory in bytes, where the ledger says."""
+    figures = memory.ledger.figures if memory.ledger else ()
+    return next(
+        (one.capacity_bytes for one in figures if one.device == memory.device.index and one.capacity_bytes), None
     )

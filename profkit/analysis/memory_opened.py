@@ -9,7 +9,7 @@ from pathlib import Path
 from profkit.analysis.memory_compare import Comparison, compare_peaks
 from profkit.analysis.memory_fragmentation import measure_fragmentation
 from profkit.analysis.memory_leaks import check_leaks
-from profkit.analysis.memory_ledger import check_ledger
+from profkit.analysis.memory_ledger import check_ledger, find_capacity
 from profkit.analysis.memory_oom import judge_oom
 from profkit.analysis.memory_result import MemoryResult, Totals, describe_history, sum_up
 from profkit.analysis.memory_summary import DeviceMemory, Filter
@@ -76,7 +76,7 @@ class OpenedSnapshot:
             device: the device's index; by default the one with the highest peak.
             stack: tell only of allocations with this text in their stack or owner.
             min_bytes: tell only of allocations at least so large.
-            capacity_bytes: the device's memory, for the verdict on an out-of-memory error.
+            capacity_bytes: the device's memory, for the verdict on an out-of-memory error; by default the ledger's.
 
         Raises:
             UsageError: an unknown device, phase or form of time.
@@ -94,7 +94,7 @@ class OpenedSnapshot:
             composition=composition,
             phases=memory.phase_peaks(),
             fragmentation=measure_fragmentation(memory.history, moment),
-            oom=judge_oom(memory, capacity_bytes),
+            oom=judge_oom(memory, capacity_bytes or find_capacity(memory)),
             leaks=leaks,
             ledger_check=ledger,
             others=others,

@@ -113,6 +113,10 @@ def foot_lines(result: MemoryResult) -> list[str]:
     )
     if result.ledger_check is not None and result.ledger_check.agrees:
         lines.append("the allocator's own peaks, as the run recorded them, are the same to the byte")
+    if result.ledger_check is not None and result.ledger_check.earlier_peak_bytes and not history.complete:
+        lines.append(
+            f"before the recording the allocator's own peak was {_exactly(result.ledger_check.earlier_peak_bytes)}"
+        )
     if result.oom is not None:
         lines += oom_lines(result.oom, history.start_us)
     return lines

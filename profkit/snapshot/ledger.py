@@ -12,14 +12,15 @@ was cut off is left out::
      "role": "parameter", "name": "head.weight", "step": 0}
     {"kind": "figures", "time_us": …, "device": 0, "moment": "step 0" | "start" | "dump",
      "allocated_bytes": …, "allocated_peak_bytes": …, "requested_bytes": …, "requested_peak_bytes": …,
-     "reserved_bytes": …, "reserved_peak_bytes": …}
+     "reserved_bytes": …, "reserved_peak_bytes": …, "capacity_bytes": 150…}
 
 ``address`` is that of the *storage* (``tensor.untyped_storage().data_ptr()``), ``bytes`` its ``nbytes()``: views and
 tied tensors then name one allocation. ``role`` is one of `ROLES`. An entry says that the storage was alive at
 ``time_us``; it needs to be written once in the life of a storage, best at a step's end, and may be repeated. ``name``
 is the parameter's qualified name, for optimizer state followed by the state's (``head.weight.exp_avg``), for a saved
 tensor the module that ran. ``figures`` are ``torch.cuda.memory_stats``; peaks count from ``peaks_reset_us``, when the
-recorder called ``reset_peak_memory_stats``, just before the first event.
+recorder called ``reset_peak_memory_stats``, just before the first event; only those of the moment ``start`` are older,
+from before the reset. ``capacity_bytes`` (may be left out) is the device's memory, ``torch.cuda.mem_get_info()[1]``.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ class Figures:
     requested_peak_bytes: int
     reserved_bytes: int
     reserved_peak_bytes: int
+    capacity_bytes: int | None = None
+
+
+START = "start"
+"""``moment`` of the figures from before the recording."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def read_ledger(path: Path) -> Ledger:
             if kind == "owned":
                 owned.append(_owned(entry))
             elif kind == "figures":
-                figures.append(Figures(**{key: entry[key] for key in Figures.__dataclass_fields__}))
+                figures.append(_figures(entry))
             elif kind == "step":
                 steps.append(Step(str(entry["name"]), int(entry["start_us"]), int(entry["end_us"])))
             elif kind == "header" and int(entry["version"]) > VERSION:
@@ -125,6 +131,12 @@ def read_ledger(path: Path) -> Ledger:
                 break
             raise SnapshotError(f"{path}:{number}: not a line of a ledger; was the file edited?") from None
     return Ledger(tuple(owned), tuple(figures), tuple(steps))
+
+
+def _figures(entry: dict[str, Any]) -> Figures:
+    capacity = entry.get("capacity_bytes")
+    sizes = {key: int(entry[key]) for key in Figures.__dataclass_fields__ if key not in ("moment", "capacity_bytes")}
+    return Figures(**sizes, moment=str(entry["moment"]), capacity_bytes=None if capacity is None else int(capacity))
 
 
 def _owned(entry: dict[str, Any]) -> Owned:

@@ -41,17 +41,23 @@ def read_snapshot(path: str | Path) -> Snapshot:
     Raises:
         SnapshotError: the file cannot be read, is no snapshot, holds impossible values, or no device was used in it.
     """
-    path = Path(path)
-    data = load_data(path)
-    try:
-        return build_snapshot(path, data)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot, or a damaged one ({what})") from None
+    return build_snapshot(Path(path), load_data(Path(path)))
 
 
 def build_snapshot(path: Path, data: Any) -> Snapshot:
-    """Return the snapshot in what a pickle held; errors as `read_snapshot`, and those of bad values as they come."""
+    """Return the snapshot in what a pickle held; ``path`` is for messages.
+
+    Raises:
+        SnapshotError: it is no snapshot, holds impossible values, or no device was used in it.
+    """
+    try:
+        return _build(path, data)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot, or a damaged one ({what})") from None
+
+
+def _build(path: Path, data: Any) -> Snapshot:
     if isinstance(data, list) and data and all(isinstance(item, dict) and "blocks" in item for item in data):
         data = {"segments": data, "device_traces": []}
     if not isinstance(data, dict) or not isinstance(data.get("segments"), list):
