@@ -16,12 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profkit.ranges import LOSS
+
 PREFIX = "profkit:backward:"
 
 
 def knows_owners() -> bool:
     """Return whether this torch can write a text beside each allocation."""
     return hasattr(torch.cuda.memory, "_set_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
+
+
+def name_loss(loss: Tensor) -> None:
+    """Name what the autograd thread allocates until it enters a module's backward: the loss's own.
+
+    Without this the thread would still carry the name of the module that the last backward ended in.
+    """
+    if knows_owners() and loss.grad_fn is not None:
+        loss.grad_fn.register_prehook(_set(LOSS))
 
 
 @contextmanager

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from torch import Tensor
+
+from profkit.capture.backward_owners import name_loss
 from profkit.capture.owners import OwnerLedger, now_us
 from profkit.capture.step import StepObserver, TrainingStep
 from profkit.ranges import BACKWARD, OPTIMIZER
@@ -32,6 +35,9 @@ class MemoryObserver(StepObserver):
 
     def forward(self) -> AbstractContextManager[object]:
         return self._owners.saved_tensors() if self._saved else nullcontext()
+
+    def loss_made(self, loss: Tensor) -> None:
+        name_loss(loss)
 
     def phase_done(self, name: str) -> None:
         if name == BACKWARD:

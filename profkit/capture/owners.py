@@ -92,11 +92,17 @@ class OwnerLedger:
     def _note(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         now = now_us()
         for name, tensor in named:
-            if tensor.device.type != "cuda":
+            if not self._is_ours(tensor):
                 continue
             storage = tensor.untyped_storage()
-            entry = {"kind": "owned", "time_us": now, "device": tensor.device.index, "address": storage.data_ptr()}
+            device = self._index if tensor.device.index is None else tensor.device.index
+            entry = {"kind": "owned", "time_us": now, "device": device, "address": storage.data_ptr()}
             self._write({**entry, "bytes": storage.nbytes(), "role": role, "name": name, "step": self._step})
+
+    @staticmethod
+    def _is_ours(tensor: Tensor) -> bool:
+        """Return whether the CUDA allocator gave the tensor its memory."""
+        return tensor.device.type == "cuda"
 
     def _write(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")

@@ -39,6 +39,9 @@ class StepObserver:
         """Return what encloses the forward pass of a training step."""
         return nullcontext()
 
+    def loss_made(self, loss: Tensor) -> None:
+        """Be told of the loss before its backward pass."""
+
     def phase_done(self, name: str) -> None:
         """Be told that a phase's work has been enqueued."""
 
@@ -102,6 +105,7 @@ class TrainingStep:
             logits = self.model(self.inputs)
         with self._phase(LOSS, times), self._autocast():
             loss = cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+        self._observer.loss_made(loss)
         with self._phase(BACKWARD, times):
             loss.backward()
         if self.optimizer is None:
