@@ -70,7 +70,7 @@ class Classifier:
         """Return what an allocation (a row of the replay) is for."""
         owner = self._owners.get(row)
         if owner is not None and owner.role in ROLES:
-            return Claim(ROLES[owner.role], "identity", owner.name)
+            return Claim(ROLES[owner.role], "identity", owner.name or None)
         name = read_metadata(self._stacks.raw_of(row)) or (owner.name if owner else None)
         number = self._stacks.number_of(row)
         category = self._category_of_stack(number)
