@@ -70,9 +70,7 @@ class NsysBuilder:
         return self.strings.setdefault(value, len(self.strings) + 1)
 
     def name_thread(self, name: str, tid: int, pid: int = 100) -> None:
-        self.rows["ThreadNames"].append(
-            {"nameId": self.string(name), "priority": 1, "globalTid": thread_of(pid, tid)}
-        )
+        self.rows["ThreadNames"].append({"nameId": self.string(name), "priority": 1, "globalTid": thread_of(pid, tid)})
 
     def range(
         self,

@@ -83,8 +83,9 @@ class _OnPaper(OwnerLedger):
 
 def test_a_steps_owners_are_written_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.peak": 7})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 80 << 30))
     path = tmp_path / "ledger.jsonl"
-    ledger = _OnPaper(path, torch.device("cuda", 0), peaks_reset_us=1)
+    ledger = _OnPaper(path, torch.device("cuda", 0), 1, {"allocated_bytes.all.peak": 3})
     step = TrainingStep(Workload("tiny", batch=1, context=16, warmup_steps=1, steps=2), torch.device("cpu"))
     step.observe(MemoryObserver(ledger, step, saved=True))
     step.run_warmup()
@@ -96,7 +97,8 @@ def test_a_steps_owners_are_written_and_read_back(tmp_path: Path, monkeypatch: p
     read = read_ledger(path)
     assert [one.name for one in read.steps] == ["warmup 0", "step 0", "step 1"]
     assert [one.moment for one in read.figures] == ["start", "warmup 0", "step 0", "step 1", "dump"]
-    assert {one.allocated_peak_bytes for one in read.figures} == {7}
+    assert [one.allocated_peak_bytes for one in read.figures] == [3, 7, 7, 7, 7]
+    assert {one.capacity_bytes for one in read.figures} == {80 << 30}
     by_role = {role: [one for one in read.owned if one.role == role] for role in ROLES}
     count = len(list(step.module.parameters()))
     assert len(by_role["parameter"]) == count

@@ -33,10 +33,11 @@ def recorded_memory(
     """
     torch.cuda.init()
     torch.cuda.synchronize(device)
+    before = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     reset_us = now_us()
     _switch_on(stacks, max_entries)
-    owners = OwnerLedger(ledger, device, reset_us)
+    owners = OwnerLedger(ledger, device, reset_us, before)
 
     def dump_when_full(*_: Any) -> None:
         # Called while the failing allocation is still on the stack: what filled the memory is all there.

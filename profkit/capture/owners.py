@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,16 @@ class OwnerLedger:
     Nothing here allocates memory on the GPU or holds on to a tensor: addresses and sizes are read and written down.
     """
 
-    def __init__(self, path: Path, device: torch.device, peaks_reset_us: int) -> None:
+    def __init__(self, path: Path, device: torch.device, peaks_reset_us: int, before: Mapping[str, Any]) -> None:
+        """Begin the ledger; ``before`` are the allocator's statistics from just before its peaks were reset."""
         self._file = path.open("w", encoding="utf-8", buffering=1)
         self._device = device
         self._step: int | None = None
+        self._capacity_bytes = torch.cuda.mem_get_info(device)[1]
         self._write(
             {"kind": "header", "version": VERSION, "torch": torch.__version__, "peaks_reset_us": peaks_reset_us}
         )
-        self.note_figures("start")
+        self._write_figures("start", before)
 
     def close(self) -> None:
         """End the ledger."""
@@ -78,8 +80,10 @@ class OwnerLedger:
 
     def note_figures(self, moment: str) -> None:
         """Write down the allocator's own statistics."""
-        statistics = torch.cuda.memory_stats(self._device)
-        figures: dict[str, Any] = {}
+        self._write_figures(moment, torch.cuda.memory_stats(self._device))
+
+    def _write_figures(self, moment: str, statistics: Mapping[str, Any]) -> None:
+        figures: dict[str, Any] = {"capacity_bytes": self._capacity_bytes}
         for name in _FIGURES:
             figures[name] = statistics.get(f"{name}.all.current", 0)
             figures[name.replace("_bytes", "_peak_bytes")] = statistics.get(f"{name}.all.peak", 0)
