@@ -75,8 +75,23 @@ class CopyTotals:
 
 
 @dataclass(frozen=True)
+class KernelFilter:
+    """What to count: a range, less another, one instance, some processes (by pid) and devices; None is no limit."""
+
+    range: str | None = None
+    exclude: str | None = None
+    instance: int | None = None
+    process: int | None = None
+    device: int | None = None
+
+
+@dataclass(frozen=True)
 class KernelsResult:
-    """The share table with its books: plain data, the JSON of ``profkit kernels --format json`` field for field."""
+    """The share table with its books: plain data, the JSON of ``profkit kernels --format json`` field for field.
+
+    ``filters`` is what was asked for: with one of them set, the table holds a part of the capture or range.
+    ``first_ns`` is the start of the first thing recorded, from which instances are counted for people.
+    """
 
     trace: str
     measure: Measure
@@ -95,6 +110,8 @@ class KernelsResult:
     warnings: tuple[Warning, ...]
     by: Grouping = "kernel"
     per_instance: tuple[InstanceRow, ...] | None = None
+    filters: KernelFilter = KernelFilter()
+    first_ns: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -114,17 +131,6 @@ class KernelsResult:
 
         columns = list(KernelRow.__dataclass_fields__)
         return pd.DataFrame([asdict(row) for row in self.kernels], columns=columns)
-
-
-@dataclass(frozen=True)
-class KernelFilter:
-    """What to count: a range, less another, one instance, some processes (by pid) and devices; None is no limit."""
-
-    range: str | None = None
-    exclude: str | None = None
-    instance: int | None = None
-    process: int | None = None
-    device: int | None = None
 
 
 def summarize_kernels(
@@ -150,6 +156,7 @@ def summarize_kernels(
     copies = _select_copies(attribution, wanted, selection)
     work = trace.work
     total_ns = int(work.duration_ns[rows].sum())
+    first_ns, last_ns = _extent_ns(trace)
     graphs = rows & work.is_graph
     instances = None if selection is None else len(selection.members)
     evidence_ns = None if evidence is None else _sum_evidence(work.duration_ns, evidence, rows)
@@ -163,7 +170,7 @@ def summarize_kernels(
         kernel_time_ns=total_ns - int(work.duration_ns[graphs].sum()),
         graph_time_ns=int(work.duration_ns[graphs].sum()),
         busy_ns=busy_ns(work.device[rows], work.start_ns[rows], work.end_ns[rows]),
-        wall_ns=_span_ns(trace) if selection is None else selection.wall_ns,
+        wall_ns=last_ns - first_ns if selection is None else selection.wall_ns,
         copies=_total_copies(trace.copies, copies),
         kernels=_build_rows(attribution, rows, by, instances),
         range_evidence=evidence_ns,
@@ -175,6 +182,8 @@ def summarize_kernels(
         ),
         by=by,
         per_instance=_instance_rows(attribution, selection, rows, instance) if per_instance and selection else None,
+        filters=wanted,
+        first_ns=first_ns,
     )
 
 
@@ -263,11 +272,11 @@ def _listed(noun: str, values: Any) -> str:
     return f"{noun}{'s' if len(ordered) != 1 else ''} {', '.join(map(str, ordered)) or 'none'}"
 
 
-def _span_ns(trace: Trace) -> int:
-    """Return the time from the first to the last thing recorded."""
+def _extent_ns(trace: Trace) -> tuple[int, int]:
+    """Return when the first thing recorded began and the last one ended."""
     starts = [c for c in (trace.work.start_ns, trace.calls.start_ns, trace.ranges.start_ns) if len(c)]
     ends = [c for c in (trace.work.end_ns, trace.calls.end_ns, trace.ranges.end_ns) if len(c)]
-    return max(int(c.max()) for c in ends) - min(int(c.min()) for c in starts)
+    return min(int(c.min()) for c in starts), max(int(c.max()) for c in ends)
 
 
 def _sum_evidence(duration_ns: Ints, evidence: Ints, rows: Bools) -> RangeEvidence:
