@@ -44,8 +44,119 @@ def test_nested_calls_that_share_a_correlation_id_both_have_work(tmp_path: Path)
     correlation = builder.kernel(10, 50)
     builder.call(12, name="cuLaunchKernel", correlation=correlation)
     trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
-    assert trace.work.launch_ns.tolist() == [10]
+    assert trace.work.launch_ns.tolist() == [12]
     assert trace.calls.has_work.tolist() == [True, True]
+    assert trace.notes == ()
+
+
+def test_ids_that_come_round_again_go_to_the_last_call_before_the_work(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for time in (10, 210):
+        builder.call(time, correlation=7)
+        builder.kernel(None, 20, correlation=7, start=time + 5)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.launch_ns.tolist() == [10, 210]
+    assert "2 kernels" in trace.notes[0] or "1 kernels" in trace.notes[0]
+
+
+def test_sparse_correlation_ids_are_found_too(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for number in (1, 1 << 20, (1 << 31) + 5):
+        builder.call(10 + number % 7, correlation=number)
+        builder.kernel(None, 20, correlation=number, start=100)
+    builder.kernel(None, 20, correlation=77, start=100)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.launch_ns.tolist() == [11, 10 + (1 << 20) % 7, 10 + ((1 << 31) + 5) % 7, 0]
+    assert trace.work.launch_thread.tolist()[3] == -1
+
+
+def test_correlation_ids_of_null_and_nought_match_nothing(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for number in (0, None):
+        builder.add(
+            "CUPTI_ACTIVITY_KIND_RUNTIME",
+            start=1,
+            end=2,
+            globalTid=thread_of(100, 100),
+            correlationId=number,
+            nameId=builder.string("x"),
+            returnValue=0,
+        )
+        builder.add(
+            "CUPTI_ACTIVITY_KIND_KERNEL",
+            start=5,
+            end=6,
+            deviceId=0,
+            streamId=7,
+            correlationId=number,
+            globalPid=process_of(100),
+            demangledName=builder.string("k"),
+            shortName=builder.string("k"),
+        )
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.launch_thread.tolist() == [-1, -1]
+
+
+def test_ornaments_may_be_missing_and_strings_in_any_encoding(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("forward", 0, 100, registered=True)
+    builder.kernel(10, 50, name="kern")
+    builder.add("TARGET_INFO_GPU", name="NVIDIA H200")
+    builder.add("DIAGNOSTIC_EVENT", severity=4, text="Verbose: loaded")
+    path = builder.write(
+        tmp_path / "t.sqlite",
+        drop_columns={"TARGET_INFO_GPU": {"id"}, "DIAGNOSTIC_EVENT": {"timestamp"}, "NVTX_EVENTS": {"text"}},
+    )
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE StringIds SET value = CAST(x'6b80' AS TEXT) WHERE value = 'kern'")
+    connection.commit()
+    connection.close()
+    trace = read_nsys(path)
+    assert trace.gpus == ("NVIDIA H200",)
+    assert [d.severity for d in trace.diagnostics] == ["info"]
+    assert trace.names[int(trace.work.name[0])] == "k\ufffd"
+    assert trace.names[int(trace.ranges.name[0])] == "forward"
+
+
+def _replace_table(path: Path, table: str, sql: str) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute(f"ALTER TABLE {table} RENAME TO plain")
+    connection.execute(sql)
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize("table", ["CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"])
+def test_a_view_is_not_taken_for_absence(tmp_path: Path, table: str) -> None:
+    builder = NsysBuilder()
+    builder.range("forward", 0, 100)
+    builder.kernel(10, 50)
+    path = builder.write(tmp_path / "t.sqlite")
+    _replace_table(path, table, f"CREATE VIEW {table} AS SELECT * FROM plain")
+    with pytest.raises(TraceError, match=f"{table} is a view"):
+        read_nsys(path)
+
+
+def test_a_link_to_an_unfinished_export_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    _unfinished(tmp_path / "real" / "t.sqlite")
+    link = tmp_path / "link.sqlite"
+    link.symlink_to(tmp_path / "real" / "t.sqlite")
+    with pytest.raises(TraceError, match="-wal lies beside it"):
+        read_nsys(link)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="not a regular file"):
+        read_nsys(tmp_path / "pipe")
+
+
+def test_odd_paths_are_paths(tmp_path: Path) -> None:
+    for name in ("a b%20?#.sqlite", os.fsdecode(b"\xff.sqlite")):
+        builder = NsysBuilder()
+        builder.kernel(10, 50)
+        assert len(read_nsys(builder.write(tmp_path / name)).work) == 1
 
 
 def test_graph_kernels_share_their_launch_and_whole_graphs_are_work(tmp_path: Path) -> None:
@@ -249,10 +360,9 @@ def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "t.sqlite"
     _good(path)
     with SqliteFile(path) as file:
-        request = ColumnRequest("CUPTI_ACTIVITY_KIND_KERNEL", ("start", "end - start", "correlationId"))
-        start, duration, correlation = file.columns([request])[0]
+        request = ColumnRequest("CUPTI_ACTIVITY_KIND_KERNEL", {"correlationId": -1, "start": 0}, "start > 0")
+        correlation, start = file.columns([request])[0]
     assert start.tolist() == [10 * i + 10 for i in range(200)]
-    assert set(duration.tolist()) == {5}
     assert correlation.tolist() == list(range(1, 201))
 
 

@@ -16,7 +16,11 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+Severity = Literal["info", "warning", "error"]
 Measure = Literal["gpu-kernel", "cpu-operator"]
+
+_FEW_VALUES = 48
+_SMALL_SPAN = 1 << 22
 
 NO_LAUNCH = -1
 """``launch_thread`` of work whose launch was not recorded."""
@@ -118,7 +122,7 @@ class Ranges:
 class Diagnostic:
     """A message of the profiler about itself: ``severity`` is ``info``, ``warning`` or ``error``."""
 
-    severity: Literal["info", "warning", "error"]
+    severity: Severity
     text: str
 
 
@@ -150,6 +154,31 @@ class Trace:
     """What the reader had to leave out or assume, one sentence each; shown as warnings."""
     has_invisible_ranges: bool = False
     """True when NVTX domains were recorded and not one range: the fingerprint of nvtx ≥ 0.2.12 under an old nsys."""
+
+
+def distinct_values(values: Ints) -> Ints:
+    """Return the distinct values in order; quick where they are small numbers, as ids are."""
+    if not len(values):
+        return values
+    low, high = int(values.min()), int(values.max())
+    if high - low > _SMALL_SPAN:
+        return np.unique(values)
+    present = np.zeros(high - low + 1, dtype=np.bool_)
+    present[values - low] = True
+    return np.flatnonzero(present) + low
+
+
+def rows_by_value(values: Ints) -> dict[int, Ints]:
+    """Return the row numbers of each distinct value, in order; made for columns of few values, such as threads."""
+    if not len(values):
+        return {}
+    # Equal values come in runs, so that the beginnings of runs are few.
+    distinct = np.unique(values[np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))])
+    if len(distinct) <= _FEW_VALUES:
+        return {value: np.flatnonzero(values == value) for value in distinct.tolist()}
+    order = np.argsort(values, kind="stable")
+    first = np.searchsorted(values[order], distinct)
+    return dict(zip(distinct.tolist(), np.split(order, first[1:]), strict=True))
 
 
 def empty_ints() -> Ints:

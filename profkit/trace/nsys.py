@@ -13,17 +13,18 @@ import numpy as np
 
 from profkit.errors import TraceError
 from profkit.trace.columns import (
-    NO_LAUNCH,
-    Bools,
     Calls,
     Copies,
     Diagnostic,
     Ints,
+    Severity,
     Trace,
     Work,
-    empty_bools,
+    distinct_values,
     empty_ints,
+    rows_by_value,
 )
+from profkit.trace.launches import LaunchIndex
 from profkit.trace.nsys_names import Names
 from profkit.trace.nsys_ranges import has_invisible_ranges, read_ranges
 from profkit.trace.sqlite_file import ColumnRequest, SqliteFile
@@ -38,7 +39,11 @@ CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _PID_SHIFT = 24
 _OS_PID_MASK = (1 << 24) - 1
 
-_SEVERITIES = {0: "info", 1: "info", 2: "warning", 3: "error"}
+# ENUM_DIAGNOSTIC_SEVERITY_LEVEL; 4 is verbose. What is not known is worth a look, not an alarm.
+_SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "error", 4: "info"}
+
+_OPTIONAL = {"status", "stream", "graph", "bytes"}
+_SMALL_IDS = 1 << 22
 
 _GRAPH_NAME = "CUDA graph {}"
 
@@ -80,18 +85,16 @@ class _Reader:
 
     def read(self) -> Trace:
         requests = {name: self._request(name) for name in (CALLS, KERNELS, COPIES, SETS, GRAPHS) if name in self.tables}
-        columns = self.file.columns([ColumnRequest(table, tuple(parts.values())) for table, parts in requests.items()])
-        found: dict[str, Columns] = {
-            table: dict(zip(parts, arrays, strict=True))
-            for (table, parts), arrays in zip(requests.items(), columns, strict=True)
-        }
+        found = {table: self._read_table(table, parts) for table, parts in requests.items()}
         calls = _sorted_by_start(found.pop(CALLS, None))
-        launches = _LaunchIndex(calls)
+        process = calls["thread"] >> _PID_SHIFT
+        launches = LaunchIndex(process, calls["correlation"], calls["start"], calls["thread"])
         work = self._build_work(found, launches)
         copies = self._build_copies(found, launches)
+        self._note_shared_ids(launches)
         names = self._intern(work.name, calls["name"])
         ranges = read_ranges(self.file, self.tables, names, _end_of_capture(work, calls))
-        processes = np.unique(np.concatenate([work.process, calls["thread"] >> _PID_SHIFT, ranges.process]))
+        processes = {*rows_by_value(work.process), *rows_by_value(process), *rows_by_value(ranges.process)}
         return Trace(
             path=str(self.file.path),
             source="nsys",
@@ -105,15 +108,15 @@ class _Reader:
                 start_ns=calls["start"],
                 end_ns=calls["end"],
                 thread=calls["thread"],
-                process=calls["thread"] >> _PID_SHIFT,
+                process=process,
                 correlation=calls["correlation"],
                 has_work=launches.used(),
                 failed=calls["status"] != 0,
             ),
             ranges=ranges,
             thread_names=self._thread_names(),
-            process_ids={int(process): int(process) & _OS_PID_MASK for process in processes},
-            main_threads=frozenset((int(p) << _PID_SHIFT) | (int(p) & _OS_PID_MASK) for p in processes),
+            process_ids={number: number & _OS_PID_MASK for number in sorted(processes)},
+            main_threads=frozenset(number << _PID_SHIFT | (number & _OS_PID_MASK) for number in processes),
             gpus=self._gpus(),
             diagnostics=self._diagnostics(),
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
@@ -121,26 +124,22 @@ class _Reader:
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
         )
 
-    def _request(self, table: str) -> dict[str, str]:
-        """Return the columns to read from a table: our name → SQL."""
-        needed = {"start": "start", "end": "end"}
-        process = f"coalesce(globalPid, 0) >> {_PID_SHIFT}"
-        correlation = "coalesce(correlationId, -1)"
+    def _request(self, table: str) -> dict[str, tuple[str, int]]:
+        """Return the columns to read from a table: our name → its name there and what stands for NULL."""
+        wanted = {"start": ("start", 0), "end": ("end", 0), "correlation": ("correlationId", -1)}
         if table == CALLS:
-            needed |= {"thread": "coalesce(globalTid, 0)", "correlation": correlation, "name": "nameId"}
-            needed |= {"status": "coalesce(returnValue, 0)"}
+            wanted |= {"thread": ("globalTid", 0), "name": ("nameId", -1), "status": ("returnValue", 0)}
         else:
-            needed |= {"process": process, "correlation": correlation, "device": "deviceId"}
+            wanted |= {"process": ("globalPid", 0), "device": ("deviceId", 0)}
         if table in (KERNELS, GRAPHS):
-            needed |= {"stream": "coalesce(streamId, -1)"}
+            wanted |= {"stream": ("streamId", -1)}
         if table == KERNELS:
-            needed |= {"name": self._kernel_name_column()}
+            wanted |= {"name": (self._kernel_name_column(), -1)}
         if table == GRAPHS:
-            needed |= {"graph": "coalesce(graphId, -1)"}
+            wanted |= {"graph": ("graphId", -1)}
         if table in (COPIES, SETS):
-            needed |= {"bytes": "coalesce(bytes, 0)"}
-        self._require(table, needed)
-        return needed
+            wanted |= {"bytes": ("bytes", 0)}
+        return wanted
 
     def _kernel_name_column(self) -> str:
         if "demangledName" in self.tables[KERNELS]:
@@ -148,26 +147,43 @@ class _Reader:
         self.notes.append("this export has no demangled kernel names; short names stand in, and categories are coarser")
         return "shortName"
 
-    def _require(self, table: str, needed: dict[str, str]) -> None:
-        for ours, sql in list(needed.items()):
-            column = sql.removeprefix("coalesce(").partition(",")[0].strip() if "coalesce" in sql else sql
-            if column in self.tables[table]:
-                continue
-            if column in ("returnValue", "streamId", "graphId", "bytes"):
-                needed[ours] = "0"
-                continue
+    def _read_table(self, table: str, wanted: dict[str, tuple[str, int]]) -> Columns:
+        """Return a table's columns under our names; one that only some versions have reads as its NULL.
+
+        Raises:
+            TraceError: a column is missing without which the rows cannot be placed.
+        """
+        there = {ours: theirs for ours, theirs in wanted.items() if theirs[0] in self.tables[table]}
+        missing = next(
+            (theirs[0] for ours, theirs in wanted.items() if ours not in there and ours not in _OPTIONAL), None
+        )
+        if missing is not None:
             raise TraceError(
-                f"{self.file.path}: table {table} has no column {column}, which is needed to place its rows"
+                f"{self.file.path}: table {table} has no column {missing}, which is needed to place its rows"
                 f" (export schema {self.schema}); export the report again with a newer nsys"
             )
+        arrays = self.file.columns([ColumnRequest(table, dict(there.values()))])[0]
+        found = dict(zip(there, arrays, strict=True))
+        for ours in wanted.keys() - there.keys():
+            found[ours] = np.full(len(arrays[0]), wanted[ours][1], dtype=np.int64)
+        if "process" in found:
+            found["process"] >>= _PID_SHIFT
+        return found
 
-    def _build_work(self, found: dict[str, Columns], launches: _LaunchIndex) -> Work:
+    def _note_shared_ids(self, launches: LaunchIndex) -> None:
+        if launches.shared_count:
+            self.notes.append(
+                f"{launches.shared_count:,} kernels or copies had several launches of the same correlation id to choose"
+                " from; each went to the last that began before it"
+            )
+
+    def _build_work(self, found: dict[str, Columns], launches: LaunchIndex) -> Work:
         kernels, graphs = found.get(KERNELS, {}), found.get(GRAPHS, {})
         if graphs:
             graphs = {**graphs, "name": -2 - np.maximum(graphs["graph"], 0)}
         parts = [part for part in (kernels, graphs) if part]
         column = {name: _joined(parts, name) for name in ("name", "start", "end", "device", "stream", "process")}
-        launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"))
+        launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"), column["start"])
         is_graph = np.zeros(len(column["start"]), dtype=np.bool_)
         is_graph[len(kernels["start"]) if kernels else 0 :] = True
         return Work(
@@ -183,10 +199,10 @@ class _Reader:
             is_graph=is_graph,
         )
 
-    def _build_copies(self, found: dict[str, Columns], launches: _LaunchIndex) -> Copies:
+    def _build_copies(self, found: dict[str, Columns], launches: LaunchIndex) -> Copies:
         parts = [found[table] for table in (COPIES, SETS) if table in found]
         column = {name: _joined(parts, name) for name in ("start", "end", "device", "process", "bytes")}
-        launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"))
+        launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"), column["start"])
         is_memset = np.zeros(len(column["start"]), dtype=np.bool_)
         is_memset[len(found[COPIES]["start"]) if COPIES in found else 0 :] = True
         return Copies(
@@ -204,10 +220,15 @@ class _Reader:
         """Replace string ids in the columns, in place, by indices into one table of names."""
         names = Names(self.file)
         for column in columns:
-            ids = np.unique(column)
-            graphs = {int(i): _GRAPH_NAME.format(-2 - int(i)) for i in ids if i < -1}
-            indices = names.indices([int(i) for i in ids], graphs)
-            column[:] = indices[np.searchsorted(ids, column)]
+            ids = distinct_values(column)
+            graphs = {i: _GRAPH_NAME.format(-2 - i) for i in ids.tolist() if i < -1}
+            indices = names.indices(ids.tolist(), graphs)
+            if len(ids) and int(ids[-1] - ids[0]) < _SMALL_IDS:
+                table = np.zeros(int(ids[-1] - ids[0]) + 1, dtype=np.int64)
+                table[ids - ids[0]] = indices
+                column[:] = table[column - ids[0]]
+            else:
+                column[:] = indices[np.searchsorted(ids, column)]
         return names
 
     def _read_metadata(self) -> dict[str, str]:
@@ -229,51 +250,13 @@ class _Reader:
     def _gpus(self) -> tuple[str, ...]:
         if "TARGET_INFO_GPU" not in self.tables or "name" not in self.tables["TARGET_INFO_GPU"]:
             return ()
-        return tuple(str(name) for (name,) in self.file.rows("SELECT name FROM TARGET_INFO_GPU ORDER BY id"))
+        return tuple(str(name) for (name,) in self.file.rows("SELECT name FROM TARGET_INFO_GPU"))
 
     def _diagnostics(self) -> tuple[Diagnostic, ...]:
         if not {"severity", "text"} <= self.tables.get("DIAGNOSTIC_EVENT", frozenset()):
             return ()
-        rows = self.file.rows("SELECT severity, text FROM DIAGNOSTIC_EVENT ORDER BY timestamp")
-        return tuple(Diagnostic(_SEVERITIES.get(severity, "error"), str(text)) for severity, text in rows)  # type: ignore[arg-type]
-
-
-class _LaunchIndex:
-    """Finds the call that launched a piece of work: the earliest of its process with the same correlation id."""
-
-    def __init__(self, calls: Columns) -> None:
-        self._calls = calls
-        keys = _launch_keys(calls["thread"] >> _PID_SHIFT, calls["correlation"])
-        # Calls are sorted by time and the sort is stable: the first of equal keys is the earliest call.
-        self._order = np.argsort(keys, kind="stable")
-        self._sorted = keys[self._order]
-        self._first_used: Bools = np.zeros(len(keys), dtype=np.bool_)
-
-    def find(self, process: Ints, correlation: Ints) -> tuple[Ints, Ints]:
-        """Return launch time and launching thread of each piece of work (`NO_LAUNCH` where no call is recorded)."""
-        if not len(self._sorted):
-            return np.zeros(len(process), dtype=np.int64), np.full(len(process), NO_LAUNCH, dtype=np.int64)
-        keys = _launch_keys(process, correlation)
-        at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
-        call = self._order[at]
-        known = (self._sorted[at] == keys) & (correlation > 0)
-        self._first_used[at[known]] = True
-        launch_ns = np.where(known, self._calls["start"][call], 0)
-        return launch_ns, np.where(known, self._calls["thread"][call], NO_LAUNCH)
-
-    def used(self) -> Bools:
-        """Return which calls share their correlation id with some work that `find` was asked about."""
-        if not len(self._sorted):
-            return empty_bools()
-        group = np.concatenate([[0], np.cumsum(self._sorted[1:] != self._sorted[:-1])])
-        used = np.zeros(len(self._sorted), dtype=np.bool_)
-        used[self._order] = np.bincount(group, weights=self._first_used)[group] > 0
-        return used
-
-
-def _launch_keys(process: Ints, correlation: Ints) -> Ints:
-    """Return one integer per (process, correlation id); ids are 32 bits wide, a pid is below 2²²."""
-    return ((process & ((1 << 31) - 1)) << 32) | (correlation & 0xFFFFFFFF)
+        rows = self.file.rows("SELECT severity, text FROM DIAGNOSTIC_EVENT")
+        return tuple(Diagnostic(_SEVERITIES.get(severity, "warning"), str(text)) for severity, text in rows)
 
 
 def _sorted_by_start(calls: Columns | None) -> Columns:

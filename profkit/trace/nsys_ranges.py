@@ -20,6 +20,7 @@ _DOMAIN_CREATE = 75
 _PAYLOADS = ("uint64Value", "int64Value", "doubleValue", "uint32Value", "int32Value", "floatValue")
 
 _UNNAMED = "(unnamed)"
+_OPEN = -(1 << 62)
 _PID_SHIFT = 24
 
 
@@ -36,35 +37,30 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
         if needed not in columns:
             raise TraceError(f"{file.path}: table {TABLE} has no column {needed}, without which it holds no ranges")
     where = f"eventType IN ({','.join(map(str, _RANGE_TYPES))})"
-    expressions = (
-        "start",
-        f"coalesce(end, {-(1 << 62)})",
-        "coalesce(globalTid, 0)",
-        "coalesce(endGlobalTid, globalTid, 0)" if "endGlobalTid" in columns else "coalesce(globalTid, 0)",
-        "coalesce(domainId, 0)" if "domainId" in columns else "0",
-        "coalesce(textId, -1)" if "textId" in columns else "-1",
-        "eventType",
-        "rowid",
-    )
-    start, end, thread, end_thread, domain, text_id, event_type, row_id = file.columns(
-        [ColumnRequest(TABLE, expressions, where)]
-    )[0]
+    wanted = {"start": 0, "end": _OPEN, "globalTid": 0, "eventType": 0, "rowid": 0}
+    optional = {"endGlobalTid": -1, "domainId": 0, "textId": -1}
+    there = wanted | {name: null for name, null in optional.items() if name in columns}
+    found = dict(zip(there, file.columns([ColumnRequest(TABLE, there, where)])[0], strict=True))
+    start, end, thread, event_type = (found[name] for name in ("start", "end", "globalTid", "eventType"))
     if not len(start):
         return _no_ranges()
-    is_open = end == -(1 << 62)
+    is_open = end == _OPEN
     last = max(end_of_capture, int(start.max()), int(end.max()))
     process = thread >> _PID_SHIFT
+    end_thread = found.get("endGlobalTid", thread)
     return Ranges(
-        name=_range_names(file, names, text_id, where),
-        domain=_domain_names(file, columns, names, process, domain),
+        name=_range_names(file, columns, names, found.get("textId", np.full(len(start), -1)), where),
+        domain=_domain_names(
+            file, columns, names, process, found.get("domainId", np.zeros(len(start), dtype=np.int64))
+        ),
         start_ns=start,
         end_ns=np.where(is_open, last, end),
         process=process,
         thread=thread,
         # Only start/end ranges can end on another thread.
-        end_thread=np.where(np.isin(event_type, _START_END_TYPES), end_thread, thread),
+        end_thread=np.where(np.isin(event_type, _START_END_TYPES) & (end_thread != -1), end_thread, thread),
         is_open=is_open,
-        payload=_payloads(file, columns, where, row_id),
+        payload=_payloads(file, columns, where, found["rowid"]),
     )
 
 
@@ -76,11 +72,11 @@ def has_invisible_ranges(file: SqliteFile, tables: dict[str, frozenset[str]]) ->
     return bool(types & set(_DOMAIN_TYPES)) and not types & set(_RANGE_TYPES)
 
 
-def _range_names(file: SqliteFile, names: Names, text_id: Ints, where: str) -> Ints:
+def _range_names(file: SqliteFile, columns: frozenset[str], names: Names, text_id: Ints, where: str) -> Ints:
     """Return the index of each range's name; ``text``, where there is one, wins over ``textId``."""
     ids, inverse = np.unique(text_id, return_inverse=True)
     result: Ints = names.indices([int(i) for i in ids], {-1: _UNNAMED})[inverse]
-    if ids[0] != -1:
+    if ids[0] != -1 or "text" not in columns:
         return result
     texts = [text for (text,) in file.rows(f"SELECT text FROM {TABLE} WHERE {where} ORDER BY rowid")]
     interned = {text: names.intern(str(text)) for text in set(texts) if text is not None}
@@ -94,11 +90,11 @@ def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, proce
     """Return the index of each range's domain name: empty for the default domain, ids are per process."""
     if "domainId" not in columns:
         return np.full(len(domain), names.intern(""), dtype=np.int64)
-    text_id = "textId" if "textId" in columns else "NULL"
+    text, text_id = (name if name in columns else "NULL" for name in ("text", "textId"))
     rows = file.rows(
-        f"SELECT globalTid >> {_PID_SHIFT}, domainId, text, {text_id} FROM {TABLE} WHERE eventType = {_DOMAIN_CREATE}"
+        f"SELECT globalTid >> {_PID_SHIFT}, domainId, {text}, {text_id} FROM {TABLE} WHERE eventType = {_DOMAIN_CREATE}"
     )
-    registered = names.values([int(row[3]) for row in rows if row[3] is not None])
+    registered = names.values([row[3] for row in rows if isinstance(row[3], int)])
     known = {(p, d): text if text is not None else registered.get(i, "") for p, d, text, i in rows}
     pairs, inverse = np.unique(np.stack([process, domain]), axis=1, return_inverse=True)
     index = [
