@@ -13,7 +13,7 @@ import numpy as np
 
 from profkit.analysis.helpers import AMBIGUOUS, HelperFinder
 from profkit.analysis.nesting import NO_RANGE, Timeline, build_timelines
-from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work
+from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, rows_by_value
 
 DIRECT, INFERRED, AMBIGUOUS_HOST, OUTSIDE, NO_LAUNCH_RECORD = range(5)
 
@@ -80,7 +80,7 @@ def _place(rows: Work | Copies, timelines: dict[int, Timeline], finder: HelperFi
     own = np.full(len(rows), NO_RANGE, dtype=np.int64)
     host = own.copy()
     host_thread = own.copy()
-    for thread, members in rows_by_thread(rows.launch_thread).items():
+    for thread, members in rows_by_value(rows.launch_thread).items():
         if thread == NO_LAUNCH:
             continue
         times = rows.launch_ns[members]
@@ -115,13 +115,6 @@ def _adopt_top_ranges(trace: Trace, timelines: dict[int, Timeline], parent: Ints
             began, ended = ranges.start_ns[hosts.range], ranges.end_ns[hosts.range]
             around = (began < ranges.start_ns[top]) | ((began == ranges.start_ns[top]) & (ended > ranges.end_ns[top]))
             parent[top] = np.where((hosts.range >= 0) & around, hosts.range, NO_RANGE)
-
-
-def rows_by_thread(thread: Ints) -> dict[int, Ints]:
-    """Return the row numbers of each thread, in order."""
-    order = np.argsort(thread, kind="stable")
-    threads, first = np.unique(thread[order], return_index=True)
-    return dict(zip(threads.tolist(), np.split(order, first[1:]), strict=True)) if len(threads) else {}
 
 
 def _build_ledger(placement: Placement, duration_ns: Ints) -> Ledger:

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, Timeline
-from profkit.trace.columns import Bools, Calls, Ints, Trace, empty_ints
+from profkit.trace.columns import Bools, Calls, Ints, Trace, empty_ints, rows_by_value
 
 AMBIGUOUS = -2
 """The host range of a launch that two or more waiting threads could claim."""
@@ -51,7 +51,7 @@ class HelperFinder:
         self._trace = trace
         self._timelines = timelines
         self._calls = _calls_by_thread(trace.calls)
-        launching = set(np.unique(trace.work.launch_thread).tolist())
+        launching = rows_by_value(trace.work.launch_thread).keys()
         self._candidates = [t for t in timelines if t in launching and not self.is_autograd(t)]
         ranges = trace.ranges
         self._process_of = dict(zip(ranges.end_thread.tolist(), ranges.process.tolist(), strict=True))
@@ -170,11 +170,7 @@ def _span_of_calls(calls: _ThreadCalls, begin: Ints, end: Ints, time_ns: Ints) -
 
 
 def _calls_by_thread(calls: Calls) -> dict[int, _ThreadCalls]:
-    order = np.argsort(calls.thread, kind="stable")
-    threads, first = np.unique(calls.thread[order], return_index=True)
-    if not len(threads):
-        return {}
     return {
         thread: _ThreadCalls(calls.start_ns[rows], np.maximum.accumulate(calls.end_ns[rows]))
-        for thread, rows in zip(threads.tolist(), np.split(order, first[1:]), strict=True)
+        for thread, rows in rows_by_value(calls.thread).items()
     }

@@ -48,6 +48,7 @@ _SMALL_IDS = 1 << 22
 _GRAPH_NAME = "CUDA graph {}"
 
 Columns = dict[str, Ints]
+_Wanted = dict[str, tuple[str, int]]
 
 
 def read_nsys(path: Path) -> Trace:
@@ -85,7 +86,7 @@ class _Reader:
 
     def read(self) -> Trace:
         requests = {name: self._request(name) for name in (CALLS, KERNELS, COPIES, SETS, GRAPHS) if name in self.tables}
-        found = {table: self._read_table(table, parts) for table, parts in requests.items()}
+        found = self._read_tables(requests)
         calls = _sorted_by_start(found.pop(CALLS, None))
         process = calls["thread"] >> _PID_SHIFT
         launches = LaunchIndex(process, calls["correlation"], calls["start"], calls["thread"])
@@ -124,7 +125,7 @@ class _Reader:
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
         )
 
-    def _request(self, table: str) -> dict[str, tuple[str, int]]:
+    def _request(self, table: str) -> _Wanted:
         """Return the columns to read from a table: our name → its name there and what stands for NULL."""
         wanted = {"start": ("start", 0), "end": ("end", 0), "correlation": ("correlationId", -1)}
         if table == CALLS:
@@ -147,11 +148,25 @@ class _Reader:
         self.notes.append("this export has no demangled kernel names; short names stand in, and categories are coarser")
         return "shortName"
 
-    def _read_table(self, table: str, wanted: dict[str, tuple[str, int]]) -> Columns:
-        """Return a table's columns under our names; one that only some versions have reads as its NULL.
+    def _read_tables(self, requests: dict[str, _Wanted]) -> dict[str, Columns]:
+        """Return the tables' columns under our names; one that only some versions have reads as its NULL."""
+        there = {table: self._there(table, wanted) for table, wanted in requests.items()}
+        arrays = self.file.columns([ColumnRequest(table, dict(columns.values())) for table, columns in there.items()])
+        found = {}
+        for (table, wanted), columns in zip(requests.items(), arrays, strict=True):
+            parts = dict(zip(there[table], columns, strict=True))
+            for ours in wanted.keys() - parts.keys():
+                parts[ours] = np.full(len(columns[0]), wanted[ours][1], dtype=np.int64)
+            if "process" in parts:
+                parts["process"] >>= _PID_SHIFT
+            found[table] = parts
+        return found
+
+    def _there(self, table: str, wanted: _Wanted) -> _Wanted:
+        """Return which of the wanted columns the table has.
 
         Raises:
-            TraceError: a column is missing without which the rows cannot be placed.
+            TraceError: one is missing without which the rows cannot be placed.
         """
         there = {ours: theirs for ours, theirs in wanted.items() if theirs[0] in self.tables[table]}
         missing = next(
@@ -162,13 +177,7 @@ class _Reader:
                 f"{self.file.path}: table {table} has no column {missing}, which is needed to place its rows"
                 f" (export schema {self.schema}); export the report again with a newer nsys"
             )
-        arrays = self.file.columns([ColumnRequest(table, dict(there.values()))])[0]
-        found = dict(zip(there, arrays, strict=True))
-        for ours in wanted.keys() - there.keys():
-            found[ours] = np.full(len(arrays[0]), wanted[ours][1], dtype=np.int64)
-        if "process" in found:
-            found["process"] >>= _PID_SHIFT
-        return found
+        return there
 
     def _note_shared_ids(self, launches: LaunchIndex) -> None:
         if launches.shared_count:

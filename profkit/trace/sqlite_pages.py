@@ -55,7 +55,7 @@ class PageReader:
         """
         try:
             return self._read(root_page, columns, null_values, row_count)
-        except (IndexError, ValueError):  # a damaged page points outside itself
+        except (IndexError, ValueError, OSError):  # a damaged page points outside itself or the file
             raise NotPlain from None
 
     def _read(self, root_page: int, columns: Sequence[int], null_values: Sequence[int], row_count: int) -> list[Ints]:
