@@ -44,16 +44,27 @@ def read_manifest(run: Path) -> dict[str, Any]:
 
 def find_trace(run: Path) -> Path:
     """Return the trace of a run directory: the nsys export if there is one, else the report, else Kineto's trace."""
-    read_manifest(run)
+    manifest = read_manifest(run)
     for name in (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE):
         if (run / name).exists():
             return run / name
+    if manifest.get("status") != "complete":
+        raise TraceError(f"{run}: this run holds no trace: {_ending(manifest)}")
     raise TraceError(f"{run}: this run holds no trace (none of {NSYS_EXPORT}, {NSYS_REPORT}, {KINETO_TRACE})")
 
 
 def find_snapshot(run: Path) -> Path:
     """Return the memory snapshot of a run directory."""
-    read_manifest(run)
+    manifest = read_manifest(run)
     if not (run / SNAPSHOT).exists():
+        if manifest.get("status") != "complete":
+            raise SnapshotError(f"{run}: this run holds no snapshot: {_ending(manifest)}")
         raise SnapshotError(f"{run}: this run holds no {SNAPSHOT}; record one with `profkit run --memory`")
     return run / SNAPSHOT
+
+
+def _ending(manifest: dict[str, Any]) -> str:
+    """Return how a run that is not complete came to its end."""
+    if manifest.get("status") == "failed":
+        return f"it failed ({manifest.get('reason') or 'exit status ' + str(manifest.get('exit_status'))})"
+    return "it did not come to its end"

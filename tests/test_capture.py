@@ -197,4 +197,6 @@ def test_known_failures_are_one_line(tmp_path: Path, error: str, status: int, li
     assert done.returncode == status
     assert line in done.stderr
     assert done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    # The launcher puts the same line into the manifest.
+    assert list(tmp_path.iterdir()) == [tmp_path / "worker.json"]
+    assert done.stderr == f"profkit: {json.loads((tmp_path / 'worker.json').read_text())['error']}\n"

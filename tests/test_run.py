@@ -153,6 +153,8 @@ def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp
     assert "failed with exit status 2; see run" in done.stderr
     manifest = _manifest(tmp_path / "run")
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 2)
+    assert "sees no CUDA GPU" in manifest["reason"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["flops.json", "manifest.json"]
 
 
 def _commands_with(marker: str) -> list[str]:

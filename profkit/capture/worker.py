@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,28 +81,40 @@ def main() -> None:
         for inherited, stream in zip(order.output_fds, (1, 2), strict=True):
             os.dup2(inherited, stream)
     try:
-        result = measure(order)
+        _write_result(order, measure(order))
     except ProfkitError as error:
-        _fail(str(error), error.exit_code)
+        _fail(order, str(error), error.exit_code)
     except torch.cuda.OutOfMemoryError as error:
         wanted = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         more = f" ({wanted[1]} more did not fit)" if wanted else ""
-        _fail(f"the GPU's memory is full{more}; try a smaller --batch, --context or model")
+        _fail(order, f"the GPU's memory is full{more}; try a smaller --batch, --context or model")
     except torch._dynamo.exc.TorchDynamoException as error:
-        _fail(f"--compile {order.workload.compile_mode}: {_first_line(error)}; leave --compile out")
+        _fail(order, f"--compile {order.workload.compile_mode}: {_first_line(error)}; leave --compile out")
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # how torch reports a CPU tensor that does not fit
             raise
-        _fail("the memory is full; try a smaller --batch, --context or model")
-    Path(order.result_path).write_text(json.dumps(result), encoding="utf-8")
+        _fail(order, "the memory is full; try a smaller --batch, --context or model")
+    except OSError as error:
+        _fail(order, f"{error.filename or Path(order.result_path).parent}: {error.strerror or error}")
+
+
+def _write_result(order: Order, content: dict[str, Any]) -> None:
+    """Leave what was found for the launcher; the file appears whole or not at all."""
+    path = Path(order.result_path)
+    partial = path.with_name(f"partial.{path.name}")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _fail(message: str, status: int = 1) -> NoReturn:
+def _fail(order: Order, message: str, status: int = 1) -> NoReturn:
+    """Say why on standard error, leave it for the manifest too, and exit."""
     sys.stderr.write(f"profkit: {message}\n")
+    with suppress(OSError):  # a full disk may be the very reason
+        _write_result(order, {"error": message})
     sys.exit(status)
 
 

@@ -109,7 +109,10 @@ def run(
     where = shlex.quote(str(recorded.run))
     if recorded.exit_status != 0:
         killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
-        click.echo(f"profkit: {target} failed with exit status {recorded.exit_status}{killed}; see {where}", err=True)
+        click.echo(
+            f"profkit: {target} failed with exit status {recorded.exit_status}{killed}; see {where}/manifest.json",
+            err=True,
+        )
         if recorded.has_snapshot:
             click.echo(f"The allocator's history up to then is there. Next:\n  profkit memory {where}")
         return recorded.exit_status

@@ -60,6 +60,11 @@ def last_manifest(first: dict[str, Any], clean: dict[str, Any], profiled: dict[s
     }
 
 
+def failed_manifest(first: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    """Return the manifest of a run that failed; ``reason`` is one line, or None where nobody gave one."""
+    return {**first, "status": "failed", "reason": reason, "finished_utc": _now()}
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ from profkit.errors import ToolError
 from profkit.launch.directory import make_run_directory, write_json, write_manifest
 from profkit.launch.export import export_to
 from profkit.launch.importer import import_raw
-from profkit.launch.manifest import first_manifest, last_manifest
+from profkit.launch.manifest import failed_manifest, first_manifest, last_manifest
 from profkit.launch.nsys import Nsys, build_profile_argv
 from profkit.launch.processes import run_child
 from profkit.models.flops import flops_by_path
@@ -27,6 +27,7 @@ from profkit.run_directory import FLOPS, KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT,
 Progress = Callable[[str], AbstractContextManager[object]]
 
 _RESULT = "worker.json"
+_INTERRUPTED = 130
 
 # nsys says this and exits 0: seen when its CUPTI is older than the driver.
 _LOSSY = b"Errors occurred while processing the raw events"
@@ -57,8 +58,9 @@ class MemoryOptions:
 
 
 class _TargetFailed(Exception):
-    def __init__(self, exit_status: int) -> None:
+    def __init__(self, exit_status: int, reason: str | None) -> None:
         self.exit_status = exit_status
+        self.reason = reason
 
 
 def require_torch() -> None:
@@ -107,11 +109,10 @@ def record_run(
             _record_kineto(run, workload, progress) if nsys is None else _record_nsys(run, workload, nsys, progress)
         )
     except _TargetFailed as failure:
-        write_manifest(run, {**manifest, "status": "failed", "exit_status": failure.exit_status})
+        _mark_failed(run, {**failed_manifest(manifest, failure.reason), "exit_status": failure.exit_status})
         return Recorded(run, failure.exit_status, has_snapshot=(run / SNAPSHOT).exists())
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        write_manifest(run, {**manifest, "status": "failed", "reason": "interrupted" if interrupted else str(error)})
+        _give_up(run, manifest, error)
         raise
     warnings = _warnings(run, workload)
     finished = {**last_manifest(manifest, clean, profiled), "warnings": warnings}
@@ -119,6 +120,24 @@ def record_run(
         finished["memory"] = {"steps": remembered["steps"], "losses": remembered["losses"], **asdict(memory)}  # type: ignore[arg-type]
     write_manifest(run, finished)
     return Recorded(run, 0, nsys is None or workload.device == "cuda", remembered is not None, warnings)
+
+
+def _give_up(run: Path, manifest: dict[str, Any], error: BaseException) -> None:
+    """Mark a run that did not come to its end."""
+    interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+    content = failed_manifest(manifest, "interrupted" if interrupted else str(error))
+    if interrupted:
+        content["exit_status"] = _INTERRUPTED
+    _mark_failed(run, content)
+
+
+def _mark_failed(run: Path, manifest: dict[str, Any]) -> None:
+    """Write the last manifest of a run that failed, and clear away what was half written."""
+    for partial in run.glob("partial.*"):
+        partial.unlink()
+    # On a full disk the manifest stays what it was, `incomplete`: what went wrong first is what has to be told.
+    with suppress(OSError):
+        write_manifest(run, manifest)
 
 
 def _record_memory(run: Path, workload: Workload, options: MemoryOptions, progress: Progress) -> dict[str, Any]:
@@ -175,11 +194,20 @@ def _run(argv: list[str], order: Order, variables: dict[str, str], log: IO[bytes
     environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **variables}
     status = run_child(argv, environment, log, order.output_fds or ())
     if status != 0:
-        raise _TargetFailed(status)
+        raise _TargetFailed(status, _take_reason(Path(order.result_path)))
     result = Path(order.result_path)
     content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     result.unlink()
     return content
+
+
+def _take_reason(result: Path) -> str | None:
+    """Return why the worker failed, in its own words, if it left them; they are removed."""
+    if not result.exists():
+        return None
+    reason = json.loads(result.read_text(encoding="utf-8")).get("error")
+    result.unlink()
+    return None if reason is None else str(reason)
 
 
 def _warnings(run: Path, workload: Workload) -> tuple[str, ...]:
