@@ -7,11 +7,13 @@ from pathlib import Path
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace, read_trace
 from profkit.ranges import PHASES, WARMUP
+from profkit.report.clean_times import render_clean_times
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.kernels import render_kernels
 from profkit.report.ranges import render_ranges
 from profkit.report.self_check import verdict_line
 from profkit.report.units import format_ns, format_share
+from profkit.run_directory import read_manifest
 
 _COLUMNS = (
     Column("phase", "phase", right=False),
@@ -65,12 +67,14 @@ def summarize_phases(opened: OpenedTrace) -> list[KernelsResult]:
 def render_run_summary(run: Path) -> str:
     """Return what a finished run says: its self-check, phases, and kernels; of an NVTX-only capture its ranges."""
     opened = read_trace(run)
+    clean = render_clean_times(read_manifest(run))
     verdict = verdict_line(opened.self_check)
     if not len(opened.trace.work):
         tree = render_ranges(opened.ranges(numbered=False), opened.self_check)
+        tree = "\n\n".join(part for part in (tree, clean) if part)
         return f"{tree}\n\n{verdict}; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
     table = render_kernels(opened.kernels(), opened.self_check, top=_SUMMARY_TOP)
-    return "\n\n".join(part for part in (render_phases(opened), table, verdict) if part)
+    return "\n\n".join(part for part in (render_phases(opened), table, clean, verdict) if part)
 
 
 def _has_warmup(opened: OpenedTrace) -> bool:
