@@ -5,6 +5,7 @@ A command's module is imported only when that command runs, so that ``profkit --
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -56,36 +57,65 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """
     arguments = sys.argv[1:] if argv is None else argv
     debug = "--debug" in arguments[:1]
+    _prepare_streams()
     try:
         code: Any = cli.main(args=arguments, prog_name="profkit", standalone_mode=False)
-        sys.stdout.flush()
-    except click.exceptions.Abort:
-        _exit_with("interrupted", 130)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except ProfkitError as error:
-        if debug:
-            raise
-        _exit_with(str(error), error.exit_code)
     except BrokenPipeError:
-        # The reader of a pipe went away (`| head`): no error of ours; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a pipe went away (`| head`): no error of ours.
+        _flush_or_discard()
         sys.exit(0)
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         _exit_with("interrupted", 130)
-    except MemoryError:
+    except Exception as error:
         if debug:
             raise
-        _exit_with("out of memory", 1)
-    except OSError as error:
-        if debug:
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        _exit_with(f"{where}{error.strerror or error}", 1)
+        _flush_or_discard()
+        _exit_with(*_explain(error))
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _prepare_streams() -> None:
+    """Let no character that a terminal's encoding lacks stop the output, and no file take a closed stream's place."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The next file to be opened, a capture perhaps, would get this number, and children would write to it.
+            os.open(os.devnull, os.O_RDWR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """Return the line and the exit code for an error; one that nobody foresaw is a defect of profkit's, and says so."""
+    if isinstance(error, ProfkitError):
+        return str(error), error.exit_code
+    if isinstance(error, MemoryError):
+        return "out of memory", 1
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}", 1
+    return f"internal error, {type(error).__name__}: {error}; `profkit --debug …` shows where", 1
+
+
+def _flush_or_discard() -> None:
+    """Print what is still to be printed; if it cannot be, keep the interpreter from trying again at exit."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _exit_with(message: str, code: int) -> NoReturn:
-    click.echo(f"profkit: {message}", err=True)
+    from profkit.report.formats import make_visible
+
+    click.echo(f"profkit: {make_visible(message)}", err=True)
     sys.exit(code)

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.kernels import Grouping, KernelsResult
+from profkit.analysis.kernels import Grouping, KernelFilter, KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.cli.captures import open_trace
-from profkit.cli.options import output_options, write_result, write_warnings
-from profkit.errors import CheckError
+from profkit.cli.options import output_options
+from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
+from profkit.cli.progress import shown_after_a_second
+from profkit.errors import CheckError, UsageError
 from profkit.report.formats import Format
 from profkit.report.kernels import SORTS, render_kernels
 from profkit.report.summary import render_phases
 
 _DEFAULT_TOP = 20
+_FOR_PEOPLE = ("table", "markdown", "latex")
 
 
 @click.command()
@@ -23,7 +26,7 @@ _DEFAULT_TOP = 20
 @click.option("--range", "name", metavar="RANGE", help="A range's name, a glob ('layer *') or a path (forward/ffn).")
 @click.option("--exclude", metavar="RANGE", help="Leave out what lies under this range, such as warmup.")
 @click.option("--instance", type=int, metavar="N", help="Only the N-th instance of the range, counted from 0.")
-@click.option("--per-instance", is_flag=True, help="Also one line per instance of the range.")
+@click.option("--per-instance", is_flag=True, help="Also one line per instance of the range; in CSV that alone.")
 @click.option("--process", type=int, metavar="PID", help="Only this process.")
 @click.option("--device", type=int, metavar="N", help="Only this GPU.")
 @click.option("--by", type=click.Choice(["kernel", "category", "range"]), default="kernel", show_default=True)
@@ -61,44 +64,61 @@ def kernels(
     A kernel belongs to the ranges that were open when it was launched, on the launching thread (direct) or, for
     PyTorch's autograd threads, on the thread that waits for them (inferred).
     """
-    opened = open_trace(trace, thread_only=thread_only)
-    result = opened.kernels(
-        name,
-        exclude=exclude,
-        instance=instance,
-        process=process,
-        device=device,
-        by=by,
-        per_instance=per_instance,
-    )
-    if top is None and style in ("table", "markdown", "latex"):
+    _refuse_misfits(explain, by, style, plot)
+    refuse_overwriting([trace], [output, plot])
+    with shown_after_a_second(f"reading {trace.name}"):
+        opened = open_trace(trace, thread_only=thread_only)
+        result = opened.kernels(
+            name,
+            exclude=exclude,
+            instance=instance,
+            process=process,
+            device=device,
+            by=by,
+            per_instance=per_instance,
+        )
+        check = opened.self_check
+    if top is None and style in _FOR_PEOPLE:
         top = _DEFAULT_TOP
-    text = render_kernels(result, opened.self_check, style, sort=sort, top=top, full_names=full_names)
+    text = render_kernels(result, check, style, sort=sort, top=top, full_names=full_names)
     if style == "table":
         text = _with_phases(text, opened, result)
     if explain:
         from profkit.report.categories import render_explanation
 
-        text += "\n\n" + render_explanation(result, top, full_names=full_names)
+        text += "\n\n" + render_explanation(result, style, sort=sort, top=top, full_names=full_names)
     if plot is not None:
         from profkit.report.kernel_plot import plot_kernels
 
-        plot_kernels(result, plot, top=top or _DEFAULT_TOP)
-    _warn(opened, result, style)
+        with shown_after_a_second(f"drawing {plot.name}"):
+            plot_kernels(result, check, plot, top=top or _DEFAULT_TOP, sort=sort)
+    _warn(opened, result, style, top)
     write_result(text, output)
-    if strict and opened.self_check.failed:
+    if strict and check.failed:
         raise CheckError(f"{trace}: the capture failed its self-check")
 
 
+def _refuse_misfits(explain: bool, by: Grouping, style: Format, plot: Path | None) -> None:
+    """Refuse what could not be answered, before a large capture is read for it."""
+    if explain and by != "kernel":
+        raise UsageError(f"--explain: rules are for kernels, not --by {by}")
+    if explain and style not in ("table", "markdown"):
+        raise UsageError(f"--explain: --format {style} holds one table; take table or markdown")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise UsageError(f"--plot {plot}: the picture is a PNG; name it so")
+
+
 def _with_phases(text: str, opened: OpenedTrace, result: KernelsResult) -> str:
-    """Put the table of phases before that of the whole capture."""
-    if result.range is not None or result.by != "kernel":
+    """Put the table of phases before that of the whole capture; beside a part of it they would mislead."""
+    if result.filters != KernelFilter() or result.by != "kernel":
         return text
     return "\n\n".join(part for part in (render_phases(opened), text) if part)
 
 
-def _warn(opened: OpenedTrace, result: KernelsResult, style: Format) -> None:
+def _warn(opened: OpenedTrace, result: KernelsResult, style: Format, top: int | None) -> None:
     """Warn on stderr; the failures head a table themselves, but a CSV or JSON has no head that a person sees."""
     check = opened.self_check
     findings = [*check.of("failed"), *check.of("warning")] if style in ("csv", "json") else check.of("warning")
-    write_warnings([*(warning.message for warning in result.warnings), *(f.message for f in findings)])
+    cut = style == "csv" and result.per_instance is None and top is not None and top < len(result.kernels)
+    notes = [f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"] if cut else []
+    write_warnings([*(warning.message for warning in result.warnings), *(f.message for f in findings), *notes])

@@ -8,7 +8,8 @@ import click
 
 from profkit.analysis.memory_opened import PEAK, OpenedSnapshot, read_snapshot
 from profkit.analysis.memory_summary import Filter
-from profkit.cli.options import output_options, write_result, write_warnings
+from profkit.cli.options import output_options
+from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.report.formats import Format
@@ -72,6 +73,7 @@ def memory(
     directory. The allocator is replayed from the recorded events, so that the peak is max_memory_allocated() to the
     byte; where the history does not prove that, a bound is printed.
     """
+    refuse_overwriting([snapshot, *([against] if against is not None else [])], [output, timeline])
     opened = _open(snapshot, phases)
     if against is not None:
         comparison = opened.against(_open(against, phases), device=device)

@@ -1,15 +1,13 @@
-"""Options and habits that the analyzers share."""
+"""Options that the analyzers share."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from profkit.report.files import write_whole
 from profkit.report.formats import FORMATS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -24,17 +22,3 @@ def output_options(command: Command) -> Command:
     ):
         command = option(command)
     return command
-
-
-def write_result(text: str, output: Path | None) -> None:
-    """Print the result, or write it to a file that is whole or not there."""
-    if output is None:
-        click.echo(text)
-        return
-    write_whole(output, (text + "\n").encode())
-
-
-def write_warnings(messages: Iterable[str]) -> None:
-    """Print warnings to stderr, one line each."""
-    for message in messages:
-        click.echo(f"warning: {message}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 _PATIENCE_S = 1.0
 
@@ -13,18 +13,23 @@ _PATIENCE_S = 1.0
 @contextmanager
 def shown_after_a_second(doing: str) -> Iterator[None]:
     """Show ``doing`` on standard error while the block runs, if it is a terminal and a second has passed."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
-    from rich.status import Status
+    with ExitStack() as shown:
 
-    status = Status(f"{doing} …", console=Console(stderr=True))
-    timer = threading.Timer(_PATIENCE_S, status.start)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        status.stop()
+        def show() -> None:
+            # Loading rich takes a tenth of a second, which a command that is done by now has been spared.
+            from rich.console import Console
+            from rich.text import Text
+
+            shown.enter_context(Console(stderr=True).status(Text(f"{doing} …")))
+
+        timer = threading.Timer(_PATIENCE_S, show)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()

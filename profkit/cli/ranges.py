@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from profkit.cli.captures import open_trace
-from profkit.cli.options import output_options, write_result, write_warnings
+from profkit.cli.options import output_options
+from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
+from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError
 from profkit.report.formats import Format
 from profkit.report.ranges import render_ranges
@@ -32,9 +34,11 @@ def ranges(
 
     TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace or a run directory.
     """
-    opened = open_trace(trace, thread_only=thread_only)
-    result = opened.ranges(numbered=numbered or style in ("json", "csv"))
-    check = opened.self_check
+    refuse_overwriting([trace], [output])
+    with shown_after_a_second(f"reading {trace.name}"):
+        opened = open_trace(trace, thread_only=thread_only)
+        result = opened.ranges(numbered=numbered or style in ("json", "csv"))
+        check = opened.self_check
     findings = [*check.of("failed"), *check.of("warning")] if style in ("csv", "json") else check.of("warning")
     # Both would say why there are no ranges.
     messages = [warning.message for warning in result.warnings]

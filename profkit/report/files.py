@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 _MODE = 0o666
@@ -20,15 +19,17 @@ def write_whole(path: Path, data: bytes) -> None:
         return
     # A link is followed: the file that it names is replaced, not the link.
     target = path.resolve()
+    partial = target.with_name(f".profkit-{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            try:
+        try:
+            with partial.open("xb") as file:
                 file.write(data)
-                os.chmod(file.name, _mode_of(target))
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+            partial.chmod(_mode_of(target))
+            # Only what was written to its end, and closed without an error, takes the place of the old file.
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -10,13 +9,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from profkit.analysis.kernels import KernelRow, KernelsResult
-from profkit.errors import UsageError
-from profkit.report.files import write_whole
-from profkit.report.formats import shorten
+from profkit.analysis.self_check import SelfCheck
+from profkit.report.formats import make_visible, shorten
 from profkit.report.kernel_names import simplify_name
+from profkit.report.kernels import count_line, sort_rows, subject
+from profkit.report.pictures import plain_text, write_png
+from profkit.report.self_check import UNTRUSTED
 from profkit.report.units import format_ns, format_share
 
+MOST_BARS = 60
+"""More would be a picture that nobody reads, and that no page holds."""
+
 _LABEL_WIDTH = 58
+_TITLE_WIDTH = 110
 _BAR_INCHES = 0.3
 # One colour a category, the same in every picture; a palette that the colour-blind can tell apart (Okabe and Ito's,
 # lightened or darkened for the rarer ones).
@@ -38,17 +43,19 @@ _COLOURS = {
 }
 
 
-def plot_kernels(result: KernelsResult, path: Path, *, top: int) -> None:
-    """Write the largest ``top`` lines of the table, and all others as one bar, to a PNG file.
+def plot_kernels(result: KernelsResult, check: SelfCheck, path: Path, *, top: int, sort: str = "total") -> None:
+    """Write the first ``top`` lines of the table (`MOST_BARS` at most), and all others as one bar, to a PNG file.
 
     Raises:
-        UsageError: ``path`` does not end in ``.png``.
         OSError: it cannot be written.
     """
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"--plot {path}: the picture is a PNG; name it so")
-    rows = list(result.kernels[:top])
-    rest = result.kernels[top:]
+    with plain_text():
+        write_png(_draw(result, check, min(top, MOST_BARS), sort), path)
+
+
+def _draw(result: KernelsResult, check: SelfCheck, top: int, sort: str) -> Figure:
+    ordered = sort_rows(result.kernels, sort)
+    rows, rest = ordered[:top], ordered[top:]
     labels = [_label(result, row) for row in rows] + ([f"({len(rest)} more)"] if rest else [])
     totals = [row.total_ns for row in rows] + ([sum(row.total_ns for row in rest)] if rest else [])
     colours = [_COLOURS.get(row.category, "#0072B2") for row in rows] + (["#EEEEEE"] if rest else [])
@@ -76,21 +83,19 @@ def plot_kernels(result: KernelsResult, path: Path, *, top: int) -> None:
             fontsize=8,
         )
     axes.set_title(_title(result), fontsize=10, loc="left")
+    if check.failed:
+        figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
     _add_legend(figure, [row.category for row in rows] if result.by != "range" else [])
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150, metadata={"Software": "profkit"})
-    write_whole(path, picture.getvalue())
+    return figure
 
 
 def _label(result: KernelsResult, row: KernelRow) -> str:
     simple = result.by == "kernel" and result.measure == "gpu-kernel"
-    return shorten(simplify_name(row.name) if simple else row.name, _LABEL_WIDTH)
+    return shorten(make_visible(simplify_name(row.name) if simple else row.name), _LABEL_WIDTH)
 
 
 def _title(result: KernelsResult) -> str:
-    noun = "operators" if result.measure == "cpu-operator" else "kernels"
-    where = "whole capture" if result.range is None else f"range “{result.range}”, {result.instances} instances"
-    return f"{where}: {result.kernel_count + result.graph_count:,} {noun}, {format_ns(result.total_ns)}"
+    return f"{shorten(make_visible(subject(result)), _TITLE_WIDTH)}\n{count_line(result)}, {format_ns(result.total_ns)}"
 
 
 def _add_legend(figure: Figure, categories: list[str]) -> None:

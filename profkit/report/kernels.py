@@ -10,6 +10,8 @@ from profkit.report.formats import (
     Column,
     Format,
     Table,
+    escape_markdown,
+    make_visible,
     render_csv,
     render_json,
     render_latex,
@@ -18,7 +20,7 @@ from profkit.report.formats import (
 )
 from profkit.report.kernel_names import simplify_name
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
-from profkit.report.units import format_ns, format_share
+from profkit.report.units import format_count, format_ns, format_share
 
 _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_ns", "max": "max_ns", "name": "name"}
 SORTS = tuple(_SORTS)
@@ -35,25 +37,36 @@ def render_kernels(
     top: int | None = None,
     full_names: bool = False,
 ) -> str:
-    """Return the result as text: the table, what share is of, the evidence and the ledger, warnings around it."""
+    """Return the result as text: the table, what share is of, the evidence and the ledger, warnings around it.
+
+    CSV is one table: the instances where they were asked for, else the kernels.
+    """
     rows = sort_rows(result.kernels, sort)
+    shown, rest = rows[:top], rows[top:] if top is not None else []
     if style == "json":
-        data = result.to_dict() | {"kernels": [asdict(row) for row in rows[:top]], "self_check": check_to_dict(check)}
+        data = result.to_dict() | {"kernels": [asdict(row) for row in shown], "rest": None}
+        if rest:
+            data["rest"] = asdict(_sum_rows(result, rest))
         data["warnings"] = [*data["warnings"], *check_warnings(check)]
-        return render_json(data)
+        return render_json(data | {"self_check": check_to_dict(check)})
+    instances = [build_instance_table(result)] if result.per_instance is not None else []
     if style == "csv":
-        keys = [column.key for column in _EXACT]
-        return render_csv(Table(_EXACT, [], [[getattr(row, key) for key in keys] for row in rows[:top]]))
+        return render_csv(instances[0] if instances else _exact_table(shown))
     failures = failure_lines(check)
-    table = _build_table(result, rows[:top], rest=rows[top:] if top is not None else [], full_names=full_names)
+    tables = [_build_table(result, shown, rest, full_names=full_names), *instances]
     if style == "latex":
-        return "\n".join([*(f"% {line}" for line in failures + books(result)), render_latex(table)])
-    instances = [build_instance_table(result)] if result.per_instance else []
+        heads = [*failures, *head_lines(result), *books(result)]
+        return "\n".join([*(f"% {make_visible(line)}" for line in heads), *map(render_latex, tables)])
     if style == "markdown":
-        parts = [*failures, f"**{head_line(result)}**", *map(render_markdown, [table, *instances])]
-        return "\n\n".join([*parts, "\n".join(f"- {line}" for line in books(result))])
-    tables = [render_table(some, full=full_names) for some in (table, *instances)]
-    return "\n\n".join([*["\n".join(failures)] * check.failed, head_line(result), *tables, "\n".join(books(result))])
+        parts = [
+            *map(escape_markdown, failures),
+            "\n".join(f"**{escape_markdown(line)}**" for line in head_lines(result)),
+        ]
+        parts += map(render_markdown, tables)
+        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in books(result))])
+    parts = ["\n".join(failures)] * check.failed + ["\n".join(head_lines(result))]
+    parts += [render_table(table, full=full_names) for table in tables]
+    return "\n\n".join([*parts, "\n".join(books(result))])
 
 
 def sort_rows(rows: tuple[KernelRow, ...], sort: str) -> list[KernelRow]:
@@ -67,25 +80,51 @@ def noun(result: KernelsResult) -> str:
     return "operator" if result.measure == "cpu-operator" else "kernel"
 
 
-def head_line(result: KernelsResult) -> str:
-    """Return the range, its instances and the three times that must not be taken for one another."""
-    what = "whole capture" if result.range is None else f"range {result.range!r}, {result.instances} instances"
-    count = f"{result.kernel_count:,} {noun(result)}s"
-    if result.graph_count:
-        count += f" and {result.graph_count:,} CUDA graphs"
+def subject(result: KernelsResult) -> str:
+    """Return what the table is of: the capture or a range, and the filters that leave a part of it."""
+    if result.range is not None:
+        what = f"range {result.range!r}, {format_count(result.instances or 0, 'instance')}"
+    else:
+        what = "part of the capture" if filter_words(result) else "whole capture"
+    return ", ".join([what, *filter_words(result)])
+
+
+def filter_words(result: KernelsResult) -> list[str]:
+    """Return the filters that were set, in words."""
+    filters = result.filters
+    named = (("instance", filters.instance), ("process", filters.process), ("device", filters.device))
+    words = [f"{name} {value} only" for name, value in named if value is not None]
+    return words + ([f"without {filters.exclude!r}"] if filters.exclude is not None else [])
+
+
+def count_line(result: KernelsResult) -> str:
+    """Return how many kernels (or operators) and graphs the table counts."""
+    count = format_count(result.kernel_count, noun(result))
+    return count + (f" and {format_count(result.graph_count, 'CUDA graph')}" if result.graph_count else "")
+
+
+def head_lines(result: KernelsResult) -> list[str]:
+    """Return what the table is of, and the three times that must not be taken for one another."""
     time_name = "self time" if result.measure == "cpu-operator" else "kernel time"
-    return (
-        f"{what}: {count}\n{time_name} {format_ns(result.total_ns)}   "
-        f"busy {format_ns(result.busy_ns)}   wall {format_ns(result.wall_ns)}"
-    )
+    # Without a range there is no wall time of a part: it is from the first to the last thing recorded.
+    wall_name = "wall of the capture" if result.range is None and filter_words(result) else "wall"
+    return [
+        f"{subject(result)}: {count_line(result)}",
+        f"{time_name} {format_ns(result.total_ns)}   "
+        f"busy {format_ns(result.busy_ns)}   {wall_name} {format_ns(result.wall_ns)}",
+    ]
 
 
 def books(result: KernelsResult) -> list[str]:
     """Return the lines that close the books: what share is of, the evidence, the capture's ledger, copies."""
-    whole = "the whole capture's" if result.range is None else f"the {noun(result)} time under {result.range!r}:"
-    lines = [f"share is of {whole} {result.total_ns:,} ns"]
-    if result.range is None:
-        lines[0] = f"share is of all {noun(result)} time in the capture: {result.total_ns:,} ns"
+    filters = filter_words(result)
+    if result.range is not None:
+        whole = ", ".join([f"the {noun(result)} time under {result.range!r}", *filters])
+    elif filters:
+        whole = f"the {noun(result)} time in this part of the capture ({', '.join(filters)})"
+    else:
+        whole = f"all {noun(result)} time in the capture"
+    lines = [f"share is of {whole}: {result.total_ns:,} ns"]
     evidence = result.range_evidence
     if evidence is not None:
         parts = [("direct", evidence.direct_ns), ("inferred", evidence.inferred_ns)]
@@ -115,7 +154,7 @@ def _sum_line(parts: list[tuple[str, int]], total_ns: int) -> str:
 
 
 def _build_table(
-    result: KernelsResult, rows: list[KernelRow], rest: list[KernelRow] | None = None, *, full_names: bool = False
+    result: KernelsResult, rows: list[KernelRow], rest: list[KernelRow], *, full_names: bool = False
 ) -> Table:
     named = result.by == "kernel"
     per_instance = result.instances is not None
@@ -132,37 +171,46 @@ def _build_table(
     keys = [column.key for column in columns]
     simple = named and not full_names and result.measure == "gpu-kernel"
     shown = [replace(row, name=simplify_name(row.name)) if simple else row for row in rows]
-    cells = [[_cell(key, _value(result, row, key)) for key in keys] for row in shown]
-    if rest:
-        total, count = sum(row.total_ns for row in rest), sum(row.count for row in rest)
-        other: dict[str, object] = {
-            "share": total / result.total_ns if result.total_ns else 0.0,
-            "total_ns": total,
-            "count": count,
-        }
-        other |= {"per_instance_ns": round(total / result.instances) if result.instances else None}
-        other |= {"mean_ns": round(total / count), "category": "", "name": f"({len(rest)} more)"}
-        cells.append([_cell(key, other[key]) for key in keys])
-    return Table(tuple(columns), cells, [])
+    shown += [_sum_rows(result, rest)] if rest else []
+    return Table(tuple(columns), [[_cell(key, _value(row, key)) for key in keys] for row in shown], [])
 
 
-def _value(result: KernelsResult, row: KernelRow, key: str) -> object:
+def _sum_rows(result: KernelsResult, rows: list[KernelRow]) -> KernelRow:
+    """Return the rows that are not shown as one."""
+    total, count = sum(row.total_ns for row in rows), sum(row.count for row in rows)
+    each = [row.per_instance_count for row in rows if row.per_instance_count is not None]
+    return KernelRow(
+        name=f"({len(rows)} more)",
+        category="",
+        count=count,
+        per_instance_count=sum(each) if each else None,
+        total_ns=total,
+        share=total / result.total_ns if result.total_ns else 0.0,
+        mean_ns=round(total / count),
+        min_ns=min(row.min_ns for row in rows),
+        max_ns=max(row.max_ns for row in rows),
+    )
+
+
+def _exact_table(rows: list[KernelRow]) -> Table:
+    return Table(_EXACT, [], [[getattr(row, column.key) for column in _EXACT] for row in rows])
+
+
+def _value(row: KernelRow, key: str) -> object:
     if key == "per_instance_ns":
-        return round(row.total_ns / result.instances) if result.instances else None
+        each = row.per_instance_count
+        return round(row.total_ns * each / row.count) if each is not None else None
     return getattr(row, key)
 
 
 def build_instance_table(result: KernelsResult) -> Table:
-    """Return one line per instance of the range."""
+    """Return one line per instance of the range; for people, starts count from the first thing recorded."""
     keys = ("instance", "start_ns", "wall_ns", "kernel_time_ns", "busy_ns", "kernel_count")
     headings = ("instance", "start", "wall", "kernel time", "busy", "kernels")
     columns = tuple(Column(heading, key) for heading, key in zip(headings, keys, strict=True))
     values = [[getattr(row, key) for key in keys] for row in result.per_instance or ()]
-    cells = [
-        [format_ns(v) if key.endswith("_ns") else f"{v:,}" for key, v in zip(keys, line, strict=True)]
-        for line in values
-    ]
-    return Table(columns, cells, values)
+    shown = [replace(row, start_ns=row.start_ns - result.first_ns) for row in result.per_instance or ()]
+    return Table(columns, [[_cell(key, getattr(row, key)) for key in keys] for row in shown], values)
 
 
 def _cell(key: str, value: object) -> str:

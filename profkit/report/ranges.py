@@ -8,6 +8,8 @@ from profkit.report.formats import (
     Column,
     Format,
     Table,
+    escape_markdown,
+    make_visible,
     render_csv,
     render_json,
     render_latex,
@@ -17,13 +19,15 @@ from profkit.report.formats import (
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
 from profkit.report.units import format_ns, format_share
 
+_SHARE = "share_of_capture"
+
 _COLUMNS = (
     Column("range", "path", right=False, flexible=True),
     Column("count", "instances"),
     Column("wall", "wall_ns"),
     Column("kernel time", "kernel_time_ns"),
     Column("busy", "busy_ns"),
-    Column("share", "share"),
+    Column("share", _SHARE),
     Column("kernels", "kernel_count"),
 )
 
@@ -34,37 +38,50 @@ def render_ranges(result: RangesResult, check: SelfCheck, style: Format = "table
         data = result.to_dict()
         data["warnings"] = [*data["warnings"], *check_warnings(check)]
         return render_json({**data, "self_check": check_to_dict(check)})
-    table = _build_table(result, indented=style == "table")
     if style == "csv":
-        return render_csv(table)
+        return render_csv(_build_table(result, with_domain=True))
+    failures = failure_lines(check)
+    table = _build_table(result, indented=style == "table", with_domain=any(row.domain for row in result.ranges))
     if style == "latex":
-        return "\n".join([*(f"% {line}" for line in failure_lines(check)), render_latex(table)])
+        return "\n".join([*(f"% {make_visible(line)}" for line in [*failures, *books(result)]), render_latex(table)])
     if style == "markdown":
-        return "\n\n".join([*failure_lines(check), render_markdown(table)])
-    kind = "operator self time" if result.measure == "cpu-operator" else "kernel time"
-    books = f"share is of all {kind} in the capture: {result.total_ns:,} ns; a nested range counts in those around it"
+        parts = [*map(escape_markdown, failures), render_markdown(table)]
+        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in books(result))])
+    drawn = render_table(table, full=full_names)
+    return "\n\n".join(["\n".join(failures)] * check.failed + [drawn, "\n".join(books(result))])
+
+
+def books(result: RangesResult) -> list[str]:
+    """Return the lines that say what share is of."""
     if not result.total_ns:
-        books = "no GPU work was recorded: wall times alone"
-    return "\n\n".join(["\n".join(failure_lines(check))] * check.failed + [render_table(table, full=full_names), books])
+        return ["no GPU work was recorded: wall times alone"]
+    kind = "operator self time" if result.measure == "cpu-operator" else "kernel time"
+    return [f"share is of all {kind} in the capture: {result.total_ns:,} ns; a nested range counts in those around it"]
 
 
-def _build_table(result: RangesResult, *, indented: bool) -> Table:
-    cells, values = [], []
-    for row in result.ranges:
-        share = row.kernel_time_ns / result.total_ns if result.total_ns else 0.0
-        values.append([getattr(row, column.key, share) for column in _COLUMNS])
-        cells.append(
-            [
-                _label(row) if indented else row.path,
-                f"{row.instances:,}",
-                format_ns(row.wall_ns),
-                format_ns(row.kernel_time_ns),
-                format_ns(row.busy_ns),
-                format_share(share) if result.total_ns else "–",
-                f"{row.kernel_count:,}",
-            ]
-        )
-    return Table(_COLUMNS, cells, values)
+def _build_table(result: RangesResult, *, with_domain: bool, indented: bool = False) -> Table:
+    """Return the table; on a screen the domain stands beside the name, elsewhere in a column of its own."""
+    domain = (Column("domain", "domain", right=False),) if with_domain and not indented else ()
+    columns = (_COLUMNS[0], *domain, *_COLUMNS[1:])
+    rows = [[_value(result, row, column.key) for column in columns] for row in result.ranges]
+    cells = [[_cell(column.key, value) for column, value in zip(columns, values, strict=True)] for values in rows]
+    if indented:
+        cells = [[_label(row), *line[1:]] for row, line in zip(result.ranges, cells, strict=True)]
+    return Table(columns, cells, rows)
+
+
+def _value(result: RangesResult, row: RangeRow, key: str) -> object:
+    if key == _SHARE:
+        return row.kernel_time_ns / result.total_ns if result.total_ns else None
+    return getattr(row, key)
+
+
+def _cell(key: str, value: object) -> str:
+    if key == _SHARE:
+        return "–" if value is None else format_share(float(str(value)))
+    if key.endswith("_ns"):
+        return format_ns(int(str(value)))
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _label(row: RangeRow) -> str:

@@ -5,22 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from profkit.analysis.self_check import SelfCheck
+from profkit.report.formats import make_visible
+from profkit.report.units import format_count
+
+UNTRUSTED = "SELF-CHECK FAILED: do not trust this capture's totals"
 
 
 def failure_lines(check: SelfCheck) -> list[str]:
     """Return the lines that must head any output of a capture that failed, none if it passed."""
     if not check.failed:
         return []
-    lines = ["SELF-CHECK FAILED: do not trust this capture's totals"]
-    return lines + [f"  ✗ {finding.message}" for finding in check.of("failed")]
+    return [UNTRUSTED, *(f"  ✗ {make_visible(finding.message)}" for finding in check.of("failed"))]
 
 
 def verdict_line(check: SelfCheck) -> str:
     """Return the verdict in one line."""
     failed, warned = len(check.of("failed")), len(check.of("warning"))
     if failed:
-        return f"self-check FAILED ({failed} check{'s' if failed != 1 else ''})"
-    return "self-check passed" + (f" with {warned} warning{'s' if warned != 1 else ''}" if warned else "")
+        return f"self-check FAILED ({format_count(failed, 'check')})"
+    return "self-check passed" + (f" with {format_count(warned, 'warning')}" if warned else "")
 
 
 def check_to_dict(check: SelfCheck) -> dict[str, Any]:

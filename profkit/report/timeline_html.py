@@ -8,8 +8,6 @@ by uPlot, whose code and licence are in the page.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from importlib.resources import files
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,6 +17,7 @@ import numpy as np
 from profkit.analysis.memory_bins import Bins, Series, Shape
 from profkit.analysis.memory_result import MemoryResult
 from profkit.analysis.memory_summary import DeviceMemory
+from profkit.report.files import write_whole
 from profkit.report.memory import grave_lines, head_lines
 from profkit.report.timeline_colours import (
     CATEGORY_COLOURS,
@@ -39,11 +38,8 @@ _SHAPE_FIELDS = tuple(field for field in Shape.__dataclass_fields__ if field not
 
 def write_page(path: Path, bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> None:
     """Write the page; it is whole, or what was there before stays."""
-    text = render_page(bins, memory, result, by)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    # Half a pair, which stands for a stray byte of a file's name, is no Unicode.
+    write_whole(path, render_page(bins, memory, result, by).encode("utf-8", "replace"))
 
 
 def render_page(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> str:

@@ -14,8 +14,9 @@ from matplotlib.ticker import FuncFormatter
 from profkit.analysis.memory_bins import Bins
 from profkit.analysis.memory_result import MemoryResult
 from profkit.analysis.memory_summary import DeviceMemory
-from profkit.report.formats import shorten
+from profkit.report.formats import make_visible, shorten
 from profkit.report.memory_units import format_bytes
+from profkit.report.pictures import plain_text, write_png
 from profkit.report.timeline_colours import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
 
 _GIB = 2**30
@@ -25,7 +26,16 @@ _INK = "#1b1f24"
 
 
 def write_picture(path: Path, bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> None:
-    """Draw the stacked allocations, the peak, the phases and the reserved memory into a PNG."""
+    """Draw the stacked allocations, the peak, the phases and the reserved memory into a PNG.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with plain_text():
+        write_png(_draw(bins, memory, result, by), path)
+
+
+def _draw(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> Figure:
     series = bins.by_stack if by == "stack" else bins.by_category
     colours = [
         STACK_COLOURS[place % len(STACK_COLOURS)] if by == "stack" else CATEGORY_COLOURS[one.name]
@@ -59,12 +69,12 @@ def write_picture(path: Path, bins: Bins, memory: DeviceMemory, result: MemoryRe
     if by_events:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     handles = [
-        Patch(color=colour, label=shorten(one.name, _LABEL_WIDTH))
+        Patch(color=colour, label=_legend_label(one.name))
         for one, colour in zip(series, colours, strict=True)
         if np.any(one.bytes)
     ]
     phases = [
-        Patch(color=PHASE_COLOURS.get(name, OTHER_PHASE_COLOUR), alpha=0.85, label=f"phase: {name}")
+        Patch(color=PHASE_COLOURS.get(name, OTHER_PHASE_COLOUR), alpha=0.85, label=f"phase: {make_visible(name)}")
         for name in dict.fromkeys(phase.name for phase in memory.timeline.phases)
     ]
     figure.legend(
@@ -74,7 +84,13 @@ def write_picture(path: Path, bins: Bins, memory: DeviceMemory, result: MemoryRe
         fontsize=8,
         frameon=False,
     )
-    figure.savefig(path, dpi=150, metadata={"Software": "profkit"})
+    return figure
+
+
+def _legend_label(name: str) -> str:
+    """Return a label; Matplotlib leaves those out of a legend that begin with an underscore."""
+    label = shorten(make_visible(name), _LABEL_WIDTH)
+    return f" {label}" if label.startswith("_") else label
 
 
 def _shade_phases(axes: Axes, memory: DeviceMemory, by_events: bool) -> None:
@@ -92,7 +108,7 @@ def _shade_phases(axes: Axes, memory: DeviceMemory, by_events: bool) -> None:
         axes.axvspan(left, right, ymin=0.965, ymax=1, color=colour, alpha=0.85, linewidth=0, zorder=3)
         if right - left > 0.0075 * len(phase.name) * whole:
             axes.annotate(
-                phase.name,
+                make_visible(phase.name),
                 ((left + right) / 2, 0.9825),
                 xycoords=("data", "axes fraction"),
                 ha="center",
@@ -120,6 +136,6 @@ def _title(result: MemoryResult) -> str:
     totals = result.totals
     proof = "exact" if totals.exact else "not proven"
     return (
-        f"{PurePath(result.snapshot).name}, device {totals.device}: allocated peak "
+        f"{make_visible(PurePath(result.snapshot).name)}, device {totals.device}: allocated peak "
         f"{format_bytes(totals.allocated_peak_bytes)} ({totals.allocated_peak_bytes:,} B, {proof})"
     )

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+_NEARLY_ALL = 1 - 1e-9
+"""Shares that were summed in floating point and are as good as the whole."""
+
 
 def format_ns(value: int) -> str:
     """Return a duration with four digits in the unit that fits: ``34.50 ms``."""
-    for limit, divisor, unit in ((10**6, 10**3, "µs"), (10**9, 10**6, "ms")):
-        if abs(value) < 1000:
-            return f"{value} ns"
-        if abs(value) < limit:
-            return _four_digits(value / divisor, unit)
-    return _four_digits(value / 10**9, "s")
+    if abs(value) < 1000:
+        return f"{value} ns"
+    for divisor, unit in ((10**3, "µs"), (10**6, "ms")):
+        # Rounded to four digits, 999,960 ns is a millisecond and not a thousand microseconds.
+        if round(abs(value) / divisor, 1) < 1000:
+            return f"{four_digits(value / divisor)} {unit}"
+    return f"{four_digits(value / 10**9)} s"
 
 
 def format_share(value: float) -> str:
-    """Return a fraction as per cent with one decimal; what is not nothing never shows as nothing."""
+    """Return a fraction as per cent with one decimal; what is not nothing never shows as nothing, nor a part as all."""
     if 0 < value < 0.0005:
         return "<0.1%"
+    if 0.9995 <= value < _NEARLY_ALL:
+        return ">99.9%"
     return f"{value:.1%}"
 
 
-def _four_digits(value: float, unit: str) -> str:
-    decimals = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
-    return f"{value:,.{decimals}f} {unit}"
+def format_count(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 kernel``, ``2,422 kernels``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def four_digits(value: float) -> str:
+    """Return a number rounded to four digits, or to a whole number if it has more."""
+    decimals = next(
+        (digits for digits, limit in ((3, 10), (2, 100), (1, 1000)) if round(abs(value), digits) < limit), 0
+    )
+    return f"{value:,.{decimals}f}"

@@ -1,0 +1,73 @@
+"""What a command writes, and what it must never write over."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from profkit.errors import ProfkitError, UsageError
+from profkit.report.files import write_whole
+from profkit.report.formats import make_visible
+from profkit.run_directory import FLOPS, KINETO_TRACE, LEDGER, LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, SNAPSHOT
+
+_RUN_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, LEDGER, FLOPS, LOG)
+
+
+def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None]) -> None:
+    """Let no result take the place of a capture that is read, of a file of its run, or of another result.
+
+    Every analyzer calls this before it reads or writes anything; links to the same file count as that file.
+
+    Raises:
+        UsageError: one would.
+    """
+    named = [output for output in outputs if output is not None]
+    for capture, output in itertools.product(captures, named):
+        if any(_is_same(output, path) for path in _files_of(capture)):
+            raise UsageError(f"{output}: this is what is read (or a part of its run); write to another file")
+    for first, second in itertools.combinations(named, 2):
+        if _is_same(first, second):
+            raise UsageError(f"{second}: two results would be written to this one file")
+
+
+def write_result(text: str, output: Path | None) -> None:
+    """Print the result, or write it to a file that is whole or not there.
+
+    Raises:
+        ProfkitError: it is to be printed and standard output is closed.
+        OSError: it cannot be written.
+    """
+    if output is not None:
+        write_whole(output, (text + "\n").encode("utf-8", "replace"))
+    elif sys.stdout is None:
+        raise ProfkitError("standard output is closed; name a file with -o")
+    elif sys.stdout.isatty():
+        # Names stand in CSV as they are; a screen would obey what is in them.
+        click.echo("\n".join(map(make_visible, text.split("\n"))))
+    else:
+        click.echo(text)
+
+
+def write_warnings(messages: Iterable[str]) -> None:
+    """Print warnings to stderr, one line each."""
+    for message in messages:
+        click.echo(f"warning: {make_visible(message)}", err=True)
+
+
+def _files_of(capture: Path) -> list[Path]:
+    run = capture if capture.is_dir() else capture.parent
+    if capture.is_dir() or (run / MANIFEST).exists():
+        return [capture, *(run / name for name in _RUN_FILES)]
+    return [capture]
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return one.resolve() == other.resolve()
