@@ -1,0 +1,229 @@
+"""The backward pass of the built-in model as allocations: autograd's nodes in the reverse order of the forward pass.
+
+A node makes the gradients of its inputs, then what it was given and what was saved for it goes. Where two gradients of
+one tensor meet, the second is added into the first in place; only where the first is a view of another tensor, as that
+of a linear map in fp32 is, a third is made (torch/csrc/autograd/input_buffer.cpp). A sum over rows that many blocks of
+threads share out goes through a buffer (aten/src/ATen/native/cuda/Reduce.cuh).
+"""
+
+from __future__ import annotations
+
+from profkit.models.memory_forward import (
+    HALF_STREAM,
+    INDEX_BYTES,
+    INNER,
+    LOGITS,
+    POSITIONS,
+    ROWS,
+    SCORES,
+    STREAM,
+    VOCABULARY,
+    Attention,
+    Ffn,
+    Forward,
+    Linear,
+    Norm,
+)
+from profkit.models.memory_tape import TEMPORARIES, Block, Tape
+
+GRADIENTS = "gradients"
+
+# Of Reduce.cuh, for a column sum of fp32: 4 outputs a thread, blocks of 32 × 4 threads; 132 multiprocessors (H100,
+# H200) of 2,048 threads. Rows are shared out among blocks when a thread would add up 256 or more, to 16 each at most.
+_BLOCK_THREADS, _BLOCK_ROWS, _OUTPUTS_A_BLOCK = 128, 4, 128
+_RESIDENT_BLOCKS = 132 * 2048 // _BLOCK_THREADS
+_MIN_VALUES, _MAX_VALUES = 16, 256
+
+_SUM = "gradient of a norm's output"
+
+
+class BackwardPass:
+    """Writes the backward pass onto a tape; `gradients` are those of the parameters, which stay."""
+
+    def __init__(self, tape: Tape, *, rows: int, d_model: int, is_bf16: bool) -> None:
+        self._tape = tape
+        self._rows = rows
+        self._d_model = d_model
+        self._is_bf16 = is_bf16
+        self._low = 2 if is_bf16 else 4
+        self.gradients: list[Block] = []
+
+    def run(self, forward: Forward, loss_saved: tuple[Block, ...]) -> None:
+        """Write the whole pass; ``loss_saved`` are log-softmax's result, nll_loss's input, the targets, the weight."""
+        tape = self._tape
+        seed = tape.new("gradient of the loss", "", 4, GRADIENTS)
+        gradient = self._loss(*loss_saved)
+        gradient = self._linear(forward.head, gradient)
+        stream = self._norm(forward.norm, gradient, None, "final norm")
+        for layer in reversed(forward.layers):
+            gradient = self._ffn(layer.ffn, stream)
+            stream = self._norm(layer.ffn_norm, gradient, stream, "ffn norm")
+            gradient = self._attention(layer.attention, stream)
+            stream = self._norm(layer.attention_norm, gradient, stream, "attention norm")
+        indices = tape.new("indices in order", POSITIONS, INDEX_BYTES)
+        self.gradients.append(tape.new("embedding", VOCABULARY, 4, GRADIENTS))
+        tape.drop(indices, stream, seed)
+
+    def _loss(self, softmax: Block, given: Block, targets: Block, weight: Block) -> Block:
+        tape = self._tape
+        gradient = tape.new("gradient of nll_loss's input", LOGITS, 4)
+        tape.drop(given, targets, weight)
+        gradient = self._cast(gradient, "gradient of log-softmax", LOGITS, self._low)
+        result = tape.new("gradient of the logits", LOGITS, self._low)
+        tape.drop(gradient, softmax)
+        return result
+
+    def _cast(self, block: Block, name: str, shape: str, width_bytes: int) -> Block:
+        """Return the block in another width, and let go of it; itself where it has that width."""
+        if block.width_bytes == width_bytes:
+            return block
+        cast = self._tape.new(name, shape, width_bytes)
+        self._tape.drop(block)
+        return cast
+
+    def _linear(self, of: Linear, gradient: Block, *, free: bool = True, met: Block | None = None) -> Block:
+        """Return the gradient of the input, added to ``met`` where that is given.
+
+        ``free`` says that the gradient of the output ends here; in fp32 the stream's goes on around the branch.
+        """
+        tape, is_low = self._tape, of.weight is not None
+        category = TEMPORARIES if is_low else GRADIENTS
+        weight = tape.new(f"{of.name} weight", of.weight_shape, self._low, category)
+        result = tape.new(f"gradient of {of.name}'s input", of.input.shape, self._low)
+        tape.drop(*[gradient] * free, *([of.weight] if of.weight else []), of.input)
+        if of.is_cast:
+            result = self._cast(result, f"gradient of {of.name}'s input, fp32", of.input.shape, 4)
+        if met is not None:
+            result = self._meet(met, result, of)
+        if is_low:
+            wide = tape.new(f"{of.name} weight", of.weight_shape, 4, GRADIENTS)
+            tape.drop(weight)
+            weight = wide
+        self.gradients.append(weight)
+        return result
+
+    def _meet(self, first: Block, second: Block, of: Linear) -> Block:
+        """Return the sum of two gradients of a linear map's input; in fp32 the first two are views."""
+        if of.is_cast or first.name == _SUM:
+            self._tape.drop(second)
+            return first
+        total = self._tape.new(_SUM, of.input.shape, first.width_bytes)
+        self._tape.drop(first, second)
+        return total
+
+    def _norm(self, norm: Norm, gradient: Block, stream: Block | None, name: str) -> Block:
+        """Return the gradient of the stream: what came around (``stream``) and what came through the norm."""
+        tape = self._tape
+        by_gain = tape.new(f"{name}: gradient by the gain", STREAM, 4)
+        scaled = tape.new(f"{name}: gradient of the scaled", STREAM, 4)
+        self.gradients.append(tape.new(f"{name} gain", "d", 4, GRADIENTS))
+        self._sum_rows()
+        tape.drop(by_gain, gradient, norm.scaled)
+        by_scale = tape.new(f"{name}: gradient by the scale", STREAM, 4)
+        hidden = tape.new("gradient of the stream", STREAM, 4)
+        scale = tape.new(f"{name}: gradient of the scale", POSITIONS, 4)
+        tape.drop(by_scale, scaled, norm.hidden, norm.scale)
+        stream = self._add(stream, hidden)
+        powers = [tape.new(f"{name}: rsqrt's derivative", POSITIONS, 4) for _ in range(3)]
+        tape.drop(powers[1], powers[0], scale, norm.scale)
+        mean = tape.new(f"{name}: gradient of the squares", STREAM, 4)
+        tape.drop(powers[2])
+        parts = [tape.new(f"{name}: the square's derivative", STREAM, 4) for _ in range(3)]
+        tape.drop(parts[1], parts[0], mean, norm.hidden)
+        return self._add(stream, parts[2])
+
+    def _add(self, first: Block | None, second: Block) -> Block:
+        """Add the second gradient into the first, in place."""
+        if first is None:
+            return second
+        self._tape.drop(second)
+        return first
+
+    def _sum_rows(self) -> None:
+        """Sum ``(rows, d)`` over its rows: the buffer between blocks, and one counter for each column of them."""
+        values = -(-self._rows // _BLOCK_ROWS)
+        columns = -(-self._d_model // _OUTPUTS_A_BLOCK)
+        if values < _MAX_VALUES:
+            return
+        shares = max(min(-(-_RESIDENT_BLOCKS // columns), -(-values // _MIN_VALUES)), -(-values // _MAX_VALUES))
+        if shares > 1:
+            buffer = self._tape.new("buffer of a sum over rows", f"d {shares} {_BLOCK_THREADS}", 4)
+            counters = self._tape.new("counters of a sum over rows", f"{columns}", 4)
+            self._tape.drop(counters, buffer)
+
+    def _ffn(self, ffn: Ffn, stream: Block) -> Block:
+        tape, low = self._tape, self._low
+        gradient = tape.new("gradient of ffn output, bf16", STREAM, 2) if self._is_bf16 else stream
+        product = self._linear(ffn.w2, gradient, free=self._is_bf16)
+        up = tape.new("gradient of w3 output", INNER, low)
+        gated = tape.new("gradient of gate · sigmoid", INNER, low)
+        tape.drop(product, ffn.up, ffn.gated)
+        normed = self._linear(ffn.w3, up)
+        by_sigmoid = tape.new("gradient of the sigmoid", INNER, low)
+        gate = tape.new("gradient of the gate", INNER, low)
+        tape.drop(gated, ffn.gate, ffn.sigmoid)
+        through = tape.new("gradient through the sigmoid", INNER, low)
+        tape.drop(by_sigmoid, ffn.sigmoid, through)
+        return self._linear(ffn.w1, gate, met=normed)
+
+    def _attention(self, of: Attention, stream: Block) -> Block:
+        tape, low = self._tape, self._low
+        gradient = tape.new("gradient of attention output, bf16", STREAM, 2) if self._is_bf16 else stream
+        merged = self._linear(of.output, gradient, free=self._is_bf16)
+        mixed = tape.new("gradient of the mixed values", STREAM, low)
+        tape.drop(merged)
+        value = tape.new("gradient of value by head", STREAM, low)
+        weights = tape.new("gradient of the attention weights", SCORES, low)
+        tape.drop(mixed, of.values, of.weights)
+        scores = self._softmax(of, self._cast(weights, "gradient of the attention weights, fp32", SCORES, 4))
+        key = tape.new("gradient of the rotated key", STREAM, low)
+        query = tape.new("gradient of the rotated query", STREAM, low)
+        tape.drop(scores, of.rotated_key, of.rotated_query)
+        query = self._cast(query, "gradient of the rotated query, fp32", STREAM, 4)
+        key = self._cast(key, "gradient of the rotated key, fp32", STREAM, 4)
+        key, query = self._rotate(key, "key"), self._rotate(query, "query")
+        normed = None
+        for part, through in ((value, of.value), (key, of.key), (query, of.query)):
+            joined = tape.new(f"gradient of {through.name}, heads joined", STREAM, low)
+            tape.drop(part)
+            normed = self._linear(through, joined, met=normed)
+        assert normed is not None
+        return normed
+
+    def _softmax(self, of: Attention, weights: Block) -> Block:
+        """Return the gradient of the scores, from that of the weights."""
+        tape = self._tape
+        parts = [tape.new("the quotient's derivative", SCORES, 4) for _ in range(4)]
+        tape.drop(parts[2], parts[1], parts[0])
+        powers = tape.new("gradient of the exponentials", SCORES, 4)
+        sums = tape.new("gradient of their sums", ROWS, 4)
+        tape.drop(parts[3], weights, of.powers, of.sums, sums)
+        exponents = tape.new("gradient of the exponents", SCORES, 4)
+        tape.drop(powers, of.powers)
+        exponents = self._cast(exponents, "gradient of the shifted scores", SCORES, self._low)
+        masked = tape.new("gradient of the masked scores", SCORES, self._low)
+        tape.drop(exponents, of.mask)
+        scaled = tape.new("gradient of the scores", SCORES, self._low)
+        tape.drop(masked)
+        return scaled
+
+    def _rotate(self, gradient: Block, name: str) -> Block:
+        """Return the gradient of what was rotated."""
+        tape, low = self._tape, self._low
+        even, odd = self._half(name), self._half(name)
+        negative = tape.new(f"gradient of half of {name}", HALF_STREAM, 4)
+        tape.drop(self._half(name, negative))
+        last = self._half(name)
+        tape.drop(gradient, last)
+        whole = tape.new(f"gradient of {name}", STREAM, low)
+        tape.drop(even)
+        other = tape.new(f"gradient of {name}", STREAM, low)
+        tape.drop(odd, other)
+        return whole
+
+    def _half(self, name: str, *before: Block) -> Block:
+        """Return the product of half of the channels' gradient with a table; ``before`` ends with it."""
+        product = self._tape.new(f"gradient of half of {name}", HALF_STREAM, 4)
+        product = self._cast(product, f"gradient of half of {name}, bf16", HALF_STREAM, self._low)
+        self._tape.drop(*before)
+        return product

@@ -1,0 +1,271 @@
+"""The forward pass of the built-in model as allocations: `profkit.models.transformer` line by line, eager.
+
+Lengths are b batch, t context, d width, f inner width, h heads, v vocabulary; ``low`` is the width in bytes of what
+matrix products take and give: 4, or 2 under bf16 autocast. Autocast on CUDA casts the operands of ``linear`` and of
+einsum's batched product down; it casts the operand of ``exp`` and of ``sum`` up, and that of ``nll_loss``. A cast of a
+weight is kept until autocast ends, and beyond where backward needs it; other casts are made anew for each product. A
+norm's output is fp32 and so is that of the rotation, for its tables are.
+
+What is saved is what each operation's derivative needs (tools/autograd/derivatives.yaml): the operands of a product,
+the results of ``exp``, ``sigmoid``, ``rsqrt`` and ``log_softmax``, the base of ``pow``, the mask of ``masked_fill``;
+nothing for sums, scalings by a number and views, nor the factor whose partner (a rotation's table) is not trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profkit.models.memory_tape import Block, Tape
+
+AUTOCAST_COPIES = "autocast copies"
+
+STREAM = "b t d"
+INNER = "b t f"
+SCORES = "b h t t"
+ROWS = "b h t"
+POSITIONS = "b t"
+LOGITS = "b t v"
+SQUARE = "d d"
+WIDE = "d f"
+VOCABULARY = "v d"
+HALF_STREAM = "b t d /2"
+
+INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What the backward of RMSNorm needs."""
+
+    hidden: Block
+    scale: Block
+    scaled: Block
+
+
+@dataclass(frozen=True)
+class Linear:
+    """What the backward of a linear map needs: its input, and its weight where that is a cast copy.
+
+    ``is_cast`` says that the input was cast, so that its gradient is cast back.
+    """
+
+    name: str
+    weight_shape: str
+    input: Block
+    weight: Block | None
+    is_cast: bool
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the backward of attention needs."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    rotated_query: Block
+    rotated_key: Block
+    mask: Block
+    powers: Block
+    sums: Block
+    weights: Block
+    values: Block
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """What the backward of SwiGLU needs."""
+
+    w1: Linear
+    w2: Linear
+    w3: Linear
+    gate: Block
+    sigmoid: Block
+    gated: Block
+    up: Block
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the backward of one layer needs."""
+
+    attention_norm: Norm
+    attention: Attention
+    ffn_norm: Norm
+    ffn: Ffn
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the forward pass left behind."""
+
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear
+    logits: Block
+
+
+class ForwardPass:
+    """Writes the forward pass onto a tape; ``copies`` are the weights that autocast holds until it ends."""
+
+    def __init__(self, tape: Tape, num_layers: int, *, is_bf16: bool) -> None:
+        self._tape = tape
+        self._num_layers = num_layers
+        self._is_bf16 = is_bf16
+        self.low = 2 if is_bf16 else 4
+        self._copies: list[Block] = []
+
+    def run(self) -> Forward:
+        """Write the whole pass: from the tokens to the logits, up to the end of autocast."""
+        tape = self._tape
+        indices = tape.new("indices in order", POSITIONS, INDEX_BYTES)
+        hidden = tape.new("embedded tokens", STREAM, 4)
+        tape.drop(indices)
+        layers = []
+        for _ in range(self._num_layers):
+            hidden, layer = self._layer(hidden)
+            layers.append(layer)
+        normed, norm = self._norm(hidden, "final norm")
+        logits, head = self._linear(normed, "head", VOCABULARY, LOGITS, "logits")
+        tape.drop(normed, hidden)
+        return Forward(tuple(layers), norm, head, logits)
+
+    def end_autocast(self) -> None:
+        """Let go of the cast weights that autocast held."""
+        self._tape.drop(*self._copies)
+        self._copies.clear()
+
+    def _layer(self, hidden: Block) -> tuple[Block, Layer]:
+        tape = self._tape
+        normed, attention_norm = self._norm(hidden, "attention norm")
+        added, attention = self._attention(normed)
+        tape.drop(normed)
+        middle = tape.new("stream after attention", STREAM, 4)
+        tape.drop(added)
+        normed, ffn_norm = self._norm(middle, "ffn norm")
+        added, ffn = self._ffn(normed)
+        tape.drop(normed)
+        after = tape.new("stream after ffn", STREAM, 4)
+        tape.drop(added, middle, hidden)
+        return after, Layer(attention_norm, attention, ffn_norm, ffn)
+
+    def _norm(self, hidden: Block, name: str) -> tuple[Block, Norm]:
+        tape = self._tape
+        squares = tape.new(f"{name}: squares", STREAM, 4)
+        tape.save(hidden)  # for the square
+        mean = tape.new(f"{name}: mean", POSITIONS, 4)
+        tape.drop(squares)
+        shifted = tape.new(f"{name}: mean + epsilon", POSITIONS, 4)
+        tape.drop(mean)
+        scale = tape.new(f"{name}: 1 / root mean square", POSITIONS, 4)
+        tape.save(scale)  # by rsqrt, as its result
+        tape.drop(shifted)
+        scaled = tape.new(f"{name}: scaled", STREAM, 4)
+        tape.save(hidden, scale)  # for the product
+        normed = tape.new(f"{name}: output", STREAM, 4)
+        tape.save(scaled)
+        tape.drop(scaled, scale)
+        return normed, Norm(hidden, scale, scaled)
+
+    def _linear(self, source: Block, name: str, weight_shape: str, shape: str, result: str) -> tuple[Block, Linear]:
+        tape, weight = self._tape, None
+        is_cast = self._is_bf16 and source.width_bytes == 4
+        operand = source
+        if self._is_bf16:
+            weight = tape.new(f"{name} weight", weight_shape, 2, AUTOCAST_COPIES)
+            self._copies.append(weight)
+            tape.save(weight)
+        if is_cast:
+            operand = tape.new(f"{name}: input in bf16", source.shape, 2)
+        output = tape.new(result, shape, self.low)
+        tape.save(operand)
+        if is_cast:
+            tape.drop(operand)
+        return output, Linear(name, weight_shape, operand, weight, is_cast)
+
+    def _attention(self, normed: Block) -> tuple[Block, Attention]:
+        tape = self._tape
+        query, query_map = self._linear(normed, "query", SQUARE, STREAM, "query")
+        key, key_map = self._linear(normed, "key", SQUARE, STREAM, "key")
+        value, value_map = self._linear(normed, "value", SQUARE, STREAM, "value")
+        turned_query, turned_key = self._rotate("query"), self._rotate("key")
+        scores, operands = self._scores(turned_query, turned_key)
+        weights, mask, powers, sums = self._softmax()
+        values = tape.new("value by head", STREAM, self.low)
+        factor = weights
+        if self._is_bf16:
+            factor = tape.new("attention weights in bf16", SCORES, 2)
+        mixed = tape.new("mixed values", STREAM, self.low)
+        tape.save(factor, values)
+        if self._is_bf16:
+            tape.drop(factor)
+        tape.drop(values, scores, weights, turned_key, turned_query)
+        merged = tape.new("mixed values, heads joined", STREAM, self.low)
+        output, output_map = self._linear(merged, "output", SQUARE, STREAM, "attention output")
+        tape.drop(merged, query, key, value, mixed)
+        parts = (query_map, key_map, value_map, output_map, *operands, mask, powers, sums, factor, values)
+        return output, Attention(*parts)
+
+    def _rotate(self, name: str) -> Block:
+        tape = self._tape
+        halves = []
+        for half in ("even", "odd"):
+            first = tape.new(f"{name} by cosine", HALF_STREAM, 4)
+            second = tape.new(f"{name} by sine", HALF_STREAM, 4)
+            halves.append(tape.new(f"rotated {name}, {half} channels", HALF_STREAM, 4))
+            tape.drop(first, second)
+        rotated = tape.new(f"rotated {name}", STREAM, 4)
+        tape.drop(*reversed(halves))
+        return rotated
+
+    def _scores(self, query: Block, key: Block) -> tuple[Block, tuple[Block, Block]]:
+        tape, operands = self._tape, (query, key)
+        if self._is_bf16:
+            operands = (
+                tape.new("rotated query in bf16", STREAM, 2),
+                tape.new("rotated key in bf16", STREAM, 2),
+            )
+        products = tape.new("scores before scaling", SCORES, self.low)
+        tape.save(*operands)
+        if self._is_bf16:
+            tape.drop(*reversed(operands))
+        scores = tape.new("attention scores", SCORES, self.low)
+        tape.drop(products)
+        return scores, operands
+
+    def _softmax(self) -> tuple[Block, Block, Block, Block]:
+        """Write masked_softmax; return the weights, the inverted mask, the exponentials and their sums."""
+        tape = self._tape
+        mask = tape.new("inverted causal mask", "t t", 1)
+        masked = tape.new("masked scores", SCORES, self.low)
+        tape.save(mask)
+        tape.drop(mask)
+        greatest = tape.new("greatest score", ROWS, self.low)
+        shifted = tape.new("scores less the greatest", SCORES, self.low)
+        tape.drop(greatest)
+        exponents = [tape.new("exponents in fp32", SCORES, 4)] if self._is_bf16 else []
+        powers = tape.new("exponentials of the scores", SCORES, 4)
+        tape.save(powers)  # by exp, as its result
+        tape.drop(*exponents, shifted)
+        sums = tape.new("sums of the exponentials", ROWS, 4)
+        weights = tape.new("attention weights", SCORES, 4)
+        tape.save(powers, sums)  # for the quotient
+        tape.drop(sums, masked, powers)
+        return weights, mask, powers, sums
+
+    def _ffn(self, normed: Block) -> tuple[Block, Ffn]:
+        tape = self._tape
+        gate, w1 = self._linear(normed, "w1", WIDE, INNER, "gate")
+        sigmoid = tape.new("sigmoid of the gate", INNER, self.low)
+        tape.save(sigmoid)
+        gated = tape.new("gate · sigmoid", INNER, self.low)
+        tape.save(gate, sigmoid)
+        tape.drop(sigmoid)
+        up, w3 = self._linear(normed, "w3", WIDE, INNER, "w3 output")
+        product = tape.new("w2: input", INNER, self.low)
+        tape.save(gated, up)
+        tape.drop(gated, up)
+        output, w2 = self._linear(product, "w2", WIDE, STREAM, "ffn output")
+        tape.drop(product, gate)
+        return output, Ffn(w1, w2, w3, gate, sigmoid, gated, up)

@@ -1,0 +1,146 @@
+"""Allocations and frees in the order of eager execution, written down without a GPU.
+
+A `Block` is a tensor's memory. It dies when its last holder lets go: the Python variable or C++ frame that it was made
+for (one holder from birth), and each node of autograd's graph that saved it. Sizes are products of
+named lengths: what a program asks for, before the allocator rounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+ACTIVATIONS = "activations"
+TEMPORARIES = "temporaries"
+
+
+@dataclass(eq=False)
+class Block:
+    """One tensor's memory: ``shape`` names its lengths, such as ``b t d``; each element takes ``width_bytes``."""
+
+    category: str
+    name: str
+    shape: str
+    width_bytes: int
+    bytes: int
+    holders: int = 1
+    is_saved: bool = False
+
+    @property
+    def formula(self) -> str:
+        """How its bytes come about."""
+        return f"{'·'.join(self.shape.split())} × {self.width_bytes} B" if self.shape else f"{self.bytes} B"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Blocks of one kind, together; ``formula`` is that of each."""
+
+    category: str
+    name: str
+    bytes: int
+    count: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest that the requested bytes stood in a phase: how high, what was new then, and what there was."""
+
+    phase: str
+    bytes: int
+    moment: str
+    lines: tuple[Line, ...]
+
+
+class Tape:
+    """What was allocated and freed, phase by phase; ``keeps_graph`` is False under ``torch.no_grad``."""
+
+    def __init__(self, lengths: Mapping[str, int], *, keeps_graph: bool) -> None:
+        self._lengths = lengths
+        self._keeps_graph = keeps_graph
+        self._phases: list[tuple[str, int]] = []
+        self.events: list[tuple[int, Block]] = []
+        """(+1 or -1, block)"""
+
+    def begin(self, phase: str) -> None:
+        """Let events from now on belong to this phase."""
+        self._phases.append((phase, len(self.events)))
+
+    def new(self, name: str, shape: str, width_bytes: int, category: str = TEMPORARIES) -> Block:
+        """Allocate; ``shape`` may hold lengths by name and numbers, and divisors such as ``/2``."""
+        block = Block(category, name, shape, width_bytes, self._size(shape) * width_bytes)
+        self.events.append((1, block))
+        return block
+
+    def save(self, *blocks: Block) -> None:
+        """Let a node of autograd's graph hold these until its backward has run: they are activations then."""
+        if self._keeps_graph:
+            for block in blocks:
+                block.holders += 1
+                block.is_saved = True
+                if block.category == TEMPORARIES:
+                    block.category = ACTIVATIONS
+
+    def drop(self, *blocks: Block) -> None:
+        """Take one holder from each; what has none left is freed."""
+        for block in blocks:
+            block.holders -= 1
+            if block.holders == 0:
+                self.events.append((-1, block))
+
+    def live(self) -> list[Block]:
+        """Return what is allocated now."""
+        live: dict[Block, None] = {}
+        self._run(live, 0, len(self.events))
+        return list(live)
+
+    def peaks(self) -> tuple[Peak, ...]:
+        """Return each phase's peak, in the order in which they were begun."""
+        ends = [start for _, start in self._phases[1:]] + [len(self.events)]
+        live: dict[Block, None] = {}
+        self._run(live, 0, self._phases[0][1])
+        found = []
+        for (phase, start), end in zip(self._phases, ends, strict=True):
+            top = self._top(start, end)
+            self._run(live, start, top)
+            newest = self.events[top - 1][1].name if top > start else "all that was there before"
+            found.append(Peak(phase, sum(block.bytes for block in live), newest, group(live)))
+            self._run(live, top, end)
+        return tuple(found)
+
+    def _top(self, start: int, end: int) -> int:
+        """Return after which event between two the sum stands highest for the first time."""
+        now = highest = 0
+        top = start
+        for place in range(start, end):
+            sign, block = self.events[place]
+            now += sign * block.bytes
+            if now > highest:
+                highest, top = now, place + 1
+        return top
+
+    def _run(self, live: dict[Block, None], start: int, end: int) -> None:
+        for sign, block in self.events[start:end]:
+            if sign > 0:
+                live[block] = None
+            else:
+                del live[block]
+
+    def _size(self, shape: str) -> int:
+        factors = [part for part in shape.split() if not part.startswith("/")]
+        product = prod(self._lengths[part] if part in self._lengths else int(part) for part in factors)
+        for part in shape.split():
+            if part.startswith("/"):
+                product //= int(part[1:])
+        return product
+
+
+def group(blocks: Iterable[Block]) -> tuple[Line, ...]:
+    """Return the blocks put together by category, name and size, the largest first."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for block in blocks:
+        found.setdefault((block.category, block.name, block.formula), []).append(block.bytes)
+    lines = [Line(*key[:2], sum(sizes), len(sizes), key[2]) for key, sizes in found.items()]
+    return tuple(sorted(lines, key=lambda line: (-line.bytes, line.category, line.name)))
