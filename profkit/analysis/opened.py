@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from functools import cached_property
 from pathlib import Path
 
@@ -115,6 +116,9 @@ def _read(path: Path) -> Trace:
 
 def _head(path: Path) -> bytes:
     try:
+        # Opening a pipe waits for who writes to it, and what is read from it cannot be read again.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise TraceError(f"{path}: not a regular file; write the trace to a file and give that")
         with path.open("rb") as file:
             return file.read(64)
     except FileNotFoundError:

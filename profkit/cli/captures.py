@@ -18,7 +18,7 @@ def open_trace(path: Path, *, thread_only: bool = False) -> OpenedTrace:
         ToolError: a report, and no nsys to export it.
     """
     report = find_trace(path) if path.is_dir() else path
-    if report.suffix == _REPORT and report.exists():
+    if report.suffix == _REPORT and report.is_file():
         from profkit.launch.export import export_report
 
         path = export_report(report)

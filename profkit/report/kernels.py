@@ -56,7 +56,7 @@ def render_kernels(
     tables = [_build_table(result, shown, rest, full_names=full_names), *instances]
     if style == "latex":
         heads = [*failures, *head_lines(result), *books(result)]
-        return "\n".join([*(f"% {make_visible(line)}" for line in heads), *map(render_latex, tables)])
+        return "\n".join([*(f"% {make_visible(line)}" for line in heads), "\n\n".join(map(render_latex, tables))])
     if style == "markdown":
         parts = [
             *map(escape_markdown, failures),

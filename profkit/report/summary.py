@@ -27,6 +27,9 @@ _COLUMNS = (
 )
 _SUMMARY_TOP = 12
 
+_ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
+"""A glob for the name, written large or small."""
+
 
 def render_phases(opened: OpenedTrace) -> str:
     """Return the table of phases (those that the trace has), what lies in ``warmup`` left out; "" if it has none."""
@@ -59,7 +62,7 @@ def render_phases(opened: OpenedTrace) -> str:
 def summarize_phases(opened: OpenedTrace) -> list[KernelsResult]:
     """Return one result per standard phase that the trace has, what lies in ``warmup`` left out."""
     names = {opened.trace.names[i] for i in set(opened.trace.ranges.name.tolist())}
-    exclude = WARMUP if _has_warmup(opened) else None
+    exclude = _ANY_WARMUP if _has_warmup(opened) else None
     results = [opened.kernels(phase, exclude=exclude) for phase in PHASES if phase in names]
     return [result for result in results if result.instances]
 
@@ -78,4 +81,4 @@ def render_run_summary(run: Path) -> str:
 
 
 def _has_warmup(opened: OpenedTrace) -> bool:
-    return any(opened.trace.names[i] == WARMUP for i in set(opened.trace.ranges.name.tolist()))
+    return any(opened.trace.names[i].lower() == WARMUP for i in set(opened.trace.ranges.name.tolist()))

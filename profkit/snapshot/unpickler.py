@@ -11,6 +11,7 @@ import gc
 import gzip
 import io
 import pickle
+import stat
 import sys
 import zlib
 from collections.abc import Iterator
@@ -73,12 +74,15 @@ def load_data(path: Path) -> Any:
             beyond bounds.
     """
     try:
+        # Opening a pipe waits for who writes to it, and the size of what comes is not known.
+        if not stat.S_ISREG((status := path.stat()).st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise SnapshotError(f"{path}: not a regular file; write the snapshot to a file and give that")
         with path.open("rb") as file:
             head = file.peek(2)[:2]
             if not head:
                 raise SnapshotError(f"{path}: empty file; was the dump interrupted?")
             is_gzip = head == _GZIP_MAGIC
-            with _collector_off(), _bounded_memory(path.stat().st_size * (_GZIP_RATIO if is_gzip else 1)):
+            with _collector_off(), _bounded_memory(status.st_size * (_GZIP_RATIO if is_gzip else 1)):
                 return _load(file, is_gzip)
     except FileNotFoundError:
         raise SnapshotError(f"{path}: no such file") from None
