@@ -19,6 +19,7 @@ KINETO_TRACE = "trace.json.gz"
 SNAPSHOT = "snapshot.pickle"
 LEDGER = "ledger.jsonl"
 FLOPS = "flops.json"
+PREDICTED = "predicted.json"
 LOG = "log.txt"
 
 

@@ -11,11 +11,12 @@ from profkit.analysis.memory_fragmentation import measure_fragmentation
 from profkit.analysis.memory_leaks import check_leaks
 from profkit.analysis.memory_ledger import check_ledger, find_capacity
 from profkit.analysis.memory_oom import judge_oom
+from profkit.analysis.memory_predicted import Prediction, compare_prediction, read_prediction
 from profkit.analysis.memory_result import MemoryResult, Totals, describe_history, sum_up
 from profkit.analysis.memory_summary import DeviceMemory, Filter
 from profkit.analysis.memory_warnings import warn_of_memory
 from profkit.errors import SnapshotError, UsageError
-from profkit.run_directory import LEDGER, find_snapshot
+from profkit.run_directory import LEDGER, PREDICTED, find_snapshot
 from profkit.snapshot.columns import Snapshot
 from profkit.snapshot.ledger import Ledger, read_ledger
 from profkit.snapshot.reader import read_snapshot as read_columns
@@ -30,9 +31,14 @@ class OpenedSnapshot:
     """One snapshot, read and replayed; made by `read_snapshot`."""
 
     def __init__(
-        self, snapshot: Snapshot, ledger: Ledger | None = None, phases: Mapping[str, str] | None = None
+        self,
+        snapshot: Snapshot,
+        ledger: Ledger | None = None,
+        phases: Mapping[str, str] | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
         self.snapshot = snapshot
+        self.prediction = prediction
         self.devices: dict[int, DeviceMemory] = {
             device.index: DeviceMemory(device, snapshot.settings, ledger, phases) for device in snapshot.devices
         }
@@ -98,6 +104,7 @@ class OpenedSnapshot:
             leaks=leaks,
             ledger_check=ledger,
             others=others,
+            predicted=None if self.prediction is None else compare_prediction(self.prediction, memory),
             warnings=warn_of_memory(
                 self.snapshot,
                 memory,
@@ -116,19 +123,20 @@ def read_snapshot(path: str | Path, *, phases: Mapping[str, str] | None = None) 
     Nothing in the file is executed: it may hold data only.
 
     Args:
-        path: the snapshot; in a run directory the ledger beside it is read too.
+        path: the snapshot; in a run directory the ledger and the prediction beside it are read too.
         phases: phase name → glob on the names of ``record_function`` annotations.
 
     Raises:
         SnapshotError: the file cannot be read or is no snapshot.
-        RunError: a directory that is no run.
+        RunError: a directory that is no run, or one with a damaged prediction.
     """
     path = Path(path)
-    ledger = None
+    ledger = prediction = None
     if path.is_dir():
         run, path = path, find_snapshot(path)
         ledger = read_ledger(run / LEDGER) if (run / LEDGER).exists() else None
-    return OpenedSnapshot(read_columns(path), ledger, phases)
+        prediction = read_prediction(run / PREDICTED)
+    return OpenedSnapshot(read_columns(path), ledger, phases, prediction)
 
 
 def find_moment(memory: DeviceMemory, at: str) -> int:

@@ -9,6 +9,7 @@ from profkit.analysis.memory_fragmentation import Fragmentation
 from profkit.analysis.memory_leaks import LeakCheck
 from profkit.analysis.memory_ledger import LedgerCheck
 from profkit.analysis.memory_oom import OomVerdict
+from profkit.analysis.memory_predicted import PredictedMemory
 from profkit.analysis.memory_summary import Composition, PhasePeak
 from profkit.analysis.peak import History
 from profkit.analysis.warnings import Warning
@@ -71,6 +72,7 @@ class MemoryResult:
     leaks: LeakCheck
     ledger_check: LedgerCheck | None
     others: tuple[Totals, ...]
+    predicted: PredictedMemory | None
     warnings: tuple[Warning, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,6 +102,7 @@ class MemoryResult:
             "oom": None if self.oom is None else asdict(self.oom),
             "leaks": asdict(self.leaks) | {"suspect_bytes": self.leaks.suspect_bytes},
             "ledger": None if self.ledger_check is None else asdict(self.ledger_check),
+            "predicted": None if self.predicted is None else asdict(self.predicted),
             "devices": [other.to_dict() for other in self.others],
             "warnings": [asdict(warning) for warning in self.warnings],
         }

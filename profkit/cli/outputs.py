@@ -13,9 +13,19 @@ import click
 from profkit.errors import ProfkitError, UsageError
 from profkit.report.files import write_whole
 from profkit.report.formats import make_visible
-from profkit.run_directory import FLOPS, KINETO_TRACE, LEDGER, LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, SNAPSHOT
+from profkit.run_directory import (
+    FLOPS,
+    KINETO_TRACE,
+    LEDGER,
+    LOG,
+    MANIFEST,
+    NSYS_EXPORT,
+    NSYS_REPORT,
+    PREDICTED,
+    SNAPSHOT,
+)
 
-_RUN_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, LEDGER, FLOPS, LOG)
+_RUN_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, LEDGER, FLOPS, PREDICTED, LOG)
 
 
 def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None]) -> None:

@@ -21,8 +21,9 @@ from profkit.launch.manifest import failed_manifest, first_manifest, last_manife
 from profkit.launch.nsys import Nsys, build_profile_argv
 from profkit.launch.processes import run_child
 from profkit.models.flops import flops_by_path
+from profkit.models.memory import predict_memory
 from profkit.models.workload import MEMORY_ENTRIES, MemoryOrder, Order, Stacks, Workload
-from profkit.run_directory import FLOPS, KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT, NSYS_REPORT, SNAPSHOT
+from profkit.run_directory import FLOPS, KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT, NSYS_REPORT, PREDICTED, SNAPSHOT
 
 Progress = Callable[[str], AbstractContextManager[object]]
 
@@ -100,6 +101,8 @@ def record_run(
     write_manifest(run, manifest)
     try:
         write_json(run / FLOPS, flops_by_path(workload.preset, workload.batch, workload.context))
+        if memory is not None:
+            write_json(run / PREDICTED, predict_memory(workload).to_dict())
         remembered = None if memory is None else _record_memory(run, workload, memory, progress)
         with progress("timing the steps without a profiler"):
             clean = _run_worker(Order(workload, "none", str(run / _RESULT)))
