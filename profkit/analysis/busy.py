@@ -18,7 +18,7 @@ def union_ns(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
     order = np.lexsort((start_ns, group))
     group, start, end = group[order], start_ns[order], end_ns[order]
     groups, first = np.unique(group, return_index=True)
-    reach = _running_maximum(end, first)
+    reach = running_maximum(end, first)
     before = np.concatenate([[start[0]], reach[:-1]])
     before[first] = start[first]
     added = np.maximum(end - np.maximum(start, before), 0)
@@ -30,7 +30,7 @@ def busy_ns(device: Ints, start_ns: Ints, end_ns: Ints) -> int:
     return int(union_ns(device, start_ns, end_ns)[1].sum())
 
 
-def _running_maximum(values: Ints, first: Ints) -> Ints:
+def running_maximum(values: Ints, first: Ints) -> Ints:
     """Return the running maximum within each group; ``first`` are the groups' first rows."""
     rank = np.zeros(len(values), dtype=np.int64)
     rank[first[1:]] = 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.trace.columns import Ints, Ranges
+from profkit.trace.columns import Bools, Ints, Ranges
 
 NO_RANGE = -1
 
@@ -35,7 +35,9 @@ def build_timelines(ranges: Ranges) -> tuple[dict[int, Timeline], Ints]:
     """Return each thread's `Timeline` and each range's parent on its own thread (`NO_RANGE` at the top).
 
     A push/pop range is innermost until its pop. A start/end range need not nest: the range opened last of those still
-    open is innermost, and one that ends on another thread is open on both.
+    open is innermost, and one that ends on another thread is open on both. A parent encloses its child, in time and
+    in threads: of the ranges open when the child begins, the one opened last that ends no earlier and is open wherever
+    the child is. So what lies under a range lies under its parent.
     """
     parent = np.full(len(ranges), NO_RANGE, dtype=np.int64)
     timelines = {}
@@ -56,12 +58,23 @@ def ranges_by_thread(ranges: Ranges) -> dict[int, Ints]:
     return dict(zip(threads.tolist(), np.split(index, first[1:]), strict=True)) if len(index) else {}
 
 
+def mark_nested(parent: Ints, marked: Bools) -> Bools:
+    """Return which ranges are marked or lie, at any depth, within a marked one."""
+    inside, above = marked, parent
+    # Each round looks twice as far up as the one before.
+    while (above != NO_RANGE).any():
+        inside = inside | ((above != NO_RANGE) & inside[above])
+        above = np.where(above != NO_RANGE, above[above], NO_RANGE)
+    return inside
+
+
 def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Timeline:
     """Sweep one thread's ranges in order of their starts; fills ``parent`` for those that began on this thread."""
     times, innermost = [-(1 << 62)], [NO_RANGE]
     stack: list[int] = []  # by opening; a range that ended under others stays until it surfaces
     ends: list[tuple[int, int]] = []
     open_now: set[int] = set()
+    reach: dict[int, tuple[int, list[int]]] = {}
 
     def close_until(time: float) -> None:
         while ends and ends[0][0] <= time:
@@ -72,12 +85,18 @@ def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) ->
             times.append(end)
             innermost.append(stack[-1] if stack else NO_RANGE)
 
-    starts, stops = ranges.start_ns[members].tolist(), ranges.end_ns[members].tolist()
-    began_here = (ranges.thread[members] == thread).tolist()
-    for index, start, end, own in zip(members.tolist(), starts, stops, began_here, strict=True):
+    def encloses(above: int, end: int, end_thread: int) -> bool:
+        if above not in open_now:
+            return False
+        until, threads = reach[above]
+        return until >= end and (end_thread == thread or end_thread in threads)
+
+    columns = [c[members].tolist() for c in (ranges.start_ns, ranges.end_ns, ranges.thread, ranges.end_thread)]
+    for index, start, end, *threads in zip(members.tolist(), *columns, strict=True):
         close_until(start)
-        if own:
-            parent[index] = stack[-1] if stack else NO_RANGE
+        if threads[0] == thread:
+            parent[index] = next((a for a in reversed(stack) if encloses(a, end, threads[1])), NO_RANGE)
+        reach[index] = (end, threads)
         stack.append(index)
         open_now.add(index)
         heapq.heappush(ends, (end, index))

@@ -10,10 +10,11 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.busy import union_ns
+from profkit.analysis.launches import Launches
 from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.selection import explain_no_ranges
+from profkit.analysis.selection import explain_no_ranges, outermost
 from profkit.analysis.warnings import Warning, warn_of_placement
-from profkit.trace.columns import Ints
+from profkit.trace.columns import Ints, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +25,7 @@ class RangeRow:
     """All ranges of one path together.
 
     ``path`` joins the names of a range and those around it, outermost first; a slash within a name is ``\\/``. Times
-    are in nanoseconds; work under a nested range counts in every range around it.
+    are in nanoseconds; work counts in every range that was open when it was launched, as it does for ``--range``.
     """
 
     path: str
@@ -77,12 +78,11 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
     """
     trace = attribution.trace
     node, parent_node, labels = _build_nodes(attribution, numbered)
-    innermost = np.where(attribution.work.own >= 0, attribution.work.own, np.maximum(attribution.work.host, NO_RANGE))
-    at = np.where(innermost >= 0, node[innermost] if len(node) else NO_RANGE, NO_RANGE)
-    kernel_time, busy, count = _accumulate(attribution, at, parent_node)
+    kernel_time, busy, count = _accumulate(attribution, node, parent_node)
     wall = np.zeros(len(parent_node), dtype=np.int64)
     instances = np.bincount(node, minlength=len(parent_node)) if len(node) else np.zeros(0, dtype=np.int64)
-    np.add.at(wall, node, trace.ranges.end_ns - trace.ranges.start_ns)
+    top = outermost(trace.ranges, np.arange(len(node)), node)
+    np.add.at(wall, node[top], trace.ranges.end_ns[top] - trace.ranges.start_ns[top])
     rows = tuple(
         RangeRow(path, name, domain, int(instances[i]), int(wall[i]), int(kernel_time[i]), int(busy[i]), int(count[i]))
         for i, path, name, domain in _depth_first(parent_node, labels)
@@ -122,27 +122,31 @@ def _without_number(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _accumulate(attribution: Attribution, at: Ints, parent_node: list[int]) -> tuple[Ints, Ints, Ints]:
-    """Return kernel time, busy time and kernel count per node; ``at`` is each row's innermost node."""
-    work = attribution.trace.work
-    size = len(parent_node)
-    kernel_time, busy, count = (np.zeros(size, dtype=np.int64) for _ in range(3))
-    parents = np.append(np.array(parent_node, dtype=np.int64), NO_RANGE)
+def _accumulate(attribution: Attribution, node: Ints, parent_node: list[int]) -> tuple[Ints, Ints, Ints]:
+    """Return kernel time, busy time and kernel count per node, of the work that lies under the node's ranges."""
+    work, ranges = attribution.trace.work, attribution.trace.ranges
+    kernel_time, busy, count = (np.zeros(len(parent_node), dtype=np.int64) for _ in range(3))
+    if not len(work):
+        return kernel_time, busy, count
+    launches = Launches(work, attribution.work)
     devices, device = np.unique(work.device, return_inverse=True)
-    rows, node = np.flatnonzero(at != NO_RANGE), at[at != NO_RANGE]
-    # One level of the tree at a time: every row is added to its node, then all move up to the node around it.
-    levels: list[tuple[Ints, Ints]] = []
-    while len(rows):
-        np.add.at(kernel_time, node, work.duration_ns[rows])
-        np.add.at(count, node, 1)
-        levels.append((rows, node))
-        above = parents[node]
-        rows, node = rows[above != NO_RANGE], above[above != NO_RANGE]
-    if levels:
-        every, nodes = (np.concatenate(column) for column in zip(*levels, strict=True))
-        groups, unions = union_ns(nodes * len(devices) + device[every], work.start_ns[every], work.end_ns[every])
+    depth = _depths(parent_node)[node]
+    # One level of the tree at a time, so that what is held at once grows with the work and not with the tree.
+    for members in rows_by_value(depth).values():
+        rows, nodes = launches.under(ranges, members, node[members])
+        np.add.at(kernel_time, nodes, work.duration_ns[rows])
+        np.add.at(count, nodes, 1)
+        groups, unions = union_ns(nodes * len(devices) + device[rows], work.start_ns[rows], work.end_ns[rows])
         np.add.at(busy, groups // len(devices), unions)
     return kernel_time, busy, count
+
+
+def _depths(parent_node: list[int]) -> Ints:
+    """Return how many nodes stand above each; a parent is numbered before its children."""
+    depth: list[int] = []
+    for parent in parent_node:
+        depth.append(0 if parent == NO_RANGE else depth[parent] + 1)
+    return np.array(depth, dtype=np.int64)
 
 
 def _depth_first(parent_node: list[int], labels: list[tuple[str, str]]) -> list[tuple[int, str, str, str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.attribution import Attribution, Placement
+from profkit.analysis.busy import running_maximum
 from profkit.analysis.nesting import NO_RANGE, ranges_by_thread
 from profkit.errors import TraceError, UsageError
 from profkit.ranges import PHASES, WARMUP
@@ -97,10 +98,10 @@ def select_ranges(
         if not 0 <= instance < len(members):
             raise UsageError(f"--instance {instance}: {request!r} has {len(members)} instances, counted from 0")
         members = members[instance : instance + 1]
-    outermost = _outermost(trace.ranges, members)
-    wall = trace.ranges.end_ns[outermost] - trace.ranges.start_ns[outermost]
+    top = outermost(trace.ranges, members)
+    wall = trace.ranges.end_ns[top] - trace.ranges.start_ns[top]
     by_phase = any(part.lower() in PHASES for part in split_path(request))
-    return Selection(request, members, outermost, int(wall.sum()), _count_in_warmup(attribution, members), by_phase)
+    return Selection(request, members, top, int(wall.sum()), _count_in_warmup(attribution, members), by_phase)
 
 
 def select_work(attribution: Attribution, rows: Work | Copies, placed: Placement, selection: Selection) -> Selected:
@@ -179,16 +180,23 @@ def _merge(start: Ints, end: Ints, instance: Ints) -> _Cover:
     return _Cover(np.maximum(start, covered_until)[keep], end[keep], instance[keep])
 
 
-def _outermost(ranges: Ranges, members: Ints) -> Ints:
-    """Return the members that lie within no other member of their thread."""
-    keep = []
-    reach: dict[int, int] = {}
-    for index in members[np.lexsort((-ranges.end_ns[members], ranges.start_ns[members]))].tolist():
-        thread, end = int(ranges.thread[index]), int(ranges.end_ns[index])
-        if end > reach.get(thread, -(1 << 62)):
-            reach[thread] = end
-            keep.append(index)
-    return np.array(keep, dtype=np.int64)
+def outermost(ranges: Ranges, members: Ints, group: Ints | None = None) -> Ints:
+    """Return the members that lie within no other member of their thread (and group), in order of their start."""
+    keys = [-ranges.end_ns[members], ranges.start_ns[members], ranges.thread[members]]
+    keys += [] if group is None else [group]
+    order = members[np.lexsort(keys)]
+    if not len(order):
+        return order
+    changes = ranges.thread[order][1:] != ranges.thread[order][:-1]
+    if group is not None:
+        changes |= np.sort(group)[1:] != np.sort(group)[:-1]
+    first = np.flatnonzero(np.concatenate([[True], changes]))
+    reach = running_maximum(ranges.end_ns[order], first)
+    before = np.concatenate([[0], reach[:-1]])
+    keep = ranges.end_ns[order] > before
+    keep[first] = True
+    kept = order[keep]
+    return kept[np.argsort(ranges.start_ns[kept], kind="stable")]
 
 
 def _take_by_sequence(
