@@ -23,7 +23,7 @@ from profkit.analysis.selection import (
 )
 from profkit.analysis.warnings import Warning, warn_of_placement, warn_of_selection, warn_of_sequence
 from profkit.errors import TraceError, UsageError
-from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, Work
+from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, Work, distinct_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -251,7 +251,7 @@ def _limit(trace: Trace, rows: Work | Copies, wanted: KernelFilter) -> Bools:
     if processes is not None:
         keep &= np.isin(rows.process, list(processes))
     if wanted.device is not None:
-        devices = np.unique(trace.work.device).tolist()
+        devices = distinct_values(trace.work.device).tolist()
         if wanted.device not in devices:
             raise UsageError(f"--device {wanted.device}: this trace has work on {_listed('device', devices)}")
         keep &= rows.device == wanted.device
@@ -335,7 +335,7 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
         paths = [path_of(attribution, i, numbered=False) if i >= 0 else _OUTSIDE for i in ids.tolist()]
         distinct = sorted(set(paths))
         return lambda key: (distinct[key], ""), np.array([distinct.index(p) for p in paths], dtype=np.int64)[inverse]
-    categories = {i: categorize(trace.names[i], trace.measure).name for i in np.unique(name).tolist()}
+    categories = {i: categorize(trace.names[i], trace.measure).name for i in distinct_values(name).tolist()}
     if by == "kernel":
         return lambda key: (trace.names[key], categories[key]), name
     distinct = sorted(set(categories.values()))

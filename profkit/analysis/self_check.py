@@ -18,7 +18,7 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.nesting import NO_RANGE
 from profkit.analysis.selection import explain_no_ranges
 from profkit.ranges import PHASES, STEP, WARMUP
-from profkit.trace.columns import Bools, Calls, Trace
+from profkit.trace.columns import Bools, Calls, Trace, distinct_values
 
 Verdict = Literal["failed", "warning", "note"]
 
@@ -158,7 +158,7 @@ def _check_launches(trace: Trace) -> list[Finding]:
 
 def _named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
     """Return the calls whose name matches."""
-    used = np.unique(trace.calls.name).tolist()
+    used = distinct_values(trace.calls.name).tolist()
     return np.asarray(np.isin(trace.calls.name, [i for i in used if pattern.match(trace.names[i])]))
 
 
@@ -182,7 +182,7 @@ def _check_density(trace: Trace) -> list[Finding]:
 def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
     """Return per process how many calls were recorded, and over how many correlation ids they spread."""
     found = {}
-    for process in np.unique(calls.process).tolist():
+    for process in distinct_values(calls.process).tolist():
         ids = calls.correlation[calls.process == process]
         found[process] = (len(ids), int(ids.max() - ids.min()) + 1)
     return found
@@ -214,7 +214,7 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     calls = np.sort(trace.calls.start_ns)
     lo = np.searchsorted(calls, trace.ranges.start_ns)
     hi = np.searchsorted(calls, trace.ranges.end_ns)
-    for name in np.unique(trace.ranges.name).tolist():
+    for name in distinct_values(trace.ranges.name).tolist():
         members = trace.ranges.name == name
         silent = int((hi[members] == lo[members]).sum())
         if 0 < silent < members.sum():
@@ -241,8 +241,10 @@ def _check_steps(attribution: Attribution) -> list[Finding]:
     findings = []
     for label in (STEP, *PHASES):
         pattern = re.compile(rf"{label}( \d+)?$", re.I)
-        named = np.isin(trace.ranges.name, [i for i in np.unique(trace.ranges.name) if pattern.match(trace.names[i])])
-        for process in np.unique(trace.ranges.process[named & ~warm]).tolist():
+        named = np.isin(
+            trace.ranges.name, [i for i in distinct_values(trace.ranges.name) if pattern.match(trace.names[i])]
+        )
+        for process in distinct_values(trace.ranges.process[named & ~warm]).tolist():
             some = counts[named & ~warm & (trace.ranges.process == process)]
             if len(some) > 1 and some.min() != some.max():
                 findings.append(

@@ -7,7 +7,6 @@ from pathlib import Path
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace, read_trace
 from profkit.ranges import PHASES, WARMUP
-from profkit.report.clean_times import render_clean_times
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.kernels import render_kernels
 from profkit.report.ranges import render_ranges
@@ -69,6 +68,8 @@ def summarize_phases(opened: OpenedTrace) -> list[KernelsResult]:
 
 def render_run_summary(run: Path) -> str:
     """Return what a finished run says: its self-check, phases, and kernels; of an NVTX-only capture its ranges."""
+    from profkit.report.clean_times import render_clean_times
+
     opened = read_trace(run)
     clean = render_clean_times(read_manifest(run))
     verdict = verdict_line(opened.self_check)

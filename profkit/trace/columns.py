@@ -162,7 +162,10 @@ def distinct_values(values: Ints) -> Ints:
         return values
     low, high = int(values.min()), int(values.max())
     if high - low > _SMALL_SPAN:
-        return np.unique(values)
+        # What np.unique does for plain arrays, without the masked ones that it would load a module for.
+        ordered = np.sort(values)
+        distinct: Ints = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
+        return distinct
     present = np.zeros(high - low + 1, dtype=np.bool_)
     present[values - low] = True
     return np.flatnonzero(present) + low
@@ -173,7 +176,7 @@ def rows_by_value(values: Ints) -> dict[int, Ints]:
     if not len(values):
         return {}
     # Equal values come in runs, so that the beginnings of runs are few.
-    distinct = np.unique(values[np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))])
+    distinct = distinct_values(values[np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))])
     if len(distinct) <= _FEW_VALUES:
         return {value: np.flatnonzero(values == value) for value in distinct.tolist()}
     order = np.argsort(values, kind="stable")

@@ -262,4 +262,5 @@ def _open_database(connection: sqlite3.Connection) -> Database:
     finally:
         if hidden:
             del sys.modules["pandas"]
-    return Database(connection)
+    # Plugins could write; and to look for them takes longer than all else here.
+    return Database(connection, execute_plugins=False)
