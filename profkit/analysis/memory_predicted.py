@@ -27,7 +27,7 @@ VERSION = 1
 
 _WORKSPACE = "workspace"
 _OTHER_WORKSPACE = "cuBLAS was given another workspace than Hopper's default"
-_CUT_SHORT = "memory ran out: what was measured ends there"
+_CUT_SHORT = "of a whole step, but memory ran out: what was measured ends there"
 _LEFT_TO_COMPILER = "not predicted: left to the compiler"
 
 # What stands outside compiled code, and can be foretold beside it.
@@ -63,6 +63,7 @@ class Prediction:
     """The content of ``predicted.json``; without ``is_whole`` the peaks lack what compiled code holds."""
 
     is_whole: bool
+    lengths: dict[str, int]
     phases: tuple[PredictedPhase, ...]
     saved: tuple[PredictedLine, ...]
     notes: tuple[str, ...]
@@ -106,6 +107,8 @@ class PredictedMemory:
 
     peak_phase: str
     predicted_peak_phase: str | None
+    lengths: dict[str, int]
+    """What the letters in formulas stand for."""
     phases: tuple[PhaseComparison, ...]
     saved: tuple[PredictedLine, ...]
     notes: tuple[str, ...]
@@ -126,12 +129,13 @@ def read_prediction(path: Path) -> Prediction | None:
             for one in content["phases"]
         )
         notes = tuple(str(note) for note in content["notes"])
-        return Prediction(bool(content["is_whole"]), phases, _lines(content["saved"]), notes)
+        lengths = {str(name): int(length) for name, length in content["lengths"].items()}
+        return Prediction(bool(content["is_whole"]), lengths, phases, _lines(content["saved"]), notes)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunError(f"{path}: not a prediction of memory; was the file edited?") from None
 
 
@@ -150,7 +154,7 @@ def compare_prediction(prediction: Prediction, memory: DeviceMemory) -> Predicte
         notes = (*notes, _CUT_SHORT)
     measured = max(found, key=lambda phase: phase.measured_bytes).name
     predicted = max(prediction.phases, key=lambda phase: phase.bytes).name if prediction.is_whole else None
-    return PredictedMemory(measured, predicted, found, prediction.saved, notes)
+    return PredictedMemory(measured, predicted, prediction.lengths, found, prediction.saved, notes)
 
 
 def _lines(rows: list[dict[str, Any]]) -> tuple[PredictedLine, ...]:

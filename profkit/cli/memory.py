@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.analysis.memory_opened import PEAK, OpenedSnapshot, read_snapshot
+from profkit.analysis.memory_result import MemoryResult
 from profkit.analysis.memory_summary import Filter
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
@@ -15,6 +16,7 @@ from profkit.errors import UsageError
 from profkit.report.formats import Format
 from profkit.report.memory import TOP_STACKS, other_warnings, render_leaks, render_memory
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
+from profkit.report.memory_predicted import render_predicted
 from profkit.report.memory_units import parse_bytes
 from profkit.report.timeline import STACKINGS, Stacking, write_timeline
 
@@ -42,6 +44,7 @@ class _Size(click.ParamType[int]):
 @click.option("--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: FILE.html or FILE.png.")
 @click.option("--timeline-by", type=click.Choice(STACKINGS), default="category", show_default=True)
 @click.option("--leaks", is_flag=True, help="Also what each step left behind, by stack.")
+@click.option("--predicted", is_flag=True, help="Also what a run was predicted to need, tensor by tensor.")
 @click.option(
     "--against",
     type=click.Path(path_type=Path),
@@ -61,6 +64,7 @@ def memory(
     timeline: Path | None,
     timeline_by: Stacking,
     leaks: bool,
+    predicted: bool,
     against: Path | None,
     top: int | None,
     style: Format,
@@ -90,7 +94,15 @@ def memory(
     text = render_memory(result, style, top=top or TOP_STACKS, full_names=full_names)
     if leaks and style == "table":
         text += "\n\n" + render_leaks(result, full_names=full_names)
+    if predicted and style == "table":
+        text += "\n\n" + _tell_predicted(result, full_names)
     write_result(text, output)
+
+
+def _tell_predicted(result: MemoryResult, full_names: bool) -> str:
+    if result.predicted is None:
+        return "no prediction: only a run of a built-in model with --memory has one"
+    return render_predicted(result.predicted, full_names=full_names)
 
 
 def _open(path: Path, phases: tuple[str, ...]) -> OpenedSnapshot:

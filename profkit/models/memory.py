@@ -28,9 +28,9 @@ HOPPER_WORKSPACE_BYTES = 32 * 2**20
 """What cuBLAS is given for each handle and stream by default on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp). A
 handle belongs to a thread: the main thread and the autograd thread have one each."""
 
-COMPILED = "compiled code saves what the compiler chooses: activations and temporaries are not predicted"
+COMPILED = "of compiled code: it saves what the compiler chooses: activations and temporaries are not predicted"
 FROM_SECOND = "of a step after the first: AdamW's moments and cuBLAS's workspaces are there from its beginning"
-ONLY_FIRST = "of the first step: AdamW's moments and cuBLAS's workspaces are made in it"
+ONLY_FIRST = "of the only step: AdamW's moments and cuBLAS's workspaces are made in it"
 
 
 @dataclass(frozen=True)

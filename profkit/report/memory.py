@@ -21,6 +21,7 @@ from profkit.report.formats import (
     render_table,
     shorten,
 )
+from profkit.report.memory_predicted import predicted_rows, predicted_table
 from profkit.report.memory_units import format_after, format_bytes
 from profkit.report.units import format_share
 
@@ -46,6 +47,8 @@ def render_memory(
         return render_csv(_exact_table(result))
     tables = [("by category", _category_table(result)), ("by stack", _stack_table(result, top))]
     tables.append(("largest", _largest_table(result)))
+    if result.predicted is not None:
+        tables.append(("predicted", predicted_table(result.predicted)))
     if style == "latex":
         heads = [f"% {line}" for line in [*grave_lines(result), *head_lines(result)]]
         return "\n".join([*heads, *(f"% {title}\n{render_latex(table)}" for title, table in tables)])
@@ -261,4 +264,5 @@ def _exact_table(result: MemoryResult) -> Table:
         ("largest", row.label, row.bytes, row.bytes * share, 1, row.requested_bytes, row.phase or "", row.owner or "")
         for row in at.largest
     ]
+    values += predicted_rows(result.predicted) if result.predicted is not None else []
     return Table(_EXACT, [], values)
