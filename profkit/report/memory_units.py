@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from profkit.report.units import four_digits
+
 
 def format_bytes(value: int) -> str:
     """Return bytes in the unit that fits: ``2.863 GiB``; GiB is 2³⁰."""
     size = abs(value)
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 1000 * 2 ** (power - 10):
-            number = value / 2**power
-            decimals = 3 if abs(number) < 10 else 2 if abs(number) < 100 else 1
-            return f"{number:,.{decimals}f} {unit}"
+            return f"{four_digits(value / 2**power)} {unit}"
     return f"{value} B"
 
 
