@@ -1,0 +1,277 @@
+"""Predicted memory against what was measured on a GPU, what autograd saves, and every allocation of a real step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.analysis.memory_opened import read_snapshot
+from profkit.models.memory import HOPPER_WORKSPACE_BYTES, StepAccount, predict_memory
+from profkit.models.presets import PRESETS, Preset
+from profkit.models.workload import MemoryOrder, Order, Workload
+from profkit.run_directory import LEDGER, MANIFEST, PREDICTED, SNAPSHOT
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
+from profkit.models.transformer import TransformerLM  # noqa: E402
+
+# An NVIDIA H200, torch 2.11.0+cu130, eager, batch 4, context 256, a warm-up step and two more. The requested peaks are
+# the allocator's own, the same with and without expandable segments; the phases' are allocated bytes under expandable
+# segments, where nothing but the rounding to 512 B comes on top of what was requested.
+MEASURED: dict[tuple[str, str, str], tuple[int, dict[str, int]]] = {
+    ("small", "fp32", "forward"): (620596256, {"forward": 620596736}),
+    ("small", "bf16", "forward"): (820694048, {"forward": 820694528}),
+    ("small", "fp32", "train"): (
+        3219960876,
+        {"forward": 3097081856, "loss": 3138051072, "backward": 3219962880, "optimizer": 2680717824},
+    ),
+    ("small", "bf16", "train"): (
+        2909680688,
+        {"forward": 2810419200, "loss": 2868722688, "backward": 2909683200, "optimizer": 2660237824},
+    ),
+    ("xl", "fp32", "forward"): (8177469728, {"forward": 8177495040}),
+    ("xl", "bf16", "forward"): (12027658528, {"forward": 12027683840}),
+    ("xl", "fp32", "train"): (
+        40072912168,
+        {"forward": 36068991488, "loss": 36109960704, "backward": 36213276672, "optimizer": 40073037824},
+    ),
+    ("xl", "bf16", "train"): (
+        40052432168,
+        {"forward": 35769215488, "loss": 35824111104, "backward": 35880888832, "optimizer": 40052557824},
+    ),
+}
+
+
+def workload(name: str, dtype: Any, passes: Any, **more: Any) -> Workload:
+    return Workload(name, warmup_steps=1, steps=2, dtype=dtype, passes=passes, **more)
+
+
+@pytest.mark.parametrize("case", MEASURED, ids="-".join)
+def test_the_peaks_are_those_of_an_h200_to_the_byte(case: tuple[str, str, str]) -> None:
+    requested, phases = MEASURED[case]
+    predicted = predict_memory(workload(*case))
+    assert predicted.peak.bytes == requested
+    rounded = {
+        peak.phase: sum(line.count * -(-line.bytes // line.count // 512) * 512 for line in peak.lines)
+        for peak in predicted.peaks
+    }
+    assert rounded == phases
+
+
+def test_a_phase_is_the_sum_of_its_lines_and_the_peak_the_largest_phase() -> None:
+    for case in MEASURED:
+        predicted = predict_memory(workload(*case))
+        for peak in predicted.peaks:
+            assert peak.bytes == sum(line.bytes for line in peak.lines)
+        assert predicted.peak.bytes == max(peak.bytes for peak in predicted.peaks)
+    assert predict_memory(workload("xl", "fp32", "train")).peak.phase == "optimizer"
+    assert predict_memory(workload("small", "fp32", "train")).peak.phase == "backward"
+
+
+def test_by_hand_what_small_saves_and_holds() -> None:
+    """Sizes: d 768, f 3072, 12 layers and heads, 10,000 tokens; 1,024 positions in rows of 256."""
+    predicted = predict_memory(workload("small", "fp32", "train"))
+    saved = {line.name: line.bytes for line in predicted.saved}
+    assert saved["attention weights"] == 12 * 4 * 12 * 256 * 256 * 4
+    assert saved["w2: input"] == 12 * 1024 * 3072 * 4
+    assert saved["log-softmax"] == 1024 * 10_000 * 4
+    optimizer = Counter[str]()
+    for line in predicted.peaks[-1].lines:
+        optimizer[line.category] += line.bytes
+    weights = 128_625_408 * 4
+    assert optimizer["parameters"] == optimizer["gradients"] == optimizer["temporaries"] == weights
+    assert optimizer["optimizer state"] == 2 * weights
+    assert optimizer["workspace"] == 2 * HOPPER_WORKSPACE_BYTES
+
+
+def test_a_single_step_has_no_moments_before_its_optimizer() -> None:
+    first = predict_memory(replace(workload("tiny", "fp32", "train"), warmup_steps=0, steps=1))
+    later = predict_memory(workload("tiny", "fp32", "train"))
+    weights = PRESETS["tiny"].parameter_count * 4
+    loss_before = 4
+    assert later.peaks[0].bytes - first.peaks[0].bytes == 2 * weights + HOPPER_WORKSPACE_BYTES + loss_before
+    assert later.peaks[2].bytes - first.peaks[2].bytes == 2 * weights + loss_before
+    assert later.peaks[3].bytes - first.peaks[3].bytes == loss_before
+
+
+def test_of_compiled_code_only_what_stands_outside_is_told() -> None:
+    predicted = predict_memory(workload("tiny", "bf16", "train", compile_mode="default"))
+    assert not predicted.is_whole
+    assert not predicted.saved
+    assert any("compiled" in note for note in predicted.notes)
+    found = {line.category for line in predicted.peaks[-1].lines}
+    assert found >= {"parameters", "gradients", "optimizer state"}
+    assert json.loads(json.dumps(predicted.to_dict()))["is_whole"] is False
+
+
+class CudaCasts(TorchFunctionMode):
+    """Autocast on a CPU casts other operations than on CUDA: cast here what CUDA's lists say, and not the CPU's."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.dtype == torch.bfloat16:
+            if function in {torch.exp, torch.Tensor.sum}:
+                args = (first.float(), *args[1:])
+            if function is functional.cross_entropy:
+                return functional.nll_loss(functional.log_softmax(first, 1).float(), args[1])
+        return function(*args, **(kwargs or {}))
+
+
+def _autocast(dtype: str) -> ExitStack:
+    stack = ExitStack()
+    if dtype == "bf16":
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        stack.enter_context(CudaCasts())
+    return stack
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_saved_is_what_autograd_saves_tensor_by_tensor(name: str, dtype: str) -> None:
+    """The real model on tensors without memory; storages that autograd is given, each once, but for what is not made."""
+    preset, batch, context = PRESETS[name], 3, 48
+    seen: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with FakeTensorMode():
+        model = TransformerLM(preset, context)
+        tokens = torch.randint(preset.vocab_size, (batch, context + 1))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with _autocast(dtype):
+                logits = model(tokens[:, :-1])
+            with _autocast(dtype):
+                functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    standing = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), tokens)}
+    sizes = Counter(t.untyped_storage().nbytes() for key, t in seen.items() if key not in standing)
+    account = StepAccount(workload(name, dtype, "train", batch=batch, context=context), 0)
+    assert Counter(block.bytes for block in account.saved) == sizes
+
+
+# No two of its tensors' kinds are alike in size.
+ODD = Preset("odd", 96, 416, 2, 3, 1000)
+BATCH, CONTEXT = 2, 40
+
+
+@pytest.mark.parametrize(
+    ("dtype", "passes"), [*itertools.product(("fp32", "bf16"), ("forward", "forward-backward", "train"))]
+)
+def test_every_allocation_of_a_real_step(dtype: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's profiler saw a CPU ask for and free, in order, is what is written onto the tape.
+
+    Left out are scalars, and the CPU's own: what a kernel asks for and frees within itself.
+    """
+    monkeypatch.setitem(PRESETS, "odd", ODD)
+    account = StepAccount(workload("odd", dtype, passes, batch=BATCH, context=CONTEXT), 0)
+    before = next(place for place, (_, block) in enumerate(account.tape.events) if block.name == "indices in order")
+    told = [(sign, block.bytes) for sign, block in account.tape.events[before:]]
+    seen = _profiled_step(dtype, passes)
+    assert _in_runs(told) == _in_runs(seen)
+
+
+def _in_runs(events: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    """Put each stretch of nothing but allocations, or of frees, in order of size: its order moves no peak."""
+    large = [(sign, size) for sign, size in events if size > 8]
+    return [(sign, sorted(size for _, size in run)) for sign, run in itertools.groupby(large, key=lambda one: one[0])]
+
+
+def _profiled_step(dtype: str, passes: str) -> list[tuple[int, int]]:
+    model = TransformerLM(ODD, CONTEXT)
+    tokens = torch.randint(ODD.vocab_size, (BATCH, CONTEXT + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        with torch.no_grad() if passes == "forward" else nullcontext(), _autocast(dtype):
+            logits = model(tokens[:, :-1])
+            if passes == "forward":
+                del logits
+                return
+        with _autocast(dtype):
+            loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        if passes == "train":
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    return _without_scratch(profile)
+
+
+_ELEMENTWISE = {f"aten::{name}" for name in ("mul", "add", "sub", "div")}
+
+
+def _without_scratch(profile: Any) -> list[tuple[int, int]]:
+    """Return the profile's allocations and frees but for what a kernel made and freed: packed operands, casts."""
+    events: list[tuple[int, Any, tuple[Any, ...]]] = []
+    for root in profile.profiler.kineto_results.experimental_event_tree():
+        _collect(root, (), events)
+    events.sort(key=lambda one: one[0])
+    born: dict[int, int] = {}
+    is_scratch = [False] * len(events)
+    for place, (_, fields, parents) in enumerate(events):
+        if fields.alloc_size > 0:
+            born[fields.ptr] = place
+        elif fields.ptr in born and parents:
+            start = born.pop(fields.ptr)
+            around = events[start][2]
+            is_inside = parents[-1] is around[-1] if around else False
+            is_cast = parents[-1].name in _ELEMENTWISE and any(parents[-1] is one for one in around)
+            is_scratch[start] = is_scratch[place] = is_inside or is_cast
+    kept = [event for event, scratch in zip(events, is_scratch, strict=True) if not scratch]
+    return [(1 if fields.alloc_size > 0 else -1, abs(fields.alloc_size)) for _, fields, _ in kept]
+
+
+def _collect(event: Any, parents: tuple[Any, ...], found: list[tuple[int, Any, tuple[Any, ...]]]) -> None:
+    if event.name == "[memory]":
+        found.append((event.start_time_ns, event.extra_fields, parents))
+    for child in event.children:
+        _collect(child, (*parents, event), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Workload("tiny", dtype="bf16", batch=3, context=65, device="cuda"),
+        Workload("small", dtype="bf16", device="cuda"),
+        Workload("small", passes="forward-backward", batch=2, context=512, device="cuda"),
+        Workload("small", warmup_steps=0, steps=1, device="cuda"),
+        Workload("medium", dtype="bf16", batch=8, context=512, device="cuda"),
+        Workload("large", batch=2, context=1024, device="cuda"),
+        Workload("large", dtype="bf16", passes="forward", batch=2, context=1024, device="cuda"),
+        Workload("2.7B", dtype="bf16", batch=1, context=512, device="cuda"),
+        Workload("small", dtype="bf16", compile_mode="default", device="cuda"),
+    ],
+    ids=lambda one: f"{one.preset_name}-{one.dtype}-{one.passes}-{one.batch}-{one.context}-{one.compile_mode}",
+)
+def test_on_a_gpu_no_byte_of_any_phase_is_unexplained(tmp_path: Path, wanted: Workload) -> None:
+    memory = MemoryOrder(str(tmp_path / SNAPSHOT), str(tmp_path / LEDGER))
+    order = Order(wanted, "memory", str(tmp_path / "result.json"), memory=memory)
+    command = [sys.executable, "-m", "profkit.capture.worker", order.to_json()]
+    subprocess.run(command, check=True, capture_output=True, timeout=500)
+    (tmp_path / MANIFEST).write_text('{"status": "complete"}')
+    (tmp_path / PREDICTED).write_text(json.dumps(predict_memory(wanted).to_dict()))
+    result = read_snapshot(tmp_path).memory().predicted
+    assert result is not None
+    differences = {phase.name: (phase.difference_bytes, phase.unexplained_bytes) for phase in result.phases}
+    told = 0 if wanted.compile_mode == "none" else None
+    assert differences == dict.fromkeys(differences, (told, 0)), [
+        row for phase in result.phases for row in phase.categories if row.explanation
+    ]
