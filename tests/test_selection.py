@@ -162,3 +162,100 @@ def test_to_pandas_is_the_table(opened: OpenedTrace) -> None:
     assert frame["total_ns"].sum() == 330
     assert list(frame.columns)[:3] == ["name", "category", "count"]
     assert opened.ranges().to_pandas()["path"].iloc[0] == "warmup"
+
+
+def test_excluding_and_counting_instances_go_together(opened: OpenedTrace) -> None:
+    result = opened.kernels("forward", exclude="warmup", per_instance=True)
+    assert result.per_instance is not None
+    assert [(row.instance, row.start_ns, row.kernel_time_ns) for row in result.per_instance] == [
+        (1, 1010, 110),
+        (2, 2010, 110),
+    ]
+    one = opened.kernels("forward", exclude="warmup", instance=2, per_instance=True)
+    assert one.per_instance is not None
+    assert [(row.instance, row.start_ns) for row in one.per_instance] == [(2, 2010)]
+    none = opened.kernels("forward", exclude="warmup", instance=0, per_instance=True)
+    assert (none.instances, none.kernel_count, none.per_instance) == (0, 0, ())
+
+
+def test_excluding_everything_leaves_an_empty_range(opened: OpenedTrace) -> None:
+    result = opened.kernels("forward", exclude="forward", per_instance=True)
+    assert (result.instances, result.wall_ns, result.kernel_count, result.per_instance) == (0, 0, 0, ())
+    assert [warning.code for warning in result.warnings] == ["empty-range"]
+
+
+def test_warmup_is_warned_of_whatever_else_is_excluded(opened: OpenedTrace) -> None:
+    warnings = opened.kernels("forward", exclude="layer 0").warnings
+    assert [warning.code for warning in warnings] == ["warmup"]
+
+
+def test_the_warning_of_warmup_spells_its_name_as_the_trace_does(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for start, name in ((0, "WarmUp"), (200, "step 0")):
+        builder.range(name, start, start + 100)
+        builder.range("forward", start + 10, start + 90)
+        builder.kernel(start + 20, 5)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    (warning,) = opened.kernels("forward").warnings
+    assert warning.message.endswith("lie inside `WarmUp`; leave them out with --exclude WarmUp")
+    assert opened.kernels("forward", exclude="WarmUp").warnings == ()
+
+
+def test_an_instance_on_a_helper_thread_lies_within_its_hosts_excluded_range(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.name_thread("pt_autograd_0", 101)
+    for start, name in ((0, "warmup"), (1000, "step 0")):
+        builder.range(name, start, start + 900)
+        builder.kernel(start + 10, 1)
+        builder.range("nccl", start + 200, start + 400, tid=101)
+        builder.kernel(start + 250, 20, tid=101)
+        builder.kernel(start + 300, 30, tid=101)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    result = opened.kernels("nccl", exclude="warmup", per_instance=True)
+    assert (result.instances, result.kernel_time_ns, result.wall_ns) == (1, 50, 200)
+
+
+def test_per_instance_figures_are_over_outermost_instances(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for base in (0, 1000):
+        builder.range("block", base, base + 500)
+        builder.range("block", base + 100, base + 200)
+        builder.kernel(base + 10, 5)
+        builder.kernel(base + 150, 5)
+    result = read_trace(builder.write(tmp_path / "t.sqlite")).kernels("block")
+    assert (result.instances, result.outermost_instances, result.wall_ns) == (4, 2, 1000)
+    assert result.kernels[0].per_instance_count == 2
+
+
+def test_with_a_device_the_instances_are_those_with_work_there(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for pid, device in ((100, 0), (200, 1)):
+        for base in (0, 1000):
+            builder.range("forward", base, base + 100 * (device + 1), pid=pid, tid=pid)
+            builder.kernel(base + 10, pid, pid=pid, tid=pid, device=device)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    result = opened.kernels("forward", device=1, per_instance=True)
+    assert (result.instances, result.outermost_instances, result.wall_ns) == (2, 2, 400)
+    assert result.kernels[0].per_instance_count == 1
+    assert result.per_instance is not None
+    assert [(row.instance, row.kernel_time_ns) for row in result.per_instance] == [(1, 200), (3, 200)]
+    assert opened.kernels("forward").instances == 4
+
+
+def test_by_range_says_why_work_has_no_range(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.name_thread("pt_autograd_0", 103)
+    for tid in (100, 102):
+        builder.range("forward", 0, 300, tid=tid)
+        builder.kernel(10, 1, tid=tid)
+    builder.kernel(100, 20, tid=103)
+    builder.kernel(110, 30, tid=103)
+    builder.kernel(None, 400, start=200)
+    builder.kernel(900, 5000)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    assert {row.name: row.total_ns for row in opened.kernels(by="range").kernels} == {
+        "forward": 2,
+        "(ambiguous: two or more ranges could claim it)": 50,
+        "(no launch record)": 400,
+        "(outside every range)": 5000,
+    }

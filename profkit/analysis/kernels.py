@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution, Ledger
+from profkit.analysis.attribution import AMBIGUOUS_HOST, NO_LAUNCH_RECORD, OUTSIDE, Attribution, Ledger
 from profkit.analysis.busy import busy_ns, union_ns
 from profkit.analysis.categories import categorize
+from profkit.analysis.kernel_filter import Instances, choose_work
+from profkit.analysis.kernel_filter import KernelFilter as KernelFilter
 from profkit.analysis.range_tree import path_of
 from profkit.analysis.selection import (
     DIRECT_EVIDENCE,
     INFERRED_EVIDENCE,
     SEQUENCE_EVIDENCE,
     RangeEvidence,
-    Selection,
-    select_ranges,
-    select_work,
 )
-from profkit.analysis.warnings import Warning, warn_of_placement, warn_of_selection, warn_of_sequence
+from profkit.analysis.warnings import Warning, warn_of_instances, warn_of_placement, warn_of_sequence
 from profkit.errors import TraceError, UsageError
-from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, Work, distinct_values
+from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Grouping = Literal["kernel", "category", "range"]
 
-_OUTSIDE = "(outside every range)"
+_PLACELESS = {
+    OUTSIDE: "(outside every range)",
+    AMBIGUOUS_HOST: "(ambiguous: two or more ranges could claim it)",
+    NO_LAUNCH_RECORD: "(no launch record)",
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class KernelRow:
     """One line of the share table; ``name`` is a kernel, a category or a range path, as grouped.
 
     ``share`` is of the kernel and graph time of the selection, 0–1. ``per_instance_count`` is ``count`` over the
-    range's instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded.
+    range's outermost instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded.
     """
 
     name: str
@@ -75,22 +78,13 @@ class CopyTotals:
 
 
 @dataclass(frozen=True)
-class KernelFilter:
-    """What to count: a range, less another, one instance, some processes (by pid) and devices; None is no limit."""
-
-    range: str | None = None
-    exclude: str | None = None
-    instance: int | None = None
-    process: int | None = None
-    device: int | None = None
-
-
-@dataclass(frozen=True)
 class KernelsResult:
     """The share table with its books: plain data, the JSON of ``profkit kernels --format json`` field for field.
 
     ``filters`` is what was asked for: with one of them set, the table holds a part of the capture or range.
-    ``first_ns`` is the start of the first thing recorded, from which instances are counted for people.
+    ``first_ns`` is the start of the first thing recorded, from which instances are counted for people. ``instances``
+    are those left by the filters, with a device those that have work on it; ``outermost_instances`` of them lie in no
+    other: a time or count per instance is over these.
     """
 
     trace: str
@@ -110,8 +104,9 @@ class KernelsResult:
     warnings: tuple[Warning, ...]
     by: Grouping = "kernel"
     per_instance: tuple[InstanceRow, ...] | None = None
-    filters: KernelFilter = KernelFilter()
+    filters: KernelFilter = field(default_factory=KernelFilter)
     first_ns: int = 0
+    outermost_instances: int | None = None
 
     @property
     def total_ns(self) -> int:
@@ -152,38 +147,39 @@ def summarize_kernels(
         raise TraceError(explain_no_work(trace))
     if per_instance and wanted.range is None:
         raise UsageError("--per-instance needs --range: an instance is one opening of a range")
-    selection, rows, instance, evidence = _select(attribution, wanted)
-    copies = _select_copies(attribution, wanted, selection)
+    first_ns, last_ns = _extent_ns(trace)
+    chosen = choose_work(attribution, wanted)
+    rows, instances = chosen.rows, chosen.instances
     work = trace.work
     total_ns = int(work.duration_ns[rows].sum())
-    first_ns, last_ns = _extent_ns(trace)
     graphs = rows & work.is_graph
-    instances = None if selection is None else len(selection.members)
-    evidence_ns = None if evidence is None else _sum_evidence(work.duration_ns, evidence, rows)
+    evidence_ns = None if instances is None else _sum_evidence(work.duration_ns, instances.selected.evidence, rows)
+    outermost_count = None if instances is None else len(instances.outermost)
     return KernelsResult(
         trace=trace.path,
         measure=trace.measure,
         range=wanted.range,
-        instances=instances,
+        instances=None if instances is None else int(instances.present.sum()),
         kernel_count=int((rows & ~work.is_graph).sum()),
         graph_count=int(graphs.sum()),
         kernel_time_ns=total_ns - int(work.duration_ns[graphs].sum()),
         graph_time_ns=int(work.duration_ns[graphs].sum()),
         busy_ns=busy_ns(work.device[rows], work.start_ns[rows], work.end_ns[rows]),
-        wall_ns=last_ns - first_ns if selection is None else selection.wall_ns,
-        copies=_total_copies(trace.copies, copies),
-        kernels=_build_rows(attribution, rows, by, instances),
+        wall_ns=last_ns - first_ns if instances is None else instances.wall_ns,
+        copies=_total_copies(trace.copies, chosen.copies),
+        kernels=_build_rows(attribution, rows, by, outermost_count),
         range_evidence=evidence_ns,
         ledger=attribution.ledger,
         warnings=(
-            *warn_of_selection(selection, wanted.exclude, int(rows.sum())),
-            *warn_of_sequence(selection, evidence_ns),
+            *warn_of_instances(attribution, instances, int(rows.sum())),
+            *warn_of_sequence(instances, evidence_ns),
             *warn_of_placement(attribution),
         ),
         by=by,
-        per_instance=_instance_rows(attribution, selection, rows, instance) if per_instance and selection else None,
+        per_instance=_instance_rows(attribution, rows, instances) if per_instance and instances else None,
         filters=wanted,
         first_ns=first_ns,
+        outermost_instances=outermost_count,
     )
 
 
@@ -197,79 +193,6 @@ def explain_no_work(trace: Trace) -> str:
         f"{trace.path}: recorded no GPU kernels (it has no kernel table): the program launched none, or nsys ran"
         " without --trace=cuda; `profkit ranges` still shows wall times"
     )
-
-
-def _select(attribution: Attribution, wanted: KernelFilter) -> tuple[Selection | None, Bools, Ints | None, Ints | None]:
-    """Return the selection, the rows of work it holds, and each row's instance and evidence."""
-    rows = _limit(attribution.trace, attribution.trace.work, wanted)
-    if wanted.instance is not None and wanted.range is None:
-        raise UsageError("--instance needs --range")
-    selection, instance, evidence = None, None, None
-    if wanted.range is not None:
-        selection = select_ranges(
-            attribution, wanted.range, instance=wanted.instance, processes=_processes(attribution.trace, wanted)
-        )
-        selected = select_work(attribution, attribution.trace.work, attribution.work, selection)
-        rows, instance, evidence = rows & selected.rows, selected.instance, selected.evidence
-    if wanted.exclude is not None:
-        without = select_ranges(attribution, wanted.exclude)
-        rows &= ~select_work(attribution, attribution.trace.work, attribution.work, without).rows
-        if selection is not None:
-            selection = _drop_excluded(attribution, selection, without)
-    return selection, rows, instance, evidence
-
-
-def _drop_excluded(attribution: Attribution, selection: Selection, without: Selection) -> Selection:
-    """Return the selection less the instances that lie wholly within an excluded range."""
-    ranges = attribution.trace.ranges
-    keep = []
-    for index in selection.members.tolist():
-        same = without.members[ranges.thread[without.members] == ranges.thread[index]]
-        around = (ranges.start_ns[same] <= ranges.start_ns[index]) & (ranges.end_ns[same] >= ranges.end_ns[index])
-        keep.append(not around.any())
-    kept = selection.members[np.array(keep, dtype=np.bool_)]
-    outermost = selection.outermost[np.isin(selection.outermost, kept)]
-    wall = int((ranges.end_ns[outermost] - ranges.start_ns[outermost]).sum())
-    return replace(selection, members=kept, outermost=outermost, wall_ns=wall)
-
-
-def _select_copies(attribution: Attribution, wanted: KernelFilter, selection: Selection | None) -> Bools:
-    copies = attribution.trace.copies
-    rows = _limit(attribution.trace, copies, wanted)
-    if selection is not None:
-        rows &= select_work(attribution, copies, attribution.copies, selection).rows
-    if wanted.exclude is not None:
-        without = select_ranges(attribution, wanted.exclude)
-        rows &= ~select_work(attribution, copies, attribution.copies, without).rows
-    return rows
-
-
-def _limit(trace: Trace, rows: Work | Copies, wanted: KernelFilter) -> Bools:
-    """Return the rows of the wanted processes and devices."""
-    keep = np.ones(len(rows), dtype=np.bool_)
-    processes = _processes(trace, wanted)
-    if processes is not None:
-        keep &= np.isin(rows.process, list(processes))
-    if wanted.device is not None:
-        devices = distinct_values(trace.work.device).tolist()
-        if wanted.device not in devices:
-            raise UsageError(f"--device {wanted.device}: this trace has work on {_listed('device', devices)}")
-        keep &= rows.device == wanted.device
-    return keep
-
-
-def _processes(trace: Trace, wanted: KernelFilter) -> frozenset[int] | None:
-    if wanted.process is None:
-        return None
-    found = frozenset(process for process, pid in trace.process_ids.items() if pid == wanted.process)
-    if not found:
-        raise UsageError(f"--process {wanted.process}: this trace has {_listed('pid', trace.process_ids.values())}")
-    return found
-
-
-def _listed(noun: str, values: Any) -> str:
-    ordered = sorted(values)
-    return f"{noun}{'s' if len(ordered) != 1 else ''} {', '.join(map(str, ordered)) or 'none'}"
 
 
 def _extent_ns(trace: Trace) -> tuple[int, int]:
@@ -331,8 +254,10 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
     if by == "range":
         placed = attribution.work
         innermost = np.where(placed.own[chosen] >= 0, placed.own[chosen], placed.host[chosen])
-        ids, inverse = np.unique(np.maximum(innermost, -1), return_inverse=True)
-        paths = [path_of(attribution, i, numbered=False) if i >= 0 else _OUTSIDE for i in ids.tolist()]
+        # Below the ranges' own numbers, one for each reason why work has none.
+        place = np.where(innermost >= 0, innermost, -1 - placed.verdict[chosen])
+        ids, inverse = np.unique(place, return_inverse=True)
+        paths = [path_of(attribution, i, numbered=False) if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
         distinct = sorted(set(paths))
         return lambda key: (distinct[key], ""), np.array([distinct.index(p) for p in paths], dtype=np.int64)[inverse]
     categories = {i: categorize(trace.names[i], trace.measure).name for i in distinct_values(name).tolist()}
@@ -345,14 +270,12 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
     return lambda key: (distinct[key], distinct[key]), index[inverse]
 
 
-def _instance_rows(
-    attribution: Attribution, selection: Selection, rows: Bools, instance: Ints | None
-) -> tuple[InstanceRow, ...]:
-    """Return one line per instance; nested instances of one name report under the one around them."""
-    assert instance is not None
+def _instance_rows(attribution: Attribution, rows: Bools, instances: Instances) -> tuple[InstanceRow, ...]:
+    """Return one line per instance that counts; nested instances of one name report under the one around them."""
     trace, work = attribution.trace, attribution.trace.work
+    selection = instances.selection
     chosen = np.flatnonzero(rows)
-    position = instance[chosen]
+    position = instances.selected.instance[chosen]
     count = np.bincount(position, minlength=len(selection.members))
     devices, device = np.unique(work.device[chosen], return_inverse=True)
     group = position * max(len(devices), 1) + device
@@ -363,7 +286,7 @@ def _instance_rows(
     ranges = trace.ranges
     return tuple(
         InstanceRow(
-            instance=i,
+            instance=selection.first_number + i,
             start_ns=int(ranges.start_ns[index]),
             wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
             kernel_count=int(count[i]),
@@ -371,4 +294,5 @@ def _instance_rows(
             busy_ns=int(busy[i]),
         )
         for i, index in enumerate(selection.members.tolist())
+        if instances.present[i]
     )

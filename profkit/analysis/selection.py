@@ -11,10 +11,10 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution, Placement
 from profkit.analysis.busy import running_maximum
-from profkit.analysis.nesting import NO_RANGE, ranges_by_thread
+from profkit.analysis.nesting import NO_RANGE, mark_nested, ranges_by_thread
 from profkit.errors import TraceError, UsageError
 from profkit.ranges import PHASES, WARMUP
-from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work
+from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work, distinct_values, rows_by_value
 
 DIRECT_EVIDENCE, INFERRED_EVIDENCE, SEQUENCE_EVIDENCE, NOT_UNDER = range(4)
 
@@ -23,16 +23,14 @@ DIRECT_EVIDENCE, INFERRED_EVIDENCE, SEQUENCE_EVIDENCE, NOT_UNDER = range(4)
 class Selection:
     """The instances of a range that a request names.
 
-    ``members`` are all of them by start; ``outermost`` those that lie in no other, whose durations sum to
-    ``wall_ns``. Instances are numbered from 0 in order of their start. ``by_phase`` is set when the request itself
-    names a phase (``forward/layer 3``): work of another phase then does not belong to it.
+    ``members`` are all of them by start. Instances are numbered in order of
+    their start, the first member by ``first_number``: 0, or the one instance that was asked for. ``by_phase`` is set
+    when the request itself names a phase (``forward/layer 3``): work of another phase then does not belong to it.
     """
 
     request: str
     members: Ints
-    outermost: Ints
-    wall_ns: int
-    in_warmup: int
+    first_number: int = 0
     by_phase: bool = False
 
 
@@ -98,10 +96,12 @@ def select_ranges(
         if not 0 <= instance < len(members):
             raise UsageError(f"--instance {instance}: {request!r} has {len(members)} instances, counted from 0")
         members = members[instance : instance + 1]
-    top = outermost(trace.ranges, members)
-    wall = trace.ranges.end_ns[top] - trace.ranges.start_ns[top]
-    by_phase = any(part.lower() in PHASES for part in split_path(request))
-    return Selection(request, members, top, int(wall.sum()), _count_in_warmup(attribution, members), by_phase)
+    return Selection(
+        request,
+        members,
+        first_number=instance or 0,
+        by_phase=any(part.lower() in PHASES for part in split_path(request)),
+    )
 
 
 def select_work(attribution: Attribution, rows: Work | Copies, placed: Placement, selection: Selection) -> Selected:
@@ -282,12 +282,37 @@ def _explain_unknown(attribution: Attribution, request: str, *, limited: bool) -
     return f"{trace.path}: no range {request!r}{where}; {hint} (`profkit ranges` lists them)"
 
 
-def _count_in_warmup(attribution: Attribution, members: Ints) -> int:
-    """Return how many members lie inside a range named ``warmup`` (and are not such a range themselves)."""
-    names, name = attribution.trace.names, attribution.trace.ranges.name
-    warm = np.array([string.lower() == WARMUP for string in names], dtype=np.bool_)
-    inside, above = np.zeros(len(members), dtype=np.bool_), attribution.parent[members]
-    while (above != NO_RANGE).any():
-        inside |= (above != NO_RANGE) & warm[name[above]]
-        above = np.where(above != NO_RANGE, attribution.parent[above], NO_RANGE)
-    return int((inside & ~warm[name[members]]).sum())
+def find_warmup(trace: Trace) -> str | None:
+    """Return how this trace spells the name of its range ``warmup`` (letter case aside), if it has one."""
+    return next((trace.names[i] for i in distinct_values(trace.ranges.name) if is_warmup(trace.names[i])), None)
+
+
+def is_warmup(name: str) -> bool:
+    """Return whether a range of this name holds steps that are not to be measured."""
+    return name.lower() == WARMUP
+
+
+def count_in_warmup(attribution: Attribution, members: Ints) -> tuple[int, str]:
+    """Return how many members lie inside a range named ``warmup``, being none themselves, and how it is spelled."""
+    trace = attribution.trace
+    name = find_warmup(trace)
+    if name is None:
+        return 0, WARMUP
+    warm = np.array([is_warmup(string) for string in trace.names], dtype=np.bool_)[trace.ranges.name]
+    inside = mark_nested(attribution.parent, warm) & ~warm
+    return int(inside[members].sum()), name
+
+
+def lies_within(attribution: Attribution, without: Selection) -> Bools:
+    """Return which ranges lie within one of a selection: under it in the tree, or at the same time on its thread."""
+    ranges = attribution.trace.ranges
+    marked = np.zeros(len(ranges), dtype=np.bool_)
+    marked[without.members] = True
+    inside = mark_nested(attribution.parent, marked)
+    for thread, which in rows_by_value(ranges.thread[without.members]).items():
+        around = without.members[which]
+        mine = np.flatnonzero((ranges.thread == thread) & (ranges.end_thread == thread))
+        begun = np.searchsorted(ranges.start_ns[around], ranges.start_ns[mine], side="right") - 1
+        reach = np.maximum.accumulate(ranges.end_ns[around])
+        inside[mine] |= (begun >= 0) & (reach[begun] >= ranges.end_ns[mine])
+    return inside

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.selection import RangeEvidence, Selection
+from profkit.analysis.kernel_filter import Instances
+from profkit.analysis.selection import RangeEvidence, count_in_warmup
 
 
 @dataclass(frozen=True)
@@ -16,33 +18,34 @@ class Warning:
     message: str
 
 
-def warn_of_selection(selection: Selection | None, exclude: str | None, row_count: int) -> list[Warning]:
+def warn_of_instances(attribution: Attribution, instances: Instances | None, row_count: int) -> list[Warning]:
     """Return what is odd about the range that was asked for."""
-    if selection is None:
+    if instances is None:
         return []
-    found = []
-    if selection.in_warmup and exclude is None:
+    request, found = instances.selection.request, []
+    warm, name = count_in_warmup(attribution, instances.members)
+    if warm:
         found.append(
             Warning(
                 "warmup",
-                f"{selection.in_warmup} of {len(selection.members)} instances of {selection.request!r} lie inside"
-                " `warmup`; leave them out with --exclude warmup",
+                f"{warm} of {len(instances.members)} instances of {request!r} lie inside `{name}`;"
+                f" leave them out with --exclude {shlex.quote(name)}",
             )
         )
     if not row_count:
-        found.append(Warning("empty-range", f"no kernel was launched under {selection.request!r}"))
+        found.append(Warning("empty-range", f"no kernel was launched under {request!r}"))
     return found
 
 
-def warn_of_sequence(selection: Selection | None, evidence: RangeEvidence | None) -> list[Warning]:
+def warn_of_sequence(instances: Instances | None, evidence: RangeEvidence | None) -> list[Warning]:
     """Return that a range holds backward work, placed by its forward operator: its wall time does not cover that."""
-    if selection is None or evidence is None or not evidence.sequence_ns:
+    if instances is None or evidence is None or not evidence.sequence_ns:
         return []
     return [
         Warning(
             "sequence",
-            f"{evidence.sequence_ns:,} ns under {selection.request!r} are backward work, placed by the forward operator"
-            " that it belongs to (evidence: sequence); wall time covers the forward part alone",
+            f"{evidence.sequence_ns:,} ns under {instances.selection.request!r} are backward work, placed by the"
+            " forward operator that it belongs to (evidence: sequence); wall time covers the forward part alone",
         )
     ]
 
