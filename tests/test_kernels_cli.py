@@ -9,12 +9,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from profkit.analysis.opened import read_trace
+from profkit.cli import main, progress
+from profkit.report.kernel_plot import MOST_BARS, _draw, plot_kernels
 from tests.nsys_builder import NsysBuilder
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -51,8 +55,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         builder.kernel(base + 2000, 3000, name=gemm, start=base + 3000)
         builder.range("backward", base + 60_000, base + 140_000)
         builder.kernel(base + 61_000, 1250, name=add, start=base + 62_000)
-        for time in (70_000, 80_000):
-            builder.kernel(base + time, 2500, name=gemm, tid=101, start=base + time + 1000)
+        for launch in (70_000, 80_000):
+            builder.kernel(base + launch, 2500, name=gemm, tid=101, start=base + launch + 1000)
     return builder.write(tmp_path_factory.mktemp("trace") / "t.sqlite")
 
 
@@ -307,6 +311,348 @@ def test_nvtx_alone_shows_wall_times_and_one_warning(profkit: Run, tmp_path: Pat
     assert (done.returncode, done.stderr.count("\n")) == (0, 1)
     assert "10.00 µs" in done.stdout
     assert profkit("kernels", path).returncode == 1
+
+
+@pytest.fixture(scope="module")
+def two_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a capture with two GPUs, a warm-up, and a range in a domain of its own."""
+    builder = NsysBuilder()
+    builder.domain(3, "NCCL")
+    builder.range("Warmup", 0, 900)
+    builder.range("forward", 100, 500)
+    builder.kernel(200, 50, device=0)
+    builder.range("forward", 1000, 1500)
+    builder.kernel(1100, 70, device=0)
+    builder.kernel(1200, 30, device=1, name="all_reduce")
+    builder.range("all_reduce", 1190, 1300, domain=3)
+    return builder.write(tmp_path_factory.mktemp("two") / "t.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--device", "1"), "device 1 only"),
+        (("--process", "100"), "process 100 only"),
+        (("--exclude", "Warmup"), "without 'Warmup'"),
+    ],
+)
+def test_a_part_of_the_capture_does_not_call_itself_the_whole(
+    profkit: Run, two_devices: Path, arguments: tuple[str, str], words: str
+) -> None:
+    text = profkit("kernels", two_devices, *arguments).stdout
+    assert text.startswith(f"part of the capture, {words}: ")
+    assert f"share is of the kernel time in this part of the capture ({words}): " in text
+    assert "whole capture" not in text
+    assert "phases" not in text
+
+
+def test_the_filters_of_a_range_are_named_and_in_the_json(profkit: Run, two_devices: Path) -> None:
+    arguments = ("--range", "forward", "--device", "0", "--exclude", "Warmup")
+    text = profkit("kernels", two_devices, *arguments).stdout
+    assert text.startswith("range 'forward', 1 instance, device 0 only, without 'Warmup': 1 kernel\n")
+    assert "share is of the kernel time under 'forward', device 0 only, without 'Warmup': 70 ns" in text
+    data = json.loads(profkit("kernels", two_devices, *arguments, "--format", "json").stdout)
+    assert data["filters"] == {
+        "range": "forward",
+        "exclude": "Warmup",
+        "instance": None,
+        "process": None,
+        "device": 0,
+    }
+
+
+def test_the_phases_leave_out_warmup_however_it_is_written(profkit: Run, two_devices: Path) -> None:
+    text = profkit("kernels", two_devices).stdout
+    assert text.startswith("phases (without warmup)")
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith("forward")] == [["forward", "1"]]
+
+
+def _copy(trace: Path, folder: Path, name: str) -> Path:
+    return Path(shutil.copy(trace, folder / name))
+
+
+@pytest.mark.parametrize("link", ["itself", "symlink", "hardlink", "other spelling"])
+@pytest.mark.parametrize("command", ["kernels", "ranges", "memory"])
+def test_a_result_never_replaces_what_is_read(
+    profkit: Run, trace: Path, tmp_path: Path, command: str, link: str
+) -> None:
+    capture = _copy(trace, tmp_path, "s.sqlite")
+    before = capture.read_bytes()
+    output = tmp_path / "s.sqlite"
+    if link == "other spelling":
+        output = tmp_path / "." / ".." / tmp_path.name / "s.sqlite"
+    elif link == "symlink":
+        output = tmp_path / "l"
+        output.symlink_to(capture)
+    elif link == "hardlink":
+        output = tmp_path / "l"
+        output.hardlink_to(capture)
+    done = profkit(command, capture, "-o", output)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "this is what is read" in done.stderr
+    assert capture.read_bytes() == before
+
+
+def test_neither_a_plot_nor_a_timeline_replaces_what_is_read(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    for command, option, name in (("kernels", "--plot", "c.png"), ("memory", "--timeline", "c.html")):
+        capture = _copy(trace, tmp_path, name)
+        assert profkit(command, capture, option, capture).returncode == 2
+        assert capture.read_bytes() == trace.read_bytes()
+    other = _copy(trace, tmp_path, "after.pickle")
+    assert profkit("memory", tmp_path / "c.png", "--against", other, "-o", other).returncode == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "trace.sqlite", "snapshot.pickle", "ledger.jsonl", "log.txt"])
+@pytest.mark.parametrize("named", ["run", "trace"])
+def test_a_result_never_replaces_a_part_of_the_run(
+    profkit: Run, trace: Path, tmp_path: Path, name: str, named: str
+) -> None:
+    (tmp_path / "manifest.json").write_text('{"status": "complete"}')
+    (tmp_path / "log.txt").touch()
+    _copy(trace, tmp_path, "trace.sqlite")
+    before = sorted((path, path.read_bytes()) for path in tmp_path.iterdir())
+    capture = tmp_path if named == "run" else tmp_path / "trace.sqlite"
+    assert profkit("kernels", capture, "-o", tmp_path / name).returncode == 2
+    assert sorted((path, path.read_bytes()) for path in tmp_path.iterdir()) == before
+    assert profkit("kernels", capture, "-o", tmp_path / "kernels.txt").returncode == 0
+
+
+def test_two_results_do_not_go_to_one_file(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    done = profkit("kernels", trace, "-o", tmp_path / "a.png", "--plot", tmp_path / "a.png")
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+
+
+@pytest.mark.parametrize("name", ["p.sqlite", "p.json", "p.nsys-rep", "p.pickle"])
+def test_a_pipe_is_refused_and_not_waited_for(profkit: Run, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    for command in ("kernels", "ranges", "memory"):
+        done = profkit(command, tmp_path / name)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert "not a regular file" in done.stderr
+
+
+@pytest.fixture
+def oddly_named(tmp_path: Path) -> Path:
+    """Return a capture whose names hold a formula, an escape sequence, line breaks and Chinese."""
+    builder = NsysBuilder()
+    builder.range("forward\x1b[2J\nx", 0, 100)
+    for name in ("$x$ \\frac{", "k\x1b[31m<float>\nrm -rf", "注意力", "_private"):
+        builder.kernel(10, 5, name=name)
+    return builder.write(tmp_path / "odd.sqlite")
+
+
+@pytest.mark.parametrize("style", ["table", "markdown", "latex", "json"])
+@pytest.mark.parametrize("command", ["kernels", "ranges"])
+def test_names_are_text_and_nothing_else(profkit: Run, oddly_named: Path, command: str, style: str) -> None:
+    done = profkit(command, oddly_named, "--format", style)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert not any(line.startswith(("x", "rm")) for line in done.stdout.splitlines())
+
+
+def test_csv_keeps_names_as_they_are(profkit: Run, oddly_named: Path) -> None:
+    text = profkit("kernels", oddly_named, "--format", "csv").stdout
+    assert "k\x1b[31m<float>\nrm -rf" in {row["name"] for row in csv.DictReader(io.StringIO(text, newline=""))}
+
+
+def test_a_plot_takes_any_name_and_says_nothing(profkit: Run, oddly_named: Path, tmp_path: Path) -> None:
+    done = profkit("kernels", oddly_named, "--range", "forward*", "--plot", tmp_path / "p.png")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_file_whose_name_is_not_utf8_is_read(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    path = _copy(trace, tmp_path, "a\udcff#?%.sqlite")
+    for style in ("table", "json"):
+        done = profkit("kernels", path, "--format", style)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["trace"].endswith("/a\ufffd#?%.sqlite")
+    assert profkit("kernels", path, "--format", "json", "-o", tmp_path / "o.json").returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_any_encoding_of_the_output_will_do(profkit: Run, trace: Path, encoding: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for command in ("kernels", "ranges"):
+        done = profkit(command, trace, env=environment, encoding=encoding, errors="strict")
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def _in_bash(command: str) -> subprocess.CompletedProcess[str]:
+    program = f"{sys.executable} -m profkit"
+    return subprocess.run(
+        ["bash", "-c", command.replace("profkit", program)], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_closed_or_full_output_gets_one_line(trace: Path, tmp_path: Path) -> None:
+    done = _in_bash(f"profkit kernels {trace} >&-")
+    assert (done.returncode, done.stderr) == (1, "profkit: standard output is closed; name a file with -o\n")
+    assert _in_bash(f"profkit kernels {trace} -o {tmp_path}/o.txt >&-").returncode == 0
+    assert (tmp_path / "o.txt").stat().st_size
+    done = _in_bash(f"profkit kernels {trace} > /dev/full")
+    assert (done.returncode, done.stderr) == (1, "profkit: No space left on device\n")
+    done = _in_bash(f"profkit kernels {trace} --range none 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_warnings_do_not_enter_a_result_when_the_error_stream_is_closed(two_devices: Path) -> None:
+    with_warning = f"profkit kernels {two_devices} --range forward --format json"
+    assert "warning: " in _in_bash(with_warning).stderr
+    json.loads(_in_bash(f"{with_warning} 2>&-").stdout)
+
+
+def test_an_error_that_nobody_foresaw_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise IndexError("index 7\nof 3")
+
+    monkeypatch.setattr("profkit.cli.kernels.open_trace", fail)
+    with pytest.raises(SystemExit) as caught:
+        main(["kernels", "x"])
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == (
+        "profkit: internal error, IndexError: index 7␊of 3; `profkit --debug …` shows where\n"
+    )
+    with pytest.raises(IndexError):
+        main(["--debug", "kernels", "x"])
+
+
+def test_a_result_is_printed_before_strict_fails(profkit: Run, captures: Path) -> None:
+    done = profkit("ranges", captures / "lossy.nsys2023.sqlite", "--strict")
+    assert "share is of all kernel time" in done.stdout
+    assert done.stderr.endswith("the capture failed its self-check\n")
+
+
+@pytest.mark.parametrize("style", ["json", "csv", "latex"])
+def test_rules_do_not_spoil_a_format_of_one_table(profkit: Run, trace: Path, style: str) -> None:
+    done = profkit("kernels", trace, "--explain", "--format", style)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("by", ["category", "range"])
+def test_rules_are_for_kernels(profkit: Run, trace: Path, by: str) -> None:
+    assert profkit("kernels", trace, "--explain", "--by", by).returncode == 2
+
+
+def test_rules_and_plot_follow_the_order_of_the_table(profkit: Run, trace: Path) -> None:
+    text = profkit("kernels", trace, "--explain", "--sort", "max", "--top", "1", "--format", "markdown").stdout
+    assert "| gemm |" in text.partition("why each")[2]
+    text = profkit("kernels", trace, "--explain", "--sort", "mean", "--top", "1").stdout
+    assert "elementwise" not in text.partition("why each")[2]
+    opened = read_trace(trace)
+    figure = _draw(opened.kernels(), opened.self_check, 60, "name")
+    assert [label.get_text()[:4] for label in figure.axes[0].get_yticklabels()] == ["sm80", "vect"]
+
+
+def test_the_other_lines_of_json_are_in_its_rest(profkit: Run, trace: Path) -> None:
+    data = json.loads(profkit("kernels", trace, "--top", "1", "--format", "json").stdout)
+    assert data["kernels"][0]["total_ns"] + data["rest"]["total_ns"] == data["kernel_time_ns"]
+    assert data["kernels"][0]["count"] + data["rest"]["count"] == data["kernel_count"]
+    assert data["rest"]["name"] == "(1 more)"
+    assert json.loads(profkit("kernels", trace, "--format", "json").stdout)["rest"] is None
+
+
+def test_a_csv_that_was_cut_says_so(profkit: Run, trace: Path) -> None:
+    assert profkit("kernels", trace, "--format", "csv", "--top", "2").stderr == ""
+    done = profkit("kernels", trace, "--format", "csv", "--top", "1")
+    assert done.stderr == "warning: --top 1: the CSV holds 1 of 2 lines\n"
+
+
+def test_instances_are_in_every_format(profkit: Run, trace: Path) -> None:
+    arguments = ("kernels", trace, "--range", "backward", "--per-instance", "--format")
+    rows = list(csv.DictReader(io.StringIO(profkit(*arguments, "csv").stdout)))
+    assert [(row["instance"], row["start_ns"], row["kernel_time_ns"]) for row in rows] == [
+        ("0", "60000", "6250"),
+        ("1", "260000", "6250"),
+    ]
+    assert profkit(*arguments, "latex").stdout.count(r"\begin{tabular}") == 2
+    assert "| 1 | 260.0 µs | 80.00 µs | 6.250 µs | 6.250 µs | 3 |" in profkit(*arguments, "markdown").stdout
+    assert "       1  260.0 µs  80.00 µs" in profkit(*arguments, "table").stdout
+
+
+def test_instances_start_from_the_beginning_of_the_capture(tmp_path: Path, profkit: Run) -> None:
+    builder, epoch = NsysBuilder(), 1_700_000_000_000_000_000
+    builder.range("step", epoch, epoch + 900)
+    builder.range("forward", epoch + 500, epoch + 800)
+    builder.kernel(epoch + 600, 50)
+    path = builder.write(tmp_path / "t.sqlite")
+    arguments = ("kernels", path, "--range", "forward", "--per-instance")
+    assert "       0  500 ns  300 ns" in profkit(*arguments).stdout
+    data = json.loads(profkit(*arguments, "--format", "json").stdout)
+    assert data["per_instance"][0]["start_ns"] - data["first_ns"] == 500
+
+
+def test_ranges_name_the_whole_of_their_shares_and_their_domains(profkit: Run, two_devices: Path) -> None:
+    whole = "share is of all kernel time in the capture: 150 ns"
+    for style in ("table", "markdown", "latex"):
+        assert whole in profkit("ranges", two_devices, "--format", style).stdout
+    rows = list(csv.DictReader(io.StringIO(profkit("ranges", two_devices, "--format", "csv").stdout)))
+    assert [(row["path"], row["domain"]) for row in rows if row["domain"]] == [("forward/all_reduce", "NCCL")]
+    assert "| forward/all_reduce | NCCL | 1 |" in profkit("ranges", two_devices, "--format", "markdown").stdout
+    assert "all_reduce [NCCL]" in profkit("ranges", two_devices).stdout
+    assert {row["path"]: float(row["share_of_capture"]) for row in rows}["forward"] == pytest.approx(100 / 150)
+
+
+def test_a_plot_of_a_lossy_capture_bears_the_verdict(captures: Path) -> None:
+    opened = read_trace(captures / "lossy.nsys2023.sqlite")
+    figure = _draw(opened.kernels(), opened.self_check, 5, "total")
+    assert figure.get_suptitle() == "SELF-CHECK FAILED: do not trust this capture's totals"
+
+
+def test_a_plot_holds_as_many_bars_as_can_be_read(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for number in range(200):
+        builder.kernel(10 * number, 5 + number, name=f"k{number}", device=0)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    plot_kernels(opened.kernels(device=0), opened.self_check, tmp_path / "p.png", top=3000)
+    figure = _draw(opened.kernels(device=0), opened.self_check, MOST_BARS, "total")
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert (len(labels), labels[-1]) == (MOST_BARS + 1, "(140 more)")
+    assert figure.axes[0].get_title(loc="left").startswith("part of the capture, device 0 only")
+    header = (tmp_path / "p.png").read_bytes()[16:24]
+    assert int.from_bytes(header[4:], "big") < 4000
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_after_a_second_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.05)
+    monkeypatch.setenv("TERM", "xterm")
+    for seconds, shown in ((0.0, False), (0.8, True)):
+        terminal = _Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with progress.shown_after_a_second("reading [t].sqlite"):
+            time.sleep(seconds)
+        assert ("reading [t].sqlite …" in terminal.getvalue()) is shown
+
+
+@pytest.mark.parametrize("command", ["kernels", "ranges"])
+def test_reading_shows_progress(
+    command: str, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+
+    @contextmanager
+    def record(doing: str) -> Iterator[None]:
+        shown.append(doing)
+        yield
+
+    monkeypatch.setattr(f"profkit.cli.{command}.shown_after_a_second", record)
+    with pytest.raises(SystemExit):
+        main([command, str(trace)])
+    assert shown == ["reading t.sqlite"]
+
+
+def test_nothing_is_loaded_that_is_not_needed(trace: Path) -> None:
+    unwanted = {"pandas", "torch", "rich", "matplotlib", "platformdirs", "jinja2", "statistics", "importlib.metadata"}
+    code = "import sys; from profkit.cli import main\ntry: main(['kernels', sys.argv[1]])\nexcept SystemExit: pass\n"
+    code += f"sys.exit(' '.join({unwanted} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code, str(trace)], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
 
 
 def test_a_closed_pipe_is_no_error(trace: Path) -> None:

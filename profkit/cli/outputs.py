@@ -58,9 +58,10 @@ def write_result(text: str, output: Path | None) -> None:
         raise ProfkitError("standard output is closed; name a file with -o")
     elif sys.stdout.isatty():
         # Names stand in CSV as they are; a screen would obey what is in them.
-        click.echo("\n".join(map(make_visible, text.split("\n"))))
+        print("\n".join(map(make_visible, text.split("\n"))))
     else:
-        click.echo(text)
+        # click.echo would take what looks like colours out of names.
+        print(text)
 
 
 def write_warnings(messages: Iterable[str]) -> None:
