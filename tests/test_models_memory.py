@@ -141,7 +141,7 @@ def _autocast(dtype: str) -> ExitStack:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_saved_is_what_autograd_saves_tensor_by_tensor(name: str, dtype: str) -> None:
-    """The real model on tensors without memory; storages that autograd is given, each once, but for what is not made."""
+    """The real model on tensors without memory: each storage that autograd is given, once."""
     preset, batch, context = PRESETS[name], 3, 48
     seen: dict[int, Any] = {}
 

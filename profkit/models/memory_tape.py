@@ -60,13 +60,13 @@ class Tape:
     def __init__(self, lengths: Mapping[str, int], *, keeps_graph: bool) -> None:
         self._lengths = lengths
         self._keeps_graph = keeps_graph
-        self._phases: list[tuple[str, int]] = []
+        self.phases: list[tuple[str, int]] = []
         self.events: list[tuple[int, Block]] = []
         """(+1 or -1, block)"""
 
     def begin(self, phase: str) -> None:
         """Let events from now on belong to this phase."""
-        self._phases.append((phase, len(self.events)))
+        self.phases.append((phase, len(self.events)))
 
     def new(self, name: str, shape: str, width_bytes: int, category: str = TEMPORARIES) -> Block:
         """Allocate; ``shape`` may hold lengths by name and numbers, and divisors such as ``/2``."""
@@ -98,11 +98,11 @@ class Tape:
 
     def peaks(self) -> tuple[Peak, ...]:
         """Return each phase's peak, in the order in which they were begun."""
-        ends = [start for _, start in self._phases[1:]] + [len(self.events)]
+        ends = [start for _, start in self.phases[1:]] + [len(self.events)]
         live: dict[Block, None] = {}
-        self._run(live, 0, self._phases[0][1])
+        self._run(live, 0, self.phases[0][1])
         found = []
-        for (phase, start), end in zip(self._phases, ends, strict=True):
+        for (phase, start), end in zip(self.phases, ends, strict=True):
             top = self._top(start, end)
             self._run(live, start, top)
             newest = self.events[top - 1][1].name if top > start else "all that was there before"

@@ -34,7 +34,7 @@ def render_predicted(predicted: PredictedMemory, *, full_names: bool = False) ->
     parts = ["\n".join(textwrap.fill(line, WIDTH) for line in (*_facts(predicted), f"lengths: {lengths}"))]
     for phase in predicted.phases:
         heading = f"{phase.name}: predicted {_told(phase.predicted_bytes)}, with {phase.moment} new"
-        parts.append(f"{heading}\n{render_table(_category_table(phase), full=full_names)}")
+        parts.append(f"{textwrap.fill(heading, WIDTH)}\n{render_table(_category_table(phase), full=full_names)}")
         of_step = [line for line in phase.lines if line.category not in _STANDING]
         parts += [render_table(_tensor_table(of_step), full=full_names)] * bool(of_step)
     if predicted.saved:
