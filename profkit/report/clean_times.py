@@ -36,7 +36,8 @@ def render_clean_times(manifest: dict[str, Any]) -> str:
     ]
     count = len(rows[0][1])
     text = f"medians of {count} steps, each of the two in a process of its own"
-    if count > 1 and any(max(a) > _WIDE * min(a) for _, a, _ in rows):
+    steps = clean.get("step", [])
+    if len(steps) > 1 and max(steps) > _WIDE * min(steps):
         text += "; the unprofiled steps differ widely:\nother work on the machine, or too little warm-up"
     return f"{render_table(Table(_COLUMNS, cells, cells))}\n\n{text}"
 
