@@ -11,8 +11,7 @@ import numpy as np
 from profkit.analysis.attribution import AMBIGUOUS_HOST, NO_LAUNCH_RECORD, OUTSIDE, Attribution, Ledger
 from profkit.analysis.busy import busy_ns, union_ns
 from profkit.analysis.categories import categorize
-from profkit.analysis.kernel_filter import Instances, choose_work
-from profkit.analysis.kernel_filter import KernelFilter as KernelFilter
+from profkit.analysis.kernel_filter import Instances, KernelFilter, choose_work
 from profkit.analysis.range_tree import path_of
 from profkit.analysis.selection import (
     DIRECT_EVIDENCE,

@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from profkit.analysis.attribution import Attribution, attribute_work
-from profkit.analysis.kernels import Grouping, KernelFilter, KernelsResult, summarize_kernels
+from profkit.analysis.kernel_filter import KernelFilter
+from profkit.analysis.kernels import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.self_check import SelfCheck, check_capture
 from profkit.errors import TraceError

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.kernels import Grouping, KernelFilter, KernelsResult
+from profkit.analysis.kernel_filter import KernelFilter
+from profkit.analysis.kernels import Grouping, KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
