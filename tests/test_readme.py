@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from profkit.analysis.memory_opened import read_snapshot
 from profkit.analysis.opened import read_trace
 from profkit.cli import _COMMANDS
 from tests.conftest import ROOT
@@ -35,9 +36,11 @@ def test_an_example_prints_what_it_says(profkit: Callable, command: str, output:
 
 def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
-    (code,) = re.findall(r"```python\n((?s:.*?))```", README)
+    (code,) = [code for code in re.findall(r"```python\n((?s:.*?))```", README) if "import profkit" in code]
     exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("35723791 Ledger(direct_ns=23603446, inferred_ns=35722255")
+    said = capsys.readouterr().out
+    assert said.startswith("35723791 Ledger(direct_ns=23603446, inferred_ns=35722255")
+    assert said.rstrip().endswith("3276553216 True")
 
 
 def test_the_readme_names_every_command() -> None:
@@ -111,6 +114,25 @@ def test_cpu_self_times_sum_to_the_time_of_the_outermost_operators() -> None:
             if start >= reach:
                 top, reach = top - minus_end - start, -minus_end
     assert top == int(trace.work.duration_ns.sum())
+
+
+def test_the_snapshot_gives_the_allocators_own_peaks() -> None:
+    result = read_snapshot(TRACES / "small-train.snapshot.pickle.gz").memory()
+    figures = (
+        result.totals.allocated_peak_bytes,
+        result.totals.reserved_peak_bytes,
+        result.totals.requested_peak_bytes,
+    )
+    said = re.search(
+        r"peaks of ([\d,]+) B allocated, ([\d,]+) B\s+reserved and ([\d,]+) B", (TRACES / "README.md").read_text()
+    )
+    assert said is not None
+    assert figures == tuple(int(number.replace(",", "")) for number in said.groups())
+    assert result.totals.exact
+    by_category = {row.category: row.bytes for row in result.composition.by_category}
+    assert sum(by_category.values()) == figures[0]
+    # 111 parameters, 25 of them norm gains that no constructor of torch's made.
+    assert 485e6 < by_category["parameters"] < 516_115_968
 
 
 def test_the_traces_are_small_and_carry_no_environment() -> None:

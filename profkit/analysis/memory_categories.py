@@ -182,6 +182,11 @@ def category_of_stack(stack: StackFacts) -> str | None:
 _SIGNS = (
     ("optimizer state", "_init_group", "torch/optim/"),
     ("parameters", "_apply", "torch/nn/modules/module"),
+    # Layers whose constructor makes parameters and nothing else (a batch norm's also makes buffers).
+    ("parameters", "__init__", "torch/nn/modules/linear"),
+    ("parameters", "__init__", "torch/nn/modules/conv"),
+    ("parameters", "__init__", "torch/nn/modules/sparse"),
+    ("parameters", "__init__", "torch/nn/modules/normalization"),
     ("parameters", "", "torch/nn/init"),
     ("parameters", "", "torch/nn/parameter"),
     ("gradients", "_make_grads", ""),
