@@ -8,6 +8,7 @@ import pytest
 
 from profkit.analysis.opened import read_trace
 from profkit.analysis.self_check import SelfCheck, check_capture
+from profkit.errors import TraceError
 from tests.nsys_builder import NsysBuilder
 
 
@@ -106,6 +107,8 @@ def test_diagnostics(tmp_path: Path) -> None:
         (2, "Not all CUDA events might have been collected."),
         (2, "CPU clock is odd."),
         (2, "Some CUDA events were dropped."),
+        (2, "Not all events might have been collected: CUPTI buffers overflowed."),
+        (2, "3 IP samples were dropped."),
         (3, "CUPTI said CUPTI_ERROR_UNKNOWN."),
     ):
         builder.add("DIAGNOSTIC_EVENT", timestamp=0, severity=severity, text=text)
@@ -113,9 +116,13 @@ def test_diagnostics(tmp_path: Path) -> None:
     assert [f.message.split(": ", 1)[1] for f in check.of("failed")] == [
         "CUPTI said CUPTI_ERROR_UNKNOWN.",
         "Some CUDA events were dropped.",
+        "Not all events might have been collected: CUPTI buffers overflowed.",
     ]
     assert [f.message.split(": ", 1)[1] for f in check.of("warning")] == ["CPU clock is odd."]
-    assert [f.message.split(": ", 1)[1] for f in check.of("note")] == ["Not all CUDA events might have been collected."]
+    assert [f.message.split(": ", 1)[1] for f in check.of("note")] == [
+        "Not all CUDA events might have been collected.",
+        "3 IP samples were dropped.",
+    ]
 
 
 def test_the_importers_log_is_read(tmp_path: Path) -> None:
@@ -145,7 +152,17 @@ def test_kernels_without_launches_and_open_ranges_warn(tmp_path: Path) -> None:
     builder.kernel(None, 3, start=800)
     check = _check(builder, tmp_path)
     assert not check.failed
-    assert set(_codes(check, "warning")) == {"kernel-without-launch", "open-range"}
+    assert _codes(check, "warning") == ["open-range"]
+    assert _codes(check, "note") == ["kernel-without-launch"]
+
+
+def test_kernels_without_their_launches_fail(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for index in range(10):
+        builder.kernel(None, 3, start=10 * index)
+    check = _check(builder, tmp_path)
+    assert _codes(check, "failed") == ["kernel-without-launch"]
+    assert "10 of 10 kernels" in check.of("failed")[0].message
 
 
 def test_unequal_steps_warn_but_warm_ones_do_not_count(tmp_path: Path) -> None:
@@ -167,3 +184,81 @@ def test_instances_without_any_call_warn(tmp_path: Path) -> None:
     check = _check(builder, tmp_path)
     assert _codes(check, "warning") == ["idle-instances"]
     assert "1 of 2 instances of 'ffn'" in check.of("warning")[0].message
+
+
+def test_launches_that_a_stream_capture_recorded_owe_no_kernel(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [3, 3])
+    builder.call(3000, name="cudaStreamBeginCapture_v10000")
+    builder.call(3010)
+    builder.call(3020, tid=101)
+    builder.call(3030, name="cudaStreamEndCapture_v10000")
+    check = _check(builder, tmp_path)
+    assert _codes(check, "failed") == []
+    (note,) = check.of("note")
+    assert note.code == "stream-capture"
+    assert note.message.startswith("2 launches")
+    # Neither another process nor what comes after is exempt.
+    builder.call(3010, pid=200, tid=200)
+    builder.call(3040)
+    builder.call(3050, name="cudaStreamBeginCapture_v10000")
+    builder.call(3060)
+    (tmp_path / "t.sqlite").unlink()
+    check = _check(builder, tmp_path)
+    assert "3 of 11 kernel launches have no kernel" in check.of("failed")[0].message
+
+
+def test_a_step_without_any_kernel_fails(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [3, 0, 3])
+    check = _check(builder, tmp_path)
+    assert _codes(check, "failed") == ["empty-steps"]
+    assert "from 0 to 3" in check.of("failed")[0].message
+
+
+def test_a_skipped_optimizer_step_only_warns(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for start, count in ((0, 0), (1000, 2)):
+        builder.range("optimizer", start, start + 900)
+        for kernel in range(count):
+            builder.kernel(start + 10 + kernel, 5)
+    assert not _check(builder, tmp_path).failed
+
+
+def test_a_step_whose_work_went_to_no_range_is_not_empty(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for start, tid in ((0, 100), (1000, 200)):
+        builder.range("backward", start, start + 900)
+        builder.kernel(start + 10, 5, tid=tid)
+    assert not _check(builder, tmp_path).failed
+
+
+def test_each_process_is_asked_for_its_own_calls(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for pid in (100, 200):
+        builder.range("ffn", 0, 100, pid=pid, tid=pid)
+        builder.range("ffn", 200, 300, pid=pid, tid=pid)
+        builder.kernel(10, 5, pid=pid, tid=pid)
+    builder.kernel(210, 5, pid=200, tid=200)
+    (finding,) = _check(builder, tmp_path).findings
+    assert finding.message.startswith("1 of 4 instances of 'ffn'")
+
+
+def test_a_kernel_that_outlasts_the_capture_fails(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    builder.kernel(500, 10**14)
+    assert _codes(_check(builder, tmp_path), "failed") == ["impossible-duration"]
+
+
+@pytest.mark.parametrize("duration", [2**61, 2**62])
+def test_durations_whose_sum_would_wrap_are_refused(tmp_path: Path, duration: int) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    for _ in range(4):
+        builder.kernel(20, duration)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    with pytest.raises(TraceError, match="impossible times"):
+        opened.kernels()
+    with pytest.raises(TraceError, match="impossible times"):
+        opened.ranges()

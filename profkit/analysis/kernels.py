@@ -12,6 +12,7 @@ from profkit.analysis.attribution import AMBIGUOUS_HOST, NO_LAUNCH_RECORD, OUTSI
 from profkit.analysis.busy import busy_ns, union_ns
 from profkit.analysis.categories import categorize
 from profkit.analysis.kernel_filter import Instances, KernelFilter, choose_work
+from profkit.analysis.limits import refuse_impossible_times
 from profkit.analysis.range_tree import path_of
 from profkit.analysis.selection import (
     DIRECT_EVIDENCE,
@@ -137,7 +138,7 @@ def summarize_kernels(
     """Return which kernels spent the time under a range, or in the whole capture.
 
     Raises:
-        TraceError: the trace recorded no GPU work, or a range is asked of a trace without ranges.
+        TraceError: the trace recorded no GPU work, holds impossible times, or has no ranges while one is asked for.
         UsageError: an unknown range, process, device or instance, or options that exclude each other.
     """
     wanted = wanted or KernelFilter()
@@ -146,6 +147,7 @@ def summarize_kernels(
         raise TraceError(explain_no_work(trace))
     if per_instance and wanted.range is None:
         raise UsageError("--per-instance needs --range: an instance is one opening of a range")
+    refuse_impossible_times(trace)
     first_ns, last_ns = _extent_ns(trace)
     chosen = choose_work(attribution, wanted)
     rows, instances = chosen.rows, chosen.instances

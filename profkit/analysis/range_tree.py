@@ -11,6 +11,7 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.busy import union_ns
 from profkit.analysis.launches import Launches
+from profkit.analysis.limits import refuse_impossible_times
 from profkit.analysis.nesting import NO_RANGE
 from profkit.analysis.selection import explain_no_ranges, outermost
 from profkit.analysis.warnings import Warning, warn_of_placement
@@ -75,8 +76,12 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
     Args:
         attribution: the trace with its work placed.
         numbered: keep ``step 0`` and ``step 1`` apart; else both stand under ``step *``, the glob that selects them.
+
+    Raises:
+        TraceError: the trace's times are impossible.
     """
     trace = attribution.trace
+    refuse_impossible_times(trace)
     node, parent_node, labels = _build_nodes(attribution, numbered)
     kernel_time, busy, count = _accumulate(attribution, node, parent_node)
     wall = np.zeros(len(parent_node), dtype=np.int64)
