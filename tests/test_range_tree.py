@@ -65,6 +65,33 @@ def test_ranges_that_leak_do_not_fill_the_memory(tmp_path: Path) -> None:
     assert [row.busy_ns for row in rows] == list(range(400, 0, -1))
 
 
+def _siblings(tmp_path: Path, names: list[str]) -> OpenedTrace:
+    builder = NsysBuilder()
+    for index, name in enumerate(names):
+        builder.range(name, 100 * index, 100 * index + 90)
+        builder.kernel(100 * index + 10, 10**index)
+    return _opened(builder, tmp_path)
+
+
+def test_a_kind_is_what_selects_it(tmp_path: Path) -> None:
+    opened = _siblings(tmp_path, ["layer 0", "layer 1", "layer norm", "h.0.mlp", "h.1.mlp", "x[0]", "x[1]"])
+    assert _figures(opened, numbered=False) == {
+        "layer *": (11, 2),
+        "layer norm": (100, 1),
+        "h.*.mlp": (11_000, 2),
+        "x[*]": (1_100_000, 2),
+    }
+    for row in opened.ranges(numbered=False).ranges:
+        assert opened.kernels(row.path).kernel_time_ns == row.kernel_time_ns
+    assert opened.kernels("layer*").kernel_time_ns == 111
+    assert {row.name: row.total_ns for row in opened.kernels(by="range").kernels}["layer *"] == 11
+
+
+def test_a_number_within_a_word_or_without_a_sibling_stays(tmp_path: Path) -> None:
+    opened = _siblings(tmp_path, ["conv2d", "conv3d", "block7", "pool_2d"])
+    assert [row.name for row in opened.ranges(numbered=False).ranges] == ["conv2d", "conv3d", "block7", "pool_2d"]
+
+
 @st.composite
 def traces(draw: st.DrawFn) -> NsysBuilder:
     """Push/pop ranges that nest on two or three threads, start/end ranges that need not, and kernels anywhere."""

@@ -13,7 +13,7 @@ from profkit.analysis.busy import busy_ns, union_ns
 from profkit.analysis.categories import categorize
 from profkit.analysis.kernel_filter import Instances, KernelFilter, choose_work
 from profkit.analysis.limits import refuse_impossible_times
-from profkit.analysis.range_tree import path_of
+from profkit.analysis.range_tree import kind_paths
 from profkit.analysis.selection import (
     DIRECT_EVIDENCE,
     INFERRED_EVIDENCE,
@@ -258,7 +258,8 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
         # Below the ranges' own numbers, one for each reason why work has none.
         place = np.where(innermost >= 0, innermost, -1 - placed.verdict[chosen])
         ids, inverse = np.unique(place, return_inverse=True)
-        paths = [path_of(attribution, i, numbered=False) if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
+        kinds = kind_paths(attribution)
+        paths = [kinds[i] if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
         distinct = sorted(set(paths))
         return lambda key: (distinct[key], ""), np.array([distinct.index(p) for p in paths], dtype=np.int64)[inverse]
     categories = {i: categorize(trace.names[i], trace.measure).name for i in distinct_values(name).tolist()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections import deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from profkit.analysis.busy import union_ns
 from profkit.analysis.launches import Launches
 from profkit.analysis.limits import refuse_impossible_times
 from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.selection import explain_no_ranges, outermost
+from profkit.analysis.selection import explain_no_ranges, kind_of, outermost
 from profkit.analysis.warnings import Warning, warn_of_placement
 from profkit.trace.columns import Ints, rows_by_value
 
@@ -60,14 +60,11 @@ class RangesResult:
         return pd.DataFrame([asdict(row) for row in self.ranges], columns=list(RangeRow.__dataclass_fields__))
 
 
-def path_of(attribution: Attribution, index: int, *, numbered: bool = True) -> str:
-    """Return the path of one range: the names around it and its own, outermost first."""
-    parts = []
-    while index != NO_RANGE:
-        name = attribution.trace.names[int(attribution.trace.ranges.name[index])]
-        parts.append((name if numbered else _without_number(name)).replace("/", "\\/"))
-        index = int(attribution.parent[index])
-    return "/".join(reversed(parts))
+def kind_paths(attribution: Attribution) -> list[str]:
+    """Return each range's path in the tree of kinds, as ``summarize_ranges(numbered=False)`` has it."""
+    node, parent_node, labels = _build_nodes(attribution, numbered=False)
+    path = {index: path for index, path, _, _ in _depth_first(parent_node, labels)}
+    return [path[index] for index in node.tolist()]
 
 
 def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:
@@ -75,7 +72,8 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
 
     Args:
         attribution: the trace with its work placed.
-        numbered: keep ``step 0`` and ``step 1`` apart; else both stand under ``step *``, the glob that selects them.
+        numbered: keep ``step 0`` and ``step 1`` apart; else both stand under ``step *``, a kind; as a
+            request it selects the same ranges.
 
     Raises:
         TraceError: the trace's times are impossible.
@@ -105,26 +103,47 @@ def _build_nodes(attribution: Attribution, numbered: bool) -> tuple[Ints, list[i
     """Return each range's node, each node's parent node, and each node's (name, domain), by first start."""
     ranges, names = attribution.trace.ranges, attribution.trace.names
     node = np.full(len(ranges), NO_RANGE, dtype=np.int64)
-    known: dict[tuple[int, str, int], int] = {}
+    known: dict[tuple[int, int, int], int] = {}
     parents: list[int] = []
     labels: list[tuple[str, str]] = []
     parent, name, domain = attribution.parent.tolist(), ranges.name.tolist(), ranges.domain.tolist()
-    shown = {i: names[i] if numbered else _without_number(names[i]) for i in set(name)}
     # Within equal starts the longer range is the outer one, so a parent is always seen before its children.
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         above = int(node[parent[index]]) if parent[index] != NO_RANGE else NO_RANGE
-        key = (above, shown[name[index]], domain[index])
+        key = (above, name[index], domain[index])
         if key not in known:
             known[key] = len(parents)
             parents.append(above)
-            labels.append((key[1], names[domain[index]]))
+            labels.append((names[name[index]], names[domain[index]]))
         node[index] = known[key]
-    return node, parents, labels
+    if numbered or not parents:
+        return node, parents, labels
+    kind, parents, labels = _join_kinds(parents, labels)
+    return kind[node], parents, labels
 
 
-def _without_number(name: str) -> str:
-    """Return ``layer *`` for ``layer 3``: names that differ in a number alone are one kind of range."""
-    return re.sub(r"\d+", "*", name)
+def _join_kinds(parents: list[int], labels: list[tuple[str, str]]) -> tuple[Ints, list[int], list[tuple[str, str]]]:
+    """Put siblings of one kind under one node; returns each node's new one, and the new nodes as `_build_nodes` does.
+
+    One that has no sibling of its kind keeps its name: a single ``conv2`` is no ``conv*``.
+    """
+    children = _children(parents)
+    joined = np.full(len(parents), NO_RANGE, dtype=np.int64)
+    new_parents: list[int] = []
+    new_labels: list[tuple[str, str]] = []
+    waiting = deque([(NO_RANGE, children.get(NO_RANGE, []))])
+    while waiting:
+        above, siblings = waiting.popleft()
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for node in sorted(siblings):
+            kinds.setdefault((kind_of(labels[node][0]), labels[node][1]), []).append(node)
+        for (kind, domain), members in kinds.items():
+            names = {labels[node][0] for node in members}
+            joined[members] = len(new_parents)
+            waiting.append((len(new_parents), [child for node in members for child in children.get(node, [])]))
+            new_parents.append(above)
+            new_labels.append((kind if len(names) > 1 else names.pop(), domain))
+    return joined, new_parents, new_labels
 
 
 def _accumulate(attribution: Attribution, node: Ints, parent_node: list[int]) -> tuple[Ints, Ints, Ints]:
@@ -154,10 +173,15 @@ def _depths(parent_node: list[int]) -> Ints:
     return np.array(depth, dtype=np.int64)
 
 
-def _depth_first(parent_node: list[int], labels: list[tuple[str, str]]) -> list[tuple[int, str, str, str]]:
+def _children(parent_node: list[int]) -> dict[int, list[int]]:
     children: dict[int, list[int]] = {}
     for index, parent in enumerate(parent_node):
         children.setdefault(parent, []).append(index)
+    return children
+
+
+def _depth_first(parent_node: list[int], labels: list[tuple[str, str]]) -> list[tuple[int, str, str, str]]:
+    children = _children(parent_node)
     found, stack = [], [(index, "") for index in reversed(children.get(NO_RANGE, []))]
     while stack:
         index, prefix = stack.pop()

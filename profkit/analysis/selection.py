@@ -16,6 +16,8 @@ from profkit.errors import TraceError, UsageError
 from profkit.ranges import PHASES, WARMUP
 from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work, distinct_values, rows_by_value
 
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|\d+$")
+
 DIRECT_EVIDENCE, INFERRED_EVIDENCE, SEQUENCE_EVIDENCE, NOT_UNDER = range(4)
 
 
@@ -74,7 +76,8 @@ def select_ranges(
 ) -> Selection:
     """Return the ranges that ``request`` names.
 
-    A name that exists is meant exactly. Else a glob (``layer *``) matches whole names. A path (``forward/layer 3``)
+    A name that exists is meant exactly. Else a kind that the tree of ranges shows (``layer *`` for ``layer 0`` and
+    ``layer 1``) is just those, and any other glob (``l*``) matches whole names. A path (``forward/layer 3``)
     names consecutive ancestors, the last being the range itself; each part is a name or a glob, and ``\\/`` is a slash
     that belongs to a name.
 
@@ -265,9 +268,20 @@ def _match(attribution: Attribution, request: str) -> Bools:
     return np.asarray(chosen)
 
 
+def kind_of(name: str) -> str:
+    """Return ``layer *`` for ``layer 3``: names that differ in numbers that stand alone or end them are one kind."""
+    return _NUMBER.sub("*", name)
+
+
 def _match_names(names: list[str], used: list[int], pattern: str) -> list[int]:
+    """Return the names meant: the exact one, else those of a kind that the tree shows, else what the glob matches."""
     exact = [index for index in used if names[index] == pattern]
-    return exact or [index for index in used if fnmatch.fnmatchcase(names[index], pattern)]
+    if exact:
+        return exact
+    kind = [index for index in used if kind_of(names[index]) == pattern] if "*" in pattern else []
+    if len(kind) > 1:
+        return kind
+    return [index for index in used if fnmatch.fnmatchcase(names[index], pattern)]
 
 
 def _explain_unknown(attribution: Attribution, request: str, *, limited: bool) -> str:
