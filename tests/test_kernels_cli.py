@@ -594,6 +594,13 @@ def test_ranges_name_the_whole_of_their_shares_and_their_domains(profkit: Run, t
     assert {row["path"]: float(row["share_of_capture"]) for row in rows}["forward"] == pytest.approx(100 / 150)
 
 
+def test_a_line_with_an_asterisk_is_explained_where_there_is_one(profkit: Run, trace: Path, two_devices: Path) -> None:
+    for style in ("table", "markdown", "latex"):
+        assert "stands for a number" in profkit("ranges", trace, "--format", style).stdout
+    for arguments in ((trace, "--numbered"), (two_devices,)):
+        assert "stands for a number" not in profkit("ranges", *arguments).stdout
+
+
 def test_a_plot_of_a_lossy_capture_bears_the_verdict(captures: Path) -> None:
     opened = read_trace(captures / "lossy.nsys2023.sqlite")
     figure = _draw(opened.kernels(), opened.self_check, 5, "total")

@@ -83,6 +83,57 @@ def test_options(snapshot: Path) -> None:
     assert "tail" in run(snapshot, "--phase", "tail=step *").stdout
 
 
+@pytest.mark.parametrize("style", ["table", "markdown", "latex", "json"])
+def test_names_are_text_and_nothing_else(tmp_path: Path, style: str) -> None:
+    """The file's name, a phase's and a stack's frame hold what a terminal would obey."""
+    data = Training().snapshot()
+    for annotation in data["external_annotations"]:
+        annotation["name"] = "a\x1b[2J\nb"
+    for event in data["device_traces"][0]:
+        for frame in event["frames"]:
+            frame["name"] = "f\x1b[31m\ng"
+    path = tmp_path / "s\x1b[0m\udcff.pickle"
+    path.write_bytes(pickle.dumps(data))
+    done = subprocess.run(
+        [sys.executable, "-m", "profkit", "memory", str(path), "--leaks", "--phase", "x\x1b=a*", "--format", style],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert b"\x1b" not in done.stdout + done.stderr
+    done.stdout.decode()
+
+
+def test_a_timeline_is_whole_or_what_was_there(snapshot: Path, tmp_path: Path) -> None:
+    for name in ("t.html", "t.png"):
+        target, link = tmp_path / f"real-{name}", tmp_path / name
+        target.write_bytes(b"old")
+        target.chmod(0o600)
+        link.symlink_to(target)
+        assert run(snapshot, "--timeline", link).exit_code == 0
+        assert link.is_symlink()
+        assert len(target.read_bytes()) > 1000
+        assert target.stat().st_mode & 0o777 == 0o600
+        assert isinstance(run(snapshot, "--timeline", tmp_path / "none" / name).exception, FileNotFoundError)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "tmp"))]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_takes_any_name(tmp_path: Path) -> None:
+    data = Training().snapshot()
+    for annotation in data["external_annotations"]:
+        annotation["name"] = "$x$ \\frac{ 注意力"
+    for event in data["device_traces"][0]:
+        for frame in event["frames"]:
+            frame["name"] = "_$f"
+            frame["filename"] = "_$f"
+    path = tmp_path / "$s$ \\frac{.pickle"
+    path.write_bytes(pickle.dumps(data))
+    for by in ("category", "stack"):
+        result = run(path, "--timeline", tmp_path / "t.png", "--timeline-by", by, "--phase", "_$p=*")
+        assert (result.exit_code, result.exception) == (0, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -37,12 +37,13 @@ def ranges(
     refuse_overwriting([trace], [output])
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, thread_only=thread_only)
-        result = opened.ranges(numbered=numbered or style in ("json", "csv"))
+        numbered = numbered or style in ("json", "csv")
+        result = opened.ranges(numbered=numbered)
         check = opened.self_check
     findings = [*check.of("failed"), *check.of("warning")] if style in ("csv", "json") else check.of("warning")
     # Both would say why there are no ranges.
     messages = [warning.message for warning in result.warnings]
     write_warnings([*messages, *(f.message for f in findings if f.message not in messages)])
-    write_result(render_ranges(result, check, style, full_names=full_names), output)
+    write_result(render_ranges(result, check, style, numbered=numbered, full_names=full_names), output)
     if strict and check.failed:
         raise CheckError(f"{trace}: the capture failed its self-check")

@@ -14,6 +14,8 @@ from profkit.report.formats import (
     Column,
     Format,
     Table,
+    escape_markdown,
+    make_visible,
     render_csv,
     render_json,
     render_latex,
@@ -53,9 +55,11 @@ def render_memory(
         heads = [f"% {line}" for line in [*grave_lines(result), *head_lines(result)]]
         return "\n".join([*heads, *(f"% {title}\n{render_latex(table)}" for title, table in tables)])
     if style == "markdown":
-        parts = ["\n".join(f"- {line}" for line in [*grave_lines(result), *head_lines(result)])]
-        parts += [f"**{_moment(result)}, {title}**\n\n{render_markdown(table)}" for title, table in tables]
-        return "\n\n".join([*parts, "\n".join(f"- {line}" for line in foot_lines(result))])
+        parts = ["\n".join(f"- {escape_markdown(line)}" for line in [*grave_lines(result), *head_lines(result)])]
+        parts += [
+            f"**{escape_markdown(_moment(result))}, {title}**\n\n{render_markdown(table)}" for title, table in tables
+        ]
+        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in foot_lines(result))])
     parts = [*["\n".join(grave_lines(result))] * bool(grave_lines(result)), "\n".join(head_lines(result))]
     parts.append(f"{_moment(result)}\n{render_table(tables[0][1], full=full_names)}")
     parts += [render_table(table, full=full_names) for _, table in tables[1:]]
@@ -64,7 +68,7 @@ def render_memory(
 
 def grave_lines(result: MemoryResult) -> list[str]:
     """Return the warnings that say how far the figures can be trusted."""
-    return [f"! {warning.message}" for warning in result.warnings if warning.code in _GRAVE]
+    return [f"! {make_visible(warning.message)}" for warning in result.warnings if warning.code in _GRAVE]
 
 
 def other_warnings(result: MemoryResult) -> list[str]:
@@ -92,7 +96,7 @@ def head_lines(result: MemoryResult) -> list[str]:
         f"{format_bytes(other.reserved_peak_bytes)} reserved"
         for other in result.others
     ]
-    return lines
+    return list(map(make_visible, lines))
 
 
 def foot_lines(result: MemoryResult) -> list[str]:
@@ -122,7 +126,7 @@ def foot_lines(result: MemoryResult) -> list[str]:
         )
     if result.oom is not None:
         lines += oom_lines(result.oom, history.start_us)
-    return lines
+    return list(map(make_visible, lines))
 
 
 def oom_lines(oom: OomVerdict, start_us: int | None) -> list[str]:
@@ -170,7 +174,7 @@ def render_leaks(result: MemoryResult, *, full_names: bool = False) -> str:
         for row in result.leaks.suspects
     ]
     lines = suspects or ["no stack left bytes behind in each of the last two steps"]
-    return "\n\n".join([render_table(Table(columns, cells, []), full=full_names), "\n".join(lines)])
+    return "\n\n".join([render_table(Table(columns, cells, []), full=full_names), "\n".join(map(make_visible, lines))])
 
 
 def _exactly(value: int) -> str:
@@ -194,7 +198,7 @@ def _moment(result: MemoryResult) -> str:
     when = format_after(at.time_us, result.history.start_us)
     phase = f" in {at.phase}" if at.phase else ""
     what = "at the peak" if at.what == PEAK else f"at {at.what}"
-    return f"{what}, {when}{phase}: {format_bytes(at.allocated_bytes)} allocated"
+    return make_visible(f"{what}, {when}{phase}: {format_bytes(at.allocated_bytes)} allocated")
 
 
 def _category_table(result: MemoryResult) -> Table:

@@ -9,6 +9,8 @@ from profkit.report.formats import (
     Column,
     Format,
     Table,
+    escape_markdown,
+    make_visible,
     render_csv,
     render_json,
     render_latex,
@@ -41,7 +43,9 @@ def render_comparison(
     if style == "latex":
         return "\n".join([*(f"% {line}" for line in heads), render_latex(kinds), render_latex(parts)])
     if style == "markdown":
-        return "\n\n".join(["\n".join(f"- {line}" for line in heads), render_markdown(kinds), render_markdown(parts)])
+        return "\n\n".join(
+            ["\n".join(f"- {escape_markdown(line)}" for line in heads), render_markdown(kinds), render_markdown(parts)]
+        )
     return "\n\n".join(["\n".join(heads), render_table(kinds), render_table(parts, full=full_names)])
 
 
@@ -49,11 +53,12 @@ def head_lines(comparison: Comparison) -> list[str]:
     """Return the two peaks and their difference."""
     sign = "+" if comparison.difference_bytes > 0 else ""
     difference = f"{sign}{format_bytes(comparison.difference_bytes)} ({sign}{comparison.difference_bytes:,} B)"
-    return [
+    lines = [
         f"before {format_bytes(comparison.before_peak_bytes):>11}  {PurePath(comparison.before).name}",
         f"after  {format_bytes(comparison.after_peak_bytes):>11}  {PurePath(comparison.after).name}",
         f"the peak changed by {difference}{'' if comparison.exact else '; not both peaks are proven'}",
     ]
+    return list(map(make_visible, lines))
 
 
 def _kind_table(comparison: Comparison) -> Table:

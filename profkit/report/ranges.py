@@ -32,8 +32,18 @@ _COLUMNS = (
 )
 
 
-def render_ranges(result: RangesResult, check: SelfCheck, style: Format = "table", *, full_names: bool = False) -> str:
-    """Return the tree as text; ``share`` is of all kernel time in the capture."""
+def render_ranges(
+    result: RangesResult,
+    check: SelfCheck,
+    style: Format = "table",
+    *,
+    numbered: bool = True,
+    full_names: bool = False,
+) -> str:
+    """Return the tree as text; ``share`` is of all kernel time in the capture.
+
+    ``numbered`` is what the tree was made with: without it, names that differ in a number are one line.
+    """
     if style == "json":
         data = result.to_dict()
         data["warnings"] = [*data["warnings"], *check_warnings(check)]
@@ -43,20 +53,27 @@ def render_ranges(result: RangesResult, check: SelfCheck, style: Format = "table
     failures = failure_lines(check)
     table = _build_table(result, indented=style == "table", with_domain=any(row.domain for row in result.ranges))
     if style == "latex":
-        return "\n".join([*(f"% {make_visible(line)}" for line in [*failures, *books(result)]), render_latex(table)])
+        return "\n".join(
+            [*(f"% {make_visible(line)}" for line in [*failures, *books(result, numbered)]), render_latex(table)]
+        )
     if style == "markdown":
         parts = [*map(escape_markdown, failures), render_markdown(table)]
-        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in books(result))])
+        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in books(result, numbered))])
     drawn = render_table(table, full=full_names)
-    return "\n\n".join(["\n".join(failures)] * check.failed + [drawn, "\n".join(books(result))])
+    return "\n\n".join(["\n".join(failures)] * check.failed + [drawn, "\n".join(books(result, numbered))])
 
 
-def books(result: RangesResult) -> list[str]:
-    """Return the lines that say what share is of."""
-    if not result.total_ns:
-        return ["no GPU work was recorded: wall times alone"]
-    kind = "operator self time" if result.measure == "cpu-operator" else "kernel time"
-    return [f"share is of all {kind} in the capture: {result.total_ns:,} ns; a nested range counts in those around it"]
+def books(result: RangesResult, numbered: bool) -> list[str]:
+    """Return the lines that say what share is of, and what a line with an asterisk is."""
+    lines = ["no GPU work was recorded: wall times alone"]
+    if result.total_ns:
+        kind = "operator self time" if result.measure == "cpu-operator" else "kernel time"
+        lines = [
+            f"share is of all {kind} in the capture: {result.total_ns:,} ns; a nested range counts in those around it"
+        ]
+    if not numbered and any("*" in row.name for row in result.ranges):
+        lines.append("* stands for a number: one line for all its ranges; --numbered shows each name by itself")
+    return lines
 
 
 def _build_table(result: RangesResult, *, with_domain: bool, indented: bool = False) -> Table:

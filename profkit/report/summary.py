@@ -74,7 +74,7 @@ def render_run_summary(run: Path) -> str:
     clean = render_clean_times(read_manifest(run))
     verdict = verdict_line(opened.self_check)
     if not len(opened.trace.work):
-        tree = render_ranges(opened.ranges(numbered=False), opened.self_check)
+        tree = render_ranges(opened.ranges(numbered=False), opened.self_check, numbered=False)
         tree = "\n\n".join(part for part in (tree, clean) if part)
         return f"{tree}\n\n{verdict}; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
     table = render_kernels(opened.kernels(), opened.self_check, top=_SUMMARY_TOP)
