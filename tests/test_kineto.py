@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from profkit.analysis.opened import read_trace
 from profkit.errors import TraceError
 from profkit.trace.columns import NO_LAUNCH, Trace
 from profkit.trace.kineto import read_kineto
@@ -296,6 +297,41 @@ def test_cpu_operators_count_by_self_time(tmp_path: Path) -> None:
     assert len(trace.copies) == 0
     assert trace.has_kernel_table
     assert trace.product == "PyTorch Kineto (trace schema 1, rank 1 of 4)"
+
+
+def test_copies_without_kernels_leave_the_operators_to_measure(tmp_path: Path) -> None:
+    copy = row("gpu_memcpy", "Memcpy HtoD", 4, 3, 7, pid=0, device=0, stream=7, correlation=1, bytes=64)
+    trace = read(tmp_path, [row("cpu_op", "aten::to", 1, 5), launch(2, 1, name="cudaMemcpyAsync"), copy])
+    assert (trace.measure, work_names(trace), len(trace.copies)) == ("cpu-operator", ["aten::to"], 1)
+    assert "1 GPU copies but no kernel" in trace.notes[0]
+    trace = read(tmp_path, [launch(2, 1, name="cudaMemcpyAsync"), copy])
+    assert (trace.measure, len(trace.work), len(trace.copies)) == ("gpu-kernel", 0, 1)
+    with pytest.raises(TraceError, match="1 copies and sets of GPU memory, but neither a GPU kernel nor a CPU op"):
+        read_trace(tmp_path / "trace.json").kernels()
+
+
+def test_kernels_of_impossible_times_alone_leave_the_operators_to_measure(tmp_path: Path) -> None:
+    trace = read(tmp_path, [row("cpu_op", "aten::mm", 1, 5), launch(2, 1), kernel("k", 0, 0, 1)])
+    assert (trace.measure, work_names(trace)) == ("cpu-operator", ["aten::mm"])
+    assert "1 row of kernels with impossible times" in trace.diagnostics[0].text
+
+
+def test_an_end_beyond_a_century_is_impossible(tmp_path: Path) -> None:
+    trace = read(tmp_path, [launch(1, 1), kernel("k", 2, 5, 1), kernel("h", 4 * 10**15, 4 * 10**15, 0)])
+    assert work_names(trace) == ["k"]
+    assert [diagnostic.severity for diagnostic in trace.diagnostics] == ["error"]
+
+
+def test_a_mark_of_utf8_may_stand_first(tmp_path: Path) -> None:
+    path = written(tmp_path, [row("cpu_op", "aten::mm", 1, 5)])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_trace(path).kernels().kernel_count == 1
+
+
+def test_a_range_that_rounding_let_outlive_the_one_around_it_lies_within(tmp_path: Path) -> None:
+    rows = [row("user_annotation", "forward", 0, 100), row("user_annotation", "layer", 50, 51)]
+    path = written(tmp_path, [*rows, row("cpu_op", "aten::mm", 60, 5)])
+    assert [line.path for line in read_trace(path).ranges().ranges] == ["forward", "forward/layer"]
 
 
 def test_launches_without_gpu_work_are_said(tmp_path: Path) -> None:

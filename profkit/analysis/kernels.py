@@ -186,6 +186,9 @@ def summarize_kernels(
 
 def explain_no_work(trace: Trace) -> str:
     """Return why there is nothing to share out, in one line."""
+    if len(trace.copies):
+        beside = "neither a GPU kernel nor a CPU operator" if trace.source == "kineto" else "no GPU kernel"
+        return f"{trace.path}: recorded {len(trace.copies):,} copies and sets of GPU memory, but {beside}"
     if trace.source == "kineto":
         return f"{trace.path}: recorded neither GPU kernels nor CPU operators"
     if trace.has_kernel_table:

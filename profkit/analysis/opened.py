@@ -17,6 +17,7 @@ from profkit.trace.columns import Trace
 
 _SQLITE = b"SQLite format 3\x00"
 _GZIP = b"\x1f\x8b"
+_UTF8_MARK = b"\xef\xbb\xbf"
 
 
 class OpenedTrace:
@@ -105,7 +106,7 @@ def _read(path: Path) -> Trace:
         from profkit.trace.nsys import read_nsys
 
         return read_nsys(path)
-    if head.startswith(_GZIP) or head.lstrip()[:1] in (b"{", b"["):
+    if head.startswith(_GZIP) or head.removeprefix(_UTF8_MARK).lstrip()[:1] in (b"{", b"["):
         from profkit.trace.kineto import read_kineto
 
         return read_kineto(path)

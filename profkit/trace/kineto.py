@@ -1,8 +1,8 @@
 """Traces of torch.profiler (Kineto), as Chrome JSON, plain or gzipped, from profkit or from anyone's script.
 
-What counts: rows of category ``kernel`` and ``gpu_mem*`` on a GPU; without any, the CPU's ``cpu_op`` rows by self time.
-Ranges are ``user_annotation`` rows, never ``gpu_user_annotation``, which is Kineto's own guess at the same ranges on
-the GPU. PyTorch 1.8 to 1.11 wrote ``Kernel``, ``Memcpy``, ``Memset``, ``Runtime`` and ``Operator``.
+What counts: rows of category ``kernel`` on a GPU, ``gpu_mem*`` beside them; without any kernel, the CPU's ``cpu_op`` rows
+by self time. Ranges are ``user_annotation`` rows, never ``gpu_user_annotation``, which is Kineto's own guess at the same
+ranges on the GPU. PyTorch 1.8 to 1.11 wrote ``Kernel``, ``Memcpy``, ``Memset``, ``Runtime`` and ``Operator``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Calls, Copies, Ints, Ranges, Trace, Work, empty_bools, empty_ints
+from profkit.trace.columns import Calls, Ints, Ranges, Trace, Work
 from profkit.trace.kineto_file import load_chrome_trace
 from profkit.trace.kineto_gpu import BACKWARD_NODE, GpuReader, find_origins
-from profkit.trace.kineto_rows import Event, HostRows, Reading, parse_integer, sort_events
+from profkit.trace.kineto_rows import Event, HostRows, Reading, parse_integer, parse_interval, sort_events
 from profkit.trace.operators import OperatorForest
 
+_ROUNDING_NS = 1000  # older versions wrote whole microseconds
 _AUTOGRAD_THREAD = "pt_autograd"
 _THREAD_NAME = re.compile(r"thread -?\d+ \((.*)\)\s*")
 
@@ -38,21 +39,23 @@ def read_kineto(path: Path) -> Trace:
     rows = sort_events(events)
     if not set(rows) - {"flow", "metadata"}:
         raise TraceError(f"{path}: a Chrome trace, but it holds no operator, kernel or annotation of torch.profiler")
-    on_gpu = bool(rows["kernel"] or rows["memcpy"] or rows["memset"])
+    copied = bool(rows["memcpy"] or rows["memset"])
+    has_kernels = any(parse_interval(event) is not None for event in rows["kernel"])
+    on_gpu = has_kernels or bool(not rows["operator"] and (copied or rows["kernel"]))
     reading = Reading()
     operators = reading.host_rows(rows["operator"], work="" if on_gpu else "CPU operators")
     call_rows = reading.host_rows(rows["call"])
     ranges = _read_ranges(reading, reading.host_rows(rows["annotation"]), (operators, call_rows))
     forest = OperatorForest(operators.start_ns, operators.end_ns, operators.thread)
     gpu = GpuReader(reading, call_rows)
+    work, copies = gpu.work(rows["kernel"]), gpu.copies(rows["memcpy"], rows["memset"])
+    gpu.note_ambiguous()
     if on_gpu:
-        work, copies = gpu.work(rows["kernel"]), gpu.copies(rows["memcpy"], rows["memset"])
-        gpu.note_ambiguous()
         sequence, origins = find_origins(reading, rows["flow"], operators, forest, work)
         work = replace(work, sequence=sequence)
     else:
-        work, copies, origins = _cpu_work(operators, forest.self_ns), _no_copies(), None
-        _note_missing_gpu(reading, call_rows)
+        work, origins = _cpu_work(operators, forest.self_ns), None
+        _note_missing_gpu(reading, call_rows, len(copies))
     return Trace(
         path=str(path),
         source="kineto",
@@ -68,7 +71,7 @@ def read_kineto(path: Path) -> Trace:
         gpus=_gpus(header),
         diagnostics=tuple(reading.diagnostics),
         origins=origins,
-        has_kernel_table=on_gpu or bool(operators.events),
+        has_kernel_table=has_kernels or bool(operators.events),
         notes=tuple(reading.notes),
         names=reading.names,
     )
@@ -77,16 +80,31 @@ def read_kineto(path: Path) -> Trace:
 def _read_ranges(reading: Reading, rows: HostRows, others: tuple[HostRows, ...]) -> Ranges:
     """Return the annotations; one in which the profiler stopped ends with the capture."""
     last = max((int(table.end_ns.max()) for table in (rows, *others) if table.events), default=0)
+    end_ns = _ends_within_parents(rows.start_ns, np.where(rows.is_open, last, rows.end_ns), rows.thread)
     return Ranges(
         name=rows.name,
         domain=np.full(len(rows.events), reading.intern(""), dtype=np.int64),
         start_ns=rows.start_ns,
-        end_ns=np.where(rows.is_open, last, rows.end_ns),
+        end_ns=end_ns,
         process=rows.process,
         thread=rows.thread,
         end_thread=rows.thread,
         is_open=rows.is_open,
     )
+
+
+def _ends_within_parents(start_ns: Ints, end_ns: Ints, thread: Ints) -> Ints:
+    """Return the ends, those moved back that lie past the end of the range around them by no more than rounding."""
+    ends: list[int] = end_ns.tolist()
+    open_now: dict[int, list[int]] = {}
+    for index in np.lexsort((-end_ns, start_ns)).tolist():
+        around = open_now.setdefault(int(thread[index]), [])
+        while around and ends[around[-1]] <= start_ns[index]:
+            around.pop()
+        if around and 0 < ends[index] - ends[around[-1]] <= _ROUNDING_NS:
+            ends[index] = ends[around[-1]]
+        around.append(index)
+    return np.array(ends, dtype=np.int64)
 
 
 def _build_calls(rows: HostRows, gpu: GpuReader) -> Calls:
@@ -119,17 +137,13 @@ def _cpu_work(operators: HostRows, self_ns: Ints) -> Work:
     )
 
 
-def _no_copies() -> Copies:
-    none = empty_ints()
-    return Copies(none, none, none, none, none, none, empty_bools(), none)
-
-
-def _note_missing_gpu(reading: Reading, calls: HostRows) -> None:
+def _note_missing_gpu(reading: Reading, calls: HostRows, copy_count: int) -> None:
     launches = sum("Launch" in reading.names[name] for name in calls.name.tolist())
-    if launches:
+    if launches or copy_count:
+        what = f"{copy_count} GPU copies but no kernel" if copy_count else f"{launches} launches but no GPU work"
         reading.notes.append(
-            f"the trace holds {launches} launches but no GPU work, so CPU operators are measured; record with "
-            "ProfilerActivity.CUDA to measure kernels"
+            f"the trace holds {what}, so CPU operators are measured; record with ProfilerActivity.CUDA to measure"
+            " kernels"
         )
 
 

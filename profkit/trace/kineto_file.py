@@ -22,7 +22,8 @@ SIZE_LIMIT_BYTES = 8 * 2**30
 
 _CHUNK_BYTES = 16 * 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
-_TIME_LIMIT_NS = 2**62
+TIME_LIMIT_NS = 2**62
+"""Times beyond are damaged values: 146 years, and sums of two would wrap."""
 
 # Kineto has printed C++'s own words for numbers that are none (a bandwidth over a duration of zero).
 _BARE_NON_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:inf|nan)(?=\s*[,}\]])")
@@ -58,12 +59,12 @@ def parse_microseconds(value: object) -> int | None:
             exact = Decimal(value)
         except InvalidOperation:
             return None
-        if not exact.is_finite() or not -_TIME_LIMIT_NS < exact < _TIME_LIMIT_NS:
+        if not exact.is_finite() or not -TIME_LIMIT_NS < exact < TIME_LIMIT_NS:
             return None
         nanoseconds = round(exact * 1000)
     else:
         return None
-    return nanoseconds if abs(nanoseconds) < _TIME_LIMIT_NS else None
+    return nanoseconds if abs(nanoseconds) < TIME_LIMIT_NS else None
 
 
 def _read_bytes(path: Path, limit: int) -> bytes:

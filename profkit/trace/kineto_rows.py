@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from profkit.trace.columns import Bools, Diagnostic, Ints
-from profkit.trace.kineto_file import parse_microseconds
+from profkit.trace.kineto_file import TIME_LIMIT_NS, parse_microseconds
 
 Event = dict[str, Any]
 Kind = Literal["kernel", "memcpy", "memset", "call", "operator", "annotation", "flow", "metadata"]
@@ -140,7 +140,7 @@ def name_of(event: Event) -> str:
 def parse_interval(event: Event) -> tuple[int, int] | None:
     """Return start and end in ns, or ``None`` if the row has no possible times."""
     start, duration = parse_microseconds(event.get("ts")), parse_microseconds(event.get("dur"))
-    if start is None or duration is None or duration < 0:
+    if start is None or duration is None or duration < 0 or start + duration >= TIME_LIMIT_NS:
         return None
     # A GPU row that CUPTI never filled in says 0 for both.
     return None if start == 0 and duration == 0 else (start, start + duration)
