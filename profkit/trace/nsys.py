@@ -45,6 +45,9 @@ _SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "e
 _OPTIONAL = {"status", "stream", "graph", "bytes"}
 _SMALL_IDS = 1 << 22
 
+# Half of an export's tables only spell out numbers.
+_ENUMS = "ENUM_"
+
 _GRAPH_NAME = "CUDA graph {}"
 
 Columns = dict[str, Ints]
@@ -61,7 +64,7 @@ def read_nsys(path: Path) -> Trace:
         TraceError: the file cannot be read, is no nsys export, or lacks a column that matching needs.
     """
     with SqliteFile(path) as file:
-        tables = file.tables()
+        tables = file.tables(without=_ENUMS)
         _refuse_foreign(path, tables)
         reader = _Reader(file, tables)
         return reader.read()

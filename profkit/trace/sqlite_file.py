@@ -10,10 +10,9 @@ import re
 import sqlite3
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -100,14 +99,13 @@ class SqliteFile:
         except sqlite3.Error as error:
             raise self.error(error) from None
 
-    def tables(self) -> dict[str, frozenset[str]]:
-        """Return the columns of every table and view."""
+    def tables(self, without: str) -> dict[str, frozenset[str]]:
+        """Return the columns of every table and view but those whose names begin with ``without``."""
         try:
             database = _open_database(self._connection)
             self._views = frozenset(database.view_names())
-            self._layout = {
-                name: tuple(database[name].columns_dict) for name in [*database.table_names(), *self._views]
-            }
+            names = [*database.table_names(), *self._views]
+            self._layout = {name: tuple(database[name].columns_dict) for name in names if not name.startswith(without)}
         except sqlite3.Error as error:
             raise self.error(error) from None
         return {name: frozenset(columns) for name, columns in self._layout.items()}
@@ -121,26 +119,10 @@ class SqliteFile:
         for request in requests:
             if request.table in self._views:
                 raise TraceError(f"{self.path}: {request.table} is a view, and nsys writes tables; export it again")
-        plain = [self._plan_plain(request) for request in requests]
-        found: list[list[Ints] | None] = [None] * len(requests)
+        return [self._read_plain(request) or self._read_by_sql(request) for request in requests]
 
-        def read(index: int) -> None:
-            plan = plain[index]
-            found[index] = None if plan is None else plan()
-
-        # NumPy lets go of the interpreter lock while it decodes, so that two tables are read in the time of one.
-        threads = [Thread(target=read, args=(index,)) for index in range(len(requests))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [part or self._read_by_sql(request) for part, request in zip(found, requests, strict=True)]
-
-    def _plan_plain(self, request: ColumnRequest) -> Callable[[], list[Ints] | None] | None:
-        """Return what reads a table of plain integers from its pages, None of any other table.
-
-        What it returns gives None in turn where the table is not so plain.
-        """
+    def _read_plain(self, request: ColumnRequest) -> list[Ints] | None:
+        """Return the columns from the pages of a table of plain integers, None of any other table."""
         layout = self._layout.get(request.table, ())
         if request.where is not None or not request.columns.keys() <= set(layout):
             return None
@@ -151,17 +133,13 @@ class SqliteFile:
         size = self.rows(f'SELECT count(*) FROM "{request.table}"')[0][0]
         places = {name: layout.index(name) for name in request.columns}
         order = sorted(places, key=places.__getitem__)
-
-        def read() -> list[Ints] | None:
-            try:
-                found = self._pages.read(
-                    root[0][0], [places[name] for name in order], [request.columns[name] for name in order], size
-                )
-            except NotPlain:
-                return None
-            return [found[order.index(name)] for name in request.columns]
-
-        return read
+        try:
+            found = self._pages.read(
+                root[0][0], [places[name] for name in order], [request.columns[name] for name in order], size
+            )
+        except NotPlain:
+            return None
+        return [found[order.index(name)] for name in request.columns]
 
     def _read_by_sql(self, request: ColumnRequest) -> list[Ints]:
         size = self.rows(f'SELECT count(*) FROM "{request.table}"')[0][0]

@@ -152,8 +152,8 @@ def _decode_columns(
     found = []
     at = body
     for column in range(columns[-1] + 1):
-        kind = data[types_at + column]
-        size = _SIZES[kind]
+        kind = data.take(types_at + column)
+        size = _SIZES.take(kind)
         if (size == _REFUSED).any():
             raise NotPlain
         if column in wanted:
@@ -171,7 +171,7 @@ def _decode_columns(
 
 def _varint2(data: Bytes, at: Ints) -> tuple[Ints, Ints]:
     """Return the varints of one or two bytes at these places, and where they end."""
-    first, second = data[at].astype(np.int64), data[at + 1].astype(np.int64)
+    first, second = data.take(at).astype(np.int64), data.take(at + 1).astype(np.int64)
     long = first >= 0x80
     if (long & (second >= 0x80)).any():
         raise NotPlain
@@ -180,7 +180,7 @@ def _varint2(data: Bytes, at: Ints) -> tuple[Ints, Ints]:
 
 def _skip_varint(data: Bytes, at: Ints) -> Ints:
     """Return where the varints at these places end."""
-    more = data[at] >= 0x80
+    more = data.take(at) >= 0x80
     at = at + 1
     for _ in range(8):
         if not more.any():
