@@ -8,7 +8,7 @@ import numpy as np
 
 from profkit.analysis.attribution import Placement
 from profkit.analysis.busy import running_maximum
-from profkit.trace.columns import Copies, Ints, Ranges, Work, empty_ints, rows_by_value
+from profkit.trace.columns import Copies, Ints, Ranges, Work, distinct_values, empty_ints, rows_by_value
 
 
 class Launches:
@@ -62,7 +62,7 @@ class Launches:
         step = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
         rows, groups = self._order[np.repeat(low, length) + step], np.repeat(groups, length)
         if self._has_two_places and len(rows):
-            keys = np.unique(groups * self._row_count + rows)
+            keys = distinct_values(groups * self._row_count + rows)
             rows, groups = keys % self._row_count, keys // self._row_count
         return rows, groups
 

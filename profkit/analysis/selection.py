@@ -254,7 +254,7 @@ def split_path(request: str) -> list[str]:
 
 def _match(attribution: Attribution, request: str) -> Bools:
     ranges, names = attribution.trace.ranges, attribution.trace.names
-    used = np.unique(ranges.name).tolist()
+    used = distinct_values(ranges.name).tolist()
     exact = [index for index in used if names[index] == request]
     if exact:
         return np.asarray(np.isin(ranges.name, exact))
@@ -286,7 +286,7 @@ def _match_names(names: list[str], used: list[int], pattern: str) -> list[int]:
 
 def _explain_unknown(attribution: Attribution, request: str, *, limited: bool) -> str:
     trace = attribution.trace
-    known = sorted({trace.names[index] for index in np.unique(trace.ranges.name).tolist()})
+    known = sorted({trace.names[index] for index in distinct_values(trace.ranges.name).tolist()})
     last = split_path(request)[-1]
     near = difflib.get_close_matches(last, known, n=3, cutoff=0.5)
     near += [name for name in known if last.lower() in name.lower() and name not in near][: 3 - len(near)]
