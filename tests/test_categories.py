@@ -99,6 +99,7 @@ def test_both_demanglers_spellings_get_one_verdict() -> None:
         ("some_kernel_of_mine", "other"),
         ("", "other"),
         ("triton_", "other"),
+        ("spawn_pool_thread_kernel", "other"),
     ],
 )
 def test_what_no_rule_knows_is_other(name: str, category: str) -> None:

@@ -1,8 +1,8 @@
 """Traces of torch.profiler (Kineto), as Chrome JSON, plain or gzipped, from profkit or from anyone's script.
 
-What counts: rows of category ``kernel`` on a GPU, ``gpu_mem*`` beside them; without any kernel, the CPU's ``cpu_op`` rows
-by self time. Ranges are ``user_annotation`` rows, never ``gpu_user_annotation``, which is Kineto's own guess at the same
-ranges on the GPU. PyTorch 1.8 to 1.11 wrote ``Kernel``, ``Memcpy``, ``Memset``, ``Runtime`` and ``Operator``.
+What counts: rows of category ``kernel`` on a GPU, ``gpu_mem*`` beside them; without any kernel, the CPU's ``cpu_op``
+rows by self time. Ranges are ``user_annotation`` rows, never ``gpu_user_annotation``, which is Kineto's own guess at
+the same ranges on the GPU. PyTorch 1.8 to 1.11 wrote ``Kernel``, ``Memcpy``, ``Memset``, ``Runtime`` and ``Operator``.
 """
 
 from __future__ import annotations
