@@ -20,7 +20,7 @@ from profkit.analysis.selection import (
     SEQUENCE_EVIDENCE,
     RangeEvidence,
 )
-from profkit.analysis.warnings import Warning, warn_of_instances, warn_of_placement, warn_of_sequence
+from profkit.analysis.warnings import Caution, warn_of_instances, warn_of_placement, warn_of_sequence
 from profkit.errors import TraceError, UsageError
 from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
 
@@ -101,7 +101,7 @@ class KernelsResult:
     kernels: tuple[KernelRow, ...]
     range_evidence: RangeEvidence | None
     ledger: Ledger
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Caution, ...]
     by: Grouping = "kernel"
     per_instance: tuple[InstanceRow, ...] | None = None
     filters: KernelFilter = field(default_factory=KernelFilter)

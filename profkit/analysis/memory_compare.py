@@ -25,7 +25,7 @@ import numpy as np
 
 from profkit.analysis.memory_owners import read_metadata
 from profkit.analysis.memory_summary import DeviceMemory
-from profkit.analysis.warnings import Warning
+from profkit.analysis.warnings import Caution
 
 KINDS = ("new", "gone", "larger", "smaller", "longer-lived", "shorter-lived", "moved peak", "padding", "same")
 
@@ -53,7 +53,7 @@ class Comparison:
     after_peak_bytes: int
     exact: bool
     parts: tuple[Part, ...]
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Caution, ...]
 
     @property
     def difference_bytes(self) -> int:
@@ -156,7 +156,7 @@ def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, s
         after_peak_bytes=after.history.allocated_peak_bytes,
         exact=exact,
         parts=tuple(parts),
-        warnings=() if exact else (Warning("bounded", "one of the peaks is not proven; see each on its own"),),
+        warnings=() if exact else (Caution("bounded", "one of the peaks is not proven; see each on its own"),),
     )
 
 

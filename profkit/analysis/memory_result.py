@@ -12,7 +12,7 @@ from profkit.analysis.memory_oom import OomVerdict
 from profkit.analysis.memory_predicted import PredictedMemory
 from profkit.analysis.memory_summary import Composition, PhasePeak
 from profkit.analysis.peak import History
-from profkit.analysis.warnings import Warning
+from profkit.analysis.warnings import Caution
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MemoryResult:
     ledger_check: LedgerCheck | None
     others: tuple[Totals, ...]
     predicted: PredictedMemory | None
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Caution, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data; ``peak`` is the composition of the moment that was asked for."""

@@ -14,7 +14,7 @@ from profkit.analysis.launches import Launches
 from profkit.analysis.limits import refuse_impossible_times
 from profkit.analysis.nesting import NO_RANGE
 from profkit.analysis.selection import explain_no_ranges, kind_of, outermost
-from profkit.analysis.warnings import Warning, warn_of_placement
+from profkit.analysis.warnings import Caution, warn_of_placement
 from profkit.trace.columns import Ints, rows_by_value
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RangesResult:
     measure: str
     total_ns: int
     ranges: tuple[RangeRow, ...]
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Caution, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
@@ -192,13 +192,13 @@ def _depth_first(parent_node: list[int], labels: list[tuple[str, str]]) -> list[
     return found
 
 
-def _warnings(attribution: Attribution) -> list[Warning]:
+def _warnings(attribution: Attribution) -> list[Caution]:
     trace = attribution.trace
     found = []
     if not len(trace.ranges):
-        found.append(Warning("no-ranges", explain_no_ranges(trace)))
+        found.append(Caution("no-ranges", explain_no_ranges(trace)))
     if not len(trace.work):
         found.append(
-            Warning("no-kernels", f"{trace.path}: no GPU kernels were recorded; wall times are all there is to show")
+            Caution("no-kernels", f"{trace.path}: no GPU kernels were recorded; wall times are all there is to show")
         )
     return found + warn_of_placement(attribution)

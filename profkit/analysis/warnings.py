@@ -11,14 +11,14 @@ from profkit.analysis.selection import RangeEvidence, count_in_warmup
 
 
 @dataclass(frozen=True)
-class Warning:
+class Caution:
     """A stable ``code`` for programs and a ``message`` for people."""
 
     code: str
     message: str
 
 
-def warn_of_instances(attribution: Attribution, instances: Instances | None, row_count: int) -> list[Warning]:
+def warn_of_instances(attribution: Attribution, instances: Instances | None, row_count: int) -> list[Caution]:
     """Return what is odd about the range that was asked for."""
     if instances is None:
         return []
@@ -26,23 +26,23 @@ def warn_of_instances(attribution: Attribution, instances: Instances | None, row
     warm, name = count_in_warmup(attribution, instances.members)
     if warm:
         found.append(
-            Warning(
+            Caution(
                 "warmup",
                 f"{warm} of {len(instances.members)} instances of {request!r} lie inside `{name}`;"
                 f" leave them out with --exclude {shlex.quote(name)}",
             )
         )
     if not row_count:
-        found.append(Warning("empty-range", f"no kernel was launched under {request!r}"))
+        found.append(Caution("empty-range", f"no kernel was launched under {request!r}"))
     return found
 
 
-def warn_of_sequence(instances: Instances | None, evidence: RangeEvidence | None) -> list[Warning]:
+def warn_of_sequence(instances: Instances | None, evidence: RangeEvidence | None) -> list[Caution]:
     """Return that a range holds backward work, placed by its forward operator: its wall time does not cover that."""
     if instances is None or evidence is None or not evidence.sequence_ns:
         return []
     return [
-        Warning(
+        Caution(
             "sequence",
             f"{evidence.sequence_ns:,} ns under {instances.selection.request!r} are backward work, placed by the"
             " forward operator that it belongs to (evidence: sequence); wall time covers the forward part alone",
@@ -50,13 +50,13 @@ def warn_of_sequence(instances: Instances | None, evidence: RangeEvidence | None
     ]
 
 
-def warn_of_placement(attribution: Attribution) -> list[Warning]:
+def warn_of_placement(attribution: Attribution) -> list[Caution]:
     """Return what could not be placed."""
     ledger = attribution.ledger
     found = []
     if ledger.ambiguous_ns:
         found.append(
-            Warning(
+            Caution(
                 "ambiguous",
                 f"{ledger.ambiguous_ns:,} ns ({ledger.ambiguous_ns / ledger.total_ns:.1%} of all kernel time) were"
                 " launched by threads that two or more waiting threads could claim; no range gets them",
@@ -64,11 +64,11 @@ def warn_of_placement(attribution: Attribution) -> list[Warning]:
         )
     if ledger.no_launch_ns:
         found.append(
-            Warning(
+            Caution(
                 "no-launch",
                 f"{ledger.no_launch_ns:,} ns ({ledger.no_launch_ns / ledger.total_ns:.1%} of all kernel time) have no"
                 " launch record; no range gets them",
             )
         )
-    found += [Warning("reader", note) for note in attribution.trace.notes]
+    found += [Caution("reader", note) for note in attribution.trace.notes]
     return found
