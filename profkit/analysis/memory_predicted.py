@@ -30,7 +30,7 @@ _OTHER_WORKSPACE = "cuBLAS was given another workspace than Hopper's default"
 _CUT_SHORT = "of a whole step, but memory ran out: what was measured ends there"
 _LEFT_TO_COMPILER = "not predicted: left to the compiler"
 
-# What stands outside compiled code, and can be foretold beside it.
+# What stands outside compiled code, and can be foretold beside it: gradients only once all have been made.
 _OUTSIDE = frozenset({"parameters", "gradients", "optimizer state", "buffers", "inputs", _WORKSPACE})
 
 Sizes = Counter[tuple[str, int]]
@@ -214,7 +214,7 @@ def _compare_categories(predicted: Sizes, measured: Sizes, is_whole: bool) -> tu
     rows = []
     for category in dict.fromkeys(name for name, _ in [*measured, *predicted]):
         before, after = _bytes(predicted, category), _bytes(measured, category)
-        if not is_whole and category not in _OUTSIDE:
+        if not is_whole and (category not in _OUTSIDE or (category == "gradients" and not before)):
             rows.append(CategoryComparison(category, None, after, None, 0, _LEFT_TO_COMPILER))
             continue
         alone = _bytes(extra, category) - _bytes(unmet, category)

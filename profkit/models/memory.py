@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from profkit.models.memory_backward import GRADIENTS, BackwardPass
+from profkit.models.memory_backward import GRADIENTS, BackwardPass, Loss
 from profkit.models.memory_forward import INDEX_BYTES, LOGITS, POSITIONS, ForwardPass
 from profkit.models.memory_tape import ACTIVATIONS, TEMPORARIES, Block, Line, Peak, Tape, group
 from profkit.models.presets import Preset
@@ -140,6 +140,10 @@ class StepAccount:
     def _workspace(self, thread: str) -> None:
         self.tape.new(f"cuBLAS workspace of the {thread}", f"{self._workspace_bytes}", 1, "workspace")
 
+    def _backward_workspace(self) -> None:
+        if not self.is_later:
+            self._workspace("autograd thread")
+
     def _moments(self) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             self._parameters("optimizer state", f" {name}")
@@ -158,31 +162,29 @@ class StepAccount:
             return
         forward.end_autocast()
         tape.begin(LOSS)
-        saved = self._loss(forward.low)
+        loss = self._loss(forward.low)
         self.saved = [block for block in tape.live() if block.is_saved]
         tape.begin(BACKWARD)
-        if not self.is_later:
-            self._workspace("autograd thread")
         rows = self._workload.batch * self._workload.context
         backward = BackwardPass(tape, rows=rows, d_model=self._preset.d_model, is_bf16=is_bf16)
-        backward.run(made, saved)
+        backward.run(made, loss, self._backward_workspace)
         if self._workload.passes == "train":
             tape.begin(OPTIMIZER)
             self._optimizer()
         tape.drop(*backward.gradients, made.logits)
 
-    def _loss(self, low: int) -> tuple[Block, Block, Block, Block]:
+    def _loss(self, low: int) -> Loss:
         """Cross-entropy: targets in order, log-softmax in the logits' width, nll_loss in fp32."""
         tape = self.tape
-        targets = tape.new("targets in order", POSITIONS, INDEX_BYTES)
+        targets = tape.new_copy("targets in order", POSITIONS, INDEX_BYTES)
         softmax = tape.new("log-softmax", LOGITS, low)
         tape.save(softmax)  # by log-softmax, as its result
         given = softmax if low == 4 else tape.new("log-softmax in fp32", LOGITS, 4)
         tape.new("loss", "", 4, "outputs")
         weight = tape.new("total weight of the loss", "", 4)
-        tape.save(given, targets, weight)
-        tape.drop(softmax, targets, weight, *[given] * (given is not softmax))
-        return softmax, given, targets, weight
+        tape.save(given, *targets, weight)
+        tape.drop(softmax, *targets, weight, *[given] * (given is not softmax))
+        return Loss(softmax, given, targets, weight)
 
     def _optimizer(self) -> None:
         if not self.is_later:
@@ -199,10 +201,9 @@ class StepAccount:
         tape.new("logits", LOGITS, 2 if self._workload.dtype == "bf16" else 4, ACTIVATIONS)
         tape.begin(LOSS)
         tape.begin(BACKWARD)
-        if not self.is_later:
-            self._workspace("autograd thread")
-        gradients = self._parameters(GRADIENTS)
+        self._backward_workspace()
         if self._workload.passes == "train":
             tape.begin(OPTIMIZER)
+            gradients = self._parameters(GRADIENTS)
             self._optimizer()
-        tape.drop(*gradients)
+            tape.drop(*gradients)

@@ -8,6 +8,9 @@ threads share out goes through a buffer (aten/src/ATen/native/cuda/Reduce.cuh).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from profkit.models.memory_forward import (
     HALF_STREAM,
     INDEX_BYTES,
@@ -37,6 +40,16 @@ _MIN_VALUES, _MAX_VALUES = 16, 256
 _SUM = "gradient of a norm's output"
 
 
+@dataclass(frozen=True)
+class Loss:
+    """What the backward of cross-entropy needs: log-softmax's result, nll_loss's input, the targets, their weight."""
+
+    softmax: Block
+    given: Block
+    targets: tuple[Block, ...]
+    weight: Block
+
+
 class BackwardPass:
     """Writes the backward pass onto a tape; `gradients` are those of the parameters, which stay."""
 
@@ -48,11 +61,12 @@ class BackwardPass:
         self._low = 2 if is_bf16 else 4
         self.gradients: list[Block] = []
 
-    def run(self, forward: Forward, loss_saved: tuple[Block, ...]) -> None:
-        """Write the whole pass; ``loss_saved`` are log-softmax's result, nll_loss's input, the targets, the weight."""
+    def run(self, forward: Forward, loss: Loss, before_products: Callable[[], None]) -> None:
+        """Write the whole pass; ``before_products`` is called ahead of its first matrix product."""
         tape = self._tape
         seed = tape.new("gradient of the loss", "", 4, GRADIENTS)
-        gradient = self._loss(*loss_saved)
+        gradient = self._loss(loss)
+        before_products()
         gradient = self._linear(forward.head, gradient)
         stream = self._norm(forward.norm, gradient, None, "final norm")
         for layer in reversed(forward.layers):
@@ -60,17 +74,17 @@ class BackwardPass:
             stream = self._norm(layer.ffn_norm, gradient, stream, "ffn norm")
             gradient = self._attention(layer.attention, stream)
             stream = self._norm(layer.attention_norm, gradient, stream, "attention norm")
-        indices = tape.new("indices in order", POSITIONS, INDEX_BYTES)
+        indices = tape.new_copy("indices in order", POSITIONS, INDEX_BYTES)
         self.gradients.append(tape.new("embedding", VOCABULARY, 4, GRADIENTS))
-        tape.drop(indices, stream, seed)
+        tape.drop(*indices, stream, seed)
 
-    def _loss(self, softmax: Block, given: Block, targets: Block, weight: Block) -> Block:
+    def _loss(self, loss: Loss) -> Block:
         tape = self._tape
         gradient = tape.new("gradient of nll_loss's input", LOGITS, 4)
-        tape.drop(given, targets, weight)
+        tape.drop(loss.given, *loss.targets, loss.weight)
         gradient = self._cast(gradient, "gradient of log-softmax", LOGITS, self._low)
         result = tape.new("gradient of the logits", LOGITS, self._low)
-        tape.drop(gradient, softmax)
+        tape.drop(gradient, loss.softmax)
         return result
 
     def _cast(self, block: Block, name: str, shape: str, width_bytes: int) -> Block:
@@ -170,8 +184,9 @@ class BackwardPass:
         tape, low = self._tape, self._low
         gradient = tape.new("gradient of attention output, bf16", STREAM, 2) if self._is_bf16 else stream
         merged = self._linear(of.output, gradient, free=self._is_bf16)
-        mixed = tape.new("gradient of the mixed values", STREAM, low)
-        tape.drop(merged)
+        copies = tape.new_copy("gradient of the mixed values", STREAM, low)
+        mixed = copies[0] if copies else merged
+        tape.drop(*[merged] * len(copies))
         value = tape.new("gradient of value by head", STREAM, low)
         weights = tape.new("gradient of the attention weights", SCORES, low)
         tape.drop(mixed, of.values, of.weights)

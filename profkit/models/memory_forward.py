@@ -119,9 +119,9 @@ class ForwardPass:
     def run(self) -> Forward:
         """Write the whole pass: from the tokens to the logits, up to the end of autocast."""
         tape = self._tape
-        indices = tape.new("indices in order", POSITIONS, INDEX_BYTES)
+        indices = tape.new_copy("indices in order", POSITIONS, INDEX_BYTES)
         hidden = tape.new("embedded tokens", STREAM, 4)
-        tape.drop(indices)
+        tape.drop(*indices)
         layers = []
         for _ in range(self._num_layers):
             hidden, layer = self._layer(hidden)
@@ -192,7 +192,8 @@ class ForwardPass:
         turned_query, turned_key = self._rotate("query"), self._rotate("key")
         scores, operands = self._scores(turned_query, turned_key)
         weights, mask, powers, sums = self._softmax()
-        values = tape.new("value by head", STREAM, self.low)
+        copies = tape.new_copy("value by head", STREAM, self.low)
+        values = copies[0] if copies else value
         factor = weights
         if self._is_bf16:
             factor = tape.new("attention weights in bf16", SCORES, 2)
@@ -200,7 +201,7 @@ class ForwardPass:
         tape.save(factor, values)
         if self._is_bf16:
             tape.drop(factor)
-        tape.drop(values, scores, weights, turned_key, turned_query)
+        tape.drop(*copies, scores, weights, turned_key, turned_query)
         merged = tape.new("mixed values, heads joined", STREAM, self.low)
         output, output_map = self._linear(merged, "output", SQUARE, STREAM, "attention output")
         tape.drop(merged, query, key, value, mixed)

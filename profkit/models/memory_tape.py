@@ -74,6 +74,10 @@ class Tape:
         self.events.append((1, block))
         return block
 
+    def new_copy(self, name: str, shape: str, width_bytes: int) -> tuple[Block, ...]:
+        """Allocate for what is copied into another order; with a batch of one it lies in that order already."""
+        return (self.new(name, shape, width_bytes),) if self._lengths["b"] > 1 else ()
+
     def save(self, *blocks: Block) -> None:
         """Let a node of autograd's graph hold these until its backward has run: they are activations then."""
         if self._keeps_graph:
