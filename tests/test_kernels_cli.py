@@ -655,7 +655,7 @@ def test_reading_shows_progress(
 
 
 def test_nothing_is_loaded_that_is_not_needed(trace: Path) -> None:
-    unwanted = {"pandas", "torch", "rich", "matplotlib", "platformdirs", "jinja2", "statistics", "importlib.metadata", "numpy.ma"}
+    unwanted = {"pandas", "torch", "rich", "matplotlib", "platformdirs", "statistics", "importlib.metadata", "numpy.ma"}
     code = "import sys; from profkit.cli import main\ntry: main(['kernels', sys.argv[1]])\nexcept SystemExit: pass\n"
     code += f"sys.exit(' '.join({unwanted} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code, str(trace)], capture_output=True, text=True, check=False)
