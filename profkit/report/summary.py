@@ -45,7 +45,7 @@ def render_phases(opened: OpenedTrace) -> str:
             format_ns(result.busy_ns),
             format_share(result.total_ns / whole) if whole else "–",
             f"{result.kernel_count + result.graph_count:,}",
-            format_ns(round(result.total_ns / result.instances)) if result.instances else "–",
+            format_ns(round(result.total_ns / result.outermost_instances)) if result.outermost_instances else "–",
         ]
         for result in results
     ]
