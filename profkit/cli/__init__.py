@@ -21,6 +21,8 @@ _COMMANDS = {
     "kernels": ("profkit.cli.kernels", "Say which kernels spent the GPU's time, in the capture or inside a range."),
     "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
+    "doctor": ("profkit.cli.doctor", "Say what can be recorded on this machine, and what to do where it cannot."),
+    "scrub": ("profkit.cli.scrub", "Copy an nsys export without environment, host, user and paths."),
 }
 
 

@@ -48,10 +48,9 @@ def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
     importer = find_importer(nsys)
     if importer is None:
         raise ToolError(f"{nsys} left {raw} and there is no QdstrmImporter to import it; install all of Nsight Systems")
-    missing = missing_libraries(_loader_listing(importer), _is_here)
+    missing = lacking_libraries(importer)
     if missing:
-        packages = [_PACKAGES[library] for library in missing if library in _PACKAGES]
-        cure = f"install {' '.join(packages)}" if packages else "install them"
+        cure = how_to_install(missing)
         raise ToolError(f"{importer} lacks {', '.join(missing)}: {cure} and run again; the raw capture is {raw}")
     status = run_child(build_import_argv(importer, raw, report), os.environ, log)
     if status != 0 or not report.exists():
@@ -62,6 +61,17 @@ def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
 def build_import_argv(importer: Path, raw: Path, report: Path) -> list[str]:
     """Return the command that imports ``raw`` as ``report``."""
     return [str(importer), f"--input-file={raw}", f"--output-file={report}"]
+
+
+def lacking_libraries(importer: Path) -> list[str]:
+    """Return the libraries that the importer needs and the dynamic loader does not find."""
+    return missing_libraries(_loader_listing(importer), _is_here)
+
+
+def how_to_install(missing: Sequence[str]) -> str:
+    """Return which packages to install for missing libraries, as far as their names are known."""
+    packages = [_PACKAGES[library] for library in missing if library in _PACKAGES]
+    return f"install {' '.join(packages)}" if packages else "install them"
 
 
 def missing_libraries(listing: str, is_here: Callable[[str], bool]) -> list[str]:

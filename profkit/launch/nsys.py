@@ -48,11 +48,17 @@ def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys | 
     on_path = shutil.which("nsys", path=environment.get("PATH", os.defpath))
     if on_path is not None:
         return _started(Path(on_path))
+    installed = list_installed(root)
+    return _started(installed[0]) if installed else None
+
+
+def list_installed(root: Path = Path("/")) -> list[Path]:
+    """Return every nsys in the usual places under ``root``, the one to use first."""
+    found: list[Path] = []
     for place in _PLACES:
         candidates = [path for path in root.glob(place) if os.access(path, os.X_OK)]
-        if candidates:
-            return _started(max(candidates, key=_version_in_path))
-    return None
+        found += sorted(candidates, key=_version_in_path, reverse=True)
+    return found
 
 
 def build_profile_argv(

@@ -1,0 +1,319 @@
+"""What this machine can record, and what to do where it cannot: each check a pure function of a `Machine`.
+
+torch is looked at from outside (its metadata and the text of torch/version.py), for importing it costs seconds and may
+start CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Literal
+
+from profkit.launch.importer import find_importer, how_to_install, lacking_libraries
+from profkit.launch.nsys import Nsys, list_installed
+from profkit.launch.versions import CUPTI, cuda_of_driver, cupti_of, is_before, numbers
+
+State = Literal["ok", "note", "warning", "failed"]
+
+# A capture of ten minutes of a large model under nsys takes gigabytes, and the export takes them again.
+_LITTLE_BYTES = 5 * 1024**3
+_NO_ROOM_BYTES = 100 * 1024**2
+
+# Tried: nsys 2023.4.4 does not see the ranges of nvtx 0.2.12 and later, nsys 2025.3.1 does; none between was tried.
+_FIRST_UNSEEN_NVTX = "0.2.12"
+_FIRST_SEEING_NSYS = "2025.3"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found; ``advice`` is the one thing to do, None where nothing is."""
+
+    check: str
+    state: State
+    found: str
+    advice: str | None = None
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed Python package: its version, and how to read the text of one of its files (None: not there)."""
+
+    version: str
+    read: Callable[[str], str | None]
+
+
+def installed_package(name: str) -> Package | None:
+    """Return the installed package, without importing it."""
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return None
+
+    def read(file: str) -> str | None:
+        path = Path(str(found.locate_file(file)))
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    return Package(found.version, read)
+
+
+def output_of(argv: Sequence[str]) -> str | None:
+    """Return what a program prints, or None if it is not there or fails."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks look at, so that a test can give them another machine."""
+
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    root: Path = Path("/")
+    working_directory: Path = field(default_factory=Path.cwd)
+    temporary_directory: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    cache_directory: Path | None = None
+    package: Callable[[str], Package | None] = installed_package
+    output: Callable[[Sequence[str]], str | None] = output_of
+    lacking: Callable[[Path], list[str]] = lacking_libraries
+
+    def text(self, path: str) -> str | None:
+        """Return the text of a file under the root, None if it cannot be read."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+
+
+def examine(machine: Machine, nsys: Nsys | str | None) -> list[Finding]:
+    """Return all findings; ``nsys`` is the one in use, why it does not start, or None where there is none."""
+    driver = driver_version(machine)
+    return [
+        check_nsys(machine, nsys),
+        *(_checks_of(machine, nsys, driver) if isinstance(nsys, Nsys) else ()),
+        check_driver(machine, driver),
+        check_permission(machine),
+        check_torch(machine, driver),
+        *check_disk(machine),
+        check_cache(machine),
+    ]
+
+
+def can_record(findings: Iterable[Finding]) -> bool:
+    """Return whether anything can be recorded: an nsys that starts or a torch, and room to write."""
+    state = {finding.check: finding.state for finding in findings}
+    has_room = "failed" not in (state["working directory"], state["temporary directory"])
+    return has_room and (state["nsys"] == "ok" or state["torch"] != "failed")
+
+
+def _checks_of(machine: Machine, nsys: Nsys, driver: str | None) -> list[Finding]:
+    return [check_nsys_against_driver(machine, nsys, driver), check_importer(machine, nsys), check_nvtx(machine, nsys)]
+
+
+def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Finding:
+    """Say which nsys is used, where it came from, and which others lie here."""
+    if nsys is None:
+        install = "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS; torch.profiler needs none"
+        return Finding("nsys", "warning", "not found on PATH, in $NSYS or in the usual places", install)
+    if isinstance(nsys, str):
+        return Finding("nsys", "failed", nsys, "reinstall it, or name one that starts in $NSYS")
+    others = [path for path in list_installed(machine.root) if path.resolve() != nsys.path.resolve()]
+    also = f"; also here: {', '.join(map(str, others))}" if others else ""
+    return Finding("nsys", "ok", f"{nsys.version}, {_origin(machine, nsys.path)}: {nsys.path}{also}")
+
+
+def _origin(machine: Machine, path: Path) -> str:
+    if "NSYS" in machine.environment:
+        return "named in $NSYS"
+    on_path = shutil.which("nsys", path=machine.environment.get("PATH", os.defpath))
+    if on_path is not None and Path(on_path) == path:
+        return "on PATH"
+    places = {
+        "nsight-compute": "inside Nsight Compute",
+        "opt/nvidia/nsight-systems": "Nsight Systems' own package",
+        "usr/local/cuda": "in the CUDA toolkit",
+    }
+    return next((said for part, said in places.items() if part in str(path)), "Debian's package")
+
+
+def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) -> Finding:
+    """Say whether nsys knows the driver's CUDA: the newest CUPTI beside it must be of the driver's CUDA major version.
+
+    nsys loads the libcupti.so.X.Y in its own folder; X.Y is the CUDA version that it was made for. With an older major
+    version kernels go missing without an error: nsys 2023.4.4 (CUPTI 12.4) under driver 580 (CUDA 13.0) kept 6 % of a
+    long run's kernels and exited 0, nsys 2025.3.1 (CUPTI 13.0) kept all. An older minor version is a note: CUDA's
+    minor versions are compatible. The driver's CUDA is `profkit.launch.versions.cuda_of_driver`.
+    """
+    check = "nsys and driver"
+    if driver is None:
+        return Finding(check, "ok", "no NVIDIA driver here: ranges can be recorded, kernels cannot")
+    cuda, cupti = cuda_of_driver(driver), cupti_of(nsys.path)
+    if cuda is None or cupti is None:
+        unknown = f"no {CUPTI} beside it" if cupti is None else f"driver {driver} is in no table of profkit's"
+        return Finding(check, "note", f"cannot be compared: {unknown}", "look at the self-check of the first capture")
+    said = f"CUPTI {cupti}, driver {driver} knows CUDA {cuda}"
+    if numbers(cupti)[0] < numbers(cuda)[0]:
+        newer = next((path for path in list_installed(machine.root) if _is_fit(path, cuda)), None)
+        cure = f"set NSYS={newer}" if newer else f"install an Nsight Systems made for CUDA {numbers(cuda)[0]}"
+        return Finding(check, "warning", f"{said}: nsys is too old and may lose kernels without an error", cure)
+    if is_before(cupti, cuda):
+        return Finding(check, "note", f"{said}: same major version", "if a capture fails its self-check, update nsys")
+    return Finding(check, "ok", said)
+
+
+def _is_fit(nsys: Path, cuda: str) -> bool:
+    cupti = cupti_of(nsys)
+    return cupti is not None and numbers(cupti)[0] >= numbers(cuda)[0]
+
+
+def check_importer(machine: Machine, nsys: Nsys) -> Finding:
+    """Say whether the program that turns nsys' raw data into a report is here and finds its libraries."""
+    importer = find_importer(nsys.path, machine.root)
+    if importer is None:
+        found = "no QdstrmImporter: nsys will leave a raw .qdstrm that nothing here can read"
+        return Finding("importer", "warning", found, "install all of Nsight Systems, not its target part alone")
+    missing = machine.lacking(importer)
+    if missing:
+        return Finding("importer", "warning", f"{importer} lacks {', '.join(missing)}", how_to_install(missing))
+    return Finding("importer", "ok", str(importer))
+
+
+def check_nvtx(machine: Machine, nsys: Nsys) -> Finding:
+    """Say whether this nsys sees the ranges of this nvtx package."""
+    nvtx = machine.package("nvtx")
+    if nvtx is None:
+        return Finding("nvtx", "warning", "not installed: no ranges", "pip install 'nvtx<0.2.12'")
+    if is_before(nvtx.version, _FIRST_UNSEEN_NVTX) or not is_before(nsys.version, _FIRST_SEEING_NSYS):
+        return Finding("nvtx", "ok", f"{nvtx.version}: nsys {_short(nsys)} sees its ranges")
+    found = f"{nvtx.version}: nsys 2023.4.4 does not see its ranges, 2025.3.1 does; this is {_short(nsys)}"
+    return Finding("nvtx", "warning", found, "pip install 'nvtx<0.2.12', then `profkit doctor --try`")
+
+
+def _short(nsys: Nsys) -> str:
+    return ".".join(map(str, numbers(nsys.version)[:3]))
+
+
+def driver_version(machine: Machine) -> str | None:
+    """Return the NVIDIA driver's version, from the kernel module or from nvidia-smi."""
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", machine.text("proc/driver/nvidia/version") or "")
+    if found:
+        return found[0]
+    said = machine.output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return said.strip().splitlines()[0].strip() if said and said.strip() else None
+
+
+def check_driver(machine: Machine, driver: str | None) -> Finding:
+    """Say which GPUs a process here can use."""
+    if driver is None:
+        return Finding("GPU", "note", "no NVIDIA driver", "kernels need a GPU; ranges and CPU operators do not")
+    said = machine.output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    information = [
+        machine.text(str(path)) or "" for path in sorted(machine.root.glob("proc/driver/nvidia/gpus/*/info*"))
+    ]
+    names = said.strip().splitlines() if said else re.findall(r"^Model:\s*(.+)$", "\n".join(information), re.MULTILINE)
+    gpus = ", ".join(f"{names.count(name)} × {name.strip()}" for name in dict.fromkeys(names)) or "no GPU"
+    found = f"{gpus}, driver {driver}"
+    if not names or (not list(machine.root.glob("dev/nvidia[0-9]*")) and not (machine.root / "dev/dxg").exists()):
+        return Finding("GPU", "warning", f"{found}: no /dev/nvidia0 here", "start the container with --gpus all")
+    if machine.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return Finding("GPU", "warning", f"{found}: hidden", "unset CUDA_VISIBLE_DEVICES")
+    return Finding("GPU", "ok", found)
+
+
+def _gpu_names(machine: Machine) -> list[str]:
+    said = machine.output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    if said is not None and said.strip():
+        return [line.strip() for line in said.strip().splitlines()]
+    files = sorted(machine.root.glob("proc/driver/nvidia/gpus/*/information"))
+    found = [re.search(r"^Model:\s*(.+)$", machine.text(str(file)) or "", re.MULTILINE) for file in files]
+    return [model[1].strip() for model in found if model]
+
+
+def check_permission(machine: Machine) -> Finding:
+    """Say whether tracing is permitted: it always is; sampling the CPU and GPU counters may not be.
+
+    kernel.perf_event_paranoid above 2 forbids CPU sampling (perf_event_open), NVreg_RestrictProfilingToAdminUsers the
+    GPU's hardware counters. `profkit run` uses neither: CUDA and NVTX are traced from within the process.
+    """
+    said = ["CUDA and NVTX tracing needs none"]
+    paranoid = (machine.text("proc/sys/kernel/perf_event_paranoid") or "").strip()
+    if paranoid.lstrip("-").isdigit():
+        allowed = "forbids" if int(paranoid) > 2 else "allows"
+        said.append(f"perf_event_paranoid {paranoid} {allowed} CPU sampling (not used)")
+    if re.search(r"^RmProfilingAdminOnly:\s*1", machine.text("proc/driver/nvidia/params") or "", re.MULTILINE):
+        said.append("GPU counters are the administrator's (not used)")
+    if any((machine.root / mark).exists() for mark in (".dockerenv", "run/.containerenv")):
+        said.append("in a container")
+    return Finding("permission", "ok", "; ".join(said))
+
+
+def check_torch(machine: Machine, driver: str | None) -> Finding:
+    """Say which torch build is installed, and whether it fits the driver."""
+    torch = machine.package("torch")
+    if torch is None:
+        return Finding(
+            "torch", "failed", "not installed: no model can be run; captures can be read", "pip install torch"
+        )
+    text = torch.read("torch/version.py") or ""
+    build = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    hip = re.search(r"^hip\b[^=\n]*=\s*['\"]([\d.]+)", text, re.MULTILINE)
+    if hip:
+        found = f"{torch.version}, ROCm {hip[1]}: profkit records NVIDIA's GPUs"
+        return Finding("torch", "warning", found, "install a CUDA build of torch")
+    if build is None:
+        found = f"{torch.version}, without CUDA"
+        if driver is None:
+            return Finding("torch", "ok", found)
+        return Finding("torch", "warning", f"{found}: the GPU stays unused", "install a CUDA build of torch")
+    found = f"{torch.version}, CUDA {build[1]}"
+    cuda = cuda_of_driver(driver) if driver else None
+    if cuda is not None and numbers(build[1])[0] > numbers(cuda)[0]:
+        cure = f"update the driver, or install a torch built for CUDA {numbers(cuda)[0]}"
+        return Finding("torch", "warning", f"{found}: driver {driver} knows CUDA {cuda} at most", cure)
+    return Finding("torch", "ok", found)
+
+
+def check_disk(machine: Machine) -> list[Finding]:
+    """Say how much room there is for a capture, and for what nsys collects meanwhile."""
+    return [
+        _check_room("working directory", machine.working_directory, "work in another directory or name one with -o"),
+        _check_room("temporary directory", machine.temporary_directory, "point TMPDIR to another disk"),
+    ]
+
+
+def _check_room(check: str, directory: Path, cure: str) -> Finding:
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return Finding(check, "failed", f"{directory}: {error.strerror}", cure)
+    found = f"{_gib(free)} free in {directory}"
+    if not os.access(directory, os.W_OK):
+        return Finding(check, "failed", f"{directory}: no permission to write", cure)
+    if free < _NO_ROOM_BYTES:
+        return Finding(check, "failed", found, f"free some space, or {cure}")
+    return Finding(check, "warning" if free < _LITTLE_BYTES else "ok", found, cure if free < _LITTLE_BYTES else None)
+
+
+def check_cache(machine: Machine) -> Finding:
+    """Say how much profkit keeps in the user's cache: exports of reports that were read."""
+    directory = machine.cache_directory
+    if directory is None:
+        from platformdirs import user_cache_path
+
+        directory = user_cache_path("profkit")
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    cure = f"rm -r {directory} frees it" if size > _LITTLE_BYTES else None
+    return Finding("cache", "note" if cure else "ok", f"{_gib(size)} in {directory}", cure)
+
+
+def _gib(byte_count: int) -> str:
+    return f"{byte_count / 1024**3:.1f} GiB" if byte_count >= 0.1 * 1024**3 else f"{byte_count / 1024**2:.1f} MiB"

@@ -1,0 +1,289 @@
+"""A copy of an nsys export without what it tells of the person and the machine; the recorded events stay as they are.
+
+nsys stores the environment of its target and, in StringIds, that of every other process that it may look at, beside
+the machine's process list, the command line, the program's output and absolute paths. What is taken is told by what a
+row is (known tables), by what its name says (name and value tables), and by what a text looks like (all others, so
+that tables of versions yet to come are covered). Names of kernels, API calls and ranges are the events themselves:
+they are kept, and counted where they look like a path.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from profkit.errors import TraceError
+from profkit.trace.scrub_rules import (
+    EVENT_NAMES,
+    KEPT_METADATA,
+    OUTSIDERS,
+    PROGRAM_OUTPUT,
+    TAKEN,
+    Words,
+    clean_text,
+    holds_a_path,
+    names_string,
+    people_and_hosts,
+    what_is_named,
+)
+from profkit.trace.sqlite_file import SqliteFile
+
+_STRINGS = "StringIds"
+_PROCESSES = "PROCESSES"
+_THREADS = "ThreadNames"
+_PROCESS_MASK = ~0xFFFFFF
+_HARMLESS = frozenset({b"", b"0", b"1", b"true", b"false", b"{}", TAKEN.encode()})
+
+
+@dataclass(frozen=True)
+class Taken:
+    """So many rows of ``table`` had ``what`` taken out of them, or went because they were nothing else."""
+
+    what: str
+    table: str
+    row_count: int
+
+
+@dataclass(frozen=True)
+class ScrubResult:
+    """What was taken, and how many names of events were kept although they look like a path."""
+
+    trace: str
+    output: str
+    taken: tuple[Taken, ...]
+    kept_path_count: int
+
+
+def scrub_export(path: Path, output: Path) -> ScrubResult:
+    """Write a scrubbed copy of the nsys export ``path`` to ``output``, which appears whole or not at all.
+
+    The copy is rebuilt at the end (VACUUM), so that no freed page keeps what was taken.
+
+    Raises:
+        TraceError: the export cannot be read, is none, or has triggers, which nsys does not write.
+        OSError: the copy cannot be written.
+    """
+    partial = output.with_name(f".profkit-{os.getpid()}-{os.urandom(4).hex()}.sqlite")
+    try:
+        with SqliteFile(path) as file:
+            if _STRINGS not in file.tables():
+                raise TraceError(f"{path}: a SQLite database, but no Nsight Systems export (it has no StringIds table)")
+            # The copy holds, until it is scrubbed, what it must not: nobody else may read it.
+            os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            shutil.copyfile(path, partial)
+            taken, kept = _scrub(path, partial)
+        partial.chmod(0o666 & ~_umask())
+        partial.replace(output)
+    except OSError as error:
+        error.filename, error.filename2 = str(output), None
+        raise
+    finally:
+        with suppress(OSError):  # where it could not be made, its folder is missing or closed to us
+            partial.unlink(missing_ok=True)
+    return ScrubResult(str(path), str(output), taken, kept)
+
+
+def _scrub(path: Path, partial: Path) -> tuple[tuple[Taken, ...], int]:
+    try:
+        with closing(sqlite3.connect(partial, isolation_level=None)) as connection:
+            # Nobody else has this file, and it goes if anything fails; what is taken must not reach a journal.
+            for pragma in ("trusted_schema=OFF", "journal_mode=DELETE", "journal_mode=OFF", "synchronous=OFF"):
+                connection.execute(f"PRAGMA {pragma}")
+            connection.execute("PRAGMA secure_delete=ON")
+            connection.execute("PRAGMA temp_store=MEMORY")
+            copy = _Copy(path, connection)
+            copy.scrub()
+            connection.execute("VACUUM")
+    except sqlite3.Error as error:
+        raise TraceError(
+            f"{path}: cannot be scrubbed, SQLite says: {error}; export it again, or free disk space"
+        ) from None
+    return tuple(Taken(what, table, count) for (what, table), count in sorted(copy.taken.items())), copy.kept_paths
+
+
+@dataclass
+class _Copy:
+    """The copy being scrubbed."""
+
+    path: Path
+    connection: sqlite3.Connection
+    taken: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kept_paths: int = 0
+
+    def __post_init__(self) -> None:
+        if self._rows("PRAGMA encoding")[0][0] != "UTF-8":
+            raise TraceError(f"{self.path}: its text is no UTF-8, which nsys does not write; export it again")
+        if self._rows("SELECT 1 FROM sqlite_master WHERE type = 'trigger'"):
+            raise TraceError(f"{self.path}: holds triggers, which nsys does not write; export it again")
+        names = [name for (name,) in self._rows("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        self.columns: dict[str, dict[str, str]] = {
+            name: {row[1]: str(row[2]).upper() for row in self._rows(f"PRAGMA table_info({_quoted(name)})")}
+            for name in names
+            if not name.startswith("sqlite_")
+        }
+
+    def scrub(self) -> None:
+        with self._in_one_go():
+            words = self._people_and_hosts()
+            for table in self.columns.keys() & PROGRAM_OUTPUT:
+                self._delete("the program's output", table)
+            self._take_other_processes()
+            for table in self.columns:
+                if {"name", "value"} <= self.columns[table].keys() and table != _STRINGS:
+                    self._take_named_values(table)
+            self._take_unnamed_strings()
+            protected = self._referred(events=True)
+            self._clean_strings(protected, words)
+            for table, columns in self.columns.items():
+                if table != _STRINGS and not table.startswith("ENUM_"):
+                    for column in columns:
+                        self._clean_column(table, column, words)
+
+    def _people_and_hosts(self) -> Words:
+        """Return the names of host and user as words to look for everywhere."""
+        texts: list[tuple[str, str]] = []
+        for table, columns in self.columns.items():
+            if {"name", "value"} <= columns.keys():
+                rows = self._rows(f"SELECT CAST(name AS BLOB), CAST(value AS BLOB) FROM {_quoted(table)}")
+                texts += [(_text(name), _text(value)) for name, value in rows]
+        texts += [("", _text(value)) for (value,) in self._rows("SELECT CAST(value AS BLOB) FROM StringIds")]
+        return people_and_hosts(texts)
+
+    def _take_other_processes(self) -> None:
+        """Delete the names of processes and threads that recorded nothing: the rest of the machine."""
+        recorded = self._recorded_processes()
+        for table, column, what in (
+            (_PROCESSES, "globalPid", "other processes' names"),
+            (_THREADS, "globalTid", "other processes' threads"),
+        ):
+            if column not in self.columns.get(table, {}):
+                continue
+            self.connection.execute("CREATE TEMP TABLE recorded (process INTEGER PRIMARY KEY)")
+            self.connection.executemany("INSERT INTO recorded VALUES (?)", [(process,) for process in recorded])
+            self._delete(what, table, f"({column} & {_PROCESS_MASK}) NOT IN (SELECT process FROM recorded)")
+            self.connection.execute("DROP TABLE recorded")
+
+    def _recorded_processes(self) -> set[int]:
+        found: set[int] = set()
+        for table, columns in self.columns.items():
+            if table in OUTSIDERS:
+                continue
+            for column in columns.keys() & {"globalTid", "globalPid", "endGlobalTid"}:
+                sql = f"SELECT DISTINCT {column} & {_PROCESS_MASK} FROM {_quoted(table)} WHERE {column} IS NOT NULL"
+                found.update(process for (process,) in self._rows(sql))
+        return found
+
+    def _take_named_values(self, table: str) -> None:
+        """Take the value of every row whose name says that it tells of the person or the machine."""
+        cells = "CAST(name AS BLOB), CAST(value AS BLOB)"
+        rows = self._rows(f"SELECT DISTINCT {cells} FROM {_quoted(table)} WHERE typeof(value) IN ('text', 'blob')")
+        for name, value in rows:
+            what = what_is_named(_text(name))
+            if what is not None and value not in _HARMLESS:
+                sql = f"UPDATE {_quoted(table)} SET value = ? WHERE CAST(name AS BLOB) = ? AND CAST(value AS BLOB) = ?"
+                self.taken[what, table] += self.connection.execute(sql, (TAKEN, name, value)).rowcount
+
+    def _referred(self, *, events: bool) -> set[int]:
+        """Return the ids of the strings that rows refer to; with ``events``, those that name events alone."""
+        found: set[int] = set()
+        for table, columns in self.columns.items():
+            if table == _STRINGS:
+                continue
+            sql = self._rows("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", table)[0][0]
+            for column, kind in columns.items():
+                if "INT" not in kind or not names_string(column, sql):
+                    continue
+                if not events or (table, column) in EVENT_NAMES or (table.startswith("CUPTI_"), column) in EVENT_NAMES:
+                    rows = self._rows(f"SELECT DISTINCT {_quoted(column)} FROM {_quoted(table)}")
+                    found.update(value for (value,) in rows if isinstance(value, int))
+        return found
+
+    def _take_unnamed_strings(self) -> None:
+        """Delete the strings that no row refers to (any more): the environments of all processes are among them."""
+        referred = self._referred(events=False)
+        there = [i for (i,) in self._rows("SELECT id FROM StringIds")]
+        gone = [(i,) for i in there if i not in referred]
+        self.connection.executemany("DELETE FROM StringIds WHERE id = ?", gone)
+        if gone:
+            self.taken["strings that no row refers to", _STRINGS] += len(gone)
+
+    def _clean_strings(self, protected: set[int], words: Words) -> None:
+        rows = self._rows("SELECT id, CAST(value AS BLOB) FROM StringIds")
+        self.kept_paths += sum(holds_a_path(_text(value)) for i, value in rows if i in protected)
+        for i, value in rows:
+            cleaned, what = (value, None) if i in protected else _clean(value, words)
+            if what is not None:
+                self.connection.execute("UPDATE StringIds SET value = CAST(? AS TEXT) WHERE id = ?", (cleaned, i))
+                self.taken[what, _STRINGS] += 1
+
+    def _clean_column(self, table: str, column: str, words: Words) -> None:
+        """Clean every text in a column, whatever type the column was declared with."""
+        if self.columns[table][column] in ("INTEGER", "REAL") or not self._has_text(table, column):
+            return
+        cell, name = f"CAST({_quoted(column)} AS BLOB)", _quoted(table)
+        where = f"typeof({_quoted(column)}) IN ('text', 'blob')"
+        if table in KEPT_METADATA and {"name", "value"} <= self.columns[table].keys():
+            where += f" AND NOT ({' OR '.join(f'name GLOB {pattern!r}' for pattern in KEPT_METADATA[table])})"
+        values = [value for (value,) in self._rows(f"SELECT DISTINCT {cell} FROM {name} WHERE {where}")]
+        if (table, column) in EVENT_NAMES:
+            self.kept_paths += sum(holds_a_path(_text(value)) for value in values)
+            return
+        by_kind: dict[str, list[tuple[bytes, bytes]]] = {}
+        for value in values:
+            cleaned, what = _clean(value, words)
+            if what is not None:
+                by_kind.setdefault(what, []).append((value, cleaned))
+        for what, pairs in by_kind.items():
+            self.connection.execute("CREATE TEMP TABLE cleaned (old BLOB PRIMARY KEY, new BLOB)")
+            self.connection.executemany("INSERT INTO cleaned VALUES (?, ?)", pairs)
+            sql = (
+                f"UPDATE {name} SET {_quoted(column)} = (SELECT CASE typeof({_quoted(column)}) WHEN 'blob' THEN new"
+                f" ELSE CAST(new AS TEXT) END FROM cleaned WHERE old = {cell})"
+                f" WHERE {where} AND {cell} IN (SELECT old FROM cleaned)"
+            )
+            self.taken[what, table] += self.connection.execute(sql).rowcount
+            self.connection.execute("DROP TABLE cleaned")
+
+    def _has_text(self, table: str, column: str) -> bool:
+        sql = f"SELECT 1 FROM {_quoted(table)} WHERE typeof({_quoted(column)}) IN ('text', 'blob') LIMIT 1"
+        return bool(self._rows(sql))
+
+    def _delete(self, what: str, table: str, where: str = "1") -> None:
+        count = self.connection.execute(f"DELETE FROM {_quoted(table)} WHERE {where}").rowcount
+        if count:
+            self.taken[what, table] += count
+
+    def _rows(self, sql: str, *parameters: object) -> list[tuple[Any, ...]]:
+        return self.connection.execute(sql, parameters).fetchall()
+
+    @contextmanager
+    def _in_one_go(self) -> Iterator[None]:
+        self.connection.execute("BEGIN")
+        yield
+        self.connection.execute("COMMIT")
+
+
+def _clean(value: bytes, words: Words) -> tuple[bytes, str | None]:
+    cleaned, what = clean_text(_text(value), words)
+    return cleaned.encode("utf-8", "surrogateescape"), what
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode("utf-8", "surrogateescape")
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

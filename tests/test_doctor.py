@@ -1,0 +1,445 @@
+"""The doctor's checks on machines made up of files, and the command on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profkit.launch import doctor_trial
+from profkit.launch.doctor import (
+    Finding,
+    Machine,
+    Package,
+    can_record,
+    check_cache,
+    check_disk,
+    check_driver,
+    check_importer,
+    check_nsys,
+    check_nsys_against_driver,
+    check_nvtx,
+    check_permission,
+    check_torch,
+    driver_version,
+    examine,
+    installed_package,
+)
+from profkit.launch.nsys import Nsys
+from profkit.launch.versions import cuda_of_driver, cupti_of, is_before
+from profkit.report.doctor import render_findings
+
+OLD, NEW = "2023.4.4.54-234433681190v0", "2025.3.1.90-253135822126v0"
+COMPUTE = "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
+
+
+def _file(path: Path, text: str = "", *, executable: bool = False) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    if executable:
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def _nsys(root: Path, place: str, version: str, cupti: str | None = None) -> Nsys:
+    path = _file(root / place, f"#!/bin/sh\necho 'NVIDIA Nsight Systems version {version}'\n", executable=True)
+    if cupti:
+        _file(path.parent / f"libcupti.so.{cupti}")
+    return Nsys(path, version)
+
+
+def _packages(**versions: str) -> Callable[[str], Package | None]:
+    """Return installed packages; torch's version stands for its CUDA too: ``2.9.0+cu130`` is built for 13.0."""
+
+    def find(name: str) -> Package | None:
+        if name not in versions:
+            return None
+        local = versions[name].partition("+")[2]
+        cuda = f"'{local[2:-1]}.{local[-1]}'" if local.startswith("cu") else "None"
+        hip = f"'{local[4:]}'" if local.startswith("rocm") else "None"
+        text = f"__version__ = '{versions[name]}'\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = {hip}\n"
+        return Package(versions[name], lambda file: text if file == "torch/version.py" else None)
+
+    return find
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Return a bare machine: no driver, no programs, no packages."""
+    for name in ("root", "work", "temporary", "cache"):
+        (tmp_path / name).mkdir()
+    return Machine(
+        environment={"PATH": str(tmp_path / "root/bin")},
+        root=tmp_path / "root",
+        working_directory=tmp_path / "work",
+        temporary_directory=tmp_path / "temporary",
+        cache_directory=tmp_path / "cache",
+        package=_packages(),
+        output=lambda argv: None,
+        lacking=lambda importer: [],
+    )
+
+
+def _with_gpu(machine: Machine, driver: str = "580.159.03", model: str = "NVIDIA H200") -> Machine:
+    _file(
+        machine.root / "proc/driver/nvidia/version",
+        f"NVRM version: NVIDIA UNIX x86_64  {driver}  Release\nGCC 12.2.0\n",
+    )
+    for number in range(2):
+        _file(
+            machine.root / f"proc/driver/nvidia/gpus/0000:00:0{number}.0/information", f"Model: \t\t {model}\nIRQ: 4\n"
+        )
+        _file(machine.root / f"dev/nvidia{number}")
+    return machine
+
+
+class TestVersions:
+    @pytest.mark.parametrize(
+        ("driver", "cuda"),
+        [("580.159.03", "13.0"), ("579.1", "12.9"), ("550.54.15", "12.4"), ("525.60.13", "12.0"), ("440.33", None)],
+    )
+    def test_cuda_of_a_driver(self, driver: str, cuda: str | None) -> None:
+        assert cuda_of_driver(driver) == cuda
+
+    def test_the_newest_cupti_beside_nsys(self, tmp_path: Path) -> None:
+        nsys = _nsys(tmp_path, "a/target-linux-x64/nsys", OLD)
+        assert cupti_of(nsys.path) is None
+        for version in ("9.2", "12.4", "12.10", "12.4.127"):
+            _file(nsys.path.parent / f"libcupti.so.{version}")
+        assert cupti_of(nsys.path) == "12.10"
+
+    def test_behind_a_wrapper(self, tmp_path: Path) -> None:
+        _nsys(tmp_path, "a/target-linux-x64/nsys", OLD, "12.4")
+        assert cupti_of(_nsys(tmp_path, "a/bin/nsys", OLD).path) == "12.4"
+
+    def test_order(self) -> None:
+        assert is_before("0.2.9", "0.2.12")
+        assert not is_before("0.2.12", "0.2.12")
+        assert is_before(OLD, "2025.3")
+        assert not is_before(NEW, "2025.3")
+
+
+class TestNsys:
+    def test_none(self, machine: Machine) -> None:
+        finding = check_nsys(machine, None)
+        assert finding.state == "warning"
+        assert "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS" in str(finding.advice)
+
+    def test_one_that_does_not_start(self, machine: Machine) -> None:
+        assert check_nsys(machine, "/x/nsys: nsys does not start: boom") == Finding(
+            "nsys", "failed", "/x/nsys: nsys does not start: boom", "reinstall it, or name one that starts in $NSYS"
+        )
+
+    @pytest.mark.parametrize(
+        ("place", "origin"),
+        [
+            ("bin/nsys", "on PATH"),
+            (COMPUTE, "inside Nsight Compute"),
+            ("usr/local/cuda-13.0/nsight-compute-2025.3/host/target-linux-x64/nsys", "inside Nsight Compute"),
+            ("usr/local/cuda-13.0/bin/nsys", "in the CUDA toolkit"),
+            ("opt/nvidia/nsight-systems-cli/2025.3.1/bin/nsys", "Nsight Systems' own package"),
+            ("usr/lib/x86_64-linux-gnu/nsight-systems/target-linux-x64/nsys", "Debian's package"),
+        ],
+    )
+    def test_where_it_came_from(self, machine: Machine, place: str, origin: str) -> None:
+        nsys = _nsys(machine.root, place, OLD)
+        assert check_nsys(machine, nsys) == Finding("nsys", "ok", f"{OLD}, {origin}: {nsys.path}")
+
+    def test_named_and_others_lie_here(self, machine: Machine) -> None:
+        nsys, other = _nsys(machine.root, "x/nsys", OLD), _nsys(machine.root, COMPUTE, NEW)
+        machine = replace(machine, environment={"NSYS": str(nsys.path)})
+        assert check_nsys(machine, nsys).found == f"{OLD}, named in $NSYS: {nsys.path}; also here: {other.path}"
+
+
+class TestNsysAgainstDriver:
+    @pytest.mark.parametrize(
+        ("cupti", "driver", "state"),
+        [
+            ("12.4", "580.159.03", "warning"),
+            ("13.0", "580.159.03", "ok"),
+            ("12.4", "550.54.15", "ok"),
+            ("12.4", "570.86", "note"),
+            ("13.0", "550.54.15", "ok"),
+            (None, "580.159.03", "note"),
+            ("12.4", "440.33", "note"),
+            ("12.4", None, "ok"),
+        ],
+    )
+    def test_the_major_version_decides(
+        self, machine: Machine, cupti: str | None, driver: str | None, state: str
+    ) -> None:
+        finding = check_nsys_against_driver(machine, _nsys(machine.root, "bin/nsys", OLD, cupti), driver)
+        assert finding.state == state
+        assert (finding.advice is None) == (state == "ok")
+
+    def test_a_newer_one_that_lies_here_is_named(self, machine: Machine) -> None:
+        nsys = _nsys(machine.root, "bin/nsys", OLD, "12.4")
+        finding = check_nsys_against_driver(machine, nsys, "580.159.03")
+        assert finding.advice == "install an Nsight Systems made for CUDA 13"
+        _nsys(machine.root, "opt/nvidia/nsight-systems/2024.6/target-linux-x64/nsys", "2024.6", "12.6")
+        newer = _nsys(machine.root, COMPUTE, NEW, "13.0")
+        finding = check_nsys_against_driver(machine, nsys, "580.159.03")
+        assert finding.advice == f"set NSYS={newer.path}"
+        assert finding.found.startswith("CUPTI 12.4, driver 580.159.03 knows CUDA 13.0: nsys is too old and may lose")
+
+
+class TestImporterAndNvtx:
+    def test_importer(self, machine: Machine) -> None:
+        nsys = _nsys(machine.root, COMPUTE, NEW)
+        assert "no QdstrmImporter" in check_importer(machine, nsys).found
+        importer = _file(nsys.path.parent.parent / "host-linux-x64/QdstrmImporter", executable=True)
+        assert check_importer(machine, nsys) == Finding("importer", "ok", str(importer))
+        lacking = replace(machine, lacking=lambda path: ["libdw.so.1", "libelf.so.1"] if path == importer else [])
+        assert check_importer(lacking, nsys) == Finding(
+            "importer", "warning", f"{importer} lacks libdw.so.1, libelf.so.1", "install libdw1 libelf1"
+        )
+
+    @pytest.mark.parametrize(
+        ("nvtx", "nsys", "state"),
+        [
+            ("0.2.11", OLD, "ok"),
+            ("0.2.12", OLD, "warning"),
+            ("0.2.17", OLD, "warning"),
+            ("0.2.17", "2024.6.1", "warning"),
+            ("0.2.17", NEW, "ok"),
+            ("0.2.8", NEW, "ok"),
+        ],
+    )
+    def test_whether_nsys_sees_nvtx(self, machine: Machine, nvtx: str, nsys: str, state: str) -> None:
+        machine = replace(machine, package=_packages(nvtx=nvtx))
+        assert check_nvtx(machine, Nsys(Path("nsys"), nsys)).state == state
+
+    def test_no_nvtx(self, machine: Machine) -> None:
+        assert check_nvtx(machine, Nsys(Path("nsys"), NEW)).state == "warning"
+
+
+class TestGpu:
+    def test_none(self, machine: Machine) -> None:
+        assert driver_version(machine) is None
+        assert check_driver(machine, None).state == "note"
+
+    def test_from_the_kernel_module_alone(self, machine: Machine) -> None:
+        machine = _with_gpu(machine)
+        assert driver_version(machine) == "580.159.03"
+        assert check_driver(machine, "580.159.03") == Finding("GPU", "ok", "2 × NVIDIA H200, driver 580.159.03")
+
+    def test_from_nvidia_smi_alone(self, machine: Machine) -> None:
+        answers = {"name": "NVIDIA L4\nNVIDIA T4\n", "driver_version": "550.54.15\n550.54.15\n"}
+        machine = replace(machine, output=lambda argv: answers[argv[1].partition("=")[2]])
+        _file(machine.root / "dev/dxg")
+        assert driver_version(machine) == "550.54.15"
+        assert check_driver(machine, "550.54.15").found == "1 × NVIDIA L4, 1 × NVIDIA T4, driver 550.54.15"
+
+    def test_a_container_without_the_device(self, machine: Machine) -> None:
+        machine = _with_gpu(machine)
+        shutil.rmtree(machine.root / "dev")
+        finding = check_driver(machine, "580.159.03")
+        assert (finding.state, finding.advice) == ("warning", "start the container with --gpus all")
+
+    @pytest.mark.parametrize("hidden", ["", "-1"])
+    def test_hidden(self, machine: Machine, hidden: str) -> None:
+        machine = replace(_with_gpu(machine), environment={"CUDA_VISIBLE_DEVICES": hidden})
+        assert check_driver(machine, "580.159.03").advice == "unset CUDA_VISIBLE_DEVICES"
+
+    def test_permission(self, machine: Machine) -> None:
+        assert check_permission(machine).found == "CUDA and NVTX tracing needs none"
+        _file(machine.root / "proc/sys/kernel/perf_event_paranoid", "4\n")
+        _file(machine.root / "proc/driver/nvidia/params", "Other: 1\nRmProfilingAdminOnly: 1\n")
+        _file(machine.root / ".dockerenv")
+        assert check_permission(machine) == Finding(
+            "permission",
+            "ok",
+            "CUDA and NVTX tracing needs none; perf_event_paranoid 4 forbids CPU sampling (not used); GPU counters are"
+            " the administrator's (not used); in a container",
+        )
+        _file(machine.root / "proc/sys/kernel/perf_event_paranoid", "2\n")
+        _file(machine.root / "proc/driver/nvidia/params", "RmProfilingAdminOnly: 0\n")
+        assert "2 allows CPU sampling (not used); in a container" in check_permission(machine).found
+
+
+class TestTorch:
+    @pytest.mark.parametrize(
+        ("torch", "driver", "state", "found"),
+        [
+            (None, None, "failed", "not installed"),
+            ("2.13.0+cpu", None, "ok", "2.13.0+cpu, without CUDA"),
+            ("2.13.0+cpu", "580.1", "warning", "without CUDA: the GPU stays unused"),
+            ("2.13.0+cu130", "580.1", "ok", "2.13.0+cu130, CUDA 13.0"),
+            ("2.13.0+cu130", "550.1", "warning", "driver 550.1 knows CUDA 12.4 at most"),
+            ("2.13.0+cu128", "550.1", "ok", "CUDA 12.8"),
+            ("2.13.0+cu130", None, "ok", "CUDA 13.0"),
+            ("2.13.0+rocm6.4", None, "warning", "ROCm 6.4"),
+        ],
+    )
+    def test_build(self, machine: Machine, torch: str | None, driver: str | None, state: str, found: str) -> None:
+        machine = replace(machine, package=_packages(**({"torch": torch} if torch else {})))
+        finding = check_torch(machine, driver)
+        assert finding.state == state
+        assert found in finding.found
+
+    def test_the_real_package_is_read_without_an_import(self) -> None:
+        package = installed_package("nvtx")
+        assert package is not None
+        assert package.version[0].isdigit()
+        assert package.read("no/such/file.py") is None
+        assert installed_package("no-such-package-at-all") is None
+
+
+class TestDisk:
+    def test_room(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        for free, state in ((50 * 1024**3, "ok"), (1024**3, "warning"), (1024**2, "failed")):
+            usage = type("usage", (), {"free": free})
+            monkeypatch.setattr("profkit.launch.doctor.shutil.disk_usage", lambda path, usage=usage: usage)
+            assert [finding.state for finding in check_disk(machine)] == [state, state]
+
+    def test_a_folder_that_is_not_there(self, machine: Machine) -> None:
+        machine = replace(machine, temporary_directory=machine.root / "none")
+        assert check_disk(machine)[1].state == "failed"
+        assert "No such file" in check_disk(machine)[1].found
+
+    def test_cache(self, machine: Machine) -> None:
+        assert machine.cache_directory is not None
+        assert check_cache(machine).found.startswith("0.0 MiB in ")
+        _file(machine.cache_directory / "exports/a.sqlite", "x" * 3 * 1024**2)
+        assert check_cache(machine).found.startswith("3.0 MiB in ")
+
+
+class TestAll:
+    def test_a_whole_machine(self, machine: Machine) -> None:
+        nsys = _nsys(machine.root, "bin/nsys", NEW, "13.0")
+        _file(nsys.path.parent.parent / "host/QdstrmImporter", executable=True)
+        machine = replace(_with_gpu(machine), package=_packages(nvtx="0.2.11", torch="2.13.0+cu130"))
+        findings = examine(machine, nsys)
+        assert [finding.check for finding in findings] == [
+            "nsys",
+            "nsys and driver",
+            "importer",
+            "nvtx",
+            "GPU",
+            "permission",
+            "torch",
+            "working directory",
+            "temporary directory",
+            "cache",
+        ]
+        assert {finding.state for finding in findings} == {"ok"}
+        assert can_record(findings)
+
+    def test_what_it_takes_to_record_anything(self, machine: Machine) -> None:
+        nsys = _nsys(machine.root, "bin/nsys", NEW)
+        torch = replace(machine, package=_packages(torch="2.13.0+cpu"))
+        assert can_record(examine(machine, nsys))
+        assert can_record(examine(torch, None))
+        assert can_record(examine(torch, "does not start"))
+        assert not can_record(examine(machine, None))
+        assert not can_record(examine(machine, "does not start"))
+        assert not can_record(examine(replace(torch, working_directory=machine.root / "none"), nsys))
+
+    def test_a_screen_shows_everything_in_80_columns(self) -> None:
+        long = "word " * 40
+        text = render_findings([Finding("a", "warning", long, long), Finding("b", "ok", "x")], can_record=True)
+        assert max(map(len, text.splitlines())) <= 80
+        assert text.count("word") == 80
+        assert text.count("→") == 1
+
+    def test_formats_hold_the_advice(self) -> None:
+        findings = [Finding("a", "warning", "f", "do x"), Finding("b", "ok", "g")]
+        said = {
+            style: render_findings(findings, can_record=True, style=style) for style in ("csv", "markdown", "latex")
+        }
+        assert said["csv"].splitlines() == ["check,state,found,advice", "a,warning,f,do x", "b,ok,g,"]
+        assert "| a | warning | f | do x |" in said["markdown"]
+        assert r"a & warning & f & do x \\" in said["latex"]
+
+
+# An nsys that records nothing but writes an export with so many ranges as $RANGES says.
+FAKE = """
+case $1 in --version) echo 'NVIDIA Nsight Systems version 1.0';;
+profile) for a in "$@"; do case $a in --output=*) echo report > "${a#*=}.nsys-rep";; esac; done;;
+export) for a in "$@"; do case $a in --output=*) PYTHON - "${a#*=}" <<'END'
+import sqlite3, sys
+c = sqlite3.connect(sys.argv[1])
+if RANGES:
+    c.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
+    c.execute("CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER)")
+    c.executemany("INSERT INTO NVTX_EVENTS VALUES (?, 9, 59, 'profkit doctor', NULL)", [(i,) for i in range(RANGES)])
+    c.commit()
+END
+;; esac; done;; esac
+"""
+
+
+def _fake(path: Path, ranges: int) -> Nsys:
+    script = FAKE.replace("PYTHON", sys.executable).replace("RANGES", str(ranges))
+    return Nsys(_file(path, f"#!/bin/sh\n{script}", executable=True), "1.0")
+
+
+class TestTrial:
+    @pytest.mark.parametrize(("ranges", "state"), [(10, "ok"), (9, "failed"), (0, "failed")])
+    def test_counts_the_ranges(self, tmp_path: Path, ranges: int, state: str) -> None:
+        finding = doctor_trial.try_nsys(_fake(tmp_path / "nsys", ranges))
+        assert finding.state == state
+        assert (f"{ranges} of 10" in finding.found) == (state == "failed")
+
+    def test_no_report_tells_the_last_line(self, tmp_path: Path) -> None:
+        nsys = Nsys(_file(tmp_path / "nsys", "#!/bin/sh\necho first\necho no way\nexit 4\n", executable=True), "1.0")
+        finding = doctor_trial.try_nsys(nsys)
+        assert finding.state == "failed"
+        assert finding.found == f"{nsys.path} left no report (exit status 4); its last line: no way"
+
+    def test_leaves_nothing_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "t").mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+        doctor_trial.try_nsys(_fake(tmp_path / "nsys", 10))
+        assert list((tmp_path / "t").iterdir()) == []
+
+    @pytest.mark.nsys
+    def test_a_real_one(self, profkit: Callable, tmp_path: Path) -> None:
+        done = profkit("doctor", "--try", "--format", "json", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+        assert findings["trial"]["found"] == "recorded and exported: all 10 ranges came through"
+        assert findings["nsys"]["state"] == "ok"
+        assert findings["importer"]["state"] == "ok"
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestCommand:
+    def test_here(self, profkit: Callable, tmp_path: Path) -> None:
+        done = profkit("doctor", cwd=tmp_path, env={**os.environ, "NSYS": str(_fake(tmp_path / "nsys", 10).path)})
+        assert done.returncode == 0
+        assert "1.0, named in $NSYS" in done.stdout
+        assert "working directory" in done.stdout
+
+    def test_an_nsys_that_does_not_start_is_a_finding(self, profkit: Callable, tmp_path: Path) -> None:
+        done = profkit("doctor", "--try", cwd=tmp_path, env={**os.environ, "NSYS": "/no/nsys"})
+        assert done.returncode == 3
+        assert "nsys                 failed  $NSYS is /no/nsys" in done.stdout
+        assert done.stderr == "profkit: the trial failed: nsys records no ranges here\n"
+
+    def test_nothing_can_be_recorded(self, profkit: Callable, tmp_path: Path) -> None:
+        code = (
+            "import sys, profkit.cli.doctor as d\nfrom profkit.cli import main\n"
+            "d.examine = lambda machine, nsys: [d.Finding('nsys', 'warning', 'x'), d.Finding('torch', 'failed', 'x'),"
+            " d.Finding('working directory', 'ok', 'x'), d.Finding('temporary directory', 'ok', 'x')]\n"
+            "main(['doctor'])\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 3
+        assert done.stderr.startswith("profkit: nothing can be recorded here: it takes torch or an nsys that starts")
+
+    def test_torch_is_not_loaded(self, tmp_path: Path) -> None:
+        code = (
+            "import sys\nfrom profkit.cli import main\ntry:\n    main(['doctor'])\nexcept SystemExit:\n    pass\n"
+            "assert not {'torch', 'pandas', 'numpy', 'nvtx'} & set(sys.modules)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
