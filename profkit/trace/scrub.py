@@ -100,11 +100,12 @@ def _scrub(path: Path, partial: Path) -> tuple[tuple[Taken, ...], int]:
             connection.execute("PRAGMA temp_store=MEMORY")
             copy = _Copy(path, connection)
             copy.scrub()
+            # By now there is nothing to hide, and the copy that VACUUM makes may be larger than memory.
+            connection.execute("PRAGMA temp_store=FILE")
             connection.execute("VACUUM")
     except sqlite3.Error as error:
-        raise TraceError(
-            f"{path}: cannot be scrubbed, SQLite says: {error}; export it again, or free disk space"
-        ) from None
+        cure = "free disk space" if "full" in str(error) else "export it again from the .nsys-rep"
+        raise TraceError(f"{path}: cannot be scrubbed, SQLite says: {error}; {cure}") from None
     return tuple(Taken(what, table, count) for (what, table), count in sorted(copy.taken.items())), copy.kept_paths
 
 
@@ -224,7 +225,7 @@ class _Copy:
                 self.taken[what, _STRINGS] += 1
 
     def _clean_column(self, table: str, column: str, words: Words) -> None:
-        """Clean every text in a column, whatever type the column was declared with."""
+        """Clean the texts in a column; where its name says what it tells, take them whole."""
         if self.columns[table][column] in ("INTEGER", "REAL") or not self._has_text(table, column):
             return
         cell, name = f"CAST({_quoted(column)} AS BLOB)", _quoted(table)
@@ -236,9 +237,10 @@ class _Copy:
             self.kept_paths += sum(holds_a_path(_text(value)) for value in values)
             return
         by_kind: dict[str, list[tuple[bytes, bytes]]] = {}
+        told = what_is_named(column)
         for value in values:
-            cleaned, what = _clean(value, words)
-            if what is not None:
+            cleaned, what = _clean(value, words) if told is None else (TAKEN.encode(), told)
+            if what is not None and value not in _HARMLESS:
                 by_kind.setdefault(what, []).append((value, cleaned))
         for what, pairs in by_kind.items():
             self.connection.execute("CREATE TEMP TABLE cleaned (old BLOB PRIMARY KEY, new BLOB)")

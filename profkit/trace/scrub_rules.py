@@ -59,6 +59,11 @@ _PATH = re.compile(
 _STARTS_AS_PATH = re.compile(r"~?/[^/]|[A-Za-z]:\\|\\\\\w")
 _LIBRARY = re.compile(r"[^/\\]+\.(?:so(?:\.[\w.]+)?|dll)$")
 
+# UUIDs (of GPUs, sessions, machines) and the addresses of network cards.
+_IDENTIFIER = re.compile(
+    r"\b(?:[\da-f]{8}(?:-[\da-f]{4}){3}-[\da-f]{12}|(?:[\da-f]{2}:){5}[\da-f]{2})\b", re.IGNORECASE
+)
+
 _REFERENCE = r"\b{}\b[^\n]*REFERENCES\s+StringIds"
 _REFERRING = re.compile(r"^(?:\w*[nN]ame(?:Id)?|\w*[tT]ext(?:Id)?|symbol|module|contentId|filenameId|\w*[sS]tringId)$")
 
@@ -91,8 +96,9 @@ def clean_text(text: str, words: Words) -> tuple[str, str | None]:
         return TAKEN, "environment"
     cleaned = _without_path(text) if _STARTS_AS_PATH.match(text) else _PATH.sub(lambda m: _without_path(m[0]), text)
     what = "paths" if cleaned != text else None
-    if words is not None and words.search(cleaned):
-        cleaned, what = words.sub(TAKEN, cleaned), what or "host or user name"
+    for pattern, kind in ((_IDENTIFIER, "identifiers"), (words, "host or user name")):
+        if pattern is not None and pattern.search(cleaned):
+            cleaned, what = pattern.sub(TAKEN, cleaned), what or kind
     return cleaned, what
 
 
