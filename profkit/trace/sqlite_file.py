@@ -99,13 +99,17 @@ class SqliteFile:
         except sqlite3.Error as error:
             raise self.error(error) from None
 
-    def tables(self, without: str) -> dict[str, frozenset[str]]:
-        """Return the columns of every table and view but those whose names begin with ``without``."""
+    def tables(self, without: str | None = None) -> dict[str, frozenset[str]]:
+        """Return the columns of every table and view, but not of those whose names begin with ``without``."""
         try:
             database = _open_database(self._connection)
             self._views = frozenset(database.view_names())
             names = [*database.table_names(), *self._views]
-            self._layout = {name: tuple(database[name].columns_dict) for name in names if not name.startswith(without)}
+            self._layout = {
+                name: tuple(database[name].columns_dict)
+                for name in names
+                if without is None or not name.startswith(without)
+            }
         except sqlite3.Error as error:
             raise self.error(error) from None
         return {name: frozenset(columns) for name, columns in self._layout.items()}
