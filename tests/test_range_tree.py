@@ -6,11 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profkit.analysis import nesting
 from profkit.analysis.opened import OpenedTrace, read_trace
 from profkit.analysis.range_tree import RangeRow
+from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder
 
 MAIN, AUTOGRAD, OTHER = 100, 101, 102
@@ -152,3 +155,16 @@ def _by_range(opened: OpenedTrace, row: RangeRow) -> tuple[Any, ...]:
         grouped = opened.kernels(row.path, by=by)  # type: ignore[arg-type]
         assert sum(line.total_ns for line in grouped.kernels) == result.kernel_time_ns
     return row.path, result.instances, result.wall_ns, result.kernel_time_ns, result.busy_ns, result.kernel_count
+
+
+def test_the_two_sweeps_agree_where_ranges_nest(captures: Path) -> None:
+    for name in ("small.nsys2023", "ddp.nsys2025", "hooks.nsys2025"):
+        ranges = read_nsys(captures / f"{name}.sqlite").ranges
+        for thread, members in nesting.ranges_by_thread(ranges).items():
+            quick, slow = (np.full(len(ranges), nesting.NO_RANGE) for _ in range(2))
+            nested = nesting._sweep_nested(ranges, members, quick)
+            general = nesting._sweep_any(ranges, members, thread, slow)
+            assert nested is not None
+            assert np.array_equal(quick, slow)
+            assert np.array_equal(nested.time_ns, general.time_ns)
+            assert np.array_equal(nested.innermost, general.innermost)

@@ -69,7 +69,42 @@ def mark_nested(parent: Ints, marked: Bools) -> Bools:
 
 
 def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Timeline:
-    """Sweep one thread's ranges in order of their starts; fills ``parent`` for those that began on this thread."""
+    """Return one thread's timeline; fills ``parent`` for the ranges that began on this thread."""
+    if (ranges.thread[members] == ranges.end_thread[members]).all():
+        nested = _sweep_nested(ranges, members, parent)
+        if nested is not None:
+            return nested
+    return _sweep_any(ranges, members, thread, parent)
+
+
+def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> Timeline | None:
+    """Sweep ranges that lie one within another, as pushes and pops do; None where some do not."""
+    times, innermost = [-(1 << 62)], [NO_RANGE]
+    stack, ends = [NO_RANGE], [1 << 62]
+    parents = []
+    starts, stops = ranges.start_ns[members].tolist(), ranges.end_ns[members].tolist()
+    for index, start, end in zip(members.tolist(), starts, stops, strict=True):
+        while ends[-1] <= start:
+            times.append(ends.pop())
+            stack.pop()
+            innermost.append(stack[-1])
+        if ends[-1] < end:
+            return None
+        parents.append(stack[-1])
+        stack.append(index)
+        ends.append(end)
+        times.append(start)
+        innermost.append(index)
+    while len(stack) > 1:
+        times.append(ends.pop())
+        stack.pop()
+        innermost.append(stack[-1])
+    parent[members] = parents
+    return Timeline(np.array(times, dtype=np.int64), np.array(innermost, dtype=np.int64))
+
+
+def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Timeline:
+    """Sweep ranges that may cross, and that may have begun or ended on another thread."""
     times, innermost = [-(1 << 62)], [NO_RANGE]
     stack: list[int] = []  # by opening; a range that ended under others stays until it surfaces
     ends: list[tuple[int, int]] = []
