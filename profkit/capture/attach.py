@@ -1,0 +1,148 @@
+"""profkit inside a script's process: counts its steps, and records those that were asked for.
+
+Up to the first recorded step the hooks only count: the steps before it, but for the very first, are timed as the run's
+unprofiled ones, ``attached, not recording``. The device is waited for at the end of each timed step and before and
+after the recording.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from profkit.capture.hooks import Hooks
+from profkit.capture.kineto import recorded_by_kineto
+from profkit.capture.nsys import recorded_by_nsys
+from profkit.models.attachment import VARIABLE, Attachment
+from profkit.run_directory import KINETO_TRACE
+
+
+def attach() -> None:
+    """Do in this process what the environment asks for."""
+    session = Session(Attachment.from_json(os.environ[VARIABLE]))
+    hooks = Hooks(session, session.order.depth, session.order.step_on)
+    session.hooks = hooks
+    hooks.install()
+    atexit.register(session.end)
+    # A forked child, a data loader's worker say, is not the process that trains.
+    os.register_at_fork(after_in_child=session.abandon)
+
+
+class Session:
+    """Starts and stops the recording on steps' boundaries, and leaves what it knows for the launcher."""
+
+    def __init__(self, order: Attachment) -> None:
+        self.order = order
+        self.hooks: Hooks | None = None
+        self._first = order.warmup_steps
+        self._end = order.warmup_steps + order.steps
+        self._begun = -1
+        self._start_ns = 0
+        self._clean: list[dict[str, int]] = []
+        self._profiled: list[dict[str, int]] = []
+        self._recording: ExitStack | None = None
+        self._name = _process_name()
+        self._over = False
+
+    def boundary(self, number: int) -> None:
+        """Time the step that ended; begin or end the recording if it is time to."""
+        if self._over:
+            return
+        self._note_step()
+        self._begun = number
+        if number == self._first:
+            self._begin()
+        elif number == self._end:
+            self._finish("complete")
+            if self.order.stop:
+                raise SystemExit(0)
+        self._start_ns = perf_counter_ns()
+
+    def end(self) -> None:
+        """At the process's end: keep what was recorded, if it was cut short, and say so."""
+        if not self._over and self._begun >= 0:
+            self._finish("cut short" if self._recording is not None else "not reached")
+
+    def abandon(self) -> None:
+        """Do nothing more: this process is a forked copy."""
+        self._over = True
+        self._recording = None
+        if self.hooks is not None:
+            self.hooks.stop()
+
+    def _note_step(self) -> None:
+        if self._begun < 0:
+            return
+        _wait_for_device()
+        taken = {"step_ns": perf_counter_ns() - self._start_ns}
+        if self._recording is not None:
+            self._profiled.append(taken)
+        elif self._begun > 0:
+            # The first one builds what later ones have: kernels, optimizer state, the allocator's pool.
+            self._clean.append(taken)
+
+    def _begin(self) -> None:
+        _wait_for_device()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._recording = ExitStack()
+        if self.order.recorder == "kineto":
+            path = Path(self.order.run) / _name_for(KINETO_TRACE, self._name)
+            self._recording.enter_context(recorded_by_kineto(path, device))
+        elif os.environ.get("LOCAL_RANK", "0") == "0":
+            # One range for all processes that this nsys watches.
+            self._recording.enter_context(recorded_by_nsys(device))
+        if self.order.annotate and self.hooks is not None:
+            self.hooks.start()
+
+    def _finish(self, state: str) -> None:
+        self._over = True
+        if self.hooks is not None:
+            self.hooks.stop()
+        if self._recording is not None:
+            self._recording.close()
+            self._recording = None
+        self._write_result(state)
+
+    def _write_result(self, state: str) -> None:
+        content: dict[str, Any] = {
+            "state": state,
+            "process": self._name,
+            "steps_seen": self._begun,
+            "device": "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu",
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "clean": self._clean,
+            "profiled": self._profiled,
+        }
+        path = Path(self.order.run) / f"attached-{self._name}.json"
+        partial = path.with_name(f"partial.{path.name}")
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(partial, path)
+
+
+def _process_name() -> str:
+    """Return what tells this process from the script's others: its rank, or its number."""
+    rank = os.environ.get("RANK")
+    return f"{os.getpid()}" if rank is None else f"rank{rank}"
+
+
+def _name_for(name: str, process: str) -> str:
+    """Return the file's name for this process: the plain one for rank 0 and for a script without ranks."""
+    if not process.startswith("rank") or process == "rank0":
+        return name
+    stem, _, suffix = name.partition(".")
+    return f"{stem}.{process}.{suffix}"
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

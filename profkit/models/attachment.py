@@ -1,0 +1,40 @@
+"""What profkit is to do inside a script's own processes: the launcher writes it, `profkit.capture.attach` reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+VARIABLE = "PROFKIT_ATTACH"
+"""The environment variable that carries an `Attachment` to every process that the script starts."""
+
+RESULT_GLOB = "attached-*.json"
+"""What the processes leave in the run directory for the launcher: one file each that made a step."""
+
+AttachedRecorder = Literal["kineto", "nsys"]
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Steps ``warmup_steps`` to ``warmup_steps + steps - 1`` of the script, counted from 0, are recorded into ``run``.
+
+    ``depth`` of the modules' ranges; ``annotate`` False opens none; ``stop`` ends the script after the last one;
+    ``step_on`` is the class of the optimizer that counts.
+    """
+
+    run: str
+    recorder: AttachedRecorder
+    warmup_steps: int
+    steps: int
+    depth: int = 3
+    annotate: bool = True
+    stop: bool = False
+    step_on: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Attachment:
+        return cls(**json.loads(text))

@@ -1,0 +1,183 @@
+"""A training script with many ways to train: prints each one's losses to the bit, plain or with profkit's hooks.
+
+``python hooked_workloads.py [hooked]``; hooked, it also prints every range that was opened and closed, by thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+EVENTS: list[tuple[str, str, int]] = []
+
+
+class Block(nn.Module):
+    """Linear, an addition in place onto its output, ReLU in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y += x
+        return self.relu(y)  # type: ignore[no-any-return]
+
+
+class DictBlock(nn.Module):
+    """Takes a keyword, returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, *, hidden: Tensor) -> dict[str, Any]:
+        return {"hidden": self.block(hidden), "rest": [None, 3]}
+
+
+class Model(nn.Module):
+    """Blocks run plain, checkpointed, or as dicts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(DictBlock() if how == "dict" else Block() for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(8, 1)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if self.how == "dict":
+                x = block(hidden=x)["hidden"]
+            elif self.how in {"reentrant", "non-reentrant"}:
+                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            else:
+                x = block(x)
+        if self.fails:
+            raise ValueError("a bad batch")
+        return self.head(self.dropout(x))  # type: ignore[no-any-return]
+
+
+def train(how: str) -> list[str]:
+    """Train for four steps and return the losses, exactly."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model: Any = Model(how)
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+    optimizer: Any = torch.optim.LBFGS if how == "closure" else torch.optim.AdamW
+    optimizer = optimizer(model.parameters(), lr=0.01)
+    criterion = nn.MSELoss()
+    losses = []
+
+    def forward_backward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            loss = criterion(called(torch.randn(4, 8)), torch.ones(4, 1))
+        loss.backward()
+        losses.append(loss.item().hex())
+        return loss  # type: ignore[no-any-return]
+
+    for _ in range(4):
+        optimizer.zero_grad()
+        if how == "exception":
+            _fail_once(model)
+        for _ in range(3 if how == "accumulation" else 1):
+            if how != "closure":
+                forward_backward()
+        optimizer.step(forward_backward) if how == "closure" else optimizer.step()
+        if how == "evaluation":
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(torch.ones(2, 8)).sum().item().hex())
+            model.train()
+    return losses
+
+
+def _fail_once(model: Any) -> None:
+    model.fails = True
+    try:
+        model(torch.randn(4, 8))
+    except ValueError:
+        model.fails = False
+    x = torch.ones(8, requires_grad=True)
+    y = model.first(x)
+    y.register_hook(_raise)
+    try:
+        y.sum().backward()
+    except ValueError:
+        x.grad = None
+
+
+def _raise(_gradient: Tensor) -> None:
+    raise ValueError("a bad gradient")
+
+
+WORKLOADS = (
+    "plain",
+    "dict",
+    "reentrant",
+    "non-reentrant",
+    "accumulation",
+    "evaluation",
+    "exception",
+    "autocast",
+    "closure",
+    "compiled",
+)
+
+
+def _install() -> Callable[[], None]:
+    """Open ranges from the first step on, and note each in EVENTS instead of showing it to a profiler."""
+    from profkit.capture import open_ranges
+    from profkit.capture.hooks import Hooks
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            EVENTS.append(("open", self.name, threading.get_ident()))
+
+        def __exit__(self, *_: object) -> None:
+            EVENTS.append(("close", self.name, threading.get_ident()))
+
+    class Always:
+        def boundary(self, number: int) -> None:
+            if number == 0:
+                hooks.start()
+
+    open_ranges._range = Noted  # type: ignore[assignment]
+    hooks = Hooks(Always(), depth=3)
+    hooks.install()
+    return hooks.stop
+
+
+def main() -> None:
+    """Print what every workload gave."""
+    stop = _install() if "hooked" in sys.argv else None
+    found: dict[str, Any] = {}
+    for how in WORKLOADS:
+        gc.collect()  # the optimizer that counted is gone
+        EVENTS.clear()
+        found[how] = {"losses": train(how), "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values())}
+        found[how]["events"] = list(EVENTS)
+    EVENTS.clear()
+    if stop is not None:
+        stop()
+    found["end"] = {"events": EVENTS}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Ranges without edits: they change nothing in the workload, they nest, and they close."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.hooked_workloads import WORKLOADS
+
+SCRIPT = Path(__file__).parent / "hooked_workloads.py"
+
+
+def _run(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return _run()
+
+
+@pytest.fixture(scope="module")
+def hooked() -> dict[str, Any]:
+    return _run("hooked")
+
+
+def _trees(events: list[list[Any]]) -> dict[str, int]:
+    """Return how often each path of nested ranges was opened; fail if any range closes out of turn."""
+    stacks: dict[int, list[str]] = {}
+    paths: dict[str, int] = {}
+    for kind, name, thread in events:
+        stack = stacks.setdefault(thread, [])
+        if kind == "open":
+            stack.append(name)
+            path = "/".join(part for part in stack if not part.startswith("step "))
+            paths[path] = paths.get(path, 0) + 1
+        elif stack:  # the step that the workload before began in
+            assert stack.pop() == name
+    assert all(all(name.startswith("step ") for name in stack) for stack in stacks.values()), stacks
+    return paths
+
+
+@pytest.mark.parametrize("how", WORKLOADS)
+def test_losses_are_the_same_to_the_bit(how: str, plain: dict[str, Any], hooked: dict[str, Any]) -> None:
+    assert hooked[how]["losses"] == plain[how]["losses"]
+    assert len(plain[how]["losses"]) >= 4
+
+
+@pytest.mark.parametrize("how", WORKLOADS)
+def test_ranges_nest_and_close(how: str, hooked: dict[str, Any]) -> None:
+    assert _trees(hooked[how]["events"])
+
+
+@pytest.mark.parametrize("how", ["plain", "autocast", "evaluation", "exception"])
+def test_modules_have_their_ranges_forward_and_backward(how: str, hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked[how]["events"])
+    failed = 4 if how == "exception" else 0
+    for number in range(3):
+        for part in ("linear", "relu"):
+            name = f"model/blocks.{number}/blocks.{number}.{part}"
+            assert paths[f"forward/{name}"] == 4 + failed
+            assert paths[f"backward/{name}"] == 4
+    assert paths["forward/model/head"] == paths["backward/model/head"] == 4
+    assert paths["loss"] == paths["loss/MSELoss"] == paths["backward/MSELoss"] == paths["optimizer"] == 4
+    assert paths["forward"] == 4 + 2 * failed
+    assert paths["backward"] == 4 + failed
+
+
+def test_evaluation_is_no_forward_phase(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["evaluation"]["events"])
+    assert paths["model"] == paths["model/blocks.1/blocks.1.linear"] == 4
+
+
+def test_accumulation_puts_three_passes_into_a_step(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["accumulation"]["events"])
+    assert (paths["forward"], paths["backward"], paths["optimizer"]) == (12, 12, 4)
+    steps = [name for kind, name, _ in hooked["accumulation"]["events"] if kind == "open" and name.startswith("step ")]
+    assert len(steps) == 4
+
+
+def test_a_modules_keyword_and_dict_have_their_backward(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["dict"]["events"])
+    for number in range(3):
+        block = f"backward/model/blocks.{number}/blocks.{number}.block"
+        assert paths[block] == 4
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_checkpointed_block_is_run_again_within_backward(how: str, hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked[how]["events"])
+    assert paths["forward"] == paths["backward"] == 4
+    again = [path for path in paths if path.startswith("backward/") and path.endswith("blocks.1/blocks.1.linear")]
+    assert sum(paths[path] for path in again) >= 8, "once run again, once backward"
+
+
+def test_compiled_code_stays_whole_and_is_annotated_as_one(plain: dict[str, Any], hooked: dict[str, Any]) -> None:
+    assert hooked["compiled"]["graph_breaks"] == plain["compiled"]["graph_breaks"] == 0
+    paths = _trees(hooked["compiled"]["events"])
+    assert paths["forward/model"] == paths["backward/model"] == 4
+    assert not any("blocks" in path for path in paths)
+
+
+def test_nothing_is_left_open(hooked: dict[str, Any]) -> None:
+    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 40"]
