@@ -20,7 +20,7 @@ import torch
 from profkit.capture.hooks import Hooks
 from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.nsys import recorded_by_nsys
-from profkit.models.attachment import VARIABLE, Attachment
+from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, VARIABLE, Attachment
 from profkit.run_directory import KINETO_TRACE
 
 
@@ -45,7 +45,7 @@ class Session:
         self._end = order.warmup_steps + order.steps
         self._begun = -1
         self._start_ns = 0
-        self._clean: list[dict[str, int]] = []
+        self._unrecorded: list[dict[str, int]] = []
         self._profiled: list[dict[str, int]] = []
         self._recording: ExitStack | None = None
         self._name = _process_name()
@@ -60,15 +60,23 @@ class Session:
         if number == self._first:
             self._begin()
         elif number == self._end:
-            self._finish("complete")
+            self._finish(COMPLETE)
             if self.order.stop:
                 raise SystemExit(0)
         self._start_ns = perf_counter_ns()
 
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say so."""
-        if not self._over and self._begun >= 0:
-            self._finish("cut short" if self._recording is not None else "not reached")
+        if self._over or self._begun < 0:
+            return
+        if self._recording is None:
+            self._finish(NOT_REACHED)
+        elif self._begun == self._end - 1 and self.hooks is not None and self.hooks.counts_calls:
+            # Where calls count, nothing but the end of the script ends the last step.
+            self._note_step()
+            self._finish(COMPLETE)
+        else:
+            self._finish(CUT_SHORT)
 
     def abandon(self) -> None:
         """Do nothing more: this process is a forked copy."""
@@ -86,7 +94,7 @@ class Session:
             self._profiled.append(taken)
         elif self._begun > 0:
             # The first one builds what later ones have: kernels, optimizer state, the allocator's pool.
-            self._clean.append(taken)
+            self._unrecorded.append(taken)
 
     def _begin(self) -> None:
         _wait_for_device()
@@ -120,7 +128,7 @@ class Session:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "clean": self._clean,
+            "attached": self._unrecorded,
             "profiled": self._profiled,
         }
         path = Path(self.order.run) / f"attached-{self._name}.json"

@@ -72,6 +72,11 @@ class Hooks:
         self._open.close_all()
         self._recording = False
 
+    @property
+    def counts_calls(self) -> bool:
+        """Whether a step is an outermost module call: no optimizer has made one."""
+        return self._counting_optimizer is None
+
     def _hook_forward(self) -> None:
         if not self._forward_handles:
             self._forward_handles = [

@@ -10,22 +10,36 @@ from pathlib import Path
 from typing import get_args
 
 import click
+from click.core import ParameterSource
 
 from profkit.cli.progress import shown_after_a_second
-from profkit.errors import ToolError
+from profkit.cli.run_script import run_script
+from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import Nsys, find_nsys
 from profkit.launch.record import MemoryOptions, record_run, require_torch
-from profkit.launch.targets import parse_target
+from profkit.launch.targets import is_command, parse_target
+from profkit.models.attachment import AttachedRecorder, Attachment
 from profkit.models.workload import MEMORY_ENTRIES, CompileMode, Device, Dtype, Passes, Stacks, Workload
 
 _KILLED = 128 + signal.SIGKILL
+_MODEL_WARMUP = 2
+# Of a command's steps before the recording all but the first are timed, so there should be some.
+_COMMAND_WARMUP = 5
 _AT_LEAST_ONE = click.IntRange(min=1)
 
 
+_DEPTH_HELP = "Modules of a command's model get a range if their dotted name has at most this many parts."
+# What the options of a built-in model mean to a command, and the other way round: nothing.
+_FOR_MODELS = ("batch", "context", "passes", "dtype", "compile_mode", "seed", "device", "memory")
+_FOR_COMMANDS = ("depth", "annotate", "stop", "step_on")
+
+
 @click.command(
-    epilog="TARGET is a built-in model: model.tiny, model.small, model.medium, model.large, model.xl or model.2.7B."
+    epilog="TARGET is a built-in model: model.tiny, model.small, model.medium, model.large, model.xl or model.2.7B; "
+    "or, after --, any command that starts Python: profkit run --nsys -- python train.py --lr 1e-3, "
+    "-- python -m pkg.train, -- torchrun --nproc-per-node 2 train.py."
 )
-@click.argument("target")
+@click.argument("target", nargs=-1, required=True)
 @click.option(
     "--nsys/--kineto",
     "with_nsys",
@@ -36,7 +50,9 @@ _AT_LEAST_ONE = click.IntRange(min=1)
 @click.option("--batch", type=_AT_LEAST_ONE, default=4, show_default=True, help="Sequences in a batch.")
 @click.option("--context", type=_AT_LEAST_ONE, default=256, show_default=True, help="Tokens in a sequence.")
 @click.option(
-    "--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Steps before the measured ones."
+    "--warmup",
+    type=click.IntRange(min=0),
+    help="Steps before the measured ones  [default: 2; 5 of a command's]",
 )
 @click.option("--steps", type=_AT_LEAST_ONE, default=3, show_default=True, help="Measured steps.")
 @click.option(
@@ -81,14 +97,23 @@ _AT_LEAST_ONE = click.IntRange(min=1)
     help="Allocator events kept, some 300 B to 1 KB of host memory each; beyond it the oldest are lost.",
 )
 @click.option("--memory-saved", is_flag=True, help="Also write down which tensors autograd saves for backward.")
+@click.option("--depth", type=click.IntRange(min=0), default=3, show_default=True, help=_DEPTH_HELP)
+@click.option("--annotate/--no-annotate", default=True, help="A command's own ranges are shown in any case.")
+@click.option("--stop", is_flag=True, help="End the command after the measured steps; else it goes on undisturbed.")
+@click.option("--step-on", metavar="CLASS", help="The optimizer whose steps count, where a command has several.")
 @click.option(
     "-o", "output", type=click.Path(path_type=Path), help="The run directory to make  [default: runs/TIME-TARGET]"
 )
 def run(
-    target: str,
+    target: tuple[str, ...],
     with_nsys: bool,
     output: Path | None,
-    warmup: int,
+    warmup: int | None,
+    steps: int,
+    depth: int,
+    annotate: bool,
+    stop: bool,
+    step_on: str | None,
     memory: bool,
     memory_stacks: Stacks,
     memory_entries: int,
@@ -97,20 +122,34 @@ def run(
 ) -> int:
     """Run TARGET under a profiler and keep what it recorded in a run directory.
 
-    The steps run twice, each time in a process of their own: without a profiler, to be timed, then recorded; with
-    --memory a third time, first of all. The exit status is the target's.
+    A built-in model's steps run twice, each time in a process of their own: without a profiler, to be timed, then
+    recorded; with --memory a third time, first of all.
+
+    A command runs once, with ranges for its steps, phases and modules that need no edit: steps --warmup to
+    --warmup + --steps - 1 are recorded, the ones before timed. A step ends with the optimizer's; in a script without
+    an optimizer it is an outermost call of a module.
+
+    The exit status is the target's.
     """
-    workload = Workload(parse_target(target), warmup_steps=warmup, **options)  # type: ignore[arg-type]
+    command = ["profkit", *sys.argv[1:]]
+    if is_command(target):
+        _refuse(_FOR_MODELS, "is for the built-in models; leave it out")
+        recorder: AttachedRecorder = "nsys" if with_nsys else "kineto"
+        warmup_steps = _COMMAND_WARMUP if warmup is None else warmup
+        wanted = Attachment("", recorder, warmup_steps, steps, depth, annotate, stop, step_on)
+        return run_script(target, wanted, _require_nsys() if with_nsys else None, output, command)
+    _refuse(_FOR_COMMANDS, "is for commands: profkit run [OPTIONS] -- python train.py")
+    warmup_steps = _MODEL_WARMUP if warmup is None else warmup
+    workload = Workload(parse_target(target[0]), warmup_steps=warmup_steps, steps=steps, **options)  # type: ignore[arg-type]
     require_torch()
     nsys = _require_nsys() if with_nsys else None
-    command = ["profkit", *sys.argv[1:]]
     allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory else None
     recorded = record_run(workload, nsys, output, command, shown_after_a_second, memory=allocator)
     where = shlex.quote(str(recorded.run))
     if recorded.exit_status != 0:
         killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
         click.echo(
-            f"profkit: {target} failed with exit status {recorded.exit_status}{killed}; see {where}/manifest.json",
+            f"profkit: {target[0]} failed with exit status {recorded.exit_status}{killed}; see {where}/manifest.json",
             err=True,
         )
         if recorded.has_snapshot:
@@ -132,6 +171,14 @@ def run(
     if recorded.has_snapshot:
         click.echo(f"  profkit memory {where} --timeline memory.html")
     return 0
+
+
+def _refuse(names: tuple[str, ...], why: str) -> None:
+    """Raise `UsageError` if any of these options was given."""
+    ctx = click.get_current_context()
+    for parameter in ctx.command.params:
+        if parameter.name in names and ctx.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"{parameter.opts[0]} {why}")
 
 
 def _require_nsys() -> Nsys:

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from profkit.launch.nsys import Nsys
+from profkit.models.attachment import NOT_REACHED, Attachment
 from profkit.models.workload import Workload
 from profkit.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def first_manifest(workload: Workload, target: str, nsys: Nsys | None, command: list[str]) -> dict[str, Any]:
+def first_manifest(
+    workload: Workload | Attachment, target: str, nsys: Nsys | None, command: list[str]
+) -> dict[str, Any]:
     """Return the manifest of a run that is about to begin; its status is ``incomplete``."""
     return {
         "status": "incomplete",
@@ -57,6 +60,26 @@ def last_manifest(first: dict[str, Any], clean: dict[str, Any], profiled: dict[s
         **{fact: profiled[fact] for fact in facts},
         "clean": {"steps": clean["steps"], "losses": clean["losses"]},
         "profiled": {"steps": profiled["steps"], "losses": profiled["losses"]},
+    }
+
+
+def script_manifest(first: dict[str, Any], processes: list[dict[str, Any]], exit_status: int) -> dict[str, Any]:
+    """Return the manifest of a script's run that came to its end.
+
+    ``processes`` is what each process of the script that made a step left, the one that counts first. Its steps before
+    the recording were timed in the same process, so they are no clean twin's and stand under a name of their own.
+    """
+    manifest = {**first, "exit_status": exit_status, "finished_utc": _now(), "processes": processes}
+    if not processes:
+        return {**manifest, "status": "failed"}
+    one = processes[0]
+    return {
+        **manifest,
+        "status": "complete" if exit_status == 0 and one["state"] != NOT_REACHED else "failed",
+        "versions": {**first["versions"], "torch": one["torch"], "cuda": one["cuda"]},
+        **{fact: one[fact] for fact in ("device", "gpu", "float32_matmul_precision")},
+        "attached": {"label": "attached, not recording", "steps": one["attached"]},
+        "profiled": {"steps": one["profiled"]},
     }
 
 

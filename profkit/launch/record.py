@@ -112,10 +112,10 @@ def record_run(
             _record_kineto(run, workload, progress) if nsys is None else _record_nsys(run, workload, nsys, progress)
         )
     except _TargetFailed as failure:
-        _mark_failed(run, {**failed_manifest(manifest, failure.reason), "exit_status": failure.exit_status})
+        mark_failed(run, {**failed_manifest(manifest, failure.reason), "exit_status": failure.exit_status})
         return Recorded(run, failure.exit_status, has_snapshot=(run / SNAPSHOT).exists())
     except BaseException as error:
-        _give_up(run, manifest, error)
+        give_up(run, manifest, error)
         raise
     warnings = _warnings(run, workload)
     finished = {**last_manifest(manifest, clean, profiled), "warnings": warnings}
@@ -125,16 +125,16 @@ def record_run(
     return Recorded(run, 0, nsys is None or workload.device == "cuda", remembered is not None, warnings)
 
 
-def _give_up(run: Path, manifest: dict[str, Any], error: BaseException) -> None:
+def give_up(run: Path, manifest: dict[str, Any], error: BaseException) -> None:
     """Mark a run that did not come to its end."""
     interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
     content = failed_manifest(manifest, "interrupted" if interrupted else str(error))
     if interrupted:
         content["exit_status"] = _INTERRUPTED
-    _mark_failed(run, content)
+    mark_failed(run, content)
 
 
-def _mark_failed(run: Path, manifest: dict[str, Any]) -> None:
+def mark_failed(run: Path, manifest: dict[str, Any]) -> None:
     """Write the last manifest of a run that failed, and clear away what was half written."""
     for partial in run.glob("partial.*"):
         partial.unlink()
@@ -158,7 +158,7 @@ def _record_nsys(run: Path, workload: Workload, nsys: Nsys, progress: Progress) 
     report = run / NSYS_REPORT
     with (
         (run / LOG).open("w+b") as log,
-        _own_outputs() as outputs,
+        own_outputs() as outputs,
         # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
         tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
     ):
@@ -173,13 +173,23 @@ def _record_nsys(run: Path, workload: Workload, nsys: Nsys, progress: Progress) 
         with progress("recording the steps with Nsight Systems"):
             result = _run(argv, order, {"TMPDIR": scratch}, log)
         with progress("exporting what Nsight Systems recorded"):
-            raw = report.with_suffix(".qdstrm")
-            if raw.exists() and not report.exists():
-                import_raw(raw, report, nsys.path, log)
-            if not report.exists():
-                raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
-            export_to(nsys, report, run / NSYS_EXPORT, log)
+            collect_report(run, nsys, log)
     return result
+
+
+def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
+    """Export the report that nsys left in ``run``, imported first if it came out raw.
+
+    Raises:
+        ToolError: there is none, or it could not be imported or exported.
+    """
+    report = run / NSYS_REPORT
+    raw = report.with_suffix(".qdstrm")
+    if raw.exists() and not report.exists():
+        import_raw(raw, report, nsys.path, log)
+    if not report.exists():
+        raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
+    export_to(nsys, report, run / NSYS_EXPORT, log)
 
 
 def _worker_argv(order: Order) -> list[str]:
@@ -214,17 +224,22 @@ def _take_reason(result: Path) -> str | None:
 
 
 def _warnings(run: Path, workload: Workload) -> tuple[str, ...]:
-    log = run / LOG
-    warnings = []
-    if log.exists() and _LOSSY in log.read_bytes():
-        warnings.append(f"nsys lost events ({log}); its version may be too old for the driver: the capture is lossy")
+    warnings = lossy_warnings(run)
     if workload.compile_mode != "none":
         warnings.append("compiled code carries no ranges: the phases are there, layers and attention are not")
     return tuple(warnings)
 
 
+def lossy_warnings(run: Path) -> list[str]:
+    """Return what is to be said if nsys lost events, by its own log."""
+    log = run / LOG
+    if not log.exists() or _LOSSY not in log.read_bytes():
+        return []
+    return [f"nsys lost events ({log}); its version may be too old for the driver: the capture is lossy"]
+
+
 @contextmanager
-def _own_outputs() -> Iterator[tuple[int, int]]:
+def own_outputs() -> Iterator[tuple[int, int]]:
     """Yield copies of our standard output and error, for a child whose own two belong to a profiler."""
     copies = os.dup(1), os.dup(2)
     try:

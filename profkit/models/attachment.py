@@ -12,6 +12,9 @@ VARIABLE = "PROFKIT_ATTACH"
 RESULT_GLOB = "attached-*.json"
 """What the processes leave in the run directory for the launcher: one file each that made a step."""
 
+COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
+"""How a process's recording ended: after its last step, with the process, or before it began."""
+
 AttachedRecorder = Literal["kineto", "nsys"]
 
 

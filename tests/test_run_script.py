@@ -1,0 +1,286 @@
+"""``profkit run -- COMMAND`` by real processes, on scripts that know nothing of profkit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(number, loss.item().hex(), flush=True)
+    if sys.argv[3:] == ["raise", str(number)]:
+        raise ValueError("the data are bad")
+    if sys.argv[3:] == ["wait", str(number)]:
+        import time
+        time.sleep(60)
+sys.stderr.write("the script's own last word\\n")
+"""
+
+INFER = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).eval()
+with torch.no_grad():
+    for number in range(6):
+        print(model(torch.ones(2, 8)).sum().item().hex())
+"""
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *arguments]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "infer.py").write_text(INFER)
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            _command(*arguments),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=place,
+            env=_environment(**variables),
+            timeout=300,
+        )
+
+    return call
+
+
+def _manifest(place: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
+    return manifest
+
+
+def _ranges(trace: Path) -> list[str]:
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
+
+
+def test_an_unedited_script_is_recorded_between_its_steps(place: Path, run: Callable[..., Any]) -> None:
+    plain = subprocess.run(
+        [sys.executable, "train.py", "0.1", "7"], cwd=place, capture_output=True, text=True, check=True
+    )
+    done = run("--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(plain.stdout), "the script's output is untouched, its losses the same to the bit"
+    assert done.stderr == plain.stderr
+    assert sorted(path.name for path in (place / "run").iterdir()) == ["manifest.json", "trace.json.gz"]
+    ranges = _ranges(place / "run" / "trace.json.gz")
+    assert [name for name in ranges if name.startswith("step ")] == ["step 3", "step 4"]
+    for name, count in {"forward": 2, "backward": 2, "optimizer": 2, "model": 4, "0": 4, "2": 4}.items():
+        assert ranges.count(name) == count, name
+    manifest = _manifest(place)
+    assert (manifest["status"], manifest["exit_status"], manifest["device"]) == ("complete", 0, "cpu")
+    assert manifest["argv"] == [sys.executable, "train.py", "0.1", "7"]
+    assert manifest["attached"]["label"] == "attached, not recording"
+    assert len(manifest["attached"]["steps"]) == len(manifest["profiled"]["steps"]) == 2
+    assert "2 steps" in done.stdout
+    assert "phases; share" in done.stdout
+
+
+def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Callable[..., Any]) -> None:
+    target = ("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "3")
+    assert run("--depth", "0", *target).returncode == 0
+    ranges = _ranges(place / "run" / "trace.json.gz")
+    assert ranges.count("model") == 2
+    assert "0" not in ranges
+    shutil.rmtree(place / "run")
+    assert run("--no-annotate", *target).returncode == 0
+    assert {name.partition("#")[0] for name in _ranges(place / "run" / "trace.json.gz")} <= {
+        "Optimizer.step",
+        "Optimizer.zero_grad",
+    }
+
+
+def test_stop_ends_the_script_after_the_last_step(run: Callable[..., Any]) -> None:
+    done = run("--warmup", "1", "--steps", "1", "--stop", "--", sys.executable, "train.py", "0.1", "500")
+    assert done.returncode == 0, done.stderr
+    assert "\n4 0x" not in done.stdout
+
+
+def test_a_module_is_run_as_a_module(place: Path, run: Callable[..., Any]) -> None:
+    (place / "pkg").mkdir()
+    (place / "pkg" / "train.py").write_text(TRAIN)
+    done = run("--warmup", "1", "--steps", "1", "--", sys.executable, "-m", "pkg.train", "0.1", "3")
+    assert done.returncode == 0, done.stderr
+    assert "step 1" in _ranges(place / "run" / "trace.json.gz")
+
+
+def test_without_an_optimizer_outermost_calls_are_the_steps(place: Path, run: Callable[..., Any]) -> None:
+    done = run("--warmup", "4", "--steps", "2", "--", sys.executable, "infer.py")
+    assert done.returncode == 0, done.stderr
+    ranges = _ranges(place / "run" / "trace.json.gz")
+    assert [name for name in ranges if name.startswith("step ")] == ["step 4", "step 5"]
+    assert "forward" not in ranges, "nothing is trained"
+    assert ranges.count("model") == 2
+    assert _manifest(place)["processes"][0]["state"] == "complete"
+
+
+def test_a_script_that_fails_keeps_what_was_recorded(place: Path, run: Callable[..., Any]) -> None:
+    done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "train.py", "0.1", "20", "raise", "3")
+    assert done.returncode == 1
+    assert "ValueError: the data are bad" in done.stderr
+    assert "what was recorded up to then is kept" in done.stderr
+    manifest = _manifest(place)
+    assert (manifest["status"], manifest["exit_status"], manifest["reason"]) == ("failed", 1, "exit status 1")
+    assert manifest["processes"][0]["state"] == "cut short"
+    assert len(manifest["profiled"]["steps"]) == 3
+    assert {"step 1", "step 2", "step 3"} <= set(_ranges(place / "run" / "trace.json.gz"))
+
+
+def test_a_scripts_own_status_passes_through(place: Path, run: Callable[..., Any]) -> None:
+    (place / "seven.py").write_text("raise SystemExit(7)")
+    done = run("--", sys.executable, "seven.py")
+    assert done.returncode == 7
+    assert _manifest(place)["exit_status"] == 7
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("train.py", "the script made 2 steps, and recording was to begin after 5"), ("no_torch.py", "no training step")],
+)
+def test_nothing_recorded_is_a_failure_that_says_why(
+    place: Path, run: Callable[..., Any], script: str, said: str
+) -> None:
+    (place / "no_torch.py").write_text("import sys\nprint(sorted(m for m in sys.modules if 'profkit' in m))")
+    done = run("--", sys.executable, script, "0.1", "2")
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2
+    assert _manifest(place)["status"] == "failed"
+    if script == "no_torch.py":
+        assert done.stdout == "[]\n", "a script without torch loads nothing of profkit's"
+
+
+def test_another_sitecustomize_still_runs(place: Path, run: Callable[..., Any]) -> None:
+    (place / "site").mkdir()
+    (place / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.site_was_here = True\n")
+    (place / "show.py").write_text(
+        "import sys, sitecustomize\nprint(site_was_here, sitecustomize.__file__)\n"
+        "print(any('capture/child' in entry for entry in sys.path))\n"
+    )
+    done = run("--", sys.executable, "show.py", PYTHONPATH=f"{place / 'site'}{os.pathsep}{ROOT}")
+    assert done.stdout.splitlines() == [f"True {place / 'site' / 'sitecustomize.py'}", "False"]
+
+
+def test_the_ranks_of_torchrun_are_told_apart(place: Path, run: Callable[..., Any]) -> None:
+    target = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py", "0.1", "4")
+    done = run("--warmup", "1", "--steps", "2", "--", sys.executable, *target)
+    assert done.returncode == 0, done.stderr
+    names = sorted(path.name for path in (place / "run").iterdir())
+    assert names == ["manifest.json", "trace.json.gz", "trace.rank1.json.gz"]
+    assert [one["process"] for one in _manifest(place)["processes"]] == ["rank0", "rank1"]
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["after the recording", "within it"])
+def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, recorded: bool) -> None:
+    steps = "1" if recorded else "9"
+    command = _command("--warmup", "1", "--steps", steps, "--", sys.executable, "train.py", "0.1", "20", "wait", "3")
+    with subprocess.Popen(
+        command, cwd=place, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        for line in started.stdout:
+            if line.startswith("3 "):
+                break
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=30)
+    assert started.returncode == 130
+    assert said.strip() == "profkit: interrupted"
+    manifest = _manifest(place)
+    assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", "interrupted", 130)
+    assert [one["state"] for one in manifest["processes"]] == ["complete"] * recorded
+    kept = ["manifest.json", "trace.json.gz"] if recorded else ["manifest.json"]
+    assert sorted(path.name for path in (place / "run").iterdir()) == kept
+    time.sleep(0.1)
+    alive = [entry for entry in Path("/proc").glob("[0-9]*/cmdline") if _names(entry, str(place / "run"))]
+    assert not alive
+
+
+def _names(entry: Path, text: str) -> bool:
+    try:
+        return text.encode() in (entry.parent / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch", "2", "--", "python", "train.py"], "--batch is for the built-in models; leave it out"),
+        (["--memory", "--", "python", "train.py"], "--memory is for the built-in models; leave it out"),
+        (["--depth", "2", "model.tiny"], "--depth is for commands"),
+        (["model.tiny", "extra"], "extra: a built-in model takes options only"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(run: Callable[..., Any], arguments: list[str], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def _nvtx_texts(export: Path) -> list[str]:
+    with closing(sqlite3.connect(f"file:{export}?mode=ro", uri=True)) as base:
+        query = "select coalesce(text, (select value from StringIds where id = textId)) from NVTX_EVENTS"
+        return [text for (text,) in base.execute(query) if text]
+
+
+@pytest.mark.nsys
+def test_nsys_records_an_unedited_script(place: Path, run: Callable[..., Any]) -> None:
+    done = run("--nsys", "--warmup", "2", "--steps", "2", "--", sys.executable, "train.py", "0.1", "5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 0x")
+    assert "Generat" not in done.stdout + done.stderr, "what nsys says is in its log"
+    texts = _nvtx_texts(place / "run" / "trace.sqlite")
+    assert [text for text in texts if text.startswith("step ")] == ["step 2", "step 3"]
+    for name in ("forward", "backward", "optimizer", "model", "0"):
+        assert texts.count(name) == (4 if name in {"model", "0"} else 2), name
+
+
+@pytest.mark.nsys
+def test_under_nsys_a_failed_script_keeps_its_status_and_its_trace(place: Path, run: Callable[..., Any]) -> None:
+    done = run("--nsys", "--warmup", "1", "--steps", "9", "--", sys.executable, "train.py", "0.1", "9", "raise", "2")
+    assert done.returncode == 1
+    assert "ValueError: the data are bad" in done.stderr
+    assert _manifest(place)["status"] == "failed"
+    assert "step 2" in _nvtx_texts(place / "run" / "trace.sqlite")
