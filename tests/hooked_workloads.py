@@ -9,6 +9,7 @@ import gc
 import json
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+ACTIVATIONS: list[weakref.ref[Tensor]] = []
 EVENTS: list[tuple[str, str, int]] = []
 
 
@@ -65,13 +67,16 @@ class Model(nn.Module):
                 x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
             else:
                 x = block(x)
+                if not torch.compiler.is_compiling():
+                    ACTIVATIONS.append(weakref.ref(x))
         if self.fails:
             raise ValueError("a bad batch")
         return self.head(self.dropout(x))  # type: ignore[no-any-return]
 
 
-def train(how: str) -> list[str]:
-    """Train for four steps and return the losses, exactly."""
+def train(how: str) -> tuple[list[str], list[int]]:
+    """Train for four steps and return the losses, exactly, and how many activations were alive before each backward
+    and after it."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model: Any = Model(how)
@@ -79,12 +84,16 @@ def train(how: str) -> list[str]:
     optimizer: Any = torch.optim.LBFGS if how == "closure" else torch.optim.AdamW
     optimizer = optimizer(model.parameters(), lr=0.01)
     criterion = nn.MSELoss()
-    losses = []
+    losses: list[str] = []
+    alive: list[int] = []
+    ACTIVATIONS.clear()
 
     def forward_backward() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             loss = criterion(called(torch.randn(4, 8)), torch.ones(4, 1))
+        alive.append(sum(one() is not None for one in ACTIVATIONS))
         loss.backward()
+        alive.append(sum(one() is not None for one in ACTIVATIONS))
         losses.append(loss.item().hex())
         return loss  # type: ignore[no-any-return]
 
@@ -101,7 +110,7 @@ def train(how: str) -> list[str]:
             with torch.no_grad():
                 losses.append(model(torch.ones(2, 8)).sum().item().hex())
             model.train()
-    return losses
+    return losses, alive
 
 
 def _fail_once(model: Any) -> None:
@@ -170,7 +179,12 @@ def main() -> None:
     for how in WORKLOADS:
         gc.collect()  # the optimizer that counted is gone
         EVENTS.clear()
-        found[how] = {"losses": train(how), "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values())}
+        losses, alive = train(how)
+        found[how] = {
+            "losses": losses,
+            "alive": alive,
+            "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        }
         found[how]["events"] = list(EVENTS)
     EVENTS.clear()
     if stop is not None:

@@ -65,6 +65,16 @@ def test_losses_are_the_same_to_the_bit(how: str, plain: dict[str, Any], hooked:
 
 
 @pytest.mark.parametrize("how", WORKLOADS)
+def test_no_tensor_lives_longer(how: str, plain: dict[str, Any], hooked: dict[str, Any]) -> None:
+    assert hooked[how]["alive"] == plain[how]["alive"]
+
+
+def test_activations_are_seen_to_live_and_die(plain: dict[str, Any]) -> None:
+    before, after = plain["plain"]["alive"][:2]
+    assert before > after == 0
+
+
+@pytest.mark.parametrize("how", WORKLOADS)
 def test_ranges_nest_and_close(how: str, hooked: dict[str, Any]) -> None:
     assert _trees(hooked[how]["events"])
 

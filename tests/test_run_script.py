@@ -44,6 +44,26 @@ for number in range(int(sys.argv[2])):
 sys.stderr.write("the script's own last word\\n")
 """
 
+DDP = """
+import os
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+distributed.init_process_group("gloo")
+torch.manual_seed(distributed.get_rank())
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    if distributed.get_rank() == 0:
+        print(loss.item().hex(), flush=True)
+distributed.destroy_process_group()
+"""
+
 INFER = """
 import torch
 from torch import nn
@@ -210,6 +230,21 @@ def test_the_ranks_of_torchrun_are_told_apart(place: Path, run: Callable[..., An
     names = sorted(path.name for path in (place / "run").iterdir())
     assert names == ["manifest.json", "trace.json.gz", "trace.rank1.json.gz"]
     assert [one["process"] for one in _manifest(place)["processes"]] == ["rank0", "rank1"]
+
+
+def test_ddp_keeps_its_losses_and_its_model_has_plain_names(place: Path, run: Callable[..., Any]) -> None:
+    (place / "ddp.py").write_text(DDP)
+    target = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
+    plain = subprocess.run(target, cwd=place, capture_output=True, text=True, check=True)
+    done = run("--warmup", "1", "--steps", "2", "--", *target)
+    assert done.returncode == 0, done.stderr
+    losses = plain.stdout.splitlines()
+    assert len(losses) == 4
+    assert done.stdout.splitlines()[:4] == losses
+    for name in ("trace.json.gz", "trace.rank1.json.gz"):
+        ranges = _ranges(place / "run" / name)
+        assert [ranges.count(part) for part in ("model", "0", "2", "backward")] == [4, 4, 4, 2]
+        assert not any(part.startswith("module") for part in ranges)
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["after the recording", "within it"])
