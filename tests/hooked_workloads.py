@@ -21,18 +21,40 @@ ACTIVATIONS: list[weakref.ref[Tensor]] = []
 EVENTS: list[tuple[str, str, int]] = []
 
 
+class Marked(torch.autograd.Function):
+    """The identity; notes when its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        for kind in ("open", "close"):
+            EVENTS.append((kind, "marked", threading.get_ident()))
+        return gradient
+
+
+class Mark(nn.Module):
+    """The identity as a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Marked.apply(x)  # type: ignore[no-any-return]
+
+
 class Block(nn.Module):
     """Linear, an addition in place onto its output, ReLU in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
+        self.mark = Mark() if how == "plain" else nn.Identity()
         self.linear = nn.Linear(8, 8)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         y += x
-        return self.relu(y)  # type: ignore[no-any-return]
+        return self.mark(self.relu(y))  # type: ignore[no-any-return]
 
 
 class DictBlock(nn.Module):
@@ -40,7 +62,7 @@ class DictBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = Block("dict")
 
     def forward(self, *, hidden: Tensor) -> dict[str, Any]:
         return {"hidden": self.block(hidden), "rest": [None, 3]}
@@ -53,7 +75,7 @@ class Model(nn.Module):
         super().__init__()
         self.how = how
         self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(DictBlock() if how == "dict" else Block() for _ in range(3))
+        self.blocks = nn.ModuleList(DictBlock() if how == "dict" else Block(how) for _ in range(3))
         self.dropout = nn.Dropout(0.1)
         self.head = nn.Linear(8, 1)
         self.fails = False
@@ -62,7 +84,7 @@ class Model(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             if self.how == "dict":
-                x = block(hidden=x)["hidden"]
+                x = block(hidden=Marked.apply(x))["hidden"]
             elif self.how in {"reentrant", "non-reentrant"}:
                 x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
             else:
@@ -92,7 +114,12 @@ def train(how: str) -> tuple[list[str], list[int]]:
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             loss = criterion(called(torch.randn(4, 8)), torch.ones(4, 1))
         alive.append(sum(one() is not None for one in ACTIVATIONS))
-        loss.backward()
+        if how == "grad":
+            parameters = list(model.parameters())
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+        else:
+            loss.backward()
         alive.append(sum(one() is not None for one in ACTIVATIONS))
         losses.append(loss.item().hex())
         return loss  # type: ignore[no-any-return]
@@ -142,6 +169,7 @@ WORKLOADS = (
     "exception",
     "autocast",
     "closure",
+    "grad",
     "compiled",
 )
 

@@ -94,6 +94,24 @@ def test_modules_have_their_ranges_forward_and_backward(how: str, hooked: dict[s
     assert paths["backward"] == 4 + failed
 
 
+def test_a_modules_last_node_runs_in_its_own_range(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["plain"]["events"])
+    for number in range(3):
+        assert paths[f"backward/model/blocks.{number}/blocks.{number}.mark/marked"] == 4
+
+
+def test_what_a_model_does_between_modules_runs_in_the_models_range(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["dict"]["events"])
+    assert paths["backward/model/marked"] == 12
+    assert sum(count for path, count in paths.items() if path.endswith("/marked")) == 12
+
+
+def test_a_graph_run_without_backward_closes_its_ranges_too(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["grad"]["events"])
+    assert paths["model/blocks.1/blocks.1.relu"] == paths["optimizer"] == 4
+    assert "backward" not in paths
+
+
 def test_evaluation_is_no_forward_phase(hooked: dict[str, Any]) -> None:
     paths = _trees(hooked["evaluation"]["events"])
     assert paths["model"] == paths["model/blocks.1/blocks.1.linear"] == 4
@@ -129,4 +147,4 @@ def test_compiled_code_stays_whole_and_is_annotated_as_one(plain: dict[str, Any]
 
 
 def test_nothing_is_left_open(hooked: dict[str, Any]) -> None:
-    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 40"]
+    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 44"]

@@ -6,7 +6,7 @@ that runs before a node holds nothing, changes nothing, and fires on the thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,29 +19,59 @@ _MARK = "profkit"
 _NESTING = 4
 
 
-def mark_nodes(value: Any, call: Call | None, entered: Callable[[Call | None], None], nesting: int = _NESTING) -> None:
+def mark_nodes(value: Any, call: Call | None, entered: Callable[[Call | None], None]) -> None:
     """Have ``entered(call)`` run before the backward of each node that made a tensor in ``value``.
 
     A node keeps the first call that it is marked with: the innermost one in whose forward it was made, because
     what a module returns is seen as its output before it is seen as the output of the module around it, or as the
-    next one's input. ``value`` is looked into through lists, tuples, dicts and dataclasses.
+    next one's input.
     """
+    for node in _nodes(value, _NESTING):
+        if _MARK not in node.metadata:
+            _mark(node, call, entered)
+
+
+def mark_keywords(value: Any, call: Call, entered: Callable[[Call | None], None]) -> None:
+    """Mark the nodes of ``call``'s keyword arguments, which torch shows when the call has been made, not before.
+
+    What they have been marked with within the call meanwhile does not stand: they were made before it.
+    """
+    for node in _nodes(value, _NESTING):
+        mark = node.metadata.get(_MARK)
+        if mark is None:
+            _mark(node, call.around, entered)
+        elif _is_within(mark[0], call):
+            mark[0] = call.around
+
+
+def _mark(node: Any, call: Call | None, entered: Callable[[Call | None], None]) -> None:
+    mark = [call]
+    node.metadata[_MARK] = mark
+    node.register_prehook(lambda _gradients: entered(mark[0]))
+
+
+def _is_within(call: Call | None, around: Call) -> bool:
+    while call is not None and call is not around:
+        call = call.around
+    return call is around
+
+
+def _nodes(value: Any, nesting: int) -> Iterator[Any]:
+    """Yield the nodes that made the tensors in ``value``: itself, or in lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
-        node = value.grad_fn
-        if node is not None and _MARK not in node.metadata:
-            node.metadata[_MARK] = True
-            node.register_prehook(lambda _gradients: entered(call))
-    elif nesting == 0:
+        if value.grad_fn is not None:
+            yield value.grad_fn
         return
-    elif isinstance(value, dict):
-        for part in value.values():
-            mark_nodes(part, call, entered, nesting - 1)
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = value.values()
     elif isinstance(value, list | tuple):
-        for part in value:
-            mark_nodes(part, call, entered, nesting - 1)
+        parts = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            mark_nodes(getattr(value, field.name, None), call, entered, nesting - 1)
+        parts = [getattr(value, field.name, None) for field in fields(value)]
+    if nesting:
+        for part in parts:
+            yield from _nodes(part, nesting - 1)
 
 
 def running_graph() -> int:

@@ -20,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer
 
-from profkit.capture.backward_nodes import at_graph_end, mark_nodes, running_graph
+from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, step_range
@@ -113,7 +113,7 @@ class Hooks:
         call = self._open.innermost_call()
         if self._recording and call is not None:
             *keywords, output = rest
-            mark_nodes(keywords, call.around, self._enter_backward)
+            mark_keywords(keywords, call, self._enter_backward)
             mark_nodes(output, call, self._enter_backward)
         self._open.close(module)
         if self._open.innermost_call() is None:
