@@ -19,6 +19,8 @@ KINETO_TRACE = "trace.json.gz"
 SNAPSHOT = "snapshot.pickle"
 LEDGER = "ledger.jsonl"
 FLOPS = "flops.json"
+WORK = "work.json"
+CEILINGS = "ceilings.json"
 PREDICTED = "predicted.json"
 LOG = "log.txt"
 

@@ -14,6 +14,7 @@ from profkit.errors import ProfkitError, UsageError
 from profkit.report.files import write_whole
 from profkit.report.formats import make_visible
 from profkit.run_directory import (
+    CEILINGS,
     FLOPS,
     KINETO_TRACE,
     LEDGER,
@@ -23,9 +24,10 @@ from profkit.run_directory import (
     NSYS_REPORT,
     PREDICTED,
     SNAPSHOT,
+    WORK,
 )
 
-_RUN_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, LEDGER, FLOPS, PREDICTED, LOG)
+_RUN_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, LEDGER, FLOPS, WORK, CEILINGS, PREDICTED, LOG)
 
 
 def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None]) -> None:
