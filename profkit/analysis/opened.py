@@ -10,9 +10,10 @@ from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.kernel_filter import KernelFilter
 from profkit.analysis.kernels import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
+from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun, know_run
 from profkit.analysis.self_check import SelfCheck, check_capture
 from profkit.errors import TraceError
-from profkit.run_directory import LOG, find_trace
+from profkit.run_directory import LOG, find_trace, read_manifest
 from profkit.trace.columns import Trace
 
 _SQLITE = b"SQLite format 3\x00"
@@ -23,10 +24,11 @@ _UTF8_MARK = b"\xef\xbb\xbf"
 class OpenedTrace:
     """One trace, read and attributed; made by `read_trace`."""
 
-    def __init__(self, trace: Trace, *, thread_only: bool = False, log: str = "") -> None:
+    def __init__(self, trace: Trace, *, thread_only: bool = False, log: str = "", run: KnownRun = UNKNOWN_RUN) -> None:
         self.trace = trace
         self._thread_only = thread_only
         self._log = log
+        self._run = run
 
     @cached_property
     def attribution(self) -> Attribution:
@@ -36,7 +38,7 @@ class OpenedTrace:
     @cached_property
     def self_check(self) -> SelfCheck:
         """Return whether the capture can be trusted."""
-        return check_capture(self.attribution, self._log)
+        return check_capture(self.attribution, self._log, self._run)
 
     def kernels(
         self,
@@ -89,11 +91,12 @@ def read_trace(path: str | Path, *, thread_only: bool = False) -> OpenedTrace:
         RunError: a directory that is no run.
     """
     path = Path(path)
-    log = ""
+    log, known = "", UNKNOWN_RUN
     if path.is_dir():
         run, path = path, find_trace(path)
+        known = know_run(read_manifest(run))
         log = (run / LOG).read_text(encoding="utf-8", errors="replace") if (run / LOG).exists() else ""
-    return OpenedTrace(_read(path), thread_only=thread_only, log=log)
+    return OpenedTrace(_read(path), thread_only=thread_only, log=log, run=known)
 
 
 def _read(path: Path) -> Trace:

@@ -2,8 +2,9 @@
 
 nsys exits 0 with 94 % of the kernels missing; what it says of itself stands in its diagnostics, and what it does not
 say shows in the data: launches without kernels, graph launches without graphs, ranges without ends, instances of one
-range with unequal work. Each check is a `Finding`: `failed` (the capture must not be trusted as a whole), `warning`
-(odd, and named) or `note` (what every healthy capture of this kind carries).
+range with unequal work. Of a run of profkit's own, what was run is known too. Each check is a `Finding`: `failed` (the
+capture must not be trusted as a whole), `warning` (odd, and named) or `note` (what every healthy capture of this kind
+carries).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.findings import Finding, Verdict
 from profkit.analysis.launch_check import check_launches
+from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.selection import explain_no_ranges
 from profkit.analysis.step_check import check_idle_instances, check_steps
 from profkit.trace.columns import Trace
@@ -54,12 +56,13 @@ class SelfCheck:
         return [finding for finding in self.findings if finding.verdict == verdict]
 
 
-def check_capture(attribution: Attribution, log: str = "") -> SelfCheck:
+def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNOWN_RUN) -> SelfCheck:
     """Return what can be said for and against trusting a capture.
 
     Args:
         attribution: the trace with its work placed.
         log: what the profiler printed while it recorded and imported, where a run directory kept it.
+        run: what the run's manifest says of its steps.
     """
     trace = attribution.trace
     findings = [
@@ -69,7 +72,8 @@ def check_capture(attribution: Attribution, log: str = "") -> SelfCheck:
         *check_launches(trace),
         *_check_ranges(trace),
         *check_idle_instances(trace),
-        *check_steps(attribution),
+        *check_steps(attribution, even=run.even),
+        *check_run(attribution, run),
     ]
     order = {"failed": 0, "warning": 1, "note": 2}
     return SelfCheck(tuple(sorted(findings, key=lambda finding: order[finding.verdict])))

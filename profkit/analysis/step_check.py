@@ -46,10 +46,14 @@ def check_idle_instances(trace: Trace) -> list[Finding]:
     ]
 
 
-def check_steps(attribution: Attribution) -> list[Finding]:
-    """Compare the kernel counts of steps and phases outside ``warmup``, of each process apart."""
+def check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding]:
+    """Compare the kernel counts of steps and phases outside ``warmup``, of each process apart.
+
+    Args:
+        even: every step is known to do the same work, so that a difference is loss.
+    """
     trace = attribution.trace
-    labels = _steps_and_phases(attribution)
+    labels = find_measured(attribution)
     if not labels:
         return []
     launches = Launches(trace.work, attribution.work)
@@ -62,11 +66,13 @@ def check_steps(attribution: Attribution) -> list[Finding]:
                 continue
             pid = trace.process_ids.get(process, process)
             empty = members[which][some == 0]
-            lost = label in _NEVER_EMPTY and trace.measure == "gpu-kernel" and _without_launches(trace, empty).any()
+            of_gpu = trace.measure == "gpu-kernel"
+            is_empty = of_gpu and label in _NEVER_EMPTY and bool(_without_launches(trace, empty).any())
+            lost = is_empty or (of_gpu and even)
             findings.append(
                 Finding(
                     "failed" if lost else "warning",
-                    "empty-steps" if lost else "unequal-steps",
+                    "empty-steps" if is_empty else "unequal-steps",
                     f"{label}: kernels per instance range from {some.min():,} to {some.max():,} over {len(some)}"
                     f" instances of process {pid}" + (": kernels are missing" if lost else ""),
                 )
@@ -104,8 +110,8 @@ def _without_launches(trace: Trace, members: Ints) -> Bools:
     )
 
 
-def _steps_and_phases(attribution: Attribution) -> dict[str, Ints]:
-    """Return the steps, forwards, backwards, … that were measured: whole, and outside ``warmup``."""
+def find_measured(attribution: Attribution) -> dict[str, Ints]:
+    """Return the rows of steps, forwards, backwards, …, by label: those that are whole and outside ``warmup``."""
     trace = attribution.trace
     names = {i: trace.names[i] for i in distinct_values(trace.ranges.name).tolist()}
     label_of = {i: match[1].lower() for i, name in names.items() if (match := _LABEL.fullmatch(name))}

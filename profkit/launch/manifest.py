@@ -31,6 +31,7 @@ def first_manifest(
         "command": command,
         "target": target,
         "workload": asdict(workload),
+        **({"preset": asdict(workload.preset)} if isinstance(workload, Workload) else {}),
         "profiler": "torch.profiler" if nsys is None else "nsys",
         "started_utc": _now(),
         "versions": {

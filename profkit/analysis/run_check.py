@@ -1,0 +1,126 @@
+"""Self-check of a run against what its manifest knows: how many steps it made, and which products a model has to make.
+
+A capture that lost the same part of every step looks even, and passes every check of the capture alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.categories import OTHER, categorize
+from profkit.analysis.findings import Finding
+from profkit.analysis.launches import Launches
+from profkit.analysis.step_check import find_measured
+from profkit.ranges import FORWARD, STEP
+from profkit.trace.columns import Bools, Ints, distinct_values, rows_by_value
+
+_LINEARS_PER_LAYER = 7
+"""Query, key, value and output of attention, three of SwiGLU."""
+_BATCHED_PER_LAYER = 2
+"""Attention scores, and the values weighted by them."""
+
+# cuBLAS adds up the parts of a product that was split along its inner dimension in a kernel of its own.
+_ADDS_SPLIT_PARTS = re.compile(r"splitKreduce|execute_split_k_kernel", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """What a run's manifest says of its steps.
+
+    ``steps`` is how many step ranges the process that counts must have; None if that is not known (no ranges were
+    asked for, or the script was cut short). ``layers`` is of a built-in model, None for a command. ``even`` says that
+    each step must launch as many kernels as any other.
+    """
+
+    steps: int | None
+    layers: int | None
+    even: bool
+
+
+UNKNOWN_RUN = KnownRun(steps=None, layers=None, even=False)
+
+
+def know_run(manifest: Mapping[str, Any]) -> KnownRun:
+    """Return what the manifest of a run says of its steps; manifests of older versions say less."""
+    workload, preset = manifest.get("workload"), manifest.get("preset")
+    if manifest.get("status") != "complete" or not isinstance(workload, dict):
+        return UNKNOWN_RUN
+    if "preset_name" not in workload:
+        return KnownRun(workload.get("steps") if workload.get("annotate") else None, None, even=False)
+    # The first step makes the optimizer's state; CUDA graphs of compiled code run from the third.
+    settled = 3 if workload.get("compile_mode") == "reduce-overhead" else 1
+    return KnownRun(
+        steps=workload.get("steps"),
+        layers=preset.get("num_layers") if isinstance(preset, dict) else None,
+        even=workload.get("warmup_steps", 0) >= settled,
+    )
+
+
+def products_per_forward(layers: int) -> int:
+    """Return how many matrix products a forward pass of the built-in model makes: nine a layer and the head."""
+    return (_LINEARS_PER_LAYER + _BATCHED_PER_LAYER) * layers + 1
+
+
+def check_run(attribution: Attribution, run: KnownRun) -> list[Finding]:
+    """Compare the capture with what was run."""
+    return [*_check_step_count(attribution, run), *_check_products(attribution, run)]
+
+
+def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
+    if run.steps is None or attribution.trace.has_invisible_ranges:
+        return []
+    steps = find_measured(attribution).get(STEP, np.empty(0, dtype=np.int64))
+    by_process = rows_by_value(attribution.trace.ranges.process[steps])
+    found = max((len(rows) for rows in by_process.values()), default=0)
+    # A script may have ranges of its own under the same name.
+    if found == run.steps or (run.layers is None and found > run.steps):
+        return []
+    return [Finding("failed", "step-count", f"the run made {run.steps:,} steps, and the capture holds {found:,}")]
+
+
+def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
+    trace = attribution.trace
+    members = find_measured(attribution).get(FORWARD)
+    if run.layers is None or members is None or trace.measure != "gpu-kernel" or not len(trace.work):
+        return []
+    rows, instance = Launches(trace.work, attribution.work).under(trace.ranges, members, np.arange(len(members)))
+    if trace.work.is_graph[rows].any():  # a graph traced whole does not show its kernels
+        return []
+    is_product, is_nameless = _products_and_nameless(attribution)
+    made, nameless = (
+        np.bincount(instance[marked[trace.work.name[rows]]], minlength=len(members))
+        for marked in (is_product, is_nameless)
+    )
+    return _compare_products(made, nameless, products_per_forward(run.layers))
+
+
+def _compare_products(made: Ints, nameless: Ints, due: int) -> list[Finding]:
+    """Compare the products of each forward pass with what it owes; kernels of no known category may be products too."""
+    said = f"a forward pass of this model makes {due:,} matrix products"
+    missing = due - made
+    lost = np.flatnonzero(missing > nameless)
+    if len(lost):
+        worst = int(made[lost].min())
+        message = f"{said}; {len(lost):,} of {len(made):,} hold fewer, down to {worst:,}: kernels are missing"
+        return [Finding("failed", "missing-products", message)]
+    if missing.any():
+        message = f"{said}, and by their kernels' names they hold {made.min():,} to {made.max():,}"
+        return [Finding("warning", "unknown-products", f"{message}: some names are not known, or a helper's is")]
+    return []
+
+
+def _products_and_nameless(attribution: Attribution) -> tuple[Bools, Bools]:
+    """Return which names are a matrix product's own kernel, and which are of no known category."""
+    names = attribution.trace.names
+    products, nameless = np.zeros((2, len(names)), dtype=np.bool_)
+    for index in distinct_values(attribution.trace.work.name).tolist():
+        category = categorize(names[index])
+        products[index] = category.name == "gemm" and not _ADDS_SPLIT_PARTS.search(names[index])
+        nameless[index] = category == OTHER
+    return products, nameless
