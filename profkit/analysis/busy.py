@@ -15,14 +15,26 @@ def union_ns(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
     """
     if not len(group):
         return group, group
+    group, start, end = disjoint_pieces(group, start_ns, end_ns)
+    groups, first = np.unique(group, return_index=True)
+    return groups, np.add.reduceat(end - start, first)
+
+
+def disjoint_pieces(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the intervals by group and start, each less what earlier ones of its group cover already.
+
+    There are as many as were given; one that adds nothing is empty, at its end.
+    """
+    if not len(group):
+        return group, start_ns, end_ns
     order = np.lexsort((start_ns, group))
     group, start, end = group[order], start_ns[order], end_ns[order]
-    groups, first = np.unique(group, return_index=True)
+    first = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     reach = running_maximum(end, first)
     before = np.concatenate([[start[0]], reach[:-1]])
     before[first] = start[first]
-    added = np.maximum(end - np.maximum(start, before), 0)
-    return groups, np.add.reduceat(added, first)
+    start = np.maximum(start, before)
+    return group, start, np.maximum(start, end)
 
 
 def busy_ns(device: Ints, start_ns: Ints, end_ns: Ints) -> int:

@@ -10,6 +10,9 @@ from profkit.analysis.attribution import Placement
 from profkit.analysis.busy import running_maximum
 from profkit.trace.columns import Copies, Ints, Ranges, Work, distinct_values, empty_ints, rows_by_value
 
+NEVER = 1 << 62
+"""A time after all others."""
+
 
 class Launches:
     """The work of a trace, thread by thread in order of launch.
@@ -65,6 +68,24 @@ class Launches:
             keys = distinct_values(groups * self._row_count + rows)
             rows, groups = keys % self._row_count, keys // self._row_count
         return rows, groups
+
+    def extent(self, ranges: Ranges, members: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
+        """Return the least start and the greatest end among the rows under each range; `NEVER` and -`NEVER` of none.
+
+        ``start_ns`` and ``end_ns`` are the rows', in their own order, or `NEVER` and -`NEVER` of rows to pass over.
+        """
+        first = np.full(len(members), NEVER, dtype=np.int64)
+        last = np.full(len(members), -NEVER, dtype=np.int64)
+        found, low, high = self._slices(ranges, members)
+        some = np.flatnonzero(high > low)
+        # In order of their beginnings, what lies between one stretch and the next is passed over once at most.
+        some = some[np.argsort(low[some], kind="stable")]
+        if len(some):
+            edges = np.stack([low[some], high[some]], axis=1).reshape(-1)
+            starts, ends = np.append(start_ns[self._order], NEVER), np.append(end_ns[self._order], -NEVER)
+            np.minimum.at(first, found[some], np.minimum.reduceat(starts, edges)[::2])
+            np.maximum.at(last, found[some], np.maximum.reduceat(ends, edges)[::2])
+        return first, last
 
     @cached_property
     def _has_two_places(self) -> bool:

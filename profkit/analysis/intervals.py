@@ -1,0 +1,100 @@
+"""Sets of time: stretches that are sorted and disjoint, and what two such sets have in common, in integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from profkit.trace.columns import Ints, empty_ints
+
+_EVER = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Stretches:
+    """A set of nanoseconds: sorted half-open stretches, none of them empty, no two of which share a moment."""
+
+    start_ns: Ints
+    end_ns: Ints
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    @property
+    def length_ns(self) -> int:
+        """Return how long all of them are together."""
+        return int(self._before[-1])
+
+    def until(self, time_ns: Ints) -> Ints:
+        """Return how much of the set lies before each time."""
+        if not len(self):
+            return np.zeros(len(time_ns), dtype=np.int64)
+        begun = np.searchsorted(self.start_ns, time_ns, side="right")
+        still_open = np.maximum(self.end_ns[np.maximum(begun - 1, 0)] - time_ns, 0)
+        return self._before[begun] - np.where(begun > 0, still_open, 0)
+
+    def within(self, start_ns: Ints, end_ns: Ints) -> Ints:
+        """Return how much of the set lies between each two times."""
+        return self.until(end_ns) - self.until(start_ns)
+
+    @cached_property
+    def _before(self) -> Ints:
+        return np.concatenate([[0], np.cumsum(self.end_ns - self.start_ns)])
+
+
+NOTHING = Stretches(empty_ints(), empty_ints())
+
+
+def unite(start_ns: Ints, end_ns: Ints) -> Stretches:
+    """Return the time in which at least one of the intervals is open; one that ends before it starts is empty."""
+    if not len(start_ns):
+        return NOTHING
+    if (start_ns[1:] < start_ns[:-1]).any():
+        order = np.argsort(start_ns, kind="stable")
+        start_ns, end_ns = start_ns[order], end_ns[order]
+    reach = np.maximum.accumulate(np.maximum(end_ns, start_ns))
+    first = np.flatnonzero(np.concatenate([[True], start_ns[1:] > reach[:-1]]))
+    start_ns, end_ns = start_ns[first], reach[np.append(first[1:] - 1, len(reach) - 1)]
+    kept = start_ns < end_ns
+    return Stretches(start_ns[kept], end_ns[kept])
+
+
+def unite_all(sets: list[Stretches]) -> Stretches:
+    """Return the time that is in any of the sets."""
+    if not sets:
+        return NOTHING
+    if len(sets) == 1:
+        return sets[0]
+    return unite(np.concatenate([one.start_ns for one in sets]), np.concatenate([one.end_ns for one in sets]))
+
+
+def intersect(one: Stretches, other: Stretches) -> Stretches:
+    """Return the time that is in both sets."""
+    low = np.searchsorted(other.end_ns, one.start_ns, side="right")
+    high = np.searchsorted(other.start_ns, one.end_ns, side="left")
+    count = np.maximum(high - low, 0)
+    mine = np.repeat(np.arange(len(one)), count)
+    theirs = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + np.repeat(low, count)
+    start_ns = np.maximum(one.start_ns[mine], other.start_ns[theirs])
+    end_ns = np.minimum(one.end_ns[mine], other.end_ns[theirs])
+    kept = start_ns < end_ns
+    return Stretches(start_ns[kept], end_ns[kept])
+
+
+def subtract(one: Stretches, other: Stretches) -> Stretches:
+    """Return the time that is in the first set and not in the other."""
+    return intersect(one, _complement(other))
+
+
+def gaps(one: Stretches) -> Stretches:
+    """Return the time between the stretches."""
+    kept = one.end_ns[:-1] < one.start_ns[1:]  # an intersection may have two that touch
+    return Stretches(one.end_ns[:-1][kept], one.start_ns[1:][kept])
+
+
+def _complement(one: Stretches) -> Stretches:
+    start_ns, end_ns = np.append(-_EVER, one.end_ns), np.append(one.start_ns, _EVER)
+    kept = start_ns < end_ns
+    return Stretches(start_ns[kept], end_ns[kept])

@@ -1,0 +1,357 @@
+"""A GPU's time: sets of stretches, the parts of a window, what the host did meanwhile, waiting for other ranks."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from profkit.analysis.attribution import Attribution, attribute_work
+from profkit.analysis.busy import disjoint_pieces, union_ns
+from profkit.analysis.gpu_time import GpuParts, build_gpu_times, sum_parts
+from profkit.analysis.host_time import LONGEST_PAUSE_NS, build_host_times
+from profkit.analysis.intervals import Stretches, gaps, intersect, subtract, unite
+from profkit.analysis.opened import read_trace
+from profkit.analysis.selection import select_ranges, select_work
+from profkit.analysis.step_times import StepTimes, summarize_steps
+from profkit.analysis.windows import find_windows
+from profkit.trace.columns import Trace
+from tests.conftest import ROOT
+from tests.nsys_builder import NsysBuilder, process_of
+
+SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
+PAUSE = LONGEST_PAUSE_NS
+
+pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(-3, 12)), max_size=25)
+
+
+def _columns(found: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    start = np.array([start for start, _ in found], dtype=np.int64)
+    return start, start + np.array([length for _, length in found], dtype=np.int64)
+
+
+def _moments(start: np.ndarray, end: np.ndarray) -> set[int]:
+    """Return the same set, one nanosecond at a time."""
+    return {moment for a, b in zip(start.tolist(), end.tolist(), strict=True) for moment in range(a, b)}
+
+
+def _set(one: Stretches) -> set[int]:
+    assert (one.start_ns < one.end_ns).all()
+    assert (one.end_ns[:-1] <= one.start_ns[1:]).all()
+    return _moments(one.start_ns, one.end_ns)
+
+
+@given(pairs, pairs)
+def test_sets_are_what_counting_moments_says(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    one, other = unite(*_columns(first)), unite(*_columns(second))
+    mine, theirs = _moments(*_columns(first)), _moments(*_columns(second))
+    assert (_set(one), _set(other)) == (mine, theirs)
+    assert one.length_ns == len(mine)
+    assert _set(intersect(one, other)) == _set(intersect(other, one)) == mine & theirs
+    assert _set(subtract(one, other)) == mine - theirs
+    assert intersect(one, other).length_ns + subtract(one, other).length_ns == one.length_ns
+    if mine:
+        assert _set(gaps(one)) == set(range(min(mine), max(mine))) - mine
+
+
+@given(pairs, st.integers(0, 70), st.integers(0, 70))
+def test_the_part_of_a_set_within_a_window(found: list[tuple[int, int]], low: int, high: int) -> None:
+    one = unite(*_columns(found))
+    low, high = min(low, high), max(low, high)
+    within = one.within(np.array([low]), np.array([high]))
+    assert within.tolist() == [len(_moments(*_columns(found)) & set(range(low, high)))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0, 12)), max_size=25))
+def test_pieces_of_a_group_are_disjoint_and_cover_it(found: list[tuple[int, int, int]]) -> None:
+    group = np.array([row[0] for row in found], dtype=np.int64)
+    start, end = _columns([row[1:] for row in found])
+    groups, pieces_start, pieces_end = disjoint_pieces(group, start, end)
+    union = dict(zip(*(column.tolist() for column in union_ns(group, start, end)), strict=True))
+    for one in set(group.tolist()):
+        moments = _moments(start[group == one], end[group == one])
+        mine = groups == one
+        assert _moments(pieces_start[mine], pieces_end[mine]) == moments
+        assert int((pieces_end - pieces_start)[mine].sum()) == union[one] == len(moments)
+
+
+calls = st.lists(
+    st.tuples(
+        st.integers(0, 400),
+        st.integers(1, 60),
+        st.sampled_from(["cudaLaunchKernel_v7000", "cudaStreamSynchronize_v3020", "cudaMalloc_v3020"]),
+        st.sampled_from([100, 101]),
+    ),
+    max_size=12,
+)
+kernels = st.lists(
+    st.tuples(
+        st.integers(0, 400),
+        st.integers(1, 80),
+        st.integers(0, 120),
+        st.sampled_from(["gemm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "copy"]),
+        st.sampled_from([100, 101]),
+        st.sampled_from([0, 1]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls, kernels, st.integers(0, 300), st.integers(1, 300))
+def test_the_parts_of_a_range_are_what_counting_moments_says(
+    tmp_path_factory: pytest.TempPathFactory,
+    some_calls: list[tuple[int, int, str, int]],
+    some_kernels: list[tuple[int, int, int, str, int, int]],
+    opened: int,
+    length: int,
+) -> None:
+    """Every part against one array entry per nanosecond; pauses are never long here (`PAUSE` has a test of its own)."""
+    trace = _trace(tmp_path_factory.mktemp("t") / "t.sqlite", some_calls, some_kernels, (opened, opened + length))
+    times, attribution = build_gpu_times(trace), attribute_work(trace)
+    windows = find_windows(attribution, np.array([0]), times)
+    for at, device in enumerate(windows.device.tolist()):
+        expected = _slow_window(attribution, device)
+        assert (int(windows.start_ns[at]), int(windows.end_ns[at])) == expected
+        one = slice(at, at + 1)
+        parts = sum_parts(times, np.array([0]), windows.device[one], windows.start_ns[one], windows.end_ns[one])[0]
+        assert parts == _slow_parts(trace, device, *expected)
+        assert parts.busy_ns + parts.idle_ns == parts.span_ns
+    assert set(windows.device.tolist()) == {device for device in (0, 1) if _own(attribution, device)}
+
+
+def _trace(path: Path, some_calls: list, some_kernels: list, span: tuple[int, int]) -> Trace:
+    builder = NsysBuilder()
+    builder.range("r", *span)
+    for start, duration, name, tid in some_calls:
+        builder.call(start, duration=duration, name=name, tid=tid)
+    for launch, delay, duration, name, tid, device in some_kernels:
+        if name == "copy":
+            correlation = builder.call(launch, tid=tid, name="cudaMemcpyAsync_v3020")
+            builder.add(
+                "CUPTI_ACTIVITY_KIND_MEMCPY",
+                start=launch + delay,
+                end=launch + delay + duration,
+                deviceId=device,
+                streamId=7,
+                correlationId=correlation,
+                globalPid=process_of(100),
+                bytes=8,
+            )
+        else:
+            builder.kernel(launch, duration, name=name, tid=tid, device=device, start=launch + delay)
+    return read_trace(builder.write(path)).trace
+
+
+def _own(attribution: Attribution, device: int) -> list[tuple[int, int]]:
+    """Return the times of what lies under the range, by the rule of ``--range``."""
+    trace, selection = attribution.trace, select_ranges(attribution, "r")
+    found = []
+    for rows, placed in ((trace.work, attribution.work), (trace.copies, attribution.copies)):
+        under = select_work(attribution, rows, placed, selection).rows & (rows.device == device)
+        found += list(zip(rows.start_ns[under].tolist(), rows.end_ns[under].tolist(), strict=True))
+    return found
+
+
+def _slow_window(attribution: Attribution, device: int) -> tuple[int, int]:
+    trace, own = attribution.trace, _own(attribution, device)
+    first, last = min(start for start, _ in own), max(end for _, end in own)
+    earlier = [
+        int(t.end_ns[i])
+        for t in (trace.work, trace.copies)
+        for i in range(len(t))
+        if t.device[i] == device and t.start_ns[i] < first
+    ]
+    opened, closed = int(trace.ranges.start_ns[0]), int(trace.ranges.end_ns[0])
+    return min(first, max([opened, *earlier])), max(closed, last)
+
+
+def _slow_parts(trace: Trace, device: int, start: int, end: int) -> GpuParts:
+    size = 2000
+    is_talk = [trace.names[i].startswith("nccl") for i in trace.work.name.tolist()]
+
+    def mark(rows, which) -> np.ndarray:
+        marked = np.zeros(size, dtype=bool)
+        for i in range(len(rows)):
+            if rows.device[i] == device and which(i):
+                marked[rows.start_ns[i] : rows.end_ns[i]] = True
+        return marked
+
+    computing = mark(trace.work, lambda i: not is_talk[i])
+    talking = mark(trace.work, lambda i: is_talk[i])
+    copying = mark(trace.copies, lambda i: True)
+    threads = {
+        int(t.launch_thread[i]) for t in (trace.work, trace.copies) for i in range(len(t)) if t.device[i] == device
+    }
+    launching, waiting = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+    for thread in threads:
+        mine = np.flatnonzero(trace.calls.thread == thread)
+        on_the_way, sync = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+        on_the_way[trace.calls.start_ns[mine].min() : trace.calls.end_ns[mine].max()] = True
+        for i in mine.tolist():
+            if "Synchronize" in trace.names[trace.calls.name[i]]:
+                sync[trace.calls.start_ns[i] : trace.calls.end_ns[i]] = True
+        launching |= on_the_way & ~sync
+        waiting |= sync
+    idle = ~(computing | talking | copying)
+    parts = (
+        np.ones(size, dtype=bool),
+        computing,
+        talking & ~computing,
+        copying & ~computing & ~talking,
+        idle & launching,
+        idle & waiting & ~launching,
+        idle & ~waiting & ~launching,
+        talking & computing,
+        copying & (computing | talking),
+    )
+    return GpuParts(*(int(part[start:end].sum()) for part in parts))
+
+
+def test_a_long_pause_is_outside_cuda_and_a_short_one_on_the_way_to_the_next_launch(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(0, 5)
+    builder.kernel(1 + PAUSE, 5)  # the call before took 1 ns: a pause of just the longest
+    builder.kernel(2 * PAUSE + 3, 5)  # one nanosecond more
+    trace = read_trace(builder.write(tmp_path / "t.sqlite")).trace
+    host = build_host_times(trace)[0]
+    assert _pairs(host.launching) == [(0, PAUSE + 2), (2 * PAUSE + 3, 2 * PAUSE + 4)]
+    assert not len(host.synchronising)
+
+
+def test_threads_that_launch_nothing_on_the_gpu_do_not_count(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(100, 5, device=0, tid=100)
+    builder.kernel(200, 5, device=1, tid=101)
+    builder.call(0, duration=900, name="cudaEventQuery_v3020", tid=102)
+    hosts = build_host_times(read_trace(builder.write(tmp_path / "t.sqlite")).trace)
+    assert {device: _pairs(host.launching) for device, host in hosts.items()} == {0: [(100, 101)], 1: [(200, 201)]}
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [
+        ("cudaDeviceSynchronize_v3020", True),
+        ("cuStreamSynchronize_ptsz", True),
+        ("cudaEventSynchronize", True),
+        ("cuCtxSynchronize", True),
+        ("cudaMemcpy_v3020", True),
+        ("cuMemcpyDtoH_v2", True),
+        ("cudaMemcpyAsync_v3020", False),
+        ("cuMemcpyHtoDAsync_v2", False),
+        ("cudaStreamWaitEvent_v3020", False),
+        ("cudaLaunchKernel_v7000", False),
+        ("cudaMalloc_v3020", False),
+    ],
+)
+def test_which_calls_synchronise(tmp_path: Path, name: str, waits: bool) -> None:
+    builder = NsysBuilder()
+    correlation = builder.call(10, duration=30, name=name)
+    builder.kernel(None, 5, start=60, correlation=correlation)
+    host = build_host_times(read_trace(builder.write(tmp_path / "t.sqlite")).trace)[0]
+    assert _pairs(host.synchronising if waits else host.launching) == [(10, 40)]
+
+
+def test_what_ran_before_is_not_the_ranges_time_and_idleness_before_its_first_kernel_is(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("a", 0, 100)
+    builder.range("b", 100, 200)
+    builder.kernel(10, 400, start=20)  # a's, until 420
+    builder.kernel(110, 50, start=450)  # b's: opened at 100, the GPU free from 420
+    builder.range("c", 600, 700)
+    builder.kernel(650, 10, start=655)
+    trace = read_trace(builder.write(tmp_path / "t.sqlite")).trace
+    windows = find_windows(attribute_work(trace), np.arange(3), build_gpu_times(trace))
+    assert list(zip(windows.start_ns.tolist(), windows.end_ns.tolist(), strict=True)) == [
+        (0, 420),
+        (420, 500),
+        (600, 700),
+    ]
+
+
+def test_waiting_is_the_time_before_the_last_rank_arrived(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    reduce, send = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "ncclDevKernel_Broadcast_RING_LL"
+    for pid, device, arrives in ((100, 0, 100), (200, 1, 160)):
+        builder.range("step 0", 0, 500, tid=pid, pid=pid)
+        builder.kernel(5, 200 - arrives, name=reduce, tid=pid, pid=pid, device=device, start=arrives)
+        # The sender is done before the receiver begins: nothing can be told of that.
+        builder.kernel(6, 20, name=send, tid=pid, pid=pid, device=device, start=250 + 30 * device)
+    first, second = _steps(builder.write(tmp_path / "t.sqlite"))
+    assert (first.process, first.device, first.communication_ns, first.waiting_ns, first.untold_ns) == (
+        100,
+        0,
+        120,
+        60,
+        20,
+    )
+    assert (second.process, second.communication_ns, second.waiting_ns, second.untold_ns) == (200, 60, 0, 20)
+    assert first.gpu.exposed_communication_ns == 120
+
+
+def test_of_one_rank_alone_waiting_is_unknown(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 500)
+    builder.kernel(5, 100, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+    (step,) = _steps(builder.write(tmp_path / "t.sqlite"))
+    assert (step.waiting_ns, step.untold_ns) == (None, 100)
+
+
+def test_a_real_steps_busy_time_comes_out_of_sql_too() -> None:
+    """Here nothing overlaps, so sums are unions; and each step ends with a synchronisation, so windows are wall."""
+    steps = _steps(SMALL)
+    connection = sqlite3.connect(f"file:{SMALL}?mode=ro", uri=True)
+    sql = """
+        SELECT sum(w.end - w.start) FROM (
+            SELECT start, end FROM CUPTI_ACTIVITY_KIND_KERNEL
+            UNION ALL SELECT start, end FROM CUPTI_ACTIVITY_KIND_MEMCPY
+            UNION ALL SELECT start, end FROM CUPTI_ACTIVITY_KIND_MEMSET
+        ) w, NVTX_EVENTS n LEFT JOIN StringIds s ON s.id = n.textId
+        WHERE coalesce(n.text, s.value) = ? AND w.start >= n.start AND w.end <= n.end
+    """
+    for step in steps:
+        assert step.gpu.busy_ns == connection.execute(sql, (step.name,)).fetchone()[0]
+        assert step.gpu.span_ns == step.wall_ns
+        assert step.gpu.idle_ns == step.wall_ns - step.gpu.busy_ns
+    connection.close()
+    assert [step.name for step in steps] == ["step 0", "step 1"]
+    assert [round(step.idle_share, 3) for step in steps] == [0.717, 0.717]
+
+
+def test_two_ranks_of_a_real_capture(captures: Path) -> None:
+    """Rank 0 is ahead: it waits in nearly all of its communication, mostly beside its backward pass."""
+    path = captures / "ddp.nsys2025.sqlite"
+    steps = _steps(path)
+    assert [(step.name, step.device) for step in steps] == [(f"step {n}", d) for n in (0, 1) for d in (0, 1)]
+    trace = read_trace(path).trace
+    for step in steps:
+        assert step.untold_ns == 0
+        assert step.gpu.exposed_communication_ns + step.gpu.overlapped_communication_ns == step.communication_ns
+        assert step.waiting_ns == _slow_waiting(trace, step)
+    assert [step.waiting_ns for step in steps] == [24_510_591, 0, 27_110_419, 0]
+
+
+def _slow_waiting(trace: Trace, step: StepTimes) -> int:
+    """Return the waiting in a step, all-reduce by all-reduce; both ranks' go through in order."""
+    work, each = trace.work, []
+    for device in (0, 1):
+        rows = [i for i in range(len(work)) if "AllReduce" in trace.names[work.name[i]] and work.device[i] == device]
+        each.append(sorted((int(work.start_ns[i]), int(work.end_ns[i])) for i in rows))
+    total = 0
+    for mine, other in zip(each[step.device], each[1 - step.device], strict=True):
+        if step.start_ns <= mine[0] < step.start_ns + step.wall_ns:
+            total += max(0, other[0] - mine[0])
+    return total
+
+
+def _steps(path: Path) -> tuple[StepTimes, ...]:
+    return summarize_steps(read_trace(path).attribution)
+
+
+def _pairs(one: Stretches) -> list[tuple[int, int]]:
+    return list(zip(one.start_ns.tolist(), one.end_ns.tolist(), strict=True))
