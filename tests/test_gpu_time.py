@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.busy import disjoint_pieces, union_ns
+from profkit.analysis.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.gpu_time import GpuParts, build_gpu_times, sum_parts
 from profkit.analysis.host_time import LONGEST_PAUSE_NS, build_host_times
 from profkit.analysis.intervals import Stretches, gaps, intersect, subtract, unite
 from profkit.analysis.opened import read_trace
 from profkit.analysis.selection import select_ranges, select_work
-from profkit.analysis.step_times import StepTimes, summarize_steps
 from profkit.analysis.windows import find_windows
 from profkit.trace.columns import Trace
 from tests.conftest import ROOT
@@ -336,7 +336,7 @@ def test_two_ranks_of_a_real_capture(captures: Path) -> None:
     assert [step.waiting_ns for step in steps] == [24_510_591, 0, 27_110_419, 0]
 
 
-def _slow_waiting(trace: Trace, step: StepTimes) -> int:
+def _slow_waiting(trace: Trace, step: GpuStep) -> int:
     """Return the waiting in a step, all-reduce by all-reduce; both ranks' go through in order."""
     work, each = trace.work, []
     for device in (0, 1):
@@ -349,7 +349,7 @@ def _slow_waiting(trace: Trace, step: StepTimes) -> int:
     return total
 
 
-def _steps(path: Path) -> tuple[StepTimes, ...]:
+def _steps(path: Path) -> tuple[GpuStep, ...]:
     return summarize_steps(read_trace(path).attribution)
 
 

@@ -17,7 +17,7 @@ from profkit.trace.columns import Bools, empty_ints
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class GpuStep:
     """One step on one GPU, in nanoseconds.
 
     ``process`` is the operating system's pid, ``start_ns`` and ``wall_ns`` are the host's. ``gpu`` is the step's window
@@ -43,7 +43,7 @@ class StepTimes:
         return self.gpu.idle_share
 
 
-def summarize_steps(attribution: Attribution, times: dict[int, GpuTime] | None = None) -> tuple[StepTimes, ...]:
+def summarize_steps(attribution: Attribution, times: dict[int, GpuTime] | None = None) -> tuple[GpuStep, ...]:
     """Return the steps outside ``warmup`` that launched work, one row per step and GPU, by their start on the host.
 
     A step is a range named ``step`` or ``step N``. None in a trace without such ranges or without GPU work.
@@ -59,7 +59,7 @@ def summarize_steps(attribution: Attribution, times: dict[int, GpuTime] | None =
     told = _tell_communication(attribution, windows)
     ranges = trace.ranges
     rows = [
-        StepTimes(
+        GpuStep(
             name=trace.names[int(ranges.name[index])],
             process=trace.process_ids.get(int(ranges.process[index]), int(ranges.process[index])),
             device=int(windows.device[row]),
