@@ -101,6 +101,7 @@ def test_the_public_names_are_what_they_say() -> None:
     assert {name: getattr(profkit, name).__name__ for name in profkit.__all__ if name != "__version__"} == {
         "annotate": "annotate",
         "read_snapshot": "read_snapshot",
+        "read_step_times": "read_step_times",
         "read_trace": "read_trace",
     }
     assert set(dir(profkit)) == set(profkit.__all__)

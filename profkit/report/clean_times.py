@@ -2,49 +2,82 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
+from profkit.analysis.sample_statistics import SampleStatistics
+from profkit.analysis.step_times import REST, PhaseTimes, StepTimes, summarize_step_times
+from profkit.ranges import STEP
 from profkit.report.formats import Column, Table, render_table
-from profkit.report.units import format_ns
+from profkit.report.units import format_count, format_ns, format_share
 
+_FIRST = Column("time of", "phase", right=False)
 _COLUMNS = (
-    Column("wall time of", "phase", right=False),
-    Column("unprofiled", "clean_ns"),
-    Column("from", "clean_min_ns"),
-    Column("to", "clean_max_ns"),
-    Column("profiled", "profiled_ns"),
-    Column("cost", "cost"),
+    Column("median", "clean_median_ns"),
+    Column("MAD", "clean_mad_ns"),
+    Column("p10", "clean_p10_ns"),
+    Column("p90", "clean_p90_ns"),
 )
-# Beyond this the steps differ so much among themselves that a median of a few says little.
-_WIDE = 1.5
+_ON_GPU = Column("on GPU", "clean_event_median_ns")
+_LAST = (Column("profiled", "profiled_median_ns"), Column("cost", "cost"))
+
+_WHERE = {
+    "clean": "unprofiled: {} in a process of their own",
+    "attached": "attached, not recording: {} of the same process, before the recording",
+}
 
 
 def render_clean_times(manifest: dict[str, Any]) -> str:
-    """Return the table of unprofiled and profiled times per phase (medians over steps); "" where there are none."""
-    clean, profiled = (_samples(manifest.get(part)) for part in ("clean", "profiled"))
-    rows = [(name, clean[name], profiled[name]) for name in clean if profiled.get(name)]
-    if not rows:
+    """Return the tables of unprofiled beside profiled times per phase, and what they mean; "" where there are none."""
+    times = summarize_step_times(manifest)
+    if times is None or not any(one.profiled for one in times.phases):
         return ""
-    cells = [
-        [
-            name,
-            *map(format_ns, (round(median(a)), min(a), max(a), round(median(b)))),
-            f"{median(b) / median(a) - 1:+.0%}",
-        ]
-        for name, a, b in rows
+    contexts = dict.fromkeys(one.context for one in times.phases)
+    parts = []
+    for context in contexts:
+        rows = [one for one in times.phases if one.context == context]
+        title = "" if context is None else f"context {context}\n"
+        parts.append(f"{title}{_render_rows(rows)}\n{_render_spread(rows)}")
+    return "\n\n".join([*parts, _explain(times)])
+
+
+def _render_rows(rows: list[PhaseTimes]) -> str:
+    on_gpu = any(one.on_gpu for one in rows)
+    columns = (_FIRST, *_COLUMNS, *((_ON_GPU,) if on_gpu else ()), *_LAST)
+    cells = []
+    for one in rows:
+        clean = one.clean
+        figures = [clean.median, clean.median_absolute_deviation, clean.p10, clean.p90]
+        gpu = [_median(one.on_gpu)] if on_gpu else []
+        cost = "–" if one.cost is None else f"{one.cost:+.0%}"
+        cells.append([one.phase, *(format_ns(round(value)) for value in figures), *gpu, _median(one.profiled), cost])
+    return render_table(Table(columns, cells, cells))
+
+
+def _render_spread(rows: list[PhaseTimes]) -> str:
+    """Return the mean and the standard deviation of the whole step, or of the last phase where it was not timed."""
+    one = next((row for row in rows if row.phase == STEP), rows[-1])
+    text = f"{one.phase}: mean {format_ns(round(one.clean.mean))}"
+    if one.clean.standard_deviation is not None and one.clean.relative_deviation is not None:
+        deviation = format_ns(round(one.clean.standard_deviation))
+        text += f" ± {deviation} (standard deviation, {format_share(one.clean.relative_deviation)})"
+    return text
+
+
+def _explain(times: StepTimes) -> str:
+    clean = min(one.clean.count for one in times.phases)
+    profiled = min(one.profiled.count for one in times.phases if one.profiled)
+    lines = [
+        _WHERE[times.twin].format(format_count(clean, "step")),
+        f"profiled: the median of {format_count(profiled, 'recorded step')}",
     ]
-    count = len(rows[0][1])
-    text = f"medians of {count} steps, each of the two in a process of its own"
-    steps = clean.get("step", [])
-    if len(steps) > 1 and max(steps) > _WIDE * min(steps):
-        text += "; the unprofiled steps differ widely:\nother work on the machine, or too little warm-up"
-    return f"{render_table(Table(_COLUMNS, cells, cells))}\n\n{text}"
+    if any(one.on_gpu for one in times.phases):
+        lines.append("wall time, until the device has done a phase; on GPU: by CUDA events around it")
+    if any(one.clock == "cuda-events" for one in times.phases):
+        lines.append("backward and optimizer: by CUDA events around them")
+    if any(one.phase == REST for one in times.phases):
+        lines.append("rest: the step less the phases above it: forward pass, loss, data")
+    return "\n".join(lines)
 
 
-def _samples(part: Any) -> dict[str, list[int]]:
-    """Return phase → its time in each step, the whole step last."""
-    steps = part.get("steps") if isinstance(part, dict) else None
-    if not steps:
-        return {}
-    return {key.removesuffix("_ns"): [step[key] for step in steps if key in step] for key in steps[0]}
+def _median(statistics: SampleStatistics | None) -> str:
+    return "–" if statistics is None else format_ns(round(statistics.median))
