@@ -289,16 +289,16 @@ for a in "$@"; do case $a in --output=*) echo exported > "${a#*=}"; echo x >> "$
 
 
 class TestManifest:
-    def test_driver_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def testdriver_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = tmp_path / "version"
         monkeypatch.setattr(manifest, "_DRIVER", file)
-        assert manifest._driver_version() is None
+        assert manifest.driver_version() is None
         file.write_text(
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build\n"
             "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
         )
-        assert manifest._driver_version() == "580.159.03"
+        assert manifest.driver_version() == "580.159.03"
 
-    def test_git_revision_is_the_working_directorys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def testgit_revision_is_the_working_directorys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        assert manifest._git_revision() is None
+        assert manifest.git_revision() is None

@@ -40,8 +40,8 @@ def first_manifest(
             "nvtx": version("nvtx"),
             "nsys": None if nsys is None else nsys.version,
         },
-        "driver": _driver_version(),
-        "git_revision": _git_revision(),
+        "driver": driver_version(),
+        "git_revision": git_revision(),
     }
 
 
@@ -93,7 +93,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     try:
         text = _DRIVER.read_text()
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def _driver_version() -> str | None:
     return found[0] if found else None
 
 
-def _git_revision() -> str | None:
+def git_revision() -> str | None:
     """Return the revision checked out in the working directory, ``+`` after it if files differ; None without git."""
     try:
         done = subprocess.run(

@@ -31,7 +31,7 @@ def run_child(
     """
     mark = uuid.uuid4().hex
     with (
-        _sigterm_raises(),
+        sigterm_raises(),
         subprocess.Popen(
             argv,
             env={**environment, _MARK: mark},
@@ -87,7 +87,7 @@ def _send(kill: Callable[[int, int], None], process: int, number: signal.Signals
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """Turn SIGTERM into an exception while a child runs, so that the child is ended before we are."""
 
     def leave(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,0 +1,61 @@
+"""What the cells run on: the device, its memory, torch and its precision flags; for a cell's own process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipes.common.recipe import Device
+
+
+def describe_machine(device: Device) -> dict[str, object]:
+    """Return the facts that times and bytes depend on; ``missing`` says why the device cannot be used, or is None."""
+    import torch
+
+    cuda = torch.backends.cuda.matmul
+    return {
+        "device": device,
+        "missing": _missing(device),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None,
+        "memory_bytes": total_bytes(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cpu_threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "allow_tf32": cuda.allow_tf32,
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def total_bytes(device: Device) -> int | None:
+    """Return how much memory the device has; None where nothing says so."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    return _host_bytes("MemTotal") if device == "cpu" else None
+
+
+def free_bytes(device: Device) -> int | None:
+    """Return how much of the device's memory is free now; None where nothing says so."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return _host_bytes("MemAvailable") if device == "cpu" else None
+
+
+def _missing(device: Device) -> str | None:
+    import torch
+
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return None if here[device] else f"torch {torch.__version__} finds no {device} device here"
+
+
+def _host_bytes(name: str) -> int | None:
+    """Return a line of Linux's /proc/meminfo in bytes."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except FileNotFoundError:
+        return None
+    lines = dict(line.split(":", 1) for line in text.splitlines())
+    return int(lines[name].split()[0]) * 1024

@@ -1,0 +1,17 @@
+"""Pictures that look alike."""
+
+from __future__ import annotations
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which the colour-blind can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
+
+
+def new_figure(title: str, *, width: float = 9.0, height: float = 4.5) -> Figure:
+    """Return an empty figure with its title, fit for a page's width."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    return figure

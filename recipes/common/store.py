@@ -1,0 +1,128 @@
+"""The results of a grid on disk: whole after every cell, whatever ends the run, and picked up by the next."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from profkit.errors import RunError, UsageError
+from profkit.launch.manifest import driver_version, git_revision
+from profkit.report.files import write_whole
+from profkit.version import __version__
+from recipes.common.recipe import Row, identify
+
+CELLS = "cells.jsonl"
+MANIFEST = "manifest.json"
+
+# Results of machines that differ in one of these are not of one table.
+_MUST_AGREE = ("device", "gpu", "torch", "cuda", "float32_matmul_precision", "allow_tf32", "cudnn_allow_tf32")
+
+
+class Store:
+    """The rows of one directory, by cell, in the order in which they were measured."""
+
+    def __init__(self, directory: Path, keys: Sequence[str], rows: Sequence[Row], manifest: dict[str, Any]) -> None:
+        self.directory = directory
+        self._keys = keys
+        self._rows = {identify(row, keys): row for row in rows}
+        self._manifest = manifest
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self._rows.values())
+
+    def find(self, cell: Mapping[str, object]) -> Row | None:
+        """Return the row of a cell, if there is one."""
+        return self._rows.get(identify(cell, self._keys))
+
+    def add(self, row: Row) -> None:
+        """Keep a row, in the place of an older one of its cell, and write all of them."""
+        self._rows[identify(row, self._keys)] = row
+        lines = [json.dumps(row, allow_nan=False) + "\n" for row in self._rows.values()]
+        write_whole(self.directory / CELLS, "".join(lines).encode())
+
+    def finish(self, state: str) -> None:
+        """Write into the manifest how this run of the recipe came to its end."""
+        self._manifest["runs"][-1] |= {"finished_utc": _now(), "state": state}
+        _write_manifest(self.directory, self._manifest)
+
+
+def open_store(
+    directory: Path, recipe: str, keys: Sequence[str], machine: Mapping[str, object], *, restart: bool
+) -> Store:
+    """Return what ``directory`` holds of a recipe, ready to be added to, and note this run in its manifest.
+
+    Args:
+        restart: begin anew; what is there is given up when the first new row is written.
+
+    Raises:
+        UsageError: it holds the results of another recipe or of another machine.
+        RunError: what it holds cannot be read.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    before = None if restart else _read_manifest(directory)
+    if before is not None:
+        _require_the_same(directory, before, recipe, machine)
+    versions = {"profkit": __version__, "python": platform.python_version()}
+    manifest = {
+        "recipe": recipe,
+        "machine": {**machine, "driver": driver_version()},
+        "versions": versions,
+        "git_revision": git_revision(),
+        "runs": [] if before is None else before["runs"],
+    }
+    manifest["runs"].append({"command": ["python", "-m", f"recipes.{recipe}", *sys.argv[1:]], "started_utc": _now()})
+    store = Store(directory, keys, [] if before is None else _read_rows(directory / CELLS), manifest)
+    _write_manifest(directory, manifest)
+    return store
+
+
+def _require_the_same(directory: Path, before: Mapping[str, Any], recipe: str, machine: Mapping[str, object]) -> None:
+    if before["recipe"] != recipe:
+        raise UsageError(f"{directory}: holds results of {before['recipe']}; name another directory with -o")
+    for fact in _MUST_AGREE:
+        there = before["machine"].get(fact)
+        if there != machine[fact]:
+            raise UsageError(
+                f"{directory}: holds results with {fact} {there}, here it is {machine[fact]}; "
+                "name another directory with -o, or begin anew with --restart"
+            )
+
+
+def _read_manifest(directory: Path) -> dict[str, Any] | None:
+    path = directory / MANIFEST
+    try:
+        manifest: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        _refuse(path)
+    if not isinstance(manifest, dict) or not {"recipe", "machine", "runs"} <= manifest.keys():
+        _refuse(path)
+    return manifest
+
+
+def _read_rows(path: Path) -> list[Row]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        _refuse(path)
+
+
+def _refuse(path: Path) -> NoReturn:
+    raise RunError(f"{path}: not what a recipe writes; name another directory with -o, or begin anew with --restart")
+
+
+def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    write_whole(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

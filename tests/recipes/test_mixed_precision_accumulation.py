@@ -1,0 +1,51 @@
+"""The sums, to the last digit, and sentences that follow from them."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes.mixed_precision_accumulation import CELLS, accumulate, report
+
+SUMS = {
+    "1": 10.000133514404297,
+    "2": 9.953125,
+    "3": 10.00213623046875,
+    "4": 10.00213623046875,
+    "5": 4.0,
+    "6": 10.009765625,
+    "7a": 10.000411033630371,
+    "7b": 4.0,
+    "7c": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, object]]:
+    return [{**cell, **accumulate(cell, "cpu"), "status": "ok"} for cell in CELLS]
+
+
+def test_the_sums_are_exact(rows: list[dict[str, object]]) -> None:
+    assert {row["case"]: row["result"] for row in rows} == SUMS
+
+
+def test_the_two_errors_make_up_the_whole(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        parts = float(str(row["representation_error"])) + float(str(row["addition_error"]))
+        assert abs(parts) == pytest.approx(row["error"], abs=1e-12)
+
+
+def test_the_conclusions_follow_the_numbers(rows: list[dict[str, object]]) -> None:
+    said = report(rows, {}).markdown
+    assert "Case 3, float32 += float16 (implicit cast): 10.00213623046875 for 10" in said
+    assert said.count("the addend's own rounding weighs more") == 3  # cases 3, 4 and 6
+    assert said.count("the sum stands still") == 3  # cases 5, 7b and 7c
+    assert "is the same to the last bit (10.00213623046875)" in said
+    other = [{**row, "result": 10.0} if row["case"] == "3" else row for row in rows]
+    assert "is not the same" in report(other, {}).markdown
+
+
+def test_a_sum_stands_still_where_half_its_last_digit_is_reached(rows: list[dict[str, object]]) -> None:
+    """bfloat16 has 8 significant bits: at 4 its step is 2⁻⁵, and 0.01 is less than half of that; at 3.98 it is not."""
+    bf16 = next(row for row in rows if row["case"] == "5")
+    assert float(str(bf16["stored_addend"])) < 2**-5 / 2
+    assert float(str(bf16["stored_addend"])) > 2**-6 / 2

@@ -1,0 +1,60 @@
+"""What a directory of results accepts, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from profkit.errors import RunError, UsageError
+from recipes.common.store import Store, open_store
+
+MACHINE = {
+    "device": "cpu",
+    "gpu": None,
+    "torch": "2.13.0",
+    "cuda": None,
+    "float32_matmul_precision": "highest",
+    "allow_tf32": False,
+    "cudnn_allow_tf32": True,
+}
+
+
+def _open(directory: Path, machine: dict[str, object] = MACHINE, *, recipe: str = "r", restart: bool = False) -> Store:
+    return open_store(directory, recipe, ["a"], machine, restart=restart)
+
+
+def test_rows_are_found_again_and_replaced(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    store.add({"a": 1, "status": "not run"})
+    store.add({"a": 2, "status": "ok", "b": 0.1})
+    store.add({"a": 1, "status": "ok"})
+    again = _open(tmp_path)
+    assert again.rows == [{"a": 1, "status": "ok"}, {"a": 2, "status": "ok", "b": 0.1}]
+    assert again.find({"a": 2, "more": 3}) == {"a": 2, "status": "ok", "b": 0.1}
+    assert again.find({"a": 3}) is None
+    assert [len(json.loads((tmp_path / "manifest.json").read_text())["runs"])] == [2]
+
+
+def test_another_machines_results_are_not_added_to(tmp_path: Path) -> None:
+    _open(tmp_path).add({"a": 1, "status": "ok"})
+    with pytest.raises(UsageError, match=r"results with torch 2\.13\.0, here it is 2\.14\.0; .*--restart"):
+        _open(tmp_path, {**MACHINE, "torch": "2.14.0"})
+    with pytest.raises(UsageError, match="holds results of r;"):
+        _open(tmp_path, recipe="s")
+    assert _open(tmp_path, {**MACHINE, "torch": "2.14.0"}, restart=True).rows == []
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "{}"])
+def test_a_strange_manifest_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(RunError, match=r"manifest\.json: not what a recipe writes"):
+        _open(tmp_path)
+
+
+def test_a_strange_row_is_refused(tmp_path: Path) -> None:
+    _open(tmp_path)
+    (tmp_path / "cells.jsonl").write_text('{"a": 1, "stat')
+    with pytest.raises(RunError, match=r"cells\.jsonl: not what a recipe writes"):
+        _open(tmp_path)
