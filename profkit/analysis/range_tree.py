@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,8 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.busy import union_ns
 from profkit.analysis.launches import Launches
 from profkit.analysis.limits import refuse_impossible_times
-from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.selection import explain_no_ranges, kind_of, outermost
+from profkit.analysis.range_nodes import RangeNodes, build_nodes
+from profkit.analysis.selection import explain_no_ranges, outermost
 from profkit.analysis.warnings import Caution, warn_of_placement
 from profkit.trace.columns import Ints, rows_by_value
 
@@ -62,9 +62,9 @@ class RangesResult:
 
 def kind_paths(attribution: Attribution) -> list[str]:
     """Return each range's path in the tree of kinds, as ``summarize_ranges(numbered=False)`` has it."""
-    node, parent_node, labels = _build_nodes(attribution, numbered=False)
-    path = {index: path for index, path, _, _ in _depth_first(parent_node, labels)}
-    return [path[index] for index in node.tolist()]
+    nodes = build_nodes(attribution, numbered=False)
+    path = {place.node: place.path for place in nodes.depth_first()}
+    return [path[index] for index in nodes.of_range.tolist()]
 
 
 def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:
@@ -80,15 +80,19 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
     """
     trace = attribution.trace
     refuse_impossible_times(trace)
-    node, parent_node, labels = _build_nodes(attribution, numbered)
-    kernel_time, busy, count = _accumulate(attribution, node, parent_node)
-    wall = np.zeros(len(parent_node), dtype=np.int64)
-    instances = np.bincount(node, minlength=len(parent_node)) if len(node) else np.zeros(0, dtype=np.int64)
-    top = outermost(trace.ranges, np.arange(len(node)), node)
-    np.add.at(wall, node[top], trace.ranges.end_ns[top] - trace.ranges.start_ns[top])
+    nodes = build_nodes(attribution, numbered=numbered)
+    members = np.arange(len(trace.ranges))
+    kernel_time, busy, count = sum_work(attribution, nodes, members)
+    wall = sum_wall(attribution, nodes, members)
+    instances = np.bincount(nodes.of_range, minlength=len(nodes))
     rows = tuple(
-        RangeRow(path, name, domain, int(instances[i]), int(wall[i]), int(kernel_time[i]), int(busy[i]), int(count[i]))
-        for i, path, name, domain in _depth_first(parent_node, labels)
+        RangeRow(
+            at.path,
+            at.name,
+            at.domain,
+            *(int(column[at.node]) for column in (instances, wall, kernel_time, busy, count)),
+        )
+        for at in nodes.depth_first()
     )
     return RangesResult(
         trace=trace.path,
@@ -99,97 +103,40 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
     )
 
 
-def _build_nodes(attribution: Attribution, numbered: bool) -> tuple[Ints, list[int], list[tuple[str, str]]]:
-    """Return each range's node, each node's parent node, and each node's (name, domain), by first start."""
-    ranges, names = attribution.trace.ranges, attribution.trace.names
-    node = np.full(len(ranges), NO_RANGE, dtype=np.int64)
-    known: dict[tuple[int, int, int], int] = {}
-    parents: list[int] = []
-    labels: list[tuple[str, str]] = []
-    parent, name, domain = attribution.parent.tolist(), ranges.name.tolist(), ranges.domain.tolist()
-    # Within equal starts the longer range is the outer one, so a parent is always seen before its children.
-    for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
-        above = int(node[parent[index]]) if parent[index] != NO_RANGE else NO_RANGE
-        key = (above, name[index], domain[index])
-        if key not in known:
-            known[key] = len(parents)
-            parents.append(above)
-            labels.append((names[name[index]], names[domain[index]]))
-        node[index] = known[key]
-    if numbered or not parents:
-        return node, parents, labels
-    kind, parents, labels = _join_kinds(parents, labels)
-    return kind[node], parents, labels
-
-
-def _join_kinds(parents: list[int], labels: list[tuple[str, str]]) -> tuple[Ints, list[int], list[tuple[str, str]]]:
-    """Put siblings of one kind under one node; returns each node's new one, and the new nodes as `_build_nodes` does.
-
-    One that has no sibling of its kind keeps its name: a single ``conv2`` is no ``conv*``.
-    """
-    children = _children(parents)
-    joined = np.full(len(parents), NO_RANGE, dtype=np.int64)
-    new_parents: list[int] = []
-    new_labels: list[tuple[str, str]] = []
-    waiting = deque([(NO_RANGE, children.get(NO_RANGE, []))])
-    while waiting:
-        above, siblings = waiting.popleft()
-        kinds: dict[tuple[str, str], list[int]] = {}
-        for node in sorted(siblings):
-            kinds.setdefault((kind_of(labels[node][0]), labels[node][1]), []).append(node)
-        for (kind, domain), members in kinds.items():
-            names = {labels[node][0] for node in members}
-            joined[members] = len(new_parents)
-            waiting.append((len(new_parents), [child for node in members for child in children.get(node, [])]))
-            new_parents.append(above)
-            new_labels.append((kind if len(names) > 1 else names.pop(), domain))
-    return joined, new_parents, new_labels
-
-
-def _accumulate(attribution: Attribution, node: Ints, parent_node: list[int]) -> tuple[Ints, Ints, Ints]:
-    """Return kernel time, busy time and kernel count per node, of the work that lies under the node's ranges."""
-    work, ranges = attribution.trace.work, attribution.trace.ranges
-    kernel_time, busy, count = (np.zeros(len(parent_node), dtype=np.int64) for _ in range(3))
-    if not len(work):
-        return kernel_time, busy, count
-    launches = Launches(work, attribution.work)
+def sum_work(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return kernel time, busy time and kernel count per node, of the work under its ranges of ``members``."""
+    work = attribution.trace.work
+    kernel_time, busy, count = (np.zeros(len(nodes), dtype=np.int64) for _ in range(3))
     devices, device = np.unique(work.device, return_inverse=True)
-    depth = _depths(parent_node)[node]
-    # One level of the tree at a time, so that what is held at once grows with the work and not with the tree.
-    for members in rows_by_value(depth).values():
-        rows, nodes = launches.under(ranges, members, node[members])
-        np.add.at(kernel_time, nodes, work.duration_ns[rows])
-        np.add.at(count, nodes, 1)
-        groups, unions = union_ns(nodes * len(devices) + device[rows], work.start_ns[rows], work.end_ns[rows])
+    for rows, node in work_by_node(attribution, nodes, members):
+        np.add.at(kernel_time, node, work.duration_ns[rows])
+        np.add.at(count, node, 1)
+        groups, unions = union_ns(node * len(devices) + device[rows], work.start_ns[rows], work.end_ns[rows])
         np.add.at(busy, groups // len(devices), unions)
     return kernel_time, busy, count
 
 
-def _depths(parent_node: list[int]) -> Ints:
-    """Return how many nodes stand above each; a parent is numbered before its children."""
-    depth: list[int] = []
-    for parent in parent_node:
-        depth.append(0 if parent == NO_RANGE else depth[parent] + 1)
-    return np.array(depth, dtype=np.int64)
+def work_by_node(attribution: Attribution, nodes: RangeNodes, members: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Yield rows of work and the nodes that they lie under, by ranges of ``members``; every such pair once.
+
+    One level of the tree at a time, so that what is held at once grows with the work and not with the tree.
+    """
+    work, ranges = attribution.trace.work, attribution.trace.ranges
+    if not len(work):
+        return
+    launches = Launches(work, attribution.work)
+    node = nodes.of_range[members]
+    for some in rows_by_value(nodes.depth[node]).values():
+        yield launches.under(ranges, members[some], node[some])
 
 
-def _children(parent_node: list[int]) -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for index, parent in enumerate(parent_node):
-        children.setdefault(parent, []).append(index)
-    return children
-
-
-def _depth_first(parent_node: list[int], labels: list[tuple[str, str]]) -> list[tuple[int, str, str, str]]:
-    children = _children(parent_node)
-    found, stack = [], [(index, "") for index in reversed(children.get(NO_RANGE, []))]
-    while stack:
-        index, prefix = stack.pop()
-        name, domain = labels[index]
-        path = prefix + name.replace("/", "\\/")
-        found.append((index, path, name, domain))
-        stack += [(child, path + "/") for child in reversed(children.get(index, []))]
-    return found
+def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> Ints:
+    """Return per node how long its ranges of ``members`` were open, one within another of its node counted once."""
+    ranges = attribution.trace.ranges
+    wall = np.zeros(len(nodes), dtype=np.int64)
+    top = outermost(ranges, members, nodes.of_range[members])
+    np.add.at(wall, nodes.of_range[top], ranges.end_ns[top] - ranges.start_ns[top])
+    return wall
 
 
 def _warnings(attribution: Attribution) -> list[Caution]:
