@@ -17,6 +17,7 @@ import nvtx
 
 STEP = "step"
 WARMUP = "warmup"
+CONTEXT = "context"
 FORWARD = "forward"
 LOSS = "loss"
 BACKWARD = "backward"
@@ -39,6 +40,11 @@ R = TypeVar("R")
 def step_range(number: int) -> str:
     """Return the name of the range around measured step ``number``, counted from 0."""
     return f"{STEP} {number}"
+
+
+def context_range(context: int) -> str:
+    """Return the name of the range around the steps of one context, where a run has several."""
+    return f"{CONTEXT} {context}"
 
 
 def layer_range(number: int) -> str:

@@ -13,7 +13,7 @@ from profkit.launch import export, importer, manifest
 from profkit.launch.directory import make_run_directory, write_json
 from profkit.launch.export import export_report
 from profkit.launch.importer import find_importer, import_raw, missing_libraries
-from profkit.launch.nsys import build_export_argv, build_profile_argv, find_nsys, parse_version
+from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, parse_version
 from profkit.launch.targets import parse_target
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Order, Workload
@@ -165,7 +165,9 @@ class TestFindNsys:
 
 class TestCommandLines:
     def test_profile_with_cuda(self) -> None:
-        assert build_profile_argv(Path("/n/nsys"), Path("run/trace"), ["python", "x"], cuda=True, temporary="/t") == [
+        assert build_nsys_argv(
+            Nsys(Path("/n/nsys"), "1.0"), Path("run/trace"), ["python", "x"], cuda=True, temporary="/t"
+        ) == [
             "/n/nsys",
             "profile",
             "--trace=cuda,nvtx",
@@ -181,7 +183,7 @@ class TestCommandLines:
         ]
 
     def test_profile_without_cuda_captures_ranges_of_the_whole_process(self) -> None:
-        argv = build_profile_argv(Path("nsys"), Path("trace"), ["python"], cuda=False)
+        argv = build_nsys_argv(Nsys(Path("nsys"), "1.0"), Path("trace"), ["python"], cuda=False)
         assert "--trace=nvtx" in argv
         assert not [word for word in argv if "cuda" in word or "capture-range" in word]
 

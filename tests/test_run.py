@@ -89,7 +89,7 @@ def test_the_end_prints_the_phases_and_the_next_commands(kineto_run: tuple[Path,
 
 def test_torch_is_never_imported_by_the_launcher(tmp_path: Path) -> None:
     code = (
-        "import sys\nsys.path.insert(0, '.')\nimport profkit.cli.run as module\n"
+        "import sys\nsys.path.insert(0, '.')\nimport profkit.cli.run\nfrom profkit.launch import record as module\n"
         "from profkit.models.workload import Workload\n"
         "module.require_torch()\n"
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules"
@@ -133,7 +133,7 @@ def test_wrong_inputs_are_one_line_and_write_nothing(
 
 def test_no_nsys_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "import profkit.cli.run as module\nmodule.find_nsys = lambda environment: None\n"
+        "import profkit.cli.run_options as module\nmodule.find_nsys = lambda environment: None\n"
         "from profkit.cli import main\nmain(['run', '--nsys', 'model.tiny', '-o', 'run'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -284,7 +284,11 @@ def _names(entry: Path, text: str) -> bool:
     [
         (["--batch", "2", "--", "python", "train.py"], "--batch is for the built-in models; leave it out"),
         (["--memory", "--", "python", "train.py"], "--memory is for the built-in models; leave it out"),
-        (["--depth", "2", "model.tiny"], "--depth is for commands"),
+        (["--depth", "2", "model.tiny"], "--depth is for callables (package.module:name) and commands"),
+        (["--stop", "package.module:make_step"], "--stop is for commands (-- python train.py); leave it out"),
+        (["--batch", "2", "package.module:make_step"], "--batch is for the built-in models; leave it out"),
+        (["--no-keep-report", "model.tiny"], "--no-keep-report goes with --nsys"),
+        (["package.module:make_step", "extra"], "extra: a callable takes options only"),
         (["model.tiny", "extra"], "extra: a built-in model takes options only"),
     ],
 )

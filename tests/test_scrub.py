@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from profkit.cli import cli
 from profkit.errors import ProfkitError, TraceError
-from profkit.launch.nsys import build_export_argv, build_profile_argv
+from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv
 from profkit.trace.scrub import Taken, scrub_export
 from profkit.trace.scrub_rules import TAKEN, clean_text, names_string, people_and_hosts, what_is_named
 from tests.nsys_builder import NsysBuilder, process_of
@@ -388,7 +388,7 @@ def test_a_fresh_export_loses_the_environment(tmp_path: Path) -> None:
     target = [sys.executable, "-P", "-c", code]
     environment = {**os.environ, "MY_TOKEN": "hunter2-of-mine", "MY_PLACE": "/home/somebody/else"}
     report, raw, clean = tmp_path / "a.nsys-rep", tmp_path / "a.sqlite", tmp_path / "clean.sqlite"
-    argv = build_profile_argv(Path(nsys), report.with_suffix(""), target, cuda=False)
+    argv = build_nsys_argv(Nsys(Path(nsys), ""), report.with_suffix(""), target, cuda=False)
     for command in (argv, build_export_argv(Path(nsys), report, raw)):
         subprocess.run(command, check=True, capture_output=True, env=environment, cwd=tmp_path)
     assert b"hunter2-of-mine" in raw.read_bytes()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import ref
 
@@ -40,10 +41,11 @@ class Hooks:
     class is named ``step_on``. In a script that has made no optimizer a step begins with each outermost module call.
 
     Args:
+        listener: None where somebody else knows the steps: they are not counted then, and have no ranges.
         depth: modules with at most this many parts in their dotted names get a range; 0: the outermost alone.
     """
 
-    def __init__(self, listener: StepListener, depth: int, step_on: str | None = None) -> None:
+    def __init__(self, listener: StepListener | None, depth: int, step_on: str | None = None) -> None:
         self._listener = listener
         self._step_on = step_on
         self._names = ModuleNames(depth)
@@ -71,6 +73,16 @@ class Hooks:
         """Close what is open on this thread, and open no more."""
         self._open.close_all()
         self._recording = False
+
+    @contextmanager
+    def enclosing(self, name: str) -> Iterator[None]:
+        """Have the range ``name`` open around the block; whatever is left open within it ends with it."""
+        key = object()
+        self._open.open(key, name)
+        try:
+            yield
+        finally:
+            self._open.close(key)
 
     @property
     def counts_calls(self) -> bool:
@@ -191,6 +203,8 @@ class Hooks:
         return counting is None or counting is optimizer
 
     def _boundary(self) -> None:
+        if self._listener is None:
+            return
         self._open.close(_STEP)
         self.begun += 1
         self._listener.boundary(self.begun)

@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy
 from profkit.errors import UsageError
 from profkit.models.flops import backward_flops, forward_flops
 from profkit.models.transformer import TransformerLM
-from profkit.models.workload import Workload
+from profkit.models.workload import CallableWorkload, Workload
 from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, WARMUP, annotate, step_range
 
 
-def choose_device(workload: Workload) -> torch.device:
+def choose_device(workload: Workload | CallableWorkload) -> torch.device:
     """Return the device to run on; ``auto`` is CUDA where this torch sees a GPU."""
     if workload.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device cuda: this torch ({torch.__version__}) sees no CUDA GPU; leave --device out")
@@ -51,9 +51,12 @@ class TrainingStep:
 
     Every step sees the same batch, so that it does the same work and copies no input. The device is waited for at the
     end of each phase, inside its range: a phase's time is then all of its work, profiled or not.
+
+    Args:
+        shared: the same model made for another context, whose parameters and optimizer this one takes.
     """
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
+    def __init__(self, workload: Workload, device: torch.device, shared: TrainingStep | None = None) -> None:
         torch.manual_seed(workload.seed)
         self.workload = workload
         self.device = device
@@ -62,13 +65,23 @@ class TrainingStep:
             self.module = TransformerLM(preset, workload.context)
             tokens = torch.randint(preset.vocab_size, (workload.batch, workload.context + 1))
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
+        self.optimizer: torch.optim.Optimizer | None
+        if shared is None:
+            self.optimizer = torch.optim.AdamW(self.module.parameters()) if workload.passes == "train" else None
+        else:
+            _share_parameters(self.module, shared.module)
+            self.optimizer = shared.optimizer
         self.model = _compiled(self.module, workload)
-        self.optimizer = torch.optim.AdamW(self.module.parameters()) if workload.passes == "train" else None
         size = (preset, workload.batch, workload.context)
         self.flops = {FORWARD: forward_flops(*size), BACKWARD: backward_flops(*size)}
         self.loss: Tensor | None = None
         self.losses: list[float] = []
         self._observer = StepObserver()
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
 
     def observe(self, observer: StepObserver) -> None:
         """Tell ``observer`` of each phase and step from now on."""
@@ -134,4 +147,11 @@ class TrainingStep:
 def _compiled(module: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     if workload.compile_mode == "none":
         return module
-    return torch.compile(module, mode=workload.compile_mode)
+    # With several contexts torch would take the second one for a sign of shapes that change, and compile for any.
+    return torch.compile(module, mode=workload.compile_mode, dynamic=False)
+
+
+def _share_parameters(module: torch.nn.Module, source: torch.nn.Module) -> None:
+    """Let ``module`` have the parameters of ``source``, and keep its own buffers: they are as long as its context."""
+    for mine, theirs in zip(module.modules(), source.modules(), strict=True):
+        mine._parameters = theirs._parameters

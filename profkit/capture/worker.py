@@ -1,58 +1,95 @@
-"""The worker process of a run of a built-in model: ``python -m profkit.capture.worker ORDER``.
+"""The worker process of a run whose steps profkit drives: ``python -m profkit.capture.worker ORDER``.
 
-``ORDER`` is an `Order` in JSON. The worker builds the model, warms up, runs the measured steps under the recorder, and
-writes what `measure` returns to the order's ``result_path``. It prints nothing unless it fails: then one line where
-the cause is known, and exit status 1 or the error's own.
+``ORDER`` is an `Order` in JSON. The worker makes the `Steps` of a built-in model or of a user's callable, warms up,
+runs the measured steps under the recorder, and writes what `measure` returns to the order's ``result_path``. It prints
+nothing unless it fails: then one line where the cause is known, the traceback where it is the user's own code, and exit
+status 1 or the error's own.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import sys
+import traceback
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from profkit.capture.backward_owners import backward_owners
+from profkit.capture.callable_steps import CallableSteps, TargetRaisedError
+from profkit.capture.contexts import ContextSteps
 from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.memory import recorded_memory
 from profkit.capture.memory_observer import MemoryObserver
 from profkit.capture.nsys import recorded_by_nsys
 from profkit.capture.step import TrainingStep, choose_device
 from profkit.errors import ProfkitError, UsageError
-from profkit.models.workload import MemoryOrder, Order, Workload
+from profkit.models.workload import CallableWorkload, Order, Workload
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+class Steps(Protocol):
+    """A workload that is ready to run: what the worker asks of every kind of target."""
+
+    @property
+    def losses(self) -> list[float]:
+        """Each measured step's loss, where it has one."""
+
+    @property
+    def parameter_count(self) -> int | None:
+        """How many numbers are trained, where that is known."""
+
+    def run_warmup(self) -> None:
+        """Run the warm-up steps inside a ``warmup`` range."""
+
+    def run_measured(self) -> list[dict[str, int]]:
+        """Run the measured steps, each in a range of its own, and return each one's times in ns."""
 
 
 def measure(order: Order) -> dict[str, Any]:
     """Run the order and return what the manifest keeps of it: the steps' times in ns, losses, versions, the device."""
     device = choose_device(order.workload)
-    if order.memory is not None:
-        step, times = _record_memory(order.workload, order.memory, device)
-    else:
-        step = TrainingStep(order.workload, device)
-        step.run_warmup()
-        with _recorded(order, device):
-            times = step.run_measured()
+    steps, times = _run_recorded(order, device) if order.memory is None else _record_memory(order, device)
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
     return {
-        "device": device.type,
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "device": "cuda" if on_gpu else "cpu",
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "parameter_count": sum(parameter.numel() for parameter in step.module.parameters()),
+        "parameter_count": steps.parameter_count,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "losses": step.losses,
+        "losses": steps.losses,
         "steps": times,
     }
 
 
-def _record_memory(
-    workload: Workload, memory: MemoryOrder, device: torch.device
-) -> tuple[TrainingStep, list[dict[str, int]]]:
+def make_steps(order: Order, device: torch.device) -> Steps:
+    """Return the order's workload, ready to run on ``device``."""
+    if isinstance(order.workload, CallableWorkload):
+        return CallableSteps(order.workload, hooked=order.recorder != "none")
+    if order.workload.contexts:
+        return ContextSteps(order.workload, device)
+    return TrainingStep(order.workload, device)
+
+
+def _run_recorded(order: Order, device: torch.device) -> tuple[Steps, list[dict[str, int]]]:
+    steps = make_steps(order, device)
+    steps.run_warmup()
+    with _recorded(order, device):
+        return steps, steps.run_measured()
+
+
+def _record_memory(order: Order, device: torch.device) -> tuple[Steps, list[dict[str, int]]]:
     """Run all of it, the building of the model included, while the allocator's history is recorded."""
+    workload, memory = order.workload, order.memory
+    if not isinstance(workload, Workload) or memory is None:
+        raise UsageError("--memory records a built-in model here")
     if device.type != "cuda":
         raise UsageError("--memory records the CUDA allocator, and this machine has no CUDA GPU; leave --memory out")
     snapshot, ledger = Path(memory.snapshot_path), Path(memory.ledger_path)
@@ -84,12 +121,15 @@ def main() -> None:
         _write_result(order, measure(order))
     except ProfkitError as error:
         _fail(order, str(error), error.exit_code)
+    except TargetRaisedError as error:
+        _fail_in_their_code(order, error.original)
     except torch.cuda.OutOfMemoryError as error:
         wanted = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         more = f" ({wanted[1]} more did not fit)" if wanted else ""
         _fail(order, f"the GPU's memory is full{more}; try a smaller --batch, --context or model")
     except torch._dynamo.exc.TorchDynamoException as error:
-        _fail(order, f"--compile {order.workload.compile_mode}: {_first_line(error)}; leave --compile out")
+        mode = order.workload.compile_mode if isinstance(order.workload, Workload) else ""
+        _fail(order, f"--compile {mode}: {_first_line(error)}; leave --compile out")
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # how torch reports a CPU tensor that does not fit
             raise
@@ -108,6 +148,22 @@ def _write_result(order: Order, content: dict[str, Any]) -> None:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _fail_in_their_code(order: Order, error: Exception) -> NoReturn:
+    """Show the traceback from where the user's code begins, leave its last line for the manifest, and exit."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    sys.stderr.write("".join(lines))
+    _write_result(order, {"error": lines[-1].strip()})
+    sys.exit(1)
+
+
+def _is_ours(file: str) -> bool:
+    """Return whether a frame belongs to profkit or to the import system, not to the user."""
+    return file.startswith("<frozen importlib") or Path(file).is_relative_to(_PACKAGE) or file == importlib.__file__
 
 
 def _fail(order: Order, message: str, status: int = 1) -> NoReturn:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from profkit.cli.progress import shown_after_a_second
+from profkit.cli.run_steps import say_what_a_report_holds
 from profkit.launch.nsys import Nsys
 from profkit.launch.scripts import record_script
 from profkit.models.attachment import Attachment
@@ -32,6 +33,7 @@ def run_script(
         from profkit.report.summary import render_run_summary
 
         click.echo(render_run_summary(recorded.run))
+    say_what_a_report_holds(recorded.run)
     click.echo(f"\nThe run is {where}. Next:")
     if recorded.has_kernels:
         click.echo(f"  profkit kernels {where} --range forward")

@@ -14,7 +14,7 @@ from profkit.errors import ToolError
 from profkit.launch.doctor import Finding
 from profkit.launch.export import export_to
 from profkit.launch.importer import import_raw
-from profkit.launch.nsys import Nsys, build_profile_argv
+from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.processes import run_child
 
 _CHECK = "trial"
@@ -51,7 +51,7 @@ def try_nsys(nsys: Nsys) -> Finding:
 def _record(nsys: Nsys, folder: Path, log: IO[bytes]) -> int:
     report, export = folder / "trial.nsys-rep", folder / "trial.sqlite"
     target = [sys.executable, "-P", "-c", _PROGRAM]
-    argv = build_profile_argv(nsys.path, report.with_suffix(""), target, cuda=False, temporary=tempfile.gettempdir())
+    argv = build_nsys_argv(nsys, report.with_suffix(""), target, cuda=False, temporary=tempfile.gettempdir())
     status = run_child(argv, {**os.environ, "TMPDIR": str(folder)}, log)
     raw = report.with_suffix(".qdstrm")
     if raw.exists() and not report.exists():

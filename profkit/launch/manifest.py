@@ -16,14 +16,14 @@ from typing import Any
 
 from profkit.launch.nsys import Nsys
 from profkit.models.attachment import NOT_REACHED, Attachment
-from profkit.models.workload import Workload
+from profkit.models.workload import CallableWorkload, Workload
 from profkit.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def first_manifest(
-    workload: Workload | Attachment, target: str, nsys: Nsys | None, command: list[str]
+    workload: Workload | CallableWorkload | Attachment, target: str, nsys: Nsys | None, command: list[str]
 ) -> dict[str, Any]:
     """Return the manifest of a run that is about to begin; its status is ``incomplete``."""
     return {

@@ -7,10 +7,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from profkit.errors import ToolError
+from profkit.launch.nsys_options import Abilities, NsysOptions
 
 # From the root; of several matches the newest version is taken. Nsight Compute brings an nsys of its own.
 _PLACES = (
@@ -27,10 +28,15 @@ _PLACES = (
 
 @dataclass(frozen=True)
 class Nsys:
-    """An nsys that starts: where it is, and its version in its own words (``2023.4.4.54-234433681190v0``)."""
+    """An nsys that starts: where it is, its version in its own words (``2023.4.4.54-234433681190v0``), its use.
+
+    ``abilities`` are what it knows, ``options`` what it is to do.
+    """
 
     path: Path
     version: str
+    abilities: Abilities = field(default_factory=Abilities)
+    options: NsysOptions = field(default_factory=NsysOptions)
 
 
 def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys | None:
@@ -61,27 +67,39 @@ def list_installed(root: Path = Path("/")) -> list[Path]:
     return found
 
 
-def build_profile_argv(
-    nsys: Path, report: Path, target: Sequence[str], *, cuda: bool, temporary: str = "/tmp"
+def build_nsys_argv(
+    nsys: Nsys,
+    report: Path,
+    target: Sequence[str],
+    *,
+    cuda: bool,
+    temporary: str = "/tmp",
 ) -> list[str]:
     """Return the command that profiles ``target`` into ``report`` (a path without suffix).
 
-    ``temporary`` is the target's own TMPDIR, for nsys is to be given one that can be thrown away.
+    With CUDA the capture runs from cudaProfilerStart to cudaProfilerStop; without it CUDA's APIs are not traced, and
+    the NVTX ranges are those of the whole process. The CPU is not sampled: it would slow the steps. Flags that this
+    nsys does not know are left out.
 
-    With CUDA the capture runs from cudaProfilerStart to cudaProfilerStop and holds CUDA and NVTX, a graph's kernels
-    one by one; without it, the NVTX ranges of the whole process. The CPU is not sampled: it would slow the steps.
+    Args:
+        temporary: the target's own TMPDIR, for nsys is to be given one that can be thrown away.
     """
-    return [
-        str(nsys),
-        "profile",
-        f"--trace={'cuda,nvtx' if cuda else 'nvtx'}",
-        "--sample=none",
-        "--cpuctxsw=none",
-        *(["--cuda-graph-trace=node", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"] if cuda else []),
-        f"--env-var=TMPDIR={temporary}",
-        f"--output={report}",
-        *target,
-    ]
+    options = nsys.options
+    traces = [trace for trace in options.traces if cuda or not trace.startswith("cu")]
+    flags = [f"--trace={','.join(traces)}"]
+    given = {word.partition("=")[0] for word in options.extra}
+    if not given & {"--sample", "-s"}:
+        flags.append("--sample=none")
+    if "--cpuctxsw" not in given:
+        flags.append("--cpuctxsw=none")
+    if cuda:
+        flags += [f"--cuda-graph-trace={options.cuda_graph_trace}"] if "cuda" in traces else []
+        flags += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    flags = [flag for flag in flags if nsys.abilities.has(flag.partition("=")[0])]
+    # In the name of a report % stands for the host, the process and the like.
+    output = str(report).replace("%", "%%")
+    own = [*flags, f"--env-var=TMPDIR={temporary}", f"--output={output}"]
+    return [str(nsys.path), "profile", *own, *options.extra, *target]
 
 
 def build_export_argv(nsys: Path, report: Path, export: Path) -> list[str]:

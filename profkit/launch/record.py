@@ -18,14 +18,16 @@ from profkit.launch.directory import make_run_directory, write_json, write_manif
 from profkit.launch.export import export_to
 from profkit.launch.importer import import_raw
 from profkit.launch.manifest import failed_manifest, first_manifest, last_manifest
-from profkit.launch.nsys import Nsys, build_profile_argv
+from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.processes import run_child
 from profkit.models.flops import flops_by_path
 from profkit.models.memory import predict_memory
-from profkit.models.workload import MEMORY_ENTRIES, MemoryOrder, Order, Stacks, Workload
+from profkit.models.workload import MEMORY_ENTRIES, CallableWorkload, MemoryOrder, Order, Stacks, Workload
+from profkit.ranges import STEP, context_range
 from profkit.run_directory import FLOPS, KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT, NSYS_REPORT, PREDICTED, SNAPSHOT
 
 Progress = Callable[[str], AbstractContextManager[object]]
+AnyWorkload = Workload | CallableWorkload
 
 _RESULT = "worker.json"
 _INTERRUPTED = 130
@@ -71,7 +73,7 @@ def require_torch() -> None:
 
 
 def record_run(
-    workload: Workload,
+    workload: AnyWorkload,
     nsys: Nsys | None,
     output: Path | None,
     command: list[str],
@@ -95,14 +97,12 @@ def record_run(
         RunError: the directory cannot be made.
         ToolError: nsys or its importer failed.
     """
-    target = f"model.{workload.preset_name}"
-    run = make_run_directory(output, target)
-    manifest = first_manifest(workload, target, nsys, command)
+    run = make_run_directory(output, workload.target.replace(":", "-"))
+    manifest = first_manifest(workload, workload.target, nsys, command)
     write_manifest(run, manifest)
     try:
-        write_json(run / FLOPS, flops_by_path(workload.preset, workload.batch, workload.context))
-        if memory is not None:
-            write_json(run / PREDICTED, predict_memory(workload).to_dict())
+        if isinstance(workload, Workload):
+            _write_expectations(run, workload, memory)
         remembered = None if memory is None else _record_memory(run, workload, memory, progress)
         with progress("timing the steps without a profiler"):
             clean = _run_worker(Order(workload, "none", str(run / _RESULT)))
@@ -122,7 +122,20 @@ def record_run(
     if remembered is not None:
         finished["memory"] = {"steps": remembered["steps"], "losses": remembered["losses"], **asdict(memory)}  # type: ignore[arg-type]
     write_manifest(run, finished)
-    return Recorded(run, 0, nsys is None or workload.device == "cuda", remembered is not None, warnings)
+    has_kernels = nsys is None or (workload.device == "cuda" and "cuda" in nsys.options.traces)
+    return Recorded(run, 0, has_kernels, remembered is not None, warnings)
+
+
+def _write_expectations(run: Path, workload: Workload, memory: MemoryOptions | None) -> None:
+    """Write what arithmetic says of a built-in model: its FLOPs by range and, where memory is recorded, its bytes."""
+    flops: dict[str, int] = {}
+    for one in workload.with_each_context():
+        around = f"{context_range(one.context)}/{STEP} */" if workload.contexts else ""
+        by_path = flops_by_path(one.preset, one.batch, one.context)
+        flops |= {around + path: count for path, count in by_path.items()}
+    write_json(run / FLOPS, flops)
+    if memory is not None:
+        write_json(run / PREDICTED, predict_memory(workload).to_dict())
 
 
 def give_up(run: Path, manifest: dict[str, Any], error: BaseException) -> None:
@@ -143,18 +156,18 @@ def mark_failed(run: Path, manifest: dict[str, Any]) -> None:
         write_manifest(run, manifest)
 
 
-def _record_memory(run: Path, workload: Workload, options: MemoryOptions, progress: Progress) -> dict[str, Any]:
+def _record_memory(run: Path, workload: AnyWorkload, options: MemoryOptions, progress: Progress) -> dict[str, Any]:
     memory = MemoryOrder(str(run / SNAPSHOT), str(run / LEDGER), **asdict(options))
     with progress("recording the allocator"):
         return _run_worker(Order(workload, "memory", str(run / _RESULT), memory=memory))
 
 
-def _record_kineto(run: Path, workload: Workload, progress: Progress) -> dict[str, Any]:
+def _record_kineto(run: Path, workload: AnyWorkload, progress: Progress) -> dict[str, Any]:
     with progress("recording the steps with torch.profiler"):
         return _run_worker(Order(workload, "kineto", str(run / _RESULT), str(run / KINETO_TRACE)))
 
 
-def _record_nsys(run: Path, workload: Workload, nsys: Nsys, progress: Progress) -> dict[str, Any]:
+def _record_nsys(run: Path, workload: AnyWorkload, nsys: Nsys, progress: Progress) -> dict[str, Any]:
     report = run / NSYS_REPORT
     with (
         (run / LOG).open("w+b") as log,
@@ -163,8 +176,8 @@ def _record_nsys(run: Path, workload: Workload, nsys: Nsys, progress: Progress) 
         tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
     ):
         order = Order(workload, "nsys", str(run / _RESULT), output_fds=outputs)
-        argv = build_profile_argv(
-            nsys.path,
+        argv = build_nsys_argv(
+            nsys,
             report.with_suffix(""),
             _worker_argv(order),
             cuda=workload.device == "cuda",
@@ -180,6 +193,8 @@ def _record_nsys(run: Path, workload: Workload, nsys: Nsys, progress: Progress) 
 def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
     """Export the report that nsys left in ``run``, imported first if it came out raw.
 
+    The report is deleted then if it is not to be kept.
+
     Raises:
         ToolError: there is none, or it could not be imported or exported.
     """
@@ -190,6 +205,8 @@ def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
     if not report.exists():
         raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
     export_to(nsys, report, run / NSYS_EXPORT, log)
+    if not nsys.options.keep_report:
+        report.unlink()
 
 
 def _worker_argv(order: Order) -> list[str]:
@@ -223,9 +240,9 @@ def _take_reason(result: Path) -> str | None:
     return None if reason is None else str(reason)
 
 
-def _warnings(run: Path, workload: Workload) -> tuple[str, ...]:
+def _warnings(run: Path, workload: AnyWorkload) -> tuple[str, ...]:
     warnings = lossy_warnings(run)
-    if workload.compile_mode != "none":
+    if isinstance(workload, Workload) and workload.compile_mode != "none":
         warnings.append("compiled code carries no ranges: the phases are there, layers and attention are not")
     return tuple(warnings)
 

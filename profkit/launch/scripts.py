@@ -13,7 +13,7 @@ from typing import Any
 
 from profkit.launch.directory import make_run_directory, write_manifest
 from profkit.launch.manifest import first_manifest, script_manifest
-from profkit.launch.nsys import Nsys, build_profile_argv
+from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.processes import run_child
 from profkit.launch.record import Progress, collect_report, give_up, lossy_warnings, mark_failed, own_outputs
 from profkit.launch.targets import command_name
@@ -116,8 +116,8 @@ def _run_in_nsys(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys
         # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
         tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
     ):
-        argv = build_profile_argv(
-            nsys.path,
+        argv = build_nsys_argv(
+            nsys,
             report.with_suffix(""),
             [sys.executable, "-I", "-S", "-c", _REDIRECTED.format(*outputs), *words],
             cuda=may_use_cuda(os.environ),

@@ -1,4 +1,4 @@
-"""What can be run: the built-in models, ``model.NAME``, and any command that starts Python."""
+"""What can be run: built-in models, ``model.NAME``; callables that return a step, ``package.module:name``; commands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from profkit.errors import UsageError
 from profkit.models.presets import PRESETS
+from profkit.models.workload import MODEL_PREFIX as PREFIX
 
-PREFIX = "model."
+Kind = Literal["model", "callable", "command"]
+
+_CALLABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def parse_target(text: str) -> str:
@@ -26,20 +30,32 @@ def parse_target(text: str) -> str:
         return name
     known = ", ".join(PREFIX + preset for preset in PRESETS)
     if not text.startswith(PREFIX) and name not in PRESETS:
-        raise UsageError(f"{text}: only built-in models can be run: {known}; your own: profkit run -- python {text}")
+        raise UsageError(
+            f"{text}: only built-in models can be run: {known}; your own: profkit run -- python {text}, or "
+            "package.module:name, a callable that returns a step"
+        )
     by_folded_name = {preset.casefold(): preset for preset in PRESETS}
     nearest = difflib.get_close_matches(name.casefold(), by_folded_name, n=1)
     hint = f"did you mean {PREFIX}{by_folded_name[nearest[0]]}?" if nearest else f"there are {known}"
     raise UsageError(f"{text}: no such model; {hint}")
 
 
-def is_command(words: Sequence[str]) -> bool:
-    """Return whether the target is a command to run, and no built-in model: more than one word, or a program's name."""
-    if words[0].startswith(PREFIX):
-        if len(words) > 1:
-            raise UsageError(f"{' '.join(words[1:])}: a built-in model takes options only")
-        return False
-    return len(words) > 1 or (words[0] not in PRESETS and shutil.which(words[0]) is not None)
+def target_kind(words: Sequence[str]) -> Kind:
+    """Return what a target is; one word that is no callable and no program's name is meant as a model.
+
+    Raises:
+        UsageError: further words after a built-in model or a callable, which take options only.
+    """
+    first, *more = words
+    kind: Kind = "command" if more or (first not in PRESETS and shutil.which(first) is not None) else "model"
+    if _CALLABLE.fullmatch(first):
+        kind = "callable"
+    elif first.startswith(PREFIX):
+        kind = "model"
+    if more and kind != "command":
+        what = "a built-in model" if kind == "model" else "a callable"
+        raise UsageError(f"{' '.join(more)}: {what} takes options only")
+    return kind
 
 
 def command_name(words: Sequence[str]) -> str:

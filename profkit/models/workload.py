@@ -1,10 +1,10 @@
-"""What one run of a built-in model does, as plain data: the launcher writes it, the worker process reads it."""
+"""What a worker process runs, as plain data: the launcher writes it, the worker process reads it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from profkit.models.presets import PRESETS, Preset
 
@@ -15,13 +15,18 @@ Device = Literal["auto", "cuda", "cpu"]
 Recorder = Literal["none", "kineto", "nsys", "memory"]
 Stacks = Literal["python", "all"]
 
+MODEL_PREFIX = "model."
+
 MEMORY_ENTRIES = 1_000_000
 """Allocator events kept by default: some hundred training steps of a large model, in 0.3 to 1 GB of host memory."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Which model, on what, how often. ``bf16`` means autocast with fp32 weights; ``auto`` takes CUDA where it is."""
+    """Which model, on what, how often. ``bf16`` means autocast with fp32 weights; ``auto`` takes CUDA where it is.
+
+    With several ``contexts`` the steps run with each of them in turn, and ``context`` is the longest.
+    """
 
     preset_name: str
     batch: int = 4
@@ -33,10 +38,36 @@ class Workload:
     passes: Passes = "train"
     seed: int = 0
     device: Device = "auto"
+    contexts: tuple[int, ...] = ()
 
     @property
     def preset(self) -> Preset:
         return PRESETS[self.preset_name]
+
+    @property
+    def target(self) -> str:
+        """What the command line calls it."""
+        return f"{MODEL_PREFIX}{self.preset_name}"
+
+    def with_each_context(self) -> tuple[Workload, ...]:
+        """Return one workload a context, in the order of the request; of a single one itself."""
+        return tuple(replace(self, context=context, contexts=()) for context in self.contexts) or (self,)
+
+
+@dataclass(frozen=True)
+class CallableWorkload:
+    """A callable of the user's, ``package.module:name``, that returns a step; and how often the step is called.
+
+    ``depth`` of the modules' ranges; ``annotate`` False opens none but the steps'. ``device`` is where its steps ran
+    when that is known, else ``auto``.
+    """
+
+    target: str
+    warmup_steps: int = 2
+    steps: int = 3
+    depth: int = 3
+    annotate: bool = True
+    device: Device = "auto"
 
 
 @dataclass(frozen=True)
@@ -58,11 +89,11 @@ class Order:
     """What a worker process is told.
 
     ``result_path`` is where it leaves its results, ``trace_path`` where Kineto's trace goes, ``memory`` how the
-    allocator is recorded. ``output_fds`` are the
-    inherited descriptors to use as standard output and error, where the recorder writes to the usual ones itself.
+    allocator is recorded. ``output_fds`` are the inherited descriptors to use as standard output and error, where the
+    recorder writes to the usual ones itself.
     """
 
-    workload: Workload
+    workload: Workload | CallableWorkload
     recorder: Recorder
     result_path: str
     trace_path: str | None = None
@@ -76,4 +107,11 @@ class Order:
     def from_json(cls, text: str) -> Order:
         fields = json.loads(text)
         memory = None if fields["memory"] is None else MemoryOrder(**fields["memory"])
-        return cls(**{**fields, "workload": Workload(**fields["workload"]), "memory": memory})
+        fds = None if fields["output_fds"] is None else tuple(fields["output_fds"])
+        return cls(**{**fields, "workload": _read_workload(fields["workload"]), "memory": memory, "output_fds": fds})
+
+
+def _read_workload(fields: dict[str, Any]) -> Workload | CallableWorkload:
+    if "target" in fields:
+        return CallableWorkload(**fields)
+    return Workload(**{**fields, "contexts": tuple(fields["contexts"])})

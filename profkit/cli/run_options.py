@@ -1,0 +1,234 @@
+"""The options of ``profkit run``, in groups, and which kinds of target each is for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, get_args
+
+import click
+from click.core import ParameterSource
+
+from profkit.errors import ToolError, UsageError
+from profkit.launch.nsys import Nsys, find_nsys
+from profkit.launch.nsys_options import (
+    GraphTrace,
+    NsysOptions,
+    check_abilities,
+    parse_extra,
+    parse_traces,
+    read_abilities,
+)
+from profkit.launch.targets import Kind
+from profkit.models.workload import MEMORY_ENTRIES, CompileMode, Device, Dtype, Passes, Stacks
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Option = Callable[[Command], Command]
+
+AT_LEAST_ONE = click.IntRange(min=1)
+
+_MODEL: tuple[Kind, ...] = ("model",)
+_HOOKED: tuple[Kind, ...] = ("callable", "command")
+_COMMAND: tuple[Kind, ...] = ("command",)
+
+# An option that is not named here is for every kind.
+_MEANT_FOR = {
+    **dict.fromkeys(("batch", "contexts", "passes", "dtype", "compile_mode", "seed", "device"), _MODEL),
+    **dict.fromkeys(("memory", "memory_stacks", "memory_entries", "memory_saved"), _MODEL),
+    **dict.fromkeys(("depth", "annotate"), _HOOKED),
+    **dict.fromkeys(("stop", "step_on"), _COMMAND),
+}
+_KIND_NAMES = {
+    "model": "the built-in models",
+    "callable": "callables (package.module:name)",
+    "command": "commands (-- python train.py)",
+}
+_FOR_NSYS = ("traces", "graph_trace", "nsys_args", "keep_report")
+
+
+class _Contexts(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
+    """Numbers of tokens, separated by commas, none twice."""
+
+    name = "integer[,…]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        contexts = tuple(AT_LEAST_ONE(word.strip(), param, ctx) for word in str(value).split(","))
+        if len(set(contexts)) < len(contexts):
+            self.fail(f"{value}: a context twice", param, ctx)
+        return contexts
+
+
+def recorder_options(command: Command) -> Command:
+    """Add the choice of recorder, and what nsys is to do."""
+    return _with(
+        command,
+        click.option(
+            "--nsys/--kineto",
+            "with_nsys",
+            default=False,
+            help="Record with Nsight Systems, or with torch.profiler (the default). Nsight Systems copies the whole "
+            "environment of the process into its report: take secrets out of it before you share a report.",
+        ),
+        click.option(
+            "--trace",
+            "traces",
+            default=",".join(NsysOptions().traces),
+            show_default=True,
+            help="With --nsys: the APIs to trace, nvtx among them; osrt, cublas, cudnn, … as nsys knows them.",
+        ),
+        click.option(
+            "--cuda-graph-trace",
+            "graph_trace",
+            type=click.Choice(get_args(GraphTrace)),
+            default=NsysOptions().cuda_graph_trace,
+            show_default=True,
+            help="With --nsys: node traces each kernel of a CUDA graph, so that ranges and tables see it, and slows "
+            "every graph launch; graph traces a launch as one, at little cost, and no kernel in it is named.",
+        ),
+        click.option("--nsys-args", default="", help='Further flags for nsys, quoted: --nsys-args "--gpuctxsw=true".'),
+        click.option(
+            "--keep-report/--no-keep-report",
+            default=True,
+            help="With --nsys: keep the .nsys-rep beside its export. It holds the environment and cannot be scrubbed.",
+        ),
+    )
+
+
+def step_options(command: Command) -> Command:
+    """Add how many steps are run and measured."""
+    return _with(
+        command,
+        click.option(
+            "--warmup",
+            type=click.IntRange(min=0),
+            help="Steps before the measured ones  [default: 2; 5 of a command's]",
+        ),
+        click.option("--steps", type=AT_LEAST_ONE, default=3, show_default=True, help="Measured steps."),
+    )
+
+
+def model_options(command: Command) -> Command:
+    """Add what describes a built-in model's step."""
+    return _with(
+        command,
+        click.option("--batch", type=AT_LEAST_ONE, default=4, show_default=True, help="Sequences in a batch."),
+        click.option(
+            "--context",
+            "contexts",
+            type=_Contexts(),
+            default="256",
+            show_default=True,
+            help="Tokens in a sequence; of several (128,256,512) each has its steps, under a range 'context N'.",
+        ),
+        _choice("--passes", Passes, "train", "What a step does."),
+        _choice("--dtype", Dtype, "fp32", "bf16: autocast, fp32 weights."),
+        click.option(
+            "--compile",
+            "compile_mode",
+            type=click.Choice(get_args(CompileMode)),
+            default="none",
+            show_default=True,
+            help="torch.compile's mode. Compiled code carries no ranges: the phases remain, layers and attention do "
+            "not.",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the tokens."),
+        _choice("--device", Device, "auto", "auto: CUDA if there is a GPU."),
+    )
+
+
+def memory_options(command: Command) -> Command:
+    """Add whether and how the allocator is recorded."""
+    return _with(
+        command,
+        click.option(
+            "--memory", is_flag=True, help="Also record the CUDA allocator, in a process of its own: who held it."
+        ),
+        _choice("--memory-stacks", Stacks, "python", "Frames of each allocation; all: C++ too, which costs more."),
+        click.option(
+            "--memory-entries",
+            type=AT_LEAST_ONE,
+            default=MEMORY_ENTRIES,
+            show_default=True,
+            help="Allocator events kept, some 300 B to 1 KB of host memory each; beyond it the oldest are lost.",
+        ),
+        click.option("--memory-saved", is_flag=True, help="Also write down which tensors autograd saves for backward."),
+    )
+
+
+def hook_options(command: Command) -> Command:
+    """Add what ranges appear by themselves in a callable's and a command's code."""
+    return _with(
+        command,
+        click.option(
+            "--depth",
+            type=click.IntRange(min=0),
+            default=3,
+            show_default=True,
+            help="Modules of your model get a range if their dotted name has at most this many parts.",
+        ),
+        click.option("--annotate/--no-annotate", default=True, help="Your own ranges are shown in any case."),
+    )
+
+
+def command_options(command: Command) -> Command:
+    """Add what only makes sense for a command, which goes its own way."""
+    return _with(
+        command,
+        click.option("--stop", is_flag=True, help="End the command after the measured steps; else it goes on."),
+        click.option(
+            "--step-on", metavar="CLASS", help="The optimizer whose steps count, where a command has several."
+        ),
+    )
+
+
+def refuse_options_of_other_kinds(kind: Kind) -> None:
+    """Raise `UsageError` if an option was given that means nothing to this kind of target, or nothing without nsys."""
+    ctx = click.get_current_context()
+    for parameter in ctx.command.params:
+        if ctx.get_parameter_source(parameter.name or "") is not ParameterSource.COMMANDLINE:
+            continue
+        name = _given_name(parameter, ctx)
+        kinds = _MEANT_FOR.get(parameter.name or "", (kind,))
+        if kind not in kinds:
+            raise UsageError(f"{name} is for {' and '.join(_KIND_NAMES[one] for one in kinds)}; leave it out")
+        if parameter.name in _FOR_NSYS and not ctx.params["with_nsys"]:
+            raise UsageError(f"{name} goes with --nsys")
+
+
+def _given_name(parameter: click.Parameter, ctx: click.Context) -> str:
+    """Return the name of an option as it was given: of a pair the one that says no if it was that."""
+    said_no = parameter.secondary_opts and ctx.params[parameter.name or ""] is False
+    return (parameter.secondary_opts if said_no else parameter.opts)[0]
+
+
+def require_nsys(traces: str, graph_trace: GraphTrace, nsys_args: str, keep_report: bool) -> Nsys:
+    """Return the nsys to record with, which knows what it is to do.
+
+    Raises:
+        ToolError: there is no nsys.
+        UsageError: it cannot do what is wanted.
+    """
+    options = NsysOptions(parse_traces(traces), graph_trace, parse_extra(nsys_args), keep_report)
+    nsys = find_nsys(os.environ)
+    if nsys is None:
+        raise ToolError(
+            "there is no Nsight Systems here: install it (nsight-systems-cli), put nsys on PATH or name "
+            "it in $NSYS; or leave --nsys out to record with torch.profiler"
+        )
+    abilities = read_abilities(nsys.path)
+    check_abilities(options, abilities, nsys.version)
+    return replace(nsys, abilities=abilities, options=options)
+
+
+def _choice(name: str, values: Any, default: str, text: str) -> Option[Any]:
+    return click.option(name, type=click.Choice(get_args(values)), default=default, show_default=True, help=text)
+
+
+def _with(command: Command, *options: Option[Any]) -> Command:
+    """Add the options, to be shown in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command

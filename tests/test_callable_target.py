@@ -1,0 +1,175 @@
+"""``profkit run package.module:make_step`` by real processes, on modules that know nothing of profkit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+
+STEPS = """
+import sys
+import torch
+from torch import nn
+
+sys.stderr.write("importing\\n")
+
+def make_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+    return step
+
+class Maker:
+    @staticmethod
+    def infer():
+        model = nn.Linear(4, 4).eval()
+        def step():
+            with torch.no_grad():
+                return model(torch.ones(2, 4))
+        return step
+
+number = 3
+def wants(argument): ...
+def returns_none(): ...
+def returns_one_that_wants(): return wants
+def fails(): raise ValueError("the data are bad")
+def leaves(): sys.exit(7)
+def fails_later():
+    def step(): raise RuntimeError("CUDA error: not a GPU's at all")
+    return step
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "steps.py").write_text(STEPS)
+    (tmp_path / "pkg" / "needy.py").write_text("import no_such_module\n")
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            timeout=300,
+        )
+
+    return call
+
+
+def _manifest(place: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
+    return manifest
+
+
+def _ranges(place: Path) -> list[str]:
+    events = json.loads(gzip.decompress((place / "run" / "trace.json.gz").read_bytes()))["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
+
+
+def test_a_callables_steps_are_timed_and_recorded_apart(tmp_path: Path, run: Callable[..., Any]) -> None:
+    done = run("--warmup", "1", "--steps", "2", "pkg.steps:make_step")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "importing\nimporting\n", "once in each of the two processes"
+    ranges = _ranges(tmp_path)
+    assert [name for name in ranges if name.startswith("step ")] == ["step 0", "step 1"]
+    for name, count in {"forward": 2, "backward": 2, "optimizer": 2, "model": 4, "0": 4, "2": 4}.items():
+        assert ranges.count(name) == count, name
+    manifest = _manifest(tmp_path)
+    assert (manifest["status"], manifest["target"], manifest["device"]) == ("complete", "pkg.steps:make_step", "cpu")
+    assert manifest["clean"]["losses"] == manifest["profiled"]["losses"], "ranges change no loss"
+    assert len(manifest["clean"]["losses"]) == 2
+    assert [list(step) for step in manifest["clean"]["steps"]] == [["step_ns"]] * 2
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", "trace.json.gz"]
+    assert "phases; share" in done.stdout
+    assert "unprofiled" in done.stdout
+
+
+def test_no_annotate_leaves_the_steps_ranges_alone(tmp_path: Path, run: Callable[..., Any]) -> None:
+    done = run("--no-annotate", "--warmup", "0", "--steps", "1", "pkg.steps:Maker.infer")
+    assert done.returncode == 0, done.stderr
+    assert _ranges(tmp_path) == ["step 0"]
+    assert _manifest(tmp_path)["profiled"]["losses"] == [], "eight numbers are no loss"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nothing:x", "nothing:x: no module nothing in "),
+        ("pkg.nothing:x", "pkg.nothing:x: no module pkg.nothing in "),
+        ("pkg.steps:make_stp", "no make_stp in pkg.steps; did you mean pkg.steps:make_step?"),
+        ("pkg.steps:zzz", "no zzz in pkg.steps; it is looked for in "),
+        ("pkg.steps:number", "pkg.steps:number is of type int, not callable; name a callable without arguments"),
+        ("pkg.steps:wants", "pkg.steps:wants wants arguments; name a callable without arguments"),
+        (
+            "pkg.steps:returns_none",
+            "returned NoneType, not a callable; it is to return the step",
+        ),
+        ("pkg.steps:returns_one_that_wants", "returned a callable that wants arguments; it is to return the step"),
+    ],
+)
+def test_a_target_that_makes_no_step_is_one_line(
+    tmp_path: Path, run: Callable[..., Any], target: str, said: str
+) -> None:
+    done = run(target)
+    assert done.returncode == 2
+    first, last = done.stderr.removeprefix("importing\n").splitlines()
+    assert said in first
+    assert last == f"profkit: {target} failed with exit status 2; see run/manifest.json"
+    assert f"profkit: {_manifest(tmp_path)['reason']}" == first
+
+
+@pytest.mark.parametrize(
+    ("target", "reason", "where"),
+    [
+        ("pkg.steps:fails", "ValueError: the data are bad", "steps.py"),
+        ("pkg.steps:fails_later", "RuntimeError: CUDA error: not a GPU's at all", "steps.py"),
+        ("pkg.needy:x", "ModuleNotFoundError: No module named 'no_such_module'", "needy.py"),
+    ],
+)
+def test_its_own_exception_is_shown_from_its_own_code_on(
+    tmp_path: Path, run: Callable[..., Any], target: str, reason: str, where: str
+) -> None:
+    done = run(target)
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+    assert all(where in frame for frame in frames)
+    assert _manifest(tmp_path)["reason"] == reason
+
+
+def test_its_own_exit_status_passes_through(tmp_path: Path, run: Callable[..., Any]) -> None:
+    assert run("pkg.steps:leaves").returncode == 7
+    assert _manifest(tmp_path)["exit_status"] == 7
+
+
+@pytest.mark.nsys
+def test_under_nsys(tmp_path: Path, run: Callable[..., Any]) -> None:
+    done = run("--nsys", "--no-keep-report", "pkg.steps:make_step")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "importing\nimporting\n"
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["log.txt", "manifest.json", "trace.sqlite"]
+    for name in ("step *", "forward", "backward", "optimizer", "model"):
+        assert f" {name} " in done.stdout or f"\n{name} " in done.stdout, name
