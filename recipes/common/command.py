@@ -16,7 +16,7 @@ from profkit.errors import ProfkitError, UsageError
 from profkit.launch.processes import sigterm_raises
 from profkit.report.files import write_whole
 from profkit.report.formats import make_visible, render_csv, render_markdown, render_table
-from profkit.report.pictures import plain_text, write_png
+from profkit.report.pictures import write_png
 from recipes.common.grid import Effort, run_grid
 from recipes.common.isolated import run_isolated
 from recipes.common.machine import describe_machine
@@ -112,10 +112,9 @@ def write_results(recipe: Recipe, cells: Sequence[Cell], store: Store, machine: 
     missing = [{**cell, "device": machine["device"], "status": NOT_RUN} for cell in cells if store.find(cell) is None]
     rows = _in_order(cells, [*store.rows, *missing], recipe.cell_keys)
     table = build_table(recipe.columns, rows, recipe.exact)
-    with plain_text():
-        report = recipe.report(rows, machine)
-        for name, figure in report.pictures.items():
-            write_png(figure, store.directory / name)
+    report = recipe.report(rows, machine)
+    for name, figure in report.pictures.items():
+        write_png(figure, store.directory / name)
     where = f"{machine['gpu'] or machine['device']}, torch {machine['torch']}"
     text = f"# {recipe.name}\n\n{recipe.question}\n\n{where}\n\n{render_markdown(table)}\n\n{report.markdown.strip()}\n"
     write_whole(store.directory / f"{recipe.name}.csv", (render_csv(table) + "\n").encode())
