@@ -167,6 +167,7 @@ def test_what_is_known_of_a_command_and_of_an_older_run() -> None:
     old = _manifest()
     del old["preset"]
     assert (know_run(old).steps, know_run(old).layers) == (2, None)
+    assert know_run(_manifest(contexts=[128, 256, 512])).steps == 6
     assert not know_run(_manifest(warmup_steps=0)).even
     assert not know_run(_manifest(compile_mode="reduce-overhead")).even
     assert know_run(_manifest(compile_mode="reduce-overhead", warmup_steps=3)).even

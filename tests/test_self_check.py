@@ -176,6 +176,18 @@ def test_unequal_steps_warn_but_warm_ones_do_not_count(tmp_path: Path) -> None:
     assert _check(builder, tmp_path).findings == ()
 
 
+def test_steps_of_different_contexts_need_not_be_equal(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _steps(builder, [3, 3, 9, 9])
+    builder.range("context 128", -1, 1950)
+    builder.range("context 256", 1990, 3950)
+    check = check_capture(read_trace(builder.write(tmp_path / "t.sqlite")).attribution, "")
+    assert check.findings == ()
+    _steps(builder, [0, 1])
+    (tmp_path / "t.sqlite").unlink()
+    assert "from 3 to 4" in _check(builder, tmp_path).of("warning")[0].message
+
+
 def test_instances_without_any_call_warn(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("ffn", 0, 100)

@@ -55,8 +55,9 @@ def know_run(manifest: Mapping[str, Any]) -> KnownRun:
         return KnownRun(workload.get("steps") if workload.get("annotate") else None, None, even=False)
     # The first step makes the optimizer's state; CUDA graphs of compiled code run from the third.
     settled = 3 if workload.get("compile_mode") == "reduce-overhead" else 1
+    steps, contexts = workload.get("steps"), workload.get("contexts")
     return KnownRun(
-        steps=workload.get("steps"),
+        steps=steps * len(contexts) if isinstance(steps, int) and contexts else steps,
         layers=preset.get("num_layers") if isinstance(preset, dict) else None,
         even=workload.get("warmup_steps", 0) >= settled,
     )

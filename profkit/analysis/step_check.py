@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,10 +13,11 @@ from profkit.analysis.launch_check import is_thin
 from profkit.analysis.launches import Launches
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.selection import is_warmup
-from profkit.ranges import BACKWARD, FORWARD, PHASES, STEP
+from profkit.ranges import BACKWARD, CONTEXT, FORWARD, PHASES, STEP
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 _LABEL = re.compile(rf"({'|'.join((STEP, *PHASES))})(?: \d+)?", re.I)
+_CONTEXT = re.compile(rf"{CONTEXT} \d+")
 
 # A step without work is none. An optimizer may skip a step, as it does while gradients accumulate.
 _NEVER_EMPTY = (STEP, FORWARD, BACKWARD)
@@ -47,7 +49,7 @@ def check_idle_instances(trace: Trace) -> list[Finding]:
 
 
 def check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding]:
-    """Compare the kernel counts of steps and phases outside ``warmup``, of each process apart.
+    """Compare the kernel counts of steps and phases outside ``warmup``, of each process and each context apart.
 
     Args:
         even: every step is known to do the same work, so that a difference is loss.
@@ -60,7 +62,7 @@ def check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding
     findings = []
     for label, members in labels.items():
         counts = launches.count(trace.ranges, members)
-        for process, which in rows_by_value(trace.ranges.process[members]).items():
+        for process, which in _alike(attribution, members):
             some = counts[which]
             if len(some) < 2 or some.min() == some.max():
                 continue
@@ -78,6 +80,18 @@ def check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding
                 )
             )
     return findings
+
+
+def _alike(attribution: Attribution, members: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield which of ``members`` (rows of ranges) did the same work, with their process: those of one context."""
+    ranges, names = attribution.trace.ranges, attribution.trace.names
+    context = np.zeros(len(ranges), dtype=np.int64)
+    for index in distinct_values(ranges.name).tolist():
+        if _CONTEXT.fullmatch(names[index]):
+            context[mark_nested(attribution.parent, ranges.name == index)] = index + 1
+    for process, mine in rows_by_value(ranges.process[members]).items():
+        for some in rows_by_value(context[members[mine]]).values():
+            yield process, mine[some]
 
 
 def _without_calls(trace: Trace) -> Bools:

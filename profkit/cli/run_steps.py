@@ -12,6 +12,7 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.launch.nsys import Nsys
 from profkit.launch.record import AnyWorkload, MemoryOptions, Recorded, record_run, require_torch
 from profkit.models.workload import Workload
+from profkit.ranges import context_range
 
 _KILLED = 128 + signal.SIGKILL
 
@@ -71,6 +72,6 @@ def _show(recorded: Recorded) -> None:
 
 
 def _example_range(workload: AnyWorkload) -> str:
-    if isinstance(workload, Workload) and workload.contexts:
-        return f"'context {workload.context}/step */forward'"
-    return "forward"
+    if not isinstance(workload, Workload):  # it need not have phases
+        return "'step *'"
+    return f"'{context_range(workload.context)}/step */forward'" if workload.contexts else "forward"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace, read_trace
-from profkit.ranges import PHASES, WARMUP
+from profkit.analysis.selection import split_path
+from profkit.ranges import PHASES, STEP, WARMUP, context_range
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.kernels import render_kernels
 from profkit.report.ranges import render_ranges
@@ -30,15 +32,28 @@ _ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
 """A glob for the name, written large or small."""
 
 
-def render_phases(opened: OpenedTrace) -> str:
-    """Return the table of phases (those that the trace has), what lies in ``warmup`` left out; "" if it has none."""
-    results = summarize_phases(opened)
-    if not results:
-        return ""
+def render_phases(opened: OpenedTrace, contexts: Iterable[int] = ()) -> str:
+    """Return the table of phases (those that the trace has), what lies in ``warmup`` left out; "" if it has none.
+
+    Args:
+        contexts: of a run with several, each gets a table of its own.
+    """
     whole = opened.attribution.ledger.total_ns
+    warm = " (without warmup)" if _has_warmup(opened) else ""
+    note = f"phases{warm}; share is of all the capture's {format_ns(whole)}"
+    titles = {context_range(context): f"{context_range(context)}/{STEP} */" for context in contexts} or {"": ""}
+    parts = []
+    for title, within in titles.items():
+        results = summarize_phases(opened, within)
+        if results:
+            parts.append(f"{title}\n{_render_table(opened, results, whole)}".lstrip("\n"))
+    return "\n\n".join([note, *parts]) if parts else ""
+
+
+def _render_table(opened: OpenedTrace, results: list[KernelsResult], whole: int) -> str:
     cells = [
         [
-            str(result.range),
+            split_path(str(result.range))[-1],
             f"{result.instances:,}",
             format_ns(result.wall_ns),
             format_ns(result.total_ns),
@@ -53,16 +68,18 @@ def render_phases(opened: OpenedTrace) -> str:
     if opened.trace.measure == "cpu-operator":
         renamed = {"kernel time": "self time", "kernels": "operators"}
         columns = tuple(Column(renamed.get(c.heading, c.heading), c.key, c.right) for c in _COLUMNS)
-    warm = " (without warmup)" if _has_warmup(opened) else ""
-    note = f"phases{warm}; share is of all the capture's {format_ns(whole)}"
-    return f"{note}\n\n{render_table(Table(columns, cells, cells))}"
+    return render_table(Table(columns, cells, cells))
 
 
-def summarize_phases(opened: OpenedTrace) -> list[KernelsResult]:
-    """Return one result per standard phase that the trace has, what lies in ``warmup`` left out."""
+def summarize_phases(opened: OpenedTrace, within: str = "") -> list[KernelsResult]:
+    """Return one result per standard phase that the trace has, what lies in ``warmup`` left out.
+
+    Args:
+        within: the beginning of a range path (``context 128/step */``), to take those under it alone.
+    """
     names = {opened.trace.names[i] for i in set(opened.trace.ranges.name.tolist())}
     exclude = _ANY_WARMUP if _has_warmup(opened) else None
-    results = [opened.kernels(phase, exclude=exclude) for phase in PHASES if phase in names]
+    results = [opened.kernels(within + phase, exclude=exclude) for phase in PHASES if phase in names]
     return [result for result in results if result.instances]
 
 
@@ -71,14 +88,16 @@ def render_run_summary(run: Path) -> str:
     from profkit.report.clean_times import render_clean_times
 
     opened = read_trace(run)
-    clean = render_clean_times(read_manifest(run))
+    manifest = read_manifest(run)
+    clean = render_clean_times(manifest)
     verdict = verdict_line(opened.self_check)
     if not len(opened.trace.work):
         tree = render_ranges(opened.ranges(numbered=False), opened.self_check, numbered=False)
         tree = "\n\n".join(part for part in (tree, clean) if part)
         return f"{tree}\n\n{verdict}; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
     table = render_kernels(opened.kernels(), opened.self_check, top=_SUMMARY_TOP)
-    return "\n\n".join(part for part in (render_phases(opened), table, clean, verdict) if part)
+    phases = render_phases(opened, manifest["workload"].get("contexts", ()))
+    return "\n\n".join(part for part in (phases, table, clean, verdict) if part)
 
 
 def _has_warmup(opened: OpenedTrace) -> bool:
