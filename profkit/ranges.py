@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import nvtx
 
@@ -86,6 +86,8 @@ class Range:
         if self._marker is None:
             raise TypeError("flops as a function needs a decorated call's arguments; give `with` a number")
         self._marker.__enter__()
+        if _observer is not None:
+            _observer.opened(self._name)
         _open_in_torch.records.append(_record_in_torch(self._name))
         return self
 
@@ -95,6 +97,8 @@ class Range:
         record = _open_in_torch.records.pop()
         if record is not None:
             record.__exit__(kind, error, trace)
+        if _observer is not None:
+            _observer.closed()
         self._marker.__exit__(kind, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -121,6 +125,25 @@ def record_in_torch(on: bool) -> None:
 
 
 _always_in_torch = False
+
+
+class RangeObserver(Protocol):
+    """Is told of ranges on the thread on which they open and close."""
+
+    def opened(self, name: str) -> None:
+        """A range has been opened inside those that are open on this thread."""
+
+    def closed(self) -> None:
+        """This thread's innermost range is about to close."""
+
+
+def observe_ranges(observer: RangeObserver | None) -> None:
+    """Tell ``observer`` of every range of this process from now on, or nobody."""
+    global _observer  # noqa: PLW0603  one of the process
+    _observer = observer
+
+
+_observer: RangeObserver | None = None
 
 
 class _OpenInTorch(threading.local):

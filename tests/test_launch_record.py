@@ -94,7 +94,7 @@ def test_a_run_under_nsys(tmp_path: Path, start: Callable[..., Recorded]) -> Non
     assert recorded == Recorded(run, 0, has_kernels=False, warnings=())
     assert (run / "trace.sqlite").read_text() == "report"
     names = sorted(path.name for path in run.iterdir())
-    assert names == ["flops.json", "log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
+    assert names == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite", "work.json"]
     manifest = _manifest(tmp_path)
     assert (manifest["status"], manifest["versions"]["nsys"]) == ("complete", "1.0")
 

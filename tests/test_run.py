@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.work import read_work
+
 pytest.importorskip("torch")
 
 FAST = ("model.tiny", "--batch", "2", "--context", "32", "--device", "cpu")
@@ -47,10 +49,14 @@ def kineto_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproce
     return where / "my run", done
 
 
-def test_a_run_holds_trace_flops_and_manifest_and_no_more(kineto_run: tuple[Path, Any]) -> None:
+def test_a_run_holds_trace_work_and_manifest_and_no_more(kineto_run: tuple[Path, Any]) -> None:
     run, _ = kineto_run
-    assert sorted(path.name for path in run.iterdir()) == ["flops.json", "manifest.json", "trace.json.gz"]
-    assert json.loads((run / "flops.json").read_text())["forward/layer 1/ffn"] == 6 * 2 * 32 * 128 * 512
+    assert sorted(path.name for path in run.iterdir()) == ["manifest.json", "trace.json.gz", "work.json"]
+    work = read_work(run)
+    assert work is not None
+    ffn = work.find(("forward", "layer 1", "ffn"))
+    assert ffn is not None
+    assert ffn.flops_by_dtype == {"fp32": 6 * 2 * 32 * 128 * 512}
     names = {
         event.get("name") for event in json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
     }
@@ -154,7 +160,7 @@ def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp
     manifest = _manifest(tmp_path / "run")
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 2)
     assert "sees no CUDA GPU" in manifest["reason"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["flops.json", "manifest.json"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json"]
 
 
 def _commands_with(marker: str) -> list[str]:
@@ -211,7 +217,7 @@ def nsys_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
 class TestNsys:
     def test_holds_report_export_and_log(self, nsys_run: tuple[Path, Any]) -> None:
         names = sorted(path.name for path in nsys_run[0].iterdir())
-        assert names == ["flops.json", "log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
+        assert names == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite", "work.json"]
 
     def test_the_export_has_the_ranges_with_their_payloads(self, nsys_run: tuple[Path, Any]) -> None:
         run = nsys_run[0]
@@ -220,7 +226,9 @@ class TestNsys:
                 "select coalesce(text, value), int64Value, count(*) from NVTX_EVENTS left join StringIds on id = textId"
                 " where eventType = 59 group by 1, 2"
             ).fetchall()
-        flops = json.loads((run / "flops.json").read_text())
+        work = read_work(run)
+        assert work is not None
+        flops = {"/".join(one.path): one.flops for one in work.ranges}
         layer = flops["forward/layer 0"]
         seen = {name: (payload, count) for name, payload, count in rows}
         assert seen["forward"] == (flops["forward"], 3)

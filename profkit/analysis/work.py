@@ -1,18 +1,20 @@
 """How much work each range of a run does: the reader of ``work.json``, whose writers are in the capture wing.
 
-The launcher works it out from the sizes of a built-in model (`profkit.models.work`); for any other workload
+The launcher works it out from the sizes of a built-in model (`profkit.models.step_work`); for any other workload
 ``profkit run --flops`` counts it in one step that is neither timed nor recorded (`profkit.capture.work_counter`).
 
 All numbers are of one instance of a range and include the ranges inside it. A path names the profkit ranges around it
-below the step, outermost first; so ``("forward", "layer 0")``, and ``("context 128", "forward")`` in a run over several
-contexts.
+below the step, outermost first: ``("forward", "layer 0")``; ``()`` is the step itself. In a run over several contexts
+the context's range stands before: ``("context 128", "forward")``, and ``("context 128",)`` for a step in it.
 
 - ``flops``: matrix products and convolutions as executed, by the formulas of torch's FlopCounterMode.
 - ``needed_flops``: the same, but of causal attention only what the mask leaves: for query q its q + 1 keys.
-- ``other_flops``: all operations that torch has no formula for, by profkit's own (`profkit.models.work`).
-- ``least_bytes``: what must be moved if nothing is moved twice: each tensor that the range is the first to read and did
-  not make is read once, each that it made and something after it reads (or that is there at the end) is written once.
-  What is made and used up inside a range stays out, so nested ranges need at least as many bytes as the one around.
+- ``other_flops``: all operations that torch has no formula for, by profkit's own (`profkit.models.step_work`,
+  `profkit.capture.work_formulas`).
+- ``least_bytes``: what must be moved if nothing is moved twice: what the range reads of memory that it has not written
+  to before, and what it writes that an operator outside reads later, or that is still there after the step; each part
+  of a tensor once. What is made and used up inside is free, what backward wants of forward is not. A range's bytes are
+  at most the sum of those of the ranges and operators inside it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class RangeWork:
 
     ``flops_by_dtype`` sums to ``flops``; its keys are those of ``profkit ceilings`` ("fp32", "tf32", "bf16", "fp16"),
     else torch's name of the type. ``instances`` is how many a step has. Where they differ (``varies``) the numbers are
-    means, rounded down.
+    means, rounded down for each type and number.
     """
 
     path: tuple[str, ...]

@@ -15,7 +15,6 @@ from profkit.report.files import write_whole
 from profkit.report.formats import make_visible
 from profkit.run_directory import (
     CEILINGS,
-    FLOPS,
     KINETO_TRACE,
     LEDGER,
     LOG,
@@ -27,7 +26,7 @@ from profkit.run_directory import (
     WORK,
 )
 
-_RUN_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, LEDGER, FLOPS, WORK, CEILINGS, PREDICTED, LOG)
+_RUN_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, LEDGER, WORK, CEILINGS, PREDICTED, LOG)
 
 
 def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None]) -> None:

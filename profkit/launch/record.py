@@ -20,11 +20,11 @@ from profkit.launch.importer import import_raw
 from profkit.launch.manifest import failed_manifest, first_manifest, last_manifest
 from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.processes import run_child
-from profkit.models.flops import flops_by_path
 from profkit.models.memory import predict_memory
+from profkit.models.step_work import model_work
 from profkit.models.workload import MEMORY_ENTRIES, CallableWorkload, MemoryOrder, Order, Stacks, Workload
-from profkit.ranges import STEP, context_range
-from profkit.run_directory import FLOPS, KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT, NSYS_REPORT, PREDICTED, SNAPSHOT
+from profkit.ranges import context_range
+from profkit.run_directory import KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT, NSYS_REPORT, PREDICTED, SNAPSHOT, WORK
 
 Progress = Callable[[str], AbstractContextManager[object]]
 AnyWorkload = Workload | CallableWorkload
@@ -101,13 +101,15 @@ def record_run(
     manifest = first_manifest(workload, workload.target, nsys, command)
     write_manifest(run, manifest)
     try:
-        if isinstance(workload, Workload):
-            _write_expectations(run, workload, memory)
+        if memory is not None and isinstance(workload, Workload):
+            write_json(run / PREDICTED, predict_memory(workload).to_dict())
         remembered = None if memory is None else _record_memory(run, workload, memory, progress)
         with progress("timing the steps without a profiler"):
             clean = _run_worker(Order(workload, "none", str(run / _RESULT)))
         # The launcher cannot see the GPU (that takes torch); the twin has told.
         workload = replace(workload, device=clean["device"])
+        if isinstance(workload, Workload):
+            _write_work(run, workload, clean)
         profiled = (
             _record_kineto(run, workload, progress) if nsys is None else _record_nsys(run, workload, nsys, progress)
         )
@@ -126,16 +128,13 @@ def record_run(
     return Recorded(run, 0, has_kernels, remembered is not None, warnings)
 
 
-def _write_expectations(run: Path, workload: Workload, memory: MemoryOptions | None) -> None:
-    """Write what arithmetic says of a built-in model: its FLOPs by range and, where memory is recorded, its bytes."""
-    flops: dict[str, int] = {}
-    for one in workload.with_each_context():
-        around = f"{context_range(one.context)}/{STEP} */" if workload.contexts else ""
-        by_path = flops_by_path(one.preset, one.batch, one.context)
-        flops |= {around + path: count for path, count in by_path.items()}
-    write_json(run / FLOPS, flops)
-    if memory is not None:
-        write_json(run / PREDICTED, predict_memory(workload).to_dict())
+def _write_work(run: Path, workload: Workload, measured: dict[str, Any]) -> None:
+    """Write what arithmetic says of a built-in model's ranges, now that it is known where the model runs."""
+    tf32 = measured["device"] == "cuda" and measured["float32_matmul_precision"] != "highest"
+    each: dict[tuple[str, ...], Workload] = {
+        (context_range(one.context),) if workload.contexts else (): one for one in workload.with_each_context()
+    }
+    write_json(run / WORK, model_work(each, tf32=tf32))
 
 
 def give_up(run: Path, manifest: dict[str, Any], error: BaseException) -> None:

@@ -1,0 +1,243 @@
+"""Counts what a script's operators do, while they run as ever: FLOPs by formula, and bytes by which memory they touch.
+
+A ``TorchDispatchMode`` sees each operator below autograd, on the autograd threads too: a backward pass takes the modes
+of the thread that began it along (``at::ThreadLocalState``). It computes nothing itself and changes no operator, so
+results are the same to the bit. Other threads of the script are not seen.
+
+Of compiled code (torch.compile) it sees what the compiler leaves to torch's libraries, most matrix products that is;
+what was fused, or replayed as a CUDA graph, is not seen, and `missing` says "compiled code".
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profkit.capture.operator_tables import BLANK, LOOKED_UP, OVERWRITING, QUERIES, UNREAD
+from profkit.capture.work_account import Access, Instance, WorkAccount
+from profkit.capture.work_formulas import base_name, dtype_name, masked_flops, other_flops, torch_flops
+from profkit.models.work import work_content
+from profkit.ranges import OPTIMIZER, observe_ranges
+
+_COMPILED = "compiled code"
+
+
+class _Operator:
+    """One call of an operator: its arguments by name, the tensors among them, those it writes to, and its results."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], returned: Any) -> None:
+        self.func, self.args, self.kwargs, self.returned = func, args, kwargs, returned
+        self.name = base_name(func)
+        schema = getattr(func, "_schema", None)
+        arguments = () if schema is None else schema.arguments
+        names = [one.name for one in arguments] or [str(place) for place in range(len(args))]
+        self.given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        self.operands = list(_tensors(self.given.values()))
+        self.written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+        changed = list(_tensors(self.given.get(name) for name in self.written))
+        known = {id(one) for one in self.operands}
+        self.outputs = list(_tensors([returned]))
+        self.results = [*changed, *(one for one in self.outputs if id(one) not in known)]
+
+    def __str__(self) -> str:
+        return str(self.func.name()) if hasattr(self.func, "name") else str(self.func)
+
+    @property
+    def unread(self) -> set[str]:
+        """The names of the arguments whose values play no part."""
+        # Results that are given to be filled are called out by their overload.
+        fills = self.name in OVERWRITING or "out" in str(getattr(self.func, "_overloadname", ""))
+        return {*UNREAD.get(self.name, ()), *(self.written if fills else ())}
+
+    def limit_of(self, name: str) -> int | None:
+        """Return how many bytes of an argument are read at most, None if it is all of them."""
+        source, by = LOOKED_UP.get(self.name, ("", None))
+        if name != source or not self.results:
+            return None
+        count = self.results[0].numel() if by is None else self.given[by].numel()
+        return int(count) * int(self.given[name].element_size())
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts from `start` to `stop`; `content` is then that of ``work.json``."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._account = WorkAccount()
+        self._lock = threading.Lock()
+        self._main = threading.get_ident()
+        self._open: dict[int, list[Instance]] = {}
+        self._buffers: dict[int, StorageWeakRef] = {}
+        self._missing: set[str] = set()
+        self._model_flops = 0
+        self._graphs_before = 0
+        self._work: dict[tuple[str, ...], Any] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let code that is compiled run compiled; without this torch would run it as it was written."""
+        return True
+
+    def start(self) -> None:
+        """Count from now on, on this thread and the backward passes that it begins."""
+        self._main = threading.get_ident()
+        observe_ranges(self)
+        self.__enter__()
+
+    def stop(self) -> None:
+        """Count no more."""
+        self.__exit__(None, None, None)
+        observe_ranges(None)
+        if _has_compiled():
+            self._missing.add(_COMPILED)
+        self._work = self._account.by_path(lambda key: not self._buffers[key].expired())  # type: ignore[index]
+        self._buffers.clear()
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of ``work.json``."""
+        return work_content("counted", self._work.items(), self._model_flops, self._missing)
+
+    def opened(self, name: str) -> None:
+        """Take note that a range opened on this thread."""
+        with self._lock:
+            instance = self._account.open(name, self._innermost())
+            self._open.setdefault(threading.get_ident(), []).append(instance)
+
+    def closed(self) -> None:
+        """Take note that this thread's innermost range closed; one that was open before counting began is unknown."""
+        with self._lock:
+            stack = self._open.get(threading.get_ident())
+            if stack:
+                stack.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if base_name(func) in QUERIES:
+            return NotImplemented
+        is_higher = isinstance(func, HigherOrderOperator)
+        if not is_higher:
+            # In inference mode operators come that are made of others.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            with self._lock:
+                self._count(_Operator(func, args, kwargs, result))
+        return result
+
+    def _innermost(self) -> Instance:
+        """Return the innermost open range: of this thread, else of the one whose backward pass this thread runs."""
+        stack = self._open.get(threading.get_ident()) or self._open.get(self._main)
+        return stack[-1] if stack else self._account.step
+
+    def _count(self, operator: _Operator) -> None:
+        if not operator.operands and not operator.results:
+            return
+        if not operator.written and self._is_view(operator):
+            return
+        innermost = self._innermost()
+        self._add_flops(operator, innermost)
+        if operator.name not in BLANK:
+            self._move(operator, innermost)
+
+    def _add_flops(self, operator: _Operator, innermost: Instance) -> None:
+        func, other = operator.func, 0
+        try:
+            flops = torch_flops(func, operator.args, operator.kwargs, operator.returned)
+        except Exception as error:  # a formula of torch's that does not foresee this call must not end the script
+            flops = 0
+            self._missing.add(f"{operator} ({type(error).__name__} in torch's formula)")
+        if flops is None:
+            flops, known = 0, other_flops(func, operator.given, operator.results)
+            other = known or 0
+            if known is None:
+                self._missing.add(str(operator))
+        self._account.add(
+            innermost,
+            flops=flops,
+            dtype=dtype_name(func, operator.operands),
+            masked_flops=masked_flops(func, operator.given, flops),
+            other_flops=other,
+        )
+        if OPTIMIZER not in innermost.path and not _is_recomputation():
+            self._model_flops += flops
+
+    def _move(self, operator: _Operator, innermost: Instance) -> None:
+        reads = [
+            self._access(one, operator.limit_of(name))
+            for name, value in operator.given.items()
+            if name not in operator.unread
+            for one in _tensors([value])
+        ]
+        writes = [self._access(one, None) for one in operator.results]
+        self._account.move(innermost, filter(None, reads), filter(None, writes))
+
+    def _is_view(self, operator: _Operator) -> bool:
+        """Return whether all that is returned lies in an operand's memory: nothing was done but to look at it."""
+        keys = {self._storage(one) for one in operator.operands}
+        return bool(operator.outputs) and all(self._storage(one) in keys for one in operator.outputs)
+
+    def _storage(self, tensor: Tensor) -> Hashable:
+        """Return what tells a tensor's memory from all others that there were since counting began."""
+        if tensor.layout != torch.strided or tensor.is_nested:
+            return id(tensor)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        # The reference keeps the address, not the memory, from being given to another.
+        return self._buffers.setdefault(storage.cdata, storage).cdata
+
+    def _access(self, tensor: Tensor, limit: int | None) -> Access | None:
+        """Return what is touched of a tensor: no more than ``limit`` bytes; None for sparse and nested ones."""
+        if tensor.layout != torch.strided or tensor.is_nested:
+            return None
+        key = self._storage(tensor)
+        part = _part(tensor)
+        size = tensor.element_size()
+        for _, length in part:
+            size *= length
+        size = size if limit is None else min(size, limit)
+        whole = tensor.untyped_storage().nbytes()
+        return Access(key, (tensor.storage_offset(), part, size), size, max(whole, size) if whole else size)
+
+
+def _part(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return (stride, length) of a tensor's elements in memory: the same however they are ordered and grouped."""
+    pairs = sorted(
+        (stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if stride and length != 1
+    )
+    merged: list[tuple[int, int]] = []
+    for stride, length in pairs:
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0], merged[-1][1] * length)
+        else:
+            merged.append((stride, length))
+    return tuple(merged)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _is_recomputation() -> bool:
+    """Return whether a backward pass runs with gradients on: it computes activations again (or a second derivative)."""
+    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
+def _has_compiled() -> bool:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

@@ -1,0 +1,124 @@
+"""What an operator does: its matrix products by torch's own formulas, the rest by these.
+
+Outside of matrix products an operator takes, for each element,
+
+- nothing, if it moves, makes, selects or compares values, or its result is no floating point;
+- one operation for an elementwise function, whatever the function: exp and a sum are alike (tanh, gelu, sigmoid too);
+- one for each element that goes into a reduction;
+- what `PER_ELEMENT` of `profkit.capture.operator_tables` says of operators that do several of these at once.
+
+Elements are those of the largest floating-point operand or result; of operators on lists, those of the first list.
+Integer arithmetic is not counted. Attention on the CPU, for which torch has no formula, is its two products (backward
+five) and five operations a score. The softmax inside a fused attention that torch has a formula for is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from profkit.capture.operator_tables import COUNTED, MOVES, PER_ELEMENT, REDUCTIONS
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def torch_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
+    """Return the FLOPs of an operator by torch's own formula, None if torch has none for it."""
+    formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+    return None if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def other_flops(func: Any, given: dict[str, Any], results: Sequence[Tensor]) -> int | None:
+    """Return the FLOPs of an operator without matrix products, None if there is no formula for it.
+
+    Args:
+        given: its arguments by name.
+        results: what it returns or writes to.
+    """
+    name = base_name(func)
+    if name.startswith(_CPU_ATTENTION):
+        return _attention_flops(name, given)
+    factor = _factor(func, name)
+    if not factor or not any(result.is_floating_point() for result in results):
+        return factor and 0
+    return factor * _element_count(given.get(COUNTED.get(name, "")), given, results)
+
+
+def base_name(func: Any) -> str:
+    """Return an operator's name without namespace, overload, ``_foreach_`` and the underscore of in-place ones."""
+    packet = getattr(func, "_overloadpacket", func)
+    name = getattr(packet, "__name__", str(packet)).removeprefix("_foreach_")
+    return re.sub(r"(?<=[a-z0-9])_$", "", name)
+
+
+def dtype_name(func: Any, tensors: Sequence[Tensor]) -> str:
+    """Return the type in which an operator's products are done: that of its first floating-point operand.
+
+    fp32 is "tf32" where torch may use it: matrix products where the precision of float32 ones is not "highest",
+    convolutions by a setting of their own, on a GPU that has it.
+    """
+    operand = next((one for one in tensors if one.is_floating_point()), None)
+    if operand is None:
+        return "integer"
+    name = DTYPES.get(operand.dtype, str(operand.dtype).removeprefix("torch."))
+    if name != "fp32" or operand.device.type != "cuda":
+        return name
+    if "conv" in base_name(func):
+        allowed = torch.backends.cudnn.allow_tf32
+    else:
+        allowed = torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if allowed and torch.cuda.get_device_capability(operand.device)[0] >= 8 else name
+
+
+def masked_flops(func: Any, given: dict[str, Any], flops: int) -> int:
+    """Return how much of an attention's FLOPs goes into keys that its causal mask hides: query q sees keys 0 to q.
+
+    Args:
+        given: its arguments by name.
+    """
+    query, key = given.get("query"), given.get("key")
+    is_causal = given.get("is_causal") or given.get("custom_mask_type") == 1
+    if not is_causal or query is None or key is None or query.dim() != 4:
+        return 0
+    # _efficient_attention_forward has (batch, position, head, channel); all others (batch, head, position, channel)
+    position = 1 if base_name(func).startswith(("_efficient_attention", "_flash_attention")) else 2
+    queries, keys = query.shape[position], key.shape[position]
+    seen = sum(min(q + 1, keys) for q in range(queries))
+    return flops - flops * seen // (queries * keys)
+
+
+def _attention_flops(name: str, given: dict[str, Any]) -> int:
+    batch, heads, queries, channels = given["query"].shape
+    keys = given["key"].shape[-2]
+    products = 5 if name.endswith("backward") else 2
+    return int((2 * products * channels + 5) * batch * heads * queries * keys)
+
+
+def _factor(func: Any, name: str) -> int | None:
+    if name in MOVES:
+        return 0
+    if name in PER_ELEMENT:
+        return PER_ELEMENT[name]
+    if name in REDUCTIONS:
+        return 1
+    if torch.Tag.pointwise in getattr(func, "tags", ()) or "_foreach_" in str(func):
+        return 1
+    return None
+
+
+def _element_count(counted: Tensor | None, given: dict[str, Any], results: Sequence[Tensor]) -> int:
+    """Return the elements of ``counted``, else of the first list of tensors, else of the largest operand or result."""
+    if counted is not None:
+        return counted.numel()
+    first = next(iter(given.values()), None)
+    if isinstance(first, list | tuple) and first and isinstance(first[0], Tensor):
+        return sum(one.numel() for one in first)
+    operands = [one for one in given.values() if isinstance(one, Tensor)]
+    return max(one.numel() for one in (*operands, *results) if one.is_floating_point())

@@ -1,0 +1,177 @@
+"""The built-in model's work by formula: against what is counted while it runs, and against its own parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.analysis.work import RunWork, read_work
+from profkit.models.flops import flops_by_path
+from profkit.models.presets import PRESETS
+from profkit.models.step_work import model_work
+from profkit.models.workload import Workload
+
+torch = pytest.importorskip("torch")
+
+from profkit.capture import step as training  # noqa: E402
+from profkit.capture.step import TrainingStep  # noqa: E402
+from profkit.capture.work_counter import WorkCounter  # noqa: E402
+from profkit.models import transformer  # noqa: E402
+
+FIELDS = ("flops", "other_flops", "least_bytes", "flops_by_dtype", "instances", "varies")
+
+
+def _formula(workload: Workload) -> dict[tuple[str, ...], dict[str, Any]]:
+    return _rows(model_work({(): workload}, tf32=False))
+
+
+def _counted(workload: Workload, device: str = "cpu") -> dict[str, Any]:
+    step = TrainingStep(workload, torch.device(device))
+    step._run_phases()
+    counter = WorkCounter()
+    counter.start()
+    step._run_phases()
+    counter.stop()
+    return counter.content()
+
+
+def _rows(content: dict[str, Any]) -> dict[tuple[str, ...], dict[str, Any]]:
+    return {tuple(row["path"]): {field: row[field] for field in FIELDS} for row in content["ranges"]}
+
+
+def _workload(**options: Any) -> Workload:
+    return Workload("tiny", **{"batch": 2, "context": 16, "device": "cpu", **options})
+
+
+@pytest.mark.parametrize(("batch", "context"), [(1, 8), (2, 16), (3, 33)])
+def test_what_is_counted_in_a_step_is_what_the_formula_says(batch: int, context: int) -> None:
+    workload = _workload(batch=batch, context=context)
+    counted = _counted(workload)
+    assert _rows(counted) == _formula(workload)
+    content = model_work({(): workload}, tf32=False)
+    assert counted["model_flops"] == content["model_flops"]
+    assert (counted["missing"], counted["dtype"]) == ([], "fp32")
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_bf16_with_the_casts_that_autocast_does_on_a_gpu(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exp(scores: Any) -> Any:
+        return _exp(scores.float())
+
+    def cross_entropy(logits: Any, targets: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return torch.nn.functional.nll_loss(torch.log_softmax(logits, -1).float(), targets)
+
+    _exp = torch.exp
+    monkeypatch.setattr(transformer.torch, "exp", exp)
+    monkeypatch.setattr(training, "cross_entropy", cross_entropy)
+    workload = _workload(batch=batch, dtype="bf16")
+    assert _rows(_counted(workload)) == _formula(workload)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_on_a_gpu_the_same_is_counted(batch: int, dtype: str) -> None:
+    workload = _workload(batch=batch, dtype=dtype, device="cuda")
+    counted, formula = _rows(_counted(workload, "cuda")), _formula(workload)
+    # One number for all step counts, that the optimizer makes on the host.
+    for path in ((), ("optimizer",)):
+        extra = counted[path]["least_bytes"] - formula[path]["least_bytes"]
+        assert 0 <= extra <= 16
+        counted[path]["least_bytes"] -= extra
+    assert counted == formula
+
+
+@pytest.mark.parametrize("passes", ["forward", "forward-backward", "train"])
+def test_the_phases_are_those_of_the_step_and_make_it_up(passes: Any) -> None:
+    rows = _formula(_workload(passes=passes))
+    phases = {path: row for path, row in rows.items() if len(path) == 1}
+    expected = {"forward": ["forward"], "forward-backward": ["forward", "loss", "backward"]}
+    assert [path[0] for path in phases] == expected.get(passes, ["forward", "loss", "backward", "optimizer"])
+    for field in ("flops", "other_flops"):
+        assert rows[()][field] == sum(row[field] for row in phases.values())
+    assert rows[()]["least_bytes"] <= sum(row["least_bytes"] for row in phases.values())
+
+
+def test_without_a_backward_pass_nothing_is_kept_for_it() -> None:
+    """By hand: tokens, embedded rows, weights, gains, tables and mask are read, logits are written."""
+    preset, rows = PRESETS["tiny"], _formula(_workload(passes="forward"))
+    read = 2 * 16 * 8 + 2 * 16 * 128 * 4 + (preset.parameter_count - 10_000 * 128) * 4 + 2 * 16 * 16 * 4 + 16 * 16
+    assert rows[("forward",)]["least_bytes"] == rows[()]["least_bytes"] == read + 2 * 16 * 10_000 * 4
+
+
+def test_flops_are_those_of_the_ranges_payloads() -> None:
+    preset = PRESETS["small"]
+    rows = _formula(Workload("small"))
+    paths = flops_by_path(preset, 4, 256)
+    assert {path: rows[tuple(path.split("/"))]["flops"] for path in paths} == paths
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_presets_flops_equal_torchs_counter(name: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    workload = Workload(name, batch=2, context=16)
+    with torch.device("meta"):
+        model = transformer.TransformerLM(workload.preset, 16)
+        tokens = torch.zeros(2, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as forward:
+        logits = model(tokens)
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    rows = _formula(workload)
+    assert rows[("forward",)]["flops"] == forward.get_total_flops()
+    assert rows[("backward",)]["flops"] == backward.get_total_flops()
+
+
+def _needed(workload: Workload, path: tuple[str, ...]) -> int:
+    content = model_work({(): workload}, tf32=False)
+    return next(row["needed_flops"] for row in content["ranges"] if tuple(row["path"]) == path)
+
+
+def test_a_causal_mask_leaves_query_q_its_first_keys() -> None:
+    workload = _workload(context=10)
+    seen = sum(q + 1 for q in range(10))
+    scores = ("forward", "layer 0", "attention", "scaled dot product attention", "computing attention scores")
+    product = 2 * 2 * 128 * seen  # 2 b d, for all heads
+    assert _needed(workload, scores) == product
+    assert _needed(workload, scores[:-1]) == 2 * product
+    rows = _formula(workload)
+    hidden = rows[scores]["flops"] - product
+    assert _needed(workload, ("forward", "layer 1")) == rows[("forward", "layer 1")]["flops"] - 2 * hidden
+    assert _needed(workload, ("forward",)) == rows[("forward",)]["flops"] - 4 * hidden
+    assert _needed(workload, ("backward",)) == rows[("backward",)]["flops"] - 8 * hidden
+    assert _needed(workload, ("forward", "layer 0", "ffn")) == rows[("forward", "layer 0", "ffn")]["flops"]
+
+
+def test_compiled_code_has_its_phases_and_no_bytes_that_are_the_compilers_choice() -> None:
+    eager, compiled = _formula(_workload()), _formula(_workload(compile_mode="default"))
+    assert list(compiled) == [path for path in eager if len(path) < 2]
+    assert compiled[("forward",)]["flops"] == eager[("forward",)]["flops"]
+    assert compiled[("forward",)]["least_bytes"] < eager[("forward",)]["least_bytes"]
+    assert compiled[("optimizer",)] == eager[("optimizer",)]
+
+
+def test_several_contexts_and_tf32(tmp_path: Path) -> None:
+    workloads = {(f"context {n}",): dataclasses.replace(_workload(), context=n) for n in (8, 16)}
+    (tmp_path / "work.json").write_text(json.dumps(model_work(workloads, tf32=True)))
+    work = read_work(tmp_path)
+    assert isinstance(work, RunWork)
+    assert work.dtype == "tf32"
+    step, forward = work.find(("context 16",)), work.find(("context 8", "forward"))
+    assert step is not None
+    assert forward is not None
+    assert set(step.flops_by_dtype) == {"tf32"}
+    assert work.model_flops == 3 * forward.flops
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, profkit.models.step_work\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,246 @@
+"""Counting while a workload runs: torch's own total to the operation, equal results to the bit, ranges on threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from profkit.capture import work_counter  # noqa: E402
+from profkit.capture.work_counter import WorkCounter  # noqa: E402
+from profkit.ranges import annotate  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch._dynamo.utils.counters.clear()
+
+
+def _count(run: Callable[[], Any]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return the rows by path, and all else as the row of the path ``("",)``."""
+    counter = WorkCounter()
+    counter.start()
+    try:
+        run()
+    finally:
+        counter.stop()
+    content = counter.content()
+    return {("",): content, **{tuple(row["path"]): row for row in content["ranges"]}}
+
+
+def _convolution() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.ConvTranspose2d(8, 4, 3))
+    net(torch.randn(2, 3, 10, 10)).sum().backward()
+
+
+def _attention() -> None:
+    query = torch.randn(2, 4, 16, 8, requires_grad=True)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    functional.scaled_dot_product_attention(query, query, query, attn_mask=torch.zeros(16, 16)).sum().backward()
+    layer(torch.randn(2, 5, 32)).sum().backward()
+
+
+def _inference() -> None:
+    with torch.inference_mode():
+        nn.Linear(8, 4)(torch.randn(3, 8)) @ torch.randn(4, 2)
+
+
+def _checkpointed() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    checkpoint(net, torch.randn(3, 8, requires_grad=True), use_reentrant=False).sum().backward()
+
+
+def _embedding_and_optimizer() -> None:
+    embedding, head = nn.Embedding(50, 8), nn.Linear(8, 50)
+    optimizer = torch.optim.SGD([*embedding.parameters(), *head.parameters()], 0.1, momentum=0.9, foreach=True)
+    tokens = torch.randint(50, (4, 6))
+    functional.cross_entropy(head(embedding(tokens)).flatten(0, 1), tokens.flatten()).backward()
+    nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+    optimizer.step()
+
+
+WORKLOADS = [_convolution, _attention, _inference, _checkpointed, _embedding_and_optimizer]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_flops_equal_torchs_counter(workload: Callable[[], None]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as torchs:
+        workload()
+    row = _count(workload)[()]
+    assert row["flops"] == torchs.get_total_flops() > 0
+    assert row["flops_by_dtype"] == {"fp32": row["flops"]}
+    assert row["other_flops"] > 0 or workload is _inference
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_operator_has_a_formula(workload: Callable[[], None]) -> None:
+    assert _count(workload)[("",)]["missing"] == []
+
+
+def _losses(how: str) -> list[str]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1))
+    called = torch.compile(model, backend="inductor") if how == "compiled" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(4):
+        counter = WorkCounter() if number == 2 and how != "plain" else None
+        if counter is not None:
+            counter.start()
+        loss = called(torch.randn(5, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if counter is not None:
+            counter.stop()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def test_losses_are_the_same_to_the_bit() -> None:
+    assert _losses("counted") == _losses("plain")
+
+
+def test_compiled_code_runs_as_compiled_and_is_named() -> None:
+    torch._dynamo.reset()
+    before = dict(torch._dynamo.utils.counters["stats"])
+    linear = nn.Linear(8, 4)
+    compiled = torch.compile(lambda x: functional.gelu(linear(x)).sum(), backend="aot_eager")
+    x = torch.randn(3, 8)
+    compiled(x).backward()
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before.get("unique_graphs", 0)
+    content = _count(lambda: compiled(x).backward())[("",)]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before.get("unique_graphs", 0) == frames == 1
+    assert content["missing"] == ["compiled code"]
+    assert content["model_flops"] == 2 * (2 * 3 * 8 * 4)  # forward, and the weight's gradient
+
+
+def test_what_a_checkpoint_computes_again_is_done_but_is_not_the_models() -> None:
+    content = _count(_checkpointed)
+    product = 2 * 3 * 8 * 8
+    # Two forward, four backward; again only the first: nothing is wanted of the second's result.
+    assert content[()]["flops"] == 7 * product
+    assert content[("",)]["model_flops"] == 6 * product
+
+
+def test_ranges_nest_and_instances_that_differ_say_so() -> None:
+    def run() -> None:
+        x = torch.ones(4, 4)
+        for size in (4, 2):
+            with annotate("outer"), annotate("inner"):
+                x[:size] @ x
+        with annotate("optimizer"):
+            x @ x
+
+    rows = _count(run)
+    inner = rows[("outer", "inner")]
+    assert (inner["flops"], inner["instances"], inner["varies"]) == ((128 + 64) // 2, 2, True)
+    assert rows[("outer",)]["flops"] == 96
+    assert rows[("optimizer",)]["flops"] == 128
+    assert not rows[("optimizer",)]["varies"]
+    assert rows[("",)]["model_flops"] == 128 + 64
+
+
+def test_a_range_that_was_open_before_counting_closes_without_harm() -> None:
+    counter = WorkCounter()
+    with annotate("before"):
+        counter.start()
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    with annotate("after"):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        counter.stop()
+    rows = {tuple(row["path"]): row["flops"] for row in counter.content()["ranges"]}
+    assert rows == {(): 32, ("after",): 16}
+
+
+def test_a_range_of_another_thread_lies_in_those_of_the_thread_that_counts() -> None:
+    """As a backward pass on an autograd thread has it: the mode is taken along, the open ranges are another's."""
+    counter = WorkCounter()
+    counter.start()
+
+    def backward() -> None:
+        with annotate("layer"):
+            counter.__torch_dispatch__(torch.ops.aten.mm.default, (), (torch.ones(2, 2), torch.ones(2, 2)))
+
+    with annotate("backward"):
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    counter.stop()
+    assert [tuple(row["path"]) for row in counter.content()["ranges"]] == [(), ("backward",), ("backward", "layer")]
+
+
+@pytest.mark.gpu
+def test_the_autograd_thread_of_a_gpu_is_counted() -> None:
+    threads = set()
+
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            threads.add(threading.get_ident())
+            with annotate("marked"):
+                return gradient @ gradient
+
+    x = torch.ones(4, 4, device="cuda", requires_grad=True)
+
+    def run() -> None:
+        with annotate("backward"):
+            Marked.apply(x @ x).sum().backward()
+
+    rows = _count(run)
+    assert threads
+    assert threading.get_ident() not in threads
+    assert rows[("backward", "marked")]["flops"] == 128
+    assert rows[("backward",)]["flops"] == 4 * 128
+
+
+def test_causal_attention_as_needed() -> None:
+    query = torch.randn(2, 4, 8, 16)
+    packet = torch.ops.aten._scaled_dot_product_flash_attention
+    given = {"query": query, "key": query[:, :, :6], "is_causal": True}
+    flops = 2 * 2 * 2 * 4 * 8 * 6 * 16
+    seen = 1 + 2 + 3 + 4 + 5 + 6 + 6 + 6
+    assert work_counter.masked_flops(packet, given, flops) == flops - 2 * 2 * 2 * 4 * seen * 16
+    assert work_counter.masked_flops(packet, {**given, "is_causal": False}, flops) == 0
+
+
+def test_bytes_of_views_and_of_rows_that_are_looked_up() -> None:
+    table, index = torch.randn(1000, 4), torch.tensor([3, 5])
+
+    def run() -> None:
+        wide = torch.randn(6, 4)  # made inside
+        first, second = wide.split(3)
+        kept.append(first + second)
+        kept.append(functional.embedding(index, table))
+        kept.append(table.t()[:, :2] * 1)
+
+    kept: list[Any] = []
+    results = 3 * 4 * 4 + 2 * 4 * 4 + 4 * 2 * 4
+    assert _count(run)[()]["least_bytes"] == 2 * 4 * 4 + 2 * 8 + 2 * 4 * 4 + results
+
+
+def test_an_operator_without_a_formula_is_named() -> None:
+    assert _count(lambda: torch.linalg.qr(torch.randn(4, 4)))[("",)]["missing"] == ["aten::linalg_qr"]
+
+
+def test_a_formula_of_torchs_that_fails_does_not_end_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> int:
+        raise AssertionError
+
+    monkeypatch.setitem(work_counter.torch_flops.__globals__["flop_registry"], torch.ops.aten.mm, fails)
+    content = _count(lambda: torch.ones(2, 2) @ torch.ones(2, 2))[("",)]
+    assert content["missing"] == ["aten::mm (AssertionError in torch's formula)"]
