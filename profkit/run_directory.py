@@ -7,6 +7,7 @@ when it holds ``manifest.json``; the manifest's ``status`` is ``complete``, ``in
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ WORK = "work.json"
 CEILINGS = "ceilings.json"
 PREDICTED = "predicted.json"
 LOG = "log.txt"
+
+RANK_FILES = "*.rank*.*"
+"""What `name_of_rank` gives ranks other than 0."""
+
+_RANK_TRACE = re.compile(r"trace\.rank(\d+)\.json\.gz")
 
 
 def read_manifest(run: Path) -> dict[str, Any]:
@@ -44,15 +50,43 @@ def read_manifest(run: Path) -> dict[str, Any]:
     return manifest
 
 
+def name_of_rank(name: str, rank: int) -> str:
+    """Return the name of a file that each rank leaves: ``trace.rank1.json.gz``; the plain one for rank 0."""
+    stem, _, suffix = name.partition(".")
+    return f"{stem}.rank{rank}.{suffix}" if rank else name
+
+
 def find_trace(run: Path) -> Path:
-    """Return the trace of a run directory: the nsys export if there is one, else the report, else Kineto's trace."""
+    """Return the trace of a run directory: the nsys export if there is one, else the report, else Kineto's trace.
+
+    Of several ranks' traces it is the first; `rank_traces` has them all.
+    """
     manifest = read_manifest(run)
-    for name in (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE):
+    of_ranks = sorted(path.name for path in run.iterdir() if _RANK_TRACE.fullmatch(path.name))
+    for name in (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE, *of_ranks):
         if (run / name).exists():
             return run / name
     if manifest.get("status") != "complete":
         raise TraceError(f"{run}: this run holds no trace: {_ending(manifest)}")
     raise TraceError(f"{run}: this run holds no trace (none of {NSYS_EXPORT}, {NSYS_REPORT}, {KINETO_TRACE})")
+
+
+def rank_traces(run: Path) -> dict[int, Path]:
+    """Return the torch.profiler traces of a run's ranks by rank; none for a run of one process or under nsys."""
+    named = {path: _RANK_TRACE.fullmatch(path.name) for path in run.iterdir()}
+    others = {int(match[1]): path for path, match in named.items() if match}
+    if not others or find_trace(run).name in (NSYS_EXPORT, NSYS_REPORT):
+        return {}
+    first = {0: run / KINETO_TRACE} if (run / KINETO_TRACE).exists() else {}
+    return dict(sorted({**first, **others}.items()))
+
+
+def read_ranks(run: Path) -> dict[int, int]:
+    """Return pid → rank of the processes that the run recorded, as they themselves told profkit."""
+    processes = read_manifest(run).get("processes")
+    told = processes if isinstance(processes, list) else []
+    pairs = [(one.get("pid"), one.get("rank")) for one in told if isinstance(one, dict)]
+    return {pid: rank for pid, rank in pairs if isinstance(pid, int) and isinstance(rank, int)}
 
 
 def find_snapshot(run: Path) -> Path:

@@ -16,13 +16,17 @@ from profkit.trace.columns import Bools, Copies, Ints, Trace, Work, distinct_val
 
 @dataclass(frozen=True)
 class KernelFilter:
-    """What to count: a range, less another, one instance, some processes (by pid) and devices; None is no limit."""
+    """What to count: a range, less another, one instance, some processes (by pid) and devices; None is no limit.
+
+    ``rank`` tells which rank's trace this is asked of: one that holds nothing else.
+    """
 
     range: str | None = None
     exclude: str | None = None
     instance: int | None = None
     process: int | None = None
     device: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

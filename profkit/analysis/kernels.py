@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.attribution import AMBIGUOUS_HOST, NO_LAUNCH_RECORD, OUTSIDE, Attribution, Ledger
+from profkit.analysis.attribution import Attribution, Ledger
 from profkit.analysis.busy import busy_ns, union_ns
-from profkit.analysis.categories import categorize
 from profkit.analysis.kernel_filter import Instances, KernelFilter, choose_work
+from profkit.analysis.kernel_rows import Grouping, KernelRow, build_rows
 from profkit.analysis.limits import refuse_impossible_times
-from profkit.analysis.range_tree import kind_paths
+from profkit.analysis.ranks import RankRow, Ranks, compare_ranks, slowest_rank
 from profkit.analysis.selection import (
     DIRECT_EVIDENCE,
     INFERRED_EVIDENCE,
@@ -22,42 +21,18 @@ from profkit.analysis.selection import (
 )
 from profkit.analysis.warnings import Caution, warn_of_instances, warn_of_placement, warn_of_sequence
 from profkit.errors import TraceError, UsageError
-from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
+from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Grouping = Literal["kernel", "category", "range"]
-
-_PLACELESS = {
-    OUTSIDE: "(outside every range)",
-    AMBIGUOUS_HOST: "(ambiguous: two or more ranges could claim it)",
-    NO_LAUNCH_RECORD: "(no launch record)",
-}
-
-
-@dataclass(frozen=True)
-class KernelRow:
-    """One line of the share table; ``name`` is a kernel, a category or a range path, as grouped.
-
-    ``share`` is of the kernel and graph time of the selection, 0–1. ``per_instance_count`` is ``count`` over the
-    range's outermost instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded.
-    """
-
-    name: str
-    category: str
-    count: int
-    per_instance_count: float | None
-    total_ns: int
-    share: float
-    mean_ns: int
-    min_ns: int
-    max_ns: int
-
 
 @dataclass(frozen=True)
 class InstanceRow:
-    """One instance of the selected range: when it began, how long it was open, and the work launched under it."""
+    """One instance of the selected range: when it began, how long it was open, and the work launched under it.
+
+    ``rank`` is its process's, in a distributed run.
+    """
 
     instance: int
     start_ns: int
@@ -65,6 +40,7 @@ class InstanceRow:
     kernel_count: int
     kernel_time_ns: int
     busy_ns: int
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +60,8 @@ class KernelsResult:
     ``filters`` is what was asked for: with one of them set, the table holds a part of the capture or range.
     ``first_ns`` is the start of the first thing recorded, from which instances are counted for people. ``instances``
     are those left by the filters, with a device those that have work on it; ``outermost_instances`` of them lie in no
-    other: a time or count per instance is over these.
+    other: a time or count per instance is over these. ``ranks`` has a row for each rank of a distributed run, known by
+    ``rank_evidence``; the slowest is the one with the most kernel time outside communication.
     """
 
     trace: str
@@ -107,6 +84,9 @@ class KernelsResult:
     filters: KernelFilter = field(default_factory=KernelFilter)
     first_ns: int = 0
     outermost_instances: int | None = None
+    ranks: tuple[RankRow, ...] = ()
+    rank_evidence: str | None = None
+    slowest_rank: int | None = None
 
     @property
     def total_ns(self) -> int:
@@ -131,6 +111,7 @@ class KernelsResult:
 def summarize_kernels(
     attribution: Attribution,
     wanted: KernelFilter | None = None,
+    ranks: Ranks | None = None,
     *,
     by: Grouping = "kernel",
     per_instance: bool = False,
@@ -141,7 +122,7 @@ def summarize_kernels(
         TraceError: the trace recorded no GPU work, holds impossible times, or has no ranges while one is asked for.
         UsageError: an unknown range, process, device or instance, or options that exclude each other.
     """
-    wanted = wanted or KernelFilter()
+    wanted, ranks = wanted or KernelFilter(), ranks or Ranks()
     trace = attribution.trace
     if not len(trace.work):
         raise TraceError(explain_no_work(trace))
@@ -156,6 +137,8 @@ def summarize_kernels(
     graphs = rows & work.is_graph
     evidence_ns = None if instances is None else _sum_evidence(work.duration_ns, instances.selected.evidence, rows)
     outermost_count = None if instances is None else len(instances.outermost)
+    compared = compare_ranks(trace, ranks, chosen)
+    slowest = slowest_rank(compared)
     return KernelsResult(
         trace=trace.path,
         measure=trace.measure,
@@ -168,7 +151,7 @@ def summarize_kernels(
         busy_ns=busy_ns(work.device[rows], work.start_ns[rows], work.end_ns[rows]),
         wall_ns=last_ns - first_ns if instances is None else instances.wall_ns,
         copies=_total_copies(trace.copies, chosen.copies),
-        kernels=_build_rows(attribution, rows, by, outermost_count),
+        kernels=build_rows(attribution, rows, by, outermost_count, ranks),
         range_evidence=evidence_ns,
         ledger=attribution.ledger,
         warnings=(
@@ -177,10 +160,13 @@ def summarize_kernels(
             *warn_of_placement(attribution),
         ),
         by=by,
-        per_instance=_instance_rows(attribution, rows, instances) if per_instance and instances else None,
+        per_instance=_instance_rows(attribution, rows, instances, ranks) if per_instance and instances else None,
         filters=wanted,
         first_ns=first_ns,
         outermost_instances=outermost_count,
+        ranks=compared,
+        rank_evidence=ranks.evidence,
+        slowest_rank=None if slowest is None else slowest.rank,
     )
 
 
@@ -217,65 +203,9 @@ def _total_copies(copies: Copies, rows: Bools) -> CopyTotals:
     return CopyTotals(int(moves.sum()), int(duration[moves].sum()), int(sets.sum()), int(duration[sets].sum()))
 
 
-def _build_rows(attribution: Attribution, rows: Bools, by: Grouping, instances: int | None) -> tuple[KernelRow, ...]:
-    """Return the lines of the table, the largest total first, equal totals by name."""
-    work = attribution.trace.work
-    chosen = np.flatnonzero(rows)
-    labels, key = _group_keys(attribution, chosen, by)
-    if not len(chosen):
-        return ()
-    duration = work.duration_ns[chosen]
-    order = np.argsort(key, kind="stable")
-    keys, first = np.unique(key[order], return_index=True)
-    ordered = duration[order]
-    totals = np.add.reduceat(ordered, first)
-    lows, highs = np.minimum.reduceat(ordered, first), np.maximum.reduceat(ordered, first)
-    counts = np.diff(np.append(first, len(ordered)))
-    whole = int(duration.sum())
-    table = [
-        KernelRow(
-            name=labels(key)[0],
-            category=labels(key)[1],
-            count=count,
-            per_instance_count=count / instances if instances else None,
-            total_ns=total,
-            share=total / whole if whole else 0.0,
-            mean_ns=round(total / count),
-            min_ns=low,
-            max_ns=high,
-        )
-        for key, count, total, low, high in zip(
-            keys.tolist(), counts.tolist(), totals.tolist(), lows.tolist(), highs.tolist(), strict=True
-        )
-    ]
-    return tuple(sorted(table, key=lambda row: (-row.total_ns, row.name)))
-
-
-def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[Callable[[int], tuple[str, str]], Ints]:
-    """Return each chosen row's group, and what gives a group its name and category."""
-    trace = attribution.trace
-    name = trace.work.name[chosen]
-    if by == "range":
-        placed = attribution.work
-        innermost = np.where(placed.own[chosen] >= 0, placed.own[chosen], placed.host[chosen])
-        # Below the ranges' own numbers, one for each reason why work has none.
-        place = np.where(innermost >= 0, innermost, -1 - placed.verdict[chosen])
-        ids, inverse = np.unique(place, return_inverse=True)
-        kinds = kind_paths(attribution)
-        paths = [kinds[i] if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
-        distinct = sorted(set(paths))
-        return lambda key: (distinct[key], ""), np.array([distinct.index(p) for p in paths], dtype=np.int64)[inverse]
-    categories = {i: categorize(trace.names[i], trace.measure).name for i in distinct_values(name).tolist()}
-    if by == "kernel":
-        return lambda key: (trace.names[key], categories[key]), name
-    distinct = sorted(set(categories.values()))
-    position = {i: distinct.index(category) for i, category in categories.items()}
-    ids, inverse = np.unique(name, return_inverse=True)
-    index = np.array([position[i] for i in ids.tolist()], dtype=np.int64)
-    return lambda key: (distinct[key], distinct[key]), index[inverse]
-
-
-def _instance_rows(attribution: Attribution, rows: Bools, instances: Instances) -> tuple[InstanceRow, ...]:
+def _instance_rows(
+    attribution: Attribution, rows: Bools, instances: Instances, ranks: Ranks
+) -> tuple[InstanceRow, ...]:
     """Return one line per instance that counts; nested instances of one name report under the one around them."""
     trace, work = attribution.trace, attribution.trace.work
     selection = instances.selection
@@ -289,6 +219,7 @@ def _instance_rows(attribution: Attribution, rows: Bools, instances: Instances) 
     np.add.at(busy, groups // max(len(devices), 1), unions)
     np.add.at(total, position, work.duration_ns[chosen])
     ranges = trace.ranges
+    rank_of = {process: rank for rank, process in ranks.members}
     return tuple(
         InstanceRow(
             instance=selection.first_number + i,
@@ -297,6 +228,7 @@ def _instance_rows(attribution: Attribution, rows: Bools, instances: Instances) 
             kernel_count=int(count[i]),
             kernel_time_ns=int(total[i]),
             busy_ns=int(busy[i]),
+            rank=rank_of.get(int(ranges.process[index])),
         )
         for i, index in enumerate(selection.members.tolist())
         if instances.present[i]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.kernel_filter import KernelFilter
-from profkit.analysis.kernels import Grouping, KernelsResult, summarize_kernels
+from profkit.analysis.kernel_rows import Grouping
+from profkit.analysis.kernels import KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
+from profkit.analysis.ranks import Ranks, explain_no_rank, find_ranks
 from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun, know_run
 from profkit.analysis.self_check import SelfCheck, check_capture
-from profkit.errors import TraceError
-from profkit.run_directory import LOG, find_trace, read_manifest
+from profkit.errors import TraceError, UsageError
+from profkit.run_directory import LOG, find_trace, rank_traces, read_manifest, read_ranks
 from profkit.trace.columns import Trace
+from profkit.trace.processes import combine_traces, only_process
 
 _SQLITE = b"SQLite format 3\x00"
 _GZIP = b"\x1f\x8b"
@@ -24,11 +28,35 @@ _UTF8_MARK = b"\xef\xbb\xbf"
 class OpenedTrace:
     """One trace, read and attributed; made by `read_trace`."""
 
-    def __init__(self, trace: Trace, *, thread_only: bool = False, log: str = "", run: KnownRun = UNKNOWN_RUN) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        thread_only: bool = False,
+        log: str = "",
+        run: KnownRun = UNKNOWN_RUN,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.trace = trace
+        self.ranks = ranks or Ranks()
+        self.rank: int | None = None
+        """The one rank that the trace was limited to, if it was."""
         self._thread_only = thread_only
         self._log = log
         self._run = run
+
+    def of_rank(self, rank: int) -> OpenedTrace:
+        """Return what one rank did, as a trace of its own: its books close over that rank's time.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        trace = only_process(self.trace, self.ranks.process_of(rank))
+        opened = OpenedTrace(
+            trace, thread_only=self._thread_only, log=self._log, run=self._run, ranks=self.ranks.only(rank)
+        )
+        opened.rank = rank
+        return opened
 
     @cached_property
     def attribution(self) -> Attribution:
@@ -69,34 +97,57 @@ class OpenedTrace:
             TraceError: there is no GPU work, or there are no ranges to choose from.
             UsageError: an unknown range (the nearest names are in the message), process, device or instance.
         """
-        wanted = KernelFilter(range, exclude, instance, process, device)
-        return summarize_kernels(self.attribution, wanted, by=by, per_instance=per_instance)
+        wanted = KernelFilter(range, exclude, instance, process, device, self.rank)
+        return summarize_kernels(self.attribution, wanted, self.ranks, by=by, per_instance=per_instance)
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
-        return summarize_ranges(self.attribution, numbered=numbered)
+        return replace(summarize_ranges(self.attribution, numbered=numbered), rank=self.rank)
 
 
-def read_trace(path: str | Path, *, thread_only: bool = False) -> OpenedTrace:
+def read_trace(path: str | Path, *, rank: int | None = None, thread_only: bool = False) -> OpenedTrace:
     """Open an nsys SQLite export, a Kineto trace (``.json``, ``.json.gz``) or a run directory.
 
-    The file is told by its content, not its name, and is never written to.
+    The file is told by its content, not its name, and is never written to. Of a run whose ranks left a torch.profiler
+    trace each, all of them are opened as one.
 
     Args:
         path: the capture.
+        rank: only what this rank of a distributed run did.
         thread_only: place work by the launching thread's own ranges alone, as per-thread tools do.
 
     Raises:
         TraceError: the file cannot be read or is none of these.
         RunError: a directory that is no run.
+        UsageError: there is no such rank.
     """
     path = Path(path)
-    log, known = "", UNKNOWN_RUN
+    log, run, pids = "", UNKNOWN_RUN, {}
     if path.is_dir():
-        run, path = path, find_trace(path)
-        known = know_run(read_manifest(run))
-        log = (run / LOG).read_text(encoding="utf-8", errors="replace") if (run / LOG).exists() else ""
-    return OpenedTrace(_read(path), thread_only=thread_only, log=log, run=known)
+        trace = _read_run(path, rank)
+        run, pids = know_run(read_manifest(path)), read_ranks(path)
+        log = (path / LOG).read_text(encoding="utf-8", errors="replace") if (path / LOG).exists() else ""
+    else:
+        trace = _read(path)
+    opened = OpenedTrace(trace, thread_only=thread_only, log=log, run=run, ranks=find_ranks(trace, pids))
+    return opened if rank is None else opened.of_rank(rank)
+
+
+def _read_run(run: Path, rank: int | None) -> Trace:
+    """Return the trace of a run; if its ranks left one each, that of the wanted rank, or all as one."""
+    found = rank_traces(run)
+    if not found:
+        return _read(find_trace(run))
+    if rank is not None and rank not in found:
+        raise UsageError(explain_no_rank(rank, tuple(found)))
+    wanted = {rank: found[rank]} if rank is not None else found
+    # One file after the other: parsed, each takes many times its columns' memory.
+    return combine_traces([_of_rank(_read(path), number) for number, path in wanted.items()], str(run))
+
+
+def _of_rank(trace: Trace, number: int) -> Trace:
+    """Return the trace, which profkit named after its rank, with that rank for its one process."""
+    return replace(trace, ranks=trace.ranks or dict.fromkeys(list(trace.process_ids)[:1], number))
 
 
 def _read(path: Path) -> Trace:

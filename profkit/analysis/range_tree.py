@@ -41,13 +41,17 @@ class RangeRow:
 
 @dataclass(frozen=True)
 class RangesResult:
-    """The tree, depth first, siblings by their first start; ``total_ns`` is all kernel time of the capture."""
+    """The tree, depth first, siblings by their first start; ``total_ns`` is all kernel time of the capture.
+
+    ``rank`` is the one whose trace it is of, where only that was asked for.
+    """
 
     trace: str
     measure: str
     total_ns: int
     ranges: tuple[RangeRow, ...]
     warnings: tuple[Caution, ...]
+    rank: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""

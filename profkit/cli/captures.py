@@ -10,16 +10,17 @@ from profkit.run_directory import find_trace
 _REPORT = ".nsys-rep"
 
 
-def open_trace(path: Path, *, thread_only: bool = False) -> OpenedTrace:
+def open_trace(path: Path, *, rank: int | None = None, thread_only: bool = False) -> OpenedTrace:
     """Return the opened trace; a ``.nsys-rep`` is exported first, into the user's cache, if nsys is here.
 
     Raises:
         TraceError: the file cannot be read.
         ToolError: a report, and no nsys to export it.
+        UsageError: there is no such rank.
     """
     report = find_trace(path) if path.is_dir() else path
     if report.suffix == _REPORT and report.is_file():
         from profkit.launch.export import export_report
 
         path = export_report(report)
-    return read_trace(path, thread_only=thread_only)
+    return read_trace(path, rank=rank, thread_only=thread_only)

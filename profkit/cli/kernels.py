@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from profkit.analysis.kernel_filter import KernelFilter
-from profkit.analysis.kernels import Grouping, KernelsResult
+from profkit.analysis.kernel_rows import Grouping
+from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
@@ -28,6 +29,7 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 @click.option("--exclude", metavar="RANGE", help="Leave out what lies under this range, such as warmup.")
 @click.option("--instance", type=int, metavar="N", help="Only the N-th instance of the range, counted from 0.")
 @click.option("--per-instance", is_flag=True, help="Also one line per instance of the range; in CSV that alone.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
 @click.option("--process", type=int, metavar="PID", help="Only this process.")
 @click.option("--device", type=int, metavar="N", help="Only this GPU.")
 @click.option("--by", type=click.Choice(["kernel", "category", "range"]), default="kernel", show_default=True)
@@ -44,6 +46,7 @@ def kernels(
     exclude: str | None,
     instance: int | None,
     per_instance: bool,
+    rank: int | None,
     process: int | None,
     device: int | None,
     by: Grouping,
@@ -68,7 +71,7 @@ def kernels(
     _refuse_misfits(explain, by, style, plot)
     refuse_overwriting([trace], [output, plot])
     with shown_after_a_second(f"reading {trace.name}"):
-        opened = open_trace(trace, thread_only=thread_only)
+        opened = open_trace(trace, rank=rank, thread_only=thread_only)
         result = opened.kernels(
             name,
             exclude=exclude,
@@ -111,7 +114,7 @@ def _refuse_misfits(explain: bool, by: Grouping, style: Format, plot: Path | Non
 
 def _with_phases(text: str, opened: OpenedTrace, result: KernelsResult) -> str:
     """Put the table of phases before that of the whole capture; beside a part of it they would mislead."""
-    if result.filters != KernelFilter() or result.by != "kernel":
+    if result.filters != KernelFilter(rank=opened.rank) or result.by != "kernel":
         return text
     return "\n\n".join(part for part in (render_phases(opened), text) if part)
 

@@ -22,6 +22,7 @@ from profkit.run_directory import (
     NSYS_EXPORT,
     NSYS_REPORT,
     PREDICTED,
+    RANK_FILES,
     SNAPSHOT,
     WORK,
 )
@@ -74,7 +75,7 @@ def write_warnings(messages: Iterable[str]) -> None:
 def _files_of(capture: Path) -> list[Path]:
     run = capture if capture.is_dir() else capture.parent
     if capture.is_dir() or (run / MANIFEST).exists():
-        return [capture, *(run / name for name in _RUN_FILES)]
+        return [capture, *(run / name for name in _RUN_FILES), *run.glob(RANK_FILES)]
     return [capture]
 
 

@@ -17,12 +17,14 @@ from profkit.report.ranges import render_ranges
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
 @click.option("--numbered", is_flag=True, help="Keep 'layer 0' and 'layer 1' apart in the table (JSON always does).")
 @click.option("--thread-only", is_flag=True, help="Place work by its own thread's ranges alone, as other tools do.")
 @click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check.")
 @output_options
 def ranges(
     trace: Path,
+    rank: int | None,
     numbered: bool,
     thread_only: bool,
     strict: bool,
@@ -36,7 +38,7 @@ def ranges(
     """
     refuse_overwriting([trace], [output])
     with shown_after_a_second(f"reading {trace.name}"):
-        opened = open_trace(trace, thread_only=thread_only)
+        opened = open_trace(trace, rank=rank, thread_only=thread_only)
         numbered = numbered or style in ("json", "csv")
         result = opened.ranges(numbered=numbered)
         check = opened.self_check

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from profkit.analysis.kernels import KernelRow, KernelsResult
+from profkit.analysis.kernel_rows import KernelRow
+from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.self_check import SelfCheck
 from profkit.report.formats import (
     Column,
@@ -19,13 +20,24 @@ from profkit.report.formats import (
     render_table,
 )
 from profkit.report.kernel_names import simplify_name
+from profkit.report.ranks import (
+    are_compared,
+    build_rank_table,
+    exact_rank_columns,
+    rank_books,
+    rank_columns,
+    rank_lines,
+    rank_value,
+)
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
 from profkit.report.units import format_count, format_ns, format_share
 
 _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_ns", "max": "max_ns", "name": "name"}
 SORTS = tuple(_SORTS)
 
-_EXACT = tuple(Column(field, field) for field in KernelRow.__dataclass_fields__)
+_RANKS_BESIDE_CATEGORY = 2
+
+_EXACT = tuple(Column(field, field) for field in KernelRow.__dataclass_fields__ if field != "per_rank_ns")
 
 
 def render_kernels(
@@ -51,9 +63,11 @@ def render_kernels(
         return render_json(data | {"self_check": check_to_dict(check)})
     instances = [build_instance_table(result)] if result.per_instance is not None else []
     if style == "csv":
-        return render_csv(instances[0] if instances else _exact_table(shown))
+        return render_csv(instances[0] if instances else _exact_table(result, shown))
     failures = failure_lines(check)
     tables = [_build_table(result, shown, rest, full_names=full_names), *instances]
+    if are_compared(result):
+        tables.insert(0, build_rank_table(result))
     if style == "latex":
         heads = [*failures, *head_lines(result), *books(result)]
         return "\n".join([*(f"% {make_visible(line)}" for line in heads), "\n\n".join(map(render_latex, tables))])
@@ -84,9 +98,19 @@ def subject(result: KernelsResult) -> str:
     """Return what the table is of: the capture or a range, and the filters that leave a part of it."""
     if result.range is not None:
         what = f"range {result.range!r}, {format_count(result.instances or 0, 'instance')}"
+        what += _of_rank(result)
     else:
-        what = "part of the capture" if filter_words(result) else "whole capture"
+        what = f"part of {scope(result)}" if filter_words(result) else f"whole capture{_of_rank(result)}"
     return ", ".join([what, *filter_words(result)])
+
+
+def scope(result: KernelsResult) -> str:
+    """Return what the trace is of: the capture, or one rank of it."""
+    return "the capture" if result.filters.rank is None else f"rank {result.filters.rank}"
+
+
+def _of_rank(result: KernelsResult) -> str:
+    return "" if result.filters.rank is None else f" of rank {result.filters.rank}"
 
 
 def filter_words(result: KernelsResult) -> list[str]:
@@ -107,11 +131,12 @@ def head_lines(result: KernelsResult) -> list[str]:
     """Return what the table is of, and the three times that must not be taken for one another."""
     time_name = "self time" if result.measure == "cpu-operator" else "kernel time"
     # Without a range there is no wall time of a part: it is from the first to the last thing recorded.
-    wall_name = "wall of the capture" if result.range is None and filter_words(result) else "wall"
+    wall_name = f"wall of {scope(result)}" if result.range is None and filter_words(result) else "wall"
     return [
         f"{subject(result)}: {count_line(result)}",
         f"{time_name} {format_ns(result.total_ns)}   "
         f"busy {format_ns(result.busy_ns)}   {wall_name} {format_ns(result.wall_ns)}",
+        *(rank_lines(result) if result.ranks else []),
     ]
 
 
@@ -119,11 +144,12 @@ def books(result: KernelsResult) -> list[str]:
     """Return the lines that close the books: what share is of, the evidence, the capture's ledger, copies."""
     filters = filter_words(result)
     if result.range is not None:
-        whole = ", ".join([f"the {noun(result)} time under {result.range!r}", *filters])
+        of = [] if result.filters.rank is None else [f"{scope(result)} only"]
+        whole = ", ".join([f"the {noun(result)} time under {result.range!r}", *of, *filters])
     elif filters:
-        whole = f"the {noun(result)} time in this part of the capture ({', '.join(filters)})"
+        whole = f"the {noun(result)} time in this part of {scope(result)} ({', '.join(filters)})"
     else:
-        whole = f"all {noun(result)} time in the capture"
+        whole = f"all {noun(result)} time {'in' if result.filters.rank is None else 'of'} {scope(result)}"
     lines = [f"share is of {whole}: {result.total_ns:,} ns"]
     evidence = result.range_evidence
     if evidence is not None:
@@ -139,7 +165,8 @@ def books(result: KernelsResult) -> list[str]:
         ("no launch", ledger.no_launch_ns),
     ]
     shown = [part for part in parts if part[1] or part[0] in ("direct", "inferred", "outside")]
-    lines.append(f"capture   {_sum_line(shown, ledger.total_ns)}")
+    lines.append(f"{scope(result).removeprefix('the '):<9} {_sum_line(shown, ledger.total_ns)}")
+    lines += rank_books(result)
     copies = result.copies
     if copies.memcpy_count or copies.memset_count:
         lines.append(
@@ -156,23 +183,31 @@ def _sum_line(parts: list[tuple[str, int]], total_ns: int) -> str:
 def _build_table(
     result: KernelsResult, rows: list[KernelRow], rest: list[KernelRow], *, full_names: bool = False
 ) -> Table:
-    named = result.by == "kernel"
+    named, compared = result.by == "kernel", are_compared(result)
+    has_category = named and len(result.ranks) <= _RANKS_BESIDE_CATEGORY
     per_instance = result.instances is not None
     heading = {"kernel": noun(result), "category": "category", "range": "range"}[result.by]
     columns = [
         Column("share", "share"),
         Column("total", "total_ns"),
-        Column("count", "count"),
-        # A mean over calls says little beside a time per instance; it stays in what is read by programs.
-        *([Column("per inst.", "per_instance_ns")] if per_instance else [Column("mean", "mean_ns")]),
-        *([Column("category", "category", right=False)] if named else []),
+        # Beside columns of ranks there is no room for these; JSON and CSV have them.
+        *(rank_columns(result) if compared else _count_columns(per_instance)),
+        *([Column("category", "category", right=False)] if has_category else []),
         Column(heading, "name", right=False, flexible=True),
     ]
     keys = [column.key for column in columns]
     simple = named and not full_names and result.measure == "gpu-kernel"
     shown = [replace(row, name=simplify_name(row.name)) if simple else row for row in rows]
     shown += [_sum_rows(result, rest)] if rest else []
-    return Table(tuple(columns), [[_cell(key, _value(row, key)) for key in keys] for row in shown], [])
+    return Table(tuple(columns), [[_cell(key, _value(result, row, key)) for key in keys] for row in shown], [])
+
+
+def _count_columns(per_instance: bool) -> list[Column]:
+    # A mean over calls says little beside a time per instance; it stays in what is read by programs.
+    return [
+        Column("count", "count"),
+        Column("per inst.", "per_instance_ns") if per_instance else Column("mean", "mean_ns"),
+    ]
 
 
 def _sum_rows(result: KernelsResult, rows: list[KernelRow]) -> KernelRow:
@@ -189,24 +224,30 @@ def _sum_rows(result: KernelsResult, rows: list[KernelRow]) -> KernelRow:
         mean_ns=round(total / count),
         min_ns=min(row.min_ns for row in rows),
         max_ns=max(row.max_ns for row in rows),
+        per_rank_ns=tuple(map(sum, zip(*(row.per_rank_ns for row in rows), strict=True))),
     )
 
 
-def _exact_table(rows: list[KernelRow]) -> Table:
-    return Table(_EXACT, [], [[getattr(row, column.key) for column in _EXACT] for row in rows])
+def _exact_table(result: KernelsResult, rows: list[KernelRow]) -> Table:
+    columns = (*_EXACT, *(exact_rank_columns(result) if are_compared(result) else ()))
+    return Table(columns, [], [[_value(result, row, column.key) for column in columns] for row in rows])
 
 
-def _value(row: KernelRow, key: str) -> object:
+def _value(result: KernelsResult, row: KernelRow, key: str) -> object:
     if key == "per_instance_ns":
         each = row.per_instance_count
         return round(row.total_ns * each / row.count) if each is not None else None
+    if key.startswith("rank_"):
+        return rank_value(result, row, key)
     return getattr(row, key)
 
 
 def build_instance_table(result: KernelsResult) -> Table:
     """Return one line per instance of the range; for people, starts count from the first thing recorded."""
-    keys = ("instance", "start_ns", "wall_ns", "kernel_time_ns", "busy_ns", "kernel_count")
-    headings = ("instance", "start", "wall", "kernel time", "busy", "kernels")
+    keys = ["instance", "start_ns", "wall_ns", "kernel_time_ns", "busy_ns", "kernel_count"]
+    headings = ["instance", "start", "wall", "kernel time", "busy", "kernels"]
+    if are_compared(result):
+        keys, headings = [*keys, "rank"], [*headings, "rank"]
     columns = tuple(Column(heading, key) for heading, key in zip(headings, keys, strict=True))
     values = [[getattr(row, key) for key in keys] for row in result.per_instance or ()]
     shown = [replace(row, start_ns=row.start_ns - result.first_ns) for row in result.per_instance or ()]

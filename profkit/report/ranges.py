@@ -68,9 +68,8 @@ def books(result: RangesResult, numbered: bool) -> list[str]:
     lines = ["no GPU work was recorded: wall times alone"]
     if result.total_ns:
         kind = "operator self time" if result.measure == "cpu-operator" else "kernel time"
-        lines = [
-            f"share is of all {kind} in the capture: {result.total_ns:,} ns; a nested range counts in those around it"
-        ]
+        whole = "in the capture" if result.rank is None else f"of rank {result.rank}"
+        lines = [f"share is of all {kind} {whole}: {result.total_ns:,} ns; a nested range counts in those around it"]
     if not numbered and any("*" in row.name for row in result.ranges):
         lines.append("* stands for a number: one line for all its ranges; --numbered shows each name by itself")
     return lines

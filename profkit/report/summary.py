@@ -40,7 +40,8 @@ def render_phases(opened: OpenedTrace, contexts: Iterable[int] = ()) -> str:
     """
     whole = opened.attribution.ledger.total_ns
     warm = " (without warmup)" if _has_warmup(opened) else ""
-    note = f"phases{warm}; share is of all the capture's {format_ns(whole)}"
+    whose = "the capture" if opened.rank is None else f"rank {opened.rank}"
+    note = f"phases{warm}; share is of all {whose}'s {format_ns(whole)}"
     titles = {context_range(context): f"{context_range(context)}/{STEP} */" for context in contexts} or {"": ""}
     parts = []
     for title, within in titles.items():

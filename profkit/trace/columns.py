@@ -152,6 +152,12 @@ class Trace:
     """False when the capture recorded no GPU work at all: NVTX alone, or a run without CUDA."""
     notes: tuple[str, ...] = ()
     """What the reader had to leave out or assume, one sentence each; shown as warnings."""
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Process → its rank in a distributed run, where the capture itself says so."""
+
+    clock_base_ns: int = 0
+    """What its times count from, where captures of one machine may count from different moments."""
+
     has_invisible_ranges: bool = False
     """True when NVTX domains were recorded and not one range: the fingerprint of nvtx ≥ 0.2.12 under an old nsys."""
 

@@ -74,6 +74,8 @@ def read_kineto(path: Path) -> Trace:
         has_kernel_table=has_kernels or bool(operators.events),
         notes=tuple(reading.notes),
         names=reading.names,
+        ranks=_ranks(header, reading),
+        clock_base_ns=parse_integer(header.get("baseTimeNanoseconds")) or 0,
     )
 
 
@@ -186,6 +188,13 @@ def _gpus(header: dict[str, Any]) -> tuple[str, ...]:
     if not isinstance(devices, list):
         return ()
     return tuple(str(device.get("name", "unnamed GPU")) for device in devices if isinstance(device, dict))
+
+
+def _ranks(header: dict[str, Any], reading: Reading) -> dict[int, int]:
+    """Return the rank of the process, as torch.profiler writes it once torch.distributed is set up."""
+    distributed, processes = header.get("distributedInfo"), reading.processes()
+    rank = parse_integer(distributed.get("rank")) if isinstance(distributed, dict) else None
+    return {processes[0]: rank} if rank is not None and len(processes) == 1 else {}
 
 
 def _product(header: dict[str, Any]) -> str:

@@ -1,0 +1,154 @@
+"""Traces of several processes: several made into one, and one process taken out of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from profkit.errors import TraceError
+from profkit.trace.columns import Bools, Calls, Copies, Ints, Origins, Ranges, Trace, Work
+
+Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)
+
+# A process keeps its number within its own trace, and no two traces share one.
+_PER_TRACE = 1 << 40
+
+
+def only_process(trace: Trace, process: int) -> Trace:
+    """Return what one process did; what the profiler said of itself stays, for it concerns all."""
+    mine = trace.ranges.process == process
+    kept = np.cumsum(mine) - 1
+    return replace(
+        trace,
+        work=_take(trace.work, trace.work.process == process),
+        copies=_take(trace.copies, trace.copies.process == process),
+        calls=_take(trace.calls, trace.calls.process == process),
+        ranges=replace(
+            _take(trace.ranges, mine),
+            payload={int(kept[index]): number for index, number in trace.ranges.payload.items() if mine[index]},
+        ),
+        process_ids={process: trace.process_ids[process]},
+        ranks={one: rank for one, rank in trace.ranks.items() if one == process},
+    )
+
+
+def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
+    """Return the traces of several processes, one file each, as one trace.
+
+    Processes and threads get numbers of their own, so that correlation and process ids that two files share stay
+    apart. Times are put on the first trace's clock; the files are of one machine.
+
+    Raises:
+        TraceError: some measured kernels and some CPU operators.
+    """
+    first = traces[0]
+    strange = next((trace for trace in traces if trace.measure != first.measure), None)
+    if strange is not None:
+        raise TraceError(
+            f"{strange.path}: holds {strange.measure}s and {first.path} {first.measure}s; name one rank with --rank"
+        )
+    names: dict[str, int] = {}
+    parts: list[Trace] = []
+    for number, trace in enumerate(traces):
+        threads = sum(_thread_count(part) for part in traces[:number])
+        parts.append(_renumbered(trace, names, number * _PER_TRACE, threads, trace.clock_base_ns - first.clock_base_ns))
+    offsets = np.cumsum([0, *(len(part.origins.thread) if part.origins else 0 for part in parts)]).tolist()
+    works = [_shift_origins(part.work, offset) for part, offset in zip(parts, offsets, strict=False)]
+    calls = _join([part.calls for part in parts])
+    begun = np.cumsum([0, *(len(part.ranges) for part in parts)]).tolist()
+    payload = {
+        begin + index: number
+        for begin, part in zip(begun, parts, strict=False)
+        for index, number in part.ranges.payload.items()
+    }
+    return replace(
+        first,
+        path=path,
+        product="; ".join(dict.fromkeys(trace.product for trace in traces)),
+        names=list(names),
+        work=_join(works),
+        copies=_join([part.copies for part in parts]),
+        calls=_take(calls, np.argsort(calls.start_ns, kind="stable")),
+        ranges=replace(_join([part.ranges for part in parts]), payload=payload),
+        origins=_join([part.origins for part in parts if part.origins]) if any(p.origins for p in parts) else None,
+        thread_names={thread: name for part in parts for thread, name in part.thread_names.items()},
+        process_ids={process: pid for part in parts for process, pid in part.process_ids.items()},
+        main_threads=frozenset(thread for part in parts for thread in part.main_threads),
+        gpus=max((trace.gpus for trace in traces), key=len),
+        diagnostics=_each_once(trace.diagnostics for trace in traces),
+        has_kernel_table=any(trace.has_kernel_table for trace in traces),
+        notes=_each_once(trace.notes for trace in traces),
+        ranks={process: rank for part in parts for process, rank in part.ranks.items()},
+    )
+
+
+Item = TypeVar("Item")
+
+
+def _each_once(groups: Iterable[tuple[Item, ...]]) -> tuple[Item, ...]:
+    return tuple(dict.fromkeys(item for group in groups for item in group))
+
+
+def _renumbered(trace: Trace, names: dict[str, int], processes: int, threads: int, shift_ns: int) -> Trace:
+    """Return the trace with its processes and threads moved up, its times shifted, and names from a common table."""
+    name = np.array([names.setdefault(text, len(names)) for text in trace.names] or [0], dtype=np.int64)
+
+    def moved(table: Table) -> Table:
+        columns: dict[str, Any] = {}
+        for field in fields(table):
+            column = getattr(table, field.name)
+            if field.name in ("start_ns", "end_ns", "launch_ns"):
+                columns[field.name] = column + shift_ns
+            elif field.name == "process":
+                columns[field.name] = column + processes
+            elif field.name in ("thread", "end_thread", "launch_thread"):
+                columns[field.name] = np.where(column < 0, column, column + threads)
+            elif field.name in ("name", "domain"):
+                columns[field.name] = name[column]
+        return replace(table, **columns)
+
+    return replace(
+        trace,
+        work=moved(trace.work),
+        copies=moved(trace.copies),
+        calls=moved(trace.calls),
+        ranges=moved(trace.ranges),
+        origins=None if trace.origins is None else moved(trace.origins),
+        thread_names={thread + threads: text for thread, text in trace.thread_names.items()},
+        process_ids={process + processes: pid for process, pid in trace.process_ids.items()},
+        main_threads=frozenset(thread + threads for thread in trace.main_threads),
+        ranks={process + processes: rank for process, rank in trace.ranks.items()},
+    )
+
+
+def _thread_count(trace: Trace) -> int:
+    """Return one more than the greatest thread number."""
+    columns = (trace.work.launch_thread, trace.calls.thread, trace.ranges.thread, trace.ranges.end_thread)
+    known = [*trace.thread_names, *trace.main_threads, *(int(column.max()) for column in columns if len(column))]
+    if trace.origins is not None and len(trace.origins.thread):
+        known.append(int(trace.origins.thread.max()))
+    return max(known, default=-1) + 1
+
+
+def _shift_origins(work: Work, offset: int) -> Work:
+    sequence = np.full(len(work), -1, dtype=np.int64) if work.sequence is None else work.sequence
+    return replace(work, sequence=np.where(sequence < 0, sequence, sequence + offset))
+
+
+def _take(table: Table, rows: Bools | Ints) -> Table:
+    taken: dict[str, Any] = {name: getattr(table, name)[rows] for name in _columns(table)}
+    return replace(table, **taken)
+
+
+def _join(tables: Sequence[Table]) -> Table:
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(table, name) for table in tables]) for name in _columns(tables[0])
+    }
+    return replace(tables[0], **joined)
+
+
+def _columns(table: Table) -> list[str]:
+    return [field.name for field in fields(table) if isinstance(getattr(table, field.name), np.ndarray)]

@@ -1,0 +1,102 @@
+"""Several traces made one, and one process taken out of many."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profkit.analysis.attribution import attribute_work
+from profkit.errors import TraceError
+from profkit.trace.columns import Trace
+from profkit.trace.kineto import read_kineto
+from profkit.trace.nsys import read_nsys
+from profkit.trace.processes import combine_traces, only_process
+from tests.nsys_builder import NsysBuilder
+
+
+def _rank(folder: Path, number: int, durations: list[int]) -> Trace:
+    """Return a trace whose pid, threads and correlation ids are those of every other rank's."""
+    builder = NsysBuilder()
+    builder.name_thread("pt_autograd_0", 101)
+    builder.range("forward", 0, 1000, int64Value=number + 7)
+    builder.range(f"only rank {number}", 2000, 3000)
+    for index, duration in enumerate(durations):
+        builder.kernel(10 + index, duration, name=f"k{index}", start=5000 * (index + 1))
+    builder.range("backward", 4000, 9000)
+    builder.kernel(4000, 2, name="seed")
+    builder.kernel(4500, 1, name="grad", tid=101)
+    return read_nsys(builder.write(folder / f"{number}.sqlite"))
+
+
+@given(st.lists(st.lists(st.integers(1, 1000), max_size=5), min_size=1, max_size=4))
+def test_what_each_did_stays_its_own(durations: list[list[int]]) -> None:
+    with TemporaryDirectory() as folder:
+        traces = [_rank(Path(folder), number, some) for number, some in enumerate(durations)]
+    whole = combine_traces(traces, "all")
+    ledger = attribute_work(whole).ledger
+    assert ledger.total_ns == sum(map(sum, durations)) + 3 * len(durations)
+    assert (ledger.outside_ns, ledger.ambiguous_ns, ledger.no_launch_ns) == (0, 0, 0)
+    assert ledger.inferred_ns == len(durations)
+    assert len(whole.process_ids) == len(durations)
+    assert set(whole.process_ids.values()) == {100}
+    for process, trace in zip(whole.process_ids, traces, strict=True):
+        mine = only_process(whole, process)
+        assert attribute_work(mine).ledger == attribute_work(trace).ledger
+        assert [mine.names[i] for i in mine.ranges.name] == [trace.names[i] for i in trace.ranges.name]
+        assert mine.ranges.payload == trace.ranges.payload
+        assert [mine.names[i] for i in mine.work.name] == [trace.names[i] for i in trace.work.name]
+    assert (np.diff(whole.calls.start_ns) >= 0).all(), "calls stay sorted by time"
+
+
+def _kineto(path: Path, rank: int, base: int, first_us: float) -> Trace:
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": "user_annotation", "name": "backward", "pid": 9, "tid": 9, "ts": first_us, "dur": 90.0},
+        {"ph": "X", "cat": "cpu_op", "name": "fwd", "pid": 9, "tid": 9, "ts": first_us + 1, "dur": 3.0},
+        {"ph": "X", "cat": "cpu_op", "name": "bwd", "pid": 9, "tid": 10, "ts": first_us + 20, "dur": 9.0},
+        {"ph": "s", "cat": "fwdbwd", "id": 5, "name": "f", "pid": 9, "tid": 9, "ts": first_us + 2},
+        {"ph": "f", "cat": "fwdbwd", "id": 5, "name": "f", "pid": 9, "tid": 10, "ts": first_us + 21},
+    ]
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 9, "tid": 10, "dur": 1.0}
+    events.append({**launch, "ts": first_us + 22, "args": {"correlation": 3}})
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "dur": 4.0}
+    events.append({**kernel, "ts": first_us + 25, "args": {"correlation": 3, "device": 0, "stream": 7}})
+    info = {"rank": rank, "world_size": 2}
+    header = {"schemaVersion": 1, "baseTimeNanoseconds": base, "distributedInfo": info, "traceEvents": events}
+    path.write_bytes(gzip.compress(json.dumps(header).encode()))
+    return read_kineto(path)
+
+
+def test_times_are_put_on_one_clock_and_backward_finds_its_own_forward(tmp_path: Path) -> None:
+    first = _kineto(tmp_path / "0.json.gz", 0, base=5_000_000, first_us=100)
+    second = _kineto(tmp_path / "1.json.gz", 1, base=5_700_000, first_us=100)
+    whole = combine_traces([first, second], "all")
+    assert (whole.ranges.start_ns - 100_000).tolist() == [0, 700_000]
+    assert (whole.work.start_ns - whole.work.launch_ns).tolist() == [3000, 3000]
+    assert sorted(whole.ranks.values()) == [0, 1]
+    assert whole.origins is not None
+    assert whole.work.sequence is not None
+    assert whole.origins.thread[whole.work.sequence].tolist() == whole.ranges.thread.tolist()
+    assert (whole.origins.start_ns[whole.work.sequence] - 102_000).tolist() == [0, 700_000]
+
+
+def test_kernels_and_operators_make_no_common_sum(tmp_path: Path) -> None:
+    trace = _kineto(tmp_path / "0.json.gz", 0, 0, 1)
+    with pytest.raises(TraceError, match=r"0\.json\.gz: holds cpu-operators"):
+        combine_traces([trace, replace(trace, measure="cpu-operator")], "all")
+
+
+def test_a_single_trace_keeps_its_columns(tmp_path: Path) -> None:
+    trace = _rank(tmp_path, 0, [5, 6])
+    whole = combine_traces([trace], "all")
+    for field in fields(trace.work):
+        if field.name not in ("sequence", "name"):
+            assert getattr(whole.work, field.name).tolist() == getattr(trace.work, field.name).tolist(), field.name

@@ -1,0 +1,215 @@
+"""Which process is which rank, by what evidence, and how the ranks compare."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.opened import read_trace
+from profkit.analysis.ranks import BY_DEVICE, BY_PID, PROVED, TOLD, find_ranks
+from profkit.errors import UsageError
+from profkit.trace.nsys import read_nsys
+from tests.nsys_builder import NsysBuilder
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+GEMM = "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas"
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)"
+
+GOLDEN = """\
+range 'backward', 2 instances: 4 kernels
+kernel time 120.0 µs   busy 120.0 µs   wall 160.0 µs
+ranks are guessed from the GPUs' order
+slowest is rank 1: 50.00 µs outside communication, 150.0% more than rank 0
+the rule: most kernel time outside communication, where the other ranks wait
+
+rank  GPU  wall/inst.  kernel time      busy  communication  the rest  kernels
+────  ───  ──────────  ───────────  ────────  ─────────────  ────────  ───────
+   0    0    80.00 µs     60.00 µs  60.00 µs       40.00 µs  20.00 µs        2
+   1    1    80.00 µs     60.00 µs  60.00 µs       10.00 µs  50.00 µs        2
+
+share     total    rank 0    rank 1  category       kernel
+─────  ────────  ────────  ────────  ─────────────  ────────────────────────────
+58.3%  70.00 µs  20.00 µs  50.00 µs  gemm           sm80_xmma_gem…2_nt_n_64x64x8
+41.7%  50.00 µs  40.00 µs  10.00 µs  communication  ncclDevKernel…um_f32_RING_LL
+
+share is of the kernel time under 'backward': 120,000 ns
+evidence  direct 120,000 + inferred 0 = 120,000 ns
+capture   direct 120,000 + inferred 0 + outside 9 = 120,009 ns
+ranks     rank 0 60,000 + rank 1 60,000 = 120,000 ns
+"""
+
+
+def _write(path: Path, own_us: dict[int, int], devices: dict[int, int]) -> Path:
+    """Write a report of one backward a process: what each computes (pid → µs), then a collective that ends for all."""
+    builder = NsysBuilder()
+    most = max(own_us.values())
+    for pid, own in own_us.items():
+        builder.range("backward", 1000, 81_000, pid=pid, tid=pid)
+        builder.kernel(2000, own * 1000, name=GEMM, pid=pid, tid=pid, start=3000, device=devices[pid])
+        builder.kernel(
+            2500, (most - own + 10) * 1000, name=NCCL, pid=pid, tid=pid, start=3000 + own * 1000, device=devices[pid]
+        )
+    pid = min(own_us)
+    builder.kernel(90_000, 9, pid=pid, tid=pid, start=95_000, device=devices[pid])
+    return builder.write(path)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    # The pids are in the other order than the GPUs.
+    return _write(tmp_path / "two.sqlite", {200: 50, 201: 20}, {200: 1, 201: 0})
+
+
+def test_ranks_stand_beside_each_other_and_the_slowest_is_named(profkit: Run, two: Path) -> None:
+    done = profkit("kernels", two, "--range", "backward")
+    assert done.stdout == GOLDEN
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_the_json_has_a_row_a_rank_and_its_part_of_every_kernel(profkit: Run, two: Path) -> None:
+    data = json.loads(profkit("kernels", two, "--range", "backward", "--format", "json").stdout)
+    assert data["ranks"][1] == {
+        "rank": 1,
+        "process": 200,
+        "device": 1,
+        "instances": 1,
+        "kernel_count": 2,
+        "kernel_time_ns": 60_000,
+        "busy_ns": 60_000,
+        "wall_ns": 80_000,
+        "communication_ns": 10_000,
+    }
+    assert (data["rank_evidence"], data["slowest_rank"]) == (BY_DEVICE, 1)
+    assert [row["per_rank_ns"] for row in data["kernels"]] == [[20_000, 50_000], [40_000, 10_000]]
+    rows = list(csv.DictReader(io.StringIO(profkit("kernels", two, "--format", "csv").stdout)))
+    assert [(row["rank_0_ns"], row["rank_1_ns"]) for row in rows[:2]] == [("20000", "50000"), ("40000", "10000")]
+
+
+def test_one_rank_is_a_trace_of_its_own(profkit: Run, two: Path) -> None:
+    done = profkit("kernels", two, "--rank", "1")
+    assert "whole capture of rank 1: 3 kernels" in done.stdout
+    assert "share is of all kernel time of rank 1: 60,009 ns" in done.stdout
+    assert "rank 1    direct 60,000 + inferred 0 + outside 9 = 60,009 ns" in done.stdout
+    data = json.loads(profkit("kernels", two, "--rank", "0", "--range", "backward", "--format", "json").stdout)
+    assert (data["kernel_time_ns"], data["ledger"]["total_ns"], data["filters"]["rank"]) == (60_000, 60_000, 0)
+    done = profkit("ranges", two, "--rank", "1")
+    assert "share is of all kernel time of rank 1: 60,009 ns" in done.stdout
+
+
+def test_a_rank_that_is_not_there(profkit: Run, two: Path, tmp_path: Path) -> None:
+    for command in ("kernels", "ranges"):
+        done = profkit(command, two, "--rank", "7")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "profkit: --rank 7: this trace holds ranks 0, 1\n"
+    alone = _write(tmp_path / "one.sqlite", {200: 5}, {200: 0})
+    assert "this trace holds no ranks" in profkit("kernels", alone, "--rank", "0").stderr
+
+
+def test_who_is_waited_for_is_told_where_the_rule_says_otherwise(profkit: Run, tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for pid, own, waited in ((1, 30, 90), (2, 25, 2)):
+        builder.range("backward", 0, 500_000, pid=pid, tid=pid)
+        builder.kernel(10, own * 1000, name=GEMM, pid=pid, tid=pid, device=pid)
+        builder.kernel(20, waited * 1000, name=NCCL, pid=pid, tid=pid, device=pid)
+    text = profkit("kernels", builder.write(tmp_path / "t.sqlite")).stdout
+    assert "slowest is rank 0: 30.00 µs outside communication, 20.0% more than rank 1" in text
+    assert "yet the others wait for rank 1: it is the least in communication, 2.000 µs" in text
+
+
+def test_of_many_ranks_the_table_has_the_least_the_median_and_the_most(profkit: Run, tmp_path: Path) -> None:
+    pids = range(10, 16)
+    path = _write(tmp_path / "t.sqlite", {pid: pid for pid in pids}, {pid: pid - 10 for pid in pids})
+    text = profkit("kernels", path, "--range", "backward").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "share     total     least    median      most    rank 5  kernel" in text
+    assert "50.0%  75.00 µs  10.00 µs  12.50 µs  15.00 µs  15.00 µs  sm80_" in text
+    assert "50.0%  75.00 µs  10.00 µs  12.50 µs  15.00 µs  10.00 µs  nccl" in text
+    assert "ranks     6 ranks 150,000 = 150,000 ns" in text
+
+
+def test_where_gpus_are_numbered_alike_the_processes_order_stands_in(tmp_path: Path) -> None:
+    path = _write(tmp_path / "t.sqlite", {200: 50, 201: 20}, {200: 0, 201: 0})
+    ranks = read_trace(path).ranks
+    assert (ranks.evidence, ranks.numbers) == (BY_PID, (0, 1))
+    assert [row.process for row in read_trace(path).kernels().ranks] == [200, 201]
+
+
+def test_the_manifest_proves_the_ranks_of_a_run(profkit: Run, two: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(two, run / "trace.sqlite")
+    processes = [{"process": f"rank{rank}", "rank": rank, "pid": pid} for rank, pid in ((8, 200), (9, 201))]
+    (run / "manifest.json").write_text(json.dumps({"status": "complete", "processes": processes}))
+    opened = read_trace(run)
+    assert (opened.ranks.evidence, opened.ranks.numbers) == (PROVED, (8, 9))
+    assert "ranks are proved by the run's manifest" in profkit("kernels", run, "--rank", "9").stdout
+    # A process that the manifest does not name is none of the ranks.
+    (run / "manifest.json").write_text(json.dumps({"status": "complete", "processes": processes[:1]}))
+    text = profkit("kernels", run).stdout
+    assert "ranks are proved" in text
+    assert read_trace(run).ranks.numbers == (8,)
+
+
+def test_pids_of_two_machines_that_coincide_prove_nothing(two: Path) -> None:
+    trace = read_nsys(two)
+    same = dict.fromkeys(trace.process_ids, 200)
+    from dataclasses import replace
+
+    assert find_ranks(replace(trace, process_ids=same), {200: 0}).evidence == BY_DEVICE
+
+
+def _kineto(path: Path, rank: int | None, own_us: int) -> None:
+    place = {"ph": "X", "pid": 30, "tid": 30, "ts": 10.0}
+    events = [
+        {**place, "cat": "user_annotation", "name": "forward", "dur": 90.0},
+        {**place, "cat": "cpu_op", "name": "aten::mm", "dur": float(own_us)},
+        {**place, "cat": "cpu_op", "name": "c10d::allreduce_", "ts": 60.0, "dur": 5.0},
+    ]
+    info = {} if rank is None else {"distributedInfo": {"rank": rank, "world_size": 3}}
+    path.write_bytes(gzip.compress(json.dumps({"schemaVersion": 1, **info, "traceEvents": events}).encode()))
+
+
+def test_a_run_whose_ranks_left_a_trace_each_is_read_as_one(profkit: Run, tmp_path: Path) -> None:
+    _kineto(tmp_path / "trace.json.gz", 0, 10)
+    _kineto(tmp_path / "trace.rank2.json.gz", 2, 30)
+    _kineto(tmp_path / "trace.rank10.json.gz", None, 20)
+    (tmp_path / "manifest.json").write_text('{"status": "complete"}')
+    opened = read_trace(tmp_path)
+    assert (opened.ranks.evidence, opened.ranks.numbers) == (TOLD, (0, 2, 10))
+    result = opened.kernels("forward")
+    assert (result.instances, result.total_ns, result.slowest_rank) == (3, 75_000, 2)
+    assert result.trace == str(tmp_path)
+    assert [row.communication_ns for row in result.ranks] == [5000] * 3
+    assert read_trace(tmp_path, rank=10).kernels().ledger.total_ns == 25_000
+    with pytest.raises(UsageError, match="this trace holds ranks 0, 2, 10"):
+        read_trace(tmp_path, rank=1)
+    (tmp_path / "trace.json.gz").unlink()
+    assert read_trace(tmp_path).ranks.numbers == (2, 10), "rank 0 may have died"
+    done = profkit("kernels", tmp_path, "-o", tmp_path / "trace.rank2.json.gz")
+    assert (done.returncode, "a part of its run" in done.stderr) == (2, True)
+
+
+def test_the_ranks_of_a_real_run(captures: Path) -> None:
+    opened = read_trace(captures / "ddp.nsys2025.sqlite")
+    result = opened.kernels("backward")
+    assert [(row.rank, row.device, row.kernel_time_ns) for row in result.ranks] == [
+        (0, 0, 222_401_238),
+        (1, 1, 107_207_106),
+    ]
+    assert sum(row.kernel_time_ns for row in result.ranks) == result.total_ns == 329_608_344
+    for row in result.kernels:
+        assert sum(row.per_rank_ns) == row.total_ns
+    for rank, total in ((0, 284_198_847), (1, 167_582_719)):
+        alone = opened.of_rank(rank)
+        assert alone.attribution.ledger.total_ns == total
+        assert alone.kernels("backward").total_ns == result.ranks[rank].kernel_time_ns
+        assert not alone.self_check.failed
