@@ -1,0 +1,38 @@
+"""All detectors, run on some tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from recipes.detectors import across, claims, memory, times, units
+from recipes.detectors.finding import Finding
+from recipes.detectors.tables import BenchmarkTable
+
+OF_ONE: tuple[Callable[[BenchmarkTable], Iterator[Finding]], ...] = (
+    times.find_negative_times,
+    times.find_spread,
+    times.find_ratio,
+    times.find_subtraction,
+    times.find_identical_columns,
+    memory.find_zero_memory,
+    memory.find_negative_memory,
+    memory.find_carried_over,
+    memory.find_swapped_axes,
+    units.find_binary_under_decimal_label,
+    units.find_wrong_factor,
+    units.find_pairs_that_do_not_convert,
+    claims.find_wrong_exponents,
+    claims.find_wrong_examples,
+)
+OF_ALL: tuple[Callable[[Sequence[BenchmarkTable]], Iterator[Finding]], ...] = (
+    across.find_forward_in_backward,
+    across.find_borrowed_shares,
+    across.find_slower_in_bf16,
+)
+
+
+def inspect_tables(tables: Sequence[BenchmarkTable]) -> list[Finding]:
+    """Return what the detectors find in each table and between them: mistakes first, then notes."""
+    found = [finding for table in tables for detect in OF_ONE for finding in detect(table)]
+    found += [finding for detect in OF_ALL for finding in detect(tables)]
+    return sorted(found, key=lambda finding: finding.is_note)

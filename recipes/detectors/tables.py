@@ -1,0 +1,200 @@
+"""Tables of measurements, anybody's: read from Markdown or CSV, or made of rows."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from profkit.errors import CaptureError
+from recipes.detectors.columns import Phase, Quantity, Role, recognize
+
+_NUMBER = re.compile(
+    r"(?P<value>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:(?:±|\+/-)\s*(?P<deviation>[\d.]+(?:e[-+]?\d+)?))?"
+    r"\s*(?P<unit>[a-zµ%]*)",
+    re.IGNORECASE,
+)
+_LEAST = 1e-24
+"""What is smaller, or larger than one by it, measures nothing: arithmetic need not provide for it."""
+_RULE = re.compile(r":?-+:?")
+_CELL_END = re.compile(r"(?<!\\)\|")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as it was printed: ``0.37 ± 0.71``, ``3.8 GB``; ``ulp`` is one unit of its last digit."""
+
+    value: float
+    deviation: float | None
+    unit: str | None
+    decimals: int
+
+    @property
+    def ulp(self) -> float:
+        return 10.0**-self.decimals
+
+
+@dataclass(frozen=True)
+class BenchmarkTable:
+    """A table with what stands above it; ``rows`` hold the cells as they were printed, by heading."""
+
+    name: str
+    headings: tuple[str, ...]
+    rows: tuple[Mapping[str, str], ...]
+    caption: str = ""
+    text: str = field(default="", repr=False)
+    """All that the document says around its tables: claims and formulas."""
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        found = {heading: recognize(heading) for heading in self.headings}
+        for heading, role in found.items():
+            units = {number.unit for number in self.numbers[heading] if number is not None and number.unit}
+            if role.quantity == "label" and len(units) == 1:
+                # The unit stands in the cells.
+                found[heading] = recognize(f"{heading} {units.pop()}")
+        return found
+
+    @cached_property
+    def numbers(self) -> dict[str, list[Number | None]]:
+        """Each column's numbers; None where a cell holds none."""
+        return {heading: [parse_number(row[heading]) for row in self.rows] for heading in self.headings}
+
+    def columns(self, quantity: Quantity, phase: Phase | None = None) -> list[str]:
+        """Return the headings of the columns that hold the location (mean, median) of a quantity."""
+        return [
+            heading
+            for heading, role in self.roles.items()
+            if role.quantity == quantity and role.statistic == "location" and phase in (None, role.phase)
+        ]
+
+    def values(self, heading: str) -> list[float | None]:
+        return [None if number is None else number.value for number in self.numbers[heading]]
+
+    def deviation_of(self, heading: str, row: int) -> float | None:
+        """Return the deviation that is printed with a value, or in the column of deviations that belongs to it."""
+        number = self.numbers[heading][row]
+        if number is not None and number.deviation is not None:
+            return number.deviation
+        mine = self.roles[heading]
+        for other, role in self.roles.items():
+            if role.statistic == "deviation" and (role.base, role.quantity) == (mine.base, mine.quantity):
+                found = self.numbers[other][row]
+                return None if found is None else found.value
+        return None
+
+    def labels(self, row: int, without: Sequence[str] = ()) -> dict[str, str]:
+        """Return what identifies a row: all that is no measurement, and no bare row number."""
+        return {
+            heading: self.rows[row][heading].strip()
+            for heading, role in self.roles.items()
+            if heading and not role.is_measure and heading not in without and role.statistic == "location"
+        }
+
+    def describe(self, row: int) -> str:
+        """Return a row's labels in words: those that differ between the rows."""
+        shown = [
+            f"{heading} {value}"
+            for heading, value in self.labels(row).items()
+            if len({other[heading] for other in self.rows}) > 1
+        ]
+        return ", ".join(shown) or f"row {row + 1}"
+
+
+def read_tables(path: Path) -> list[BenchmarkTable]:
+    """Return the tables of a Markdown or CSV file. In CSV, lines that begin with # are text.
+
+    Raises:
+        CaptureError: the file cannot be read, or holds no table.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CaptureError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CaptureError(f"{path}: not text; give a Markdown or CSV file") from None
+    tables = read_csv(text, path.name) if path.suffix.lower() == ".csv" else read_markdown(text, path.name)
+    if not tables:
+        raise CaptureError(f"{path}: no table in it; a table is CSV (.csv) or has | between its cells")
+    return tables
+
+
+def read_markdown(text: str, name: str) -> list[BenchmarkTable]:
+    """Return the tables of a Markdown text; the caption of each is the nearest line of text above it."""
+    prose: list[str] = []
+    found: list[tuple[str, list[list[str]]]] = []
+    lines = iter(enumerate(text.splitlines()))
+    previous: list[str] | None = None
+    for _, line in lines:
+        cells = _split(line)
+        if previous is not None and cells and all(_RULE.fullmatch(cell) for cell in cells):
+            found.append((next((said for said in reversed(prose) if said), ""), [previous, *_body(lines, prose)]))
+            previous = None
+            continue
+        previous = cells
+        if cells is None:
+            prose.append(line.strip().strip("#*`> "))
+    whole = "\n".join(prose)
+    return [
+        _build(f"{name}, table {number}" if len(found) > 1 else name, rows, caption, whole)
+        for number, (caption, rows) in enumerate(found, 1)
+    ]
+
+
+def read_csv(text: str, name: str) -> list[BenchmarkTable]:
+    """Return the table of a CSV text."""
+    said = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    rows = list(csv.reader(line for line in text.splitlines() if line.strip() and not line.startswith("#")))
+    caption = said[0] if said else ""
+    return [_build(name, rows, caption, "\n".join(said))] if len(rows) > 1 else []
+
+
+def build_table(name: str, rows: Sequence[Mapping[str, object]]) -> BenchmarkTable:
+    """Return the table of a recipe's own rows, to be inspected like any other."""
+    headings = tuple(dict.fromkeys(key for row in rows for key in row))
+    cells = [{key: "" if row.get(key) is None else str(row[key]) for key in headings} for row in rows]
+    return BenchmarkTable(name, headings, tuple(cells))
+
+
+def parse_number(cell: str) -> Number | None:
+    """Return the number that a cell holds, or None."""
+    match = _NUMBER.fullmatch(cell.strip().strip("*").strip())
+    if match is None:
+        return None
+    digits = match["value"].replace(",", "")
+    mantissa, _, exponent = digits.lower().partition("e")
+    decimals = len(mantissa.partition(".")[2]) - int(exponent or 0)
+    deviation = None if match["deviation"] is None else float(match["deviation"])
+    if float(digits) and not _LEAST <= abs(float(digits)) <= 1 / _LEAST:
+        return None
+    return Number(float(digits), deviation, match["unit"].lower() or None, decimals)
+
+
+def _body(lines: Iterator[tuple[int, str]], prose: list[str]) -> Iterator[list[str]]:
+    for _, line in lines:
+        cells = _split(line)
+        if cells is None:
+            prose.append(line.strip().strip("#*`> "))
+            return
+        yield cells
+
+
+def _split(line: str) -> list[str] | None:
+    """Return the cells of a table's line, or None if it is none."""
+    stripped = line.strip()
+    if not _CELL_END.search(stripped):
+        return None
+    if stripped.startswith("|"):
+        stripped = stripped[1:]
+    if stripped.endswith("|") and not stripped.endswith("\\|"):
+        stripped = stripped[:-1]
+    return [cell.strip().replace("\\|", "|") for cell in _CELL_END.split(stripped)]
+
+
+def _build(name: str, rows: Sequence[Sequence[str]], caption: str, text: str) -> BenchmarkTable:
+    headings = tuple(heading.strip() for heading in rows[0])
+    body = tuple(dict(zip(headings, [*row, *[""] * len(headings)], strict=False)) for row in rows[1:])
+    return BenchmarkTable(name, headings, body, caption, text)

@@ -1,0 +1,140 @@
+"""Detectors of mistakes in times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from profkit.analysis.sample_statistics import median, median_absolute_deviation
+from recipes.detectors.finding import Finding
+from recipes.detectors.tables import BenchmarkTable
+
+SPREAD = 0.3
+RATIO = (1.2, 3.0)
+LAUNCH_BOUND_S = 1e-3
+"""A shorter forward pass is likely to wait for its launches: what it takes says little about the work."""
+
+
+def find_negative_times(table: BenchmarkTable) -> Iterator[Finding]:
+    """Yield times below zero, and how they came about where the other columns tell."""
+    for heading in table.columns("time"):
+        for row, value in enumerate(table.values(heading)):
+            if value is not None and value < 0:
+                said = f"{heading} is {table.rows[row][heading].strip()} at {table.describe(row)}: no time is negative"
+                yield Finding("negative-time", table.name, said + _explain_difference(table, heading, row))
+
+
+def find_spread(table: BenchmarkTable) -> Iterator[Finding]:
+    """Yield columns whose standard deviation is over 30 % of the mean somewhere, with the worst row."""
+    for heading in table.columns("time"):
+        wide = [(_relative(table, heading, row), row) for row in range(len(table.rows))]
+        over = sorted(((share, row) for share, row in wide if share is not None and share > SPREAD), reverse=True)
+        if over:
+            worst = "; ".join(_show(table, heading, row) for _, row in over[:3])
+            said = (
+                f"{heading}: the standard deviation is over {SPREAD:.0%} of the mean in {len(over)} of {len(wide)} rows"
+            )
+            why = "a first pass without warm-up, a compilation inside, or another user of the device"
+            yield Finding("spread", table.name, f"{said}, most: {worst}; {why}")
+
+
+def find_ratio(table: BenchmarkTable) -> Iterator[Finding]:
+    """Yield a median of backward over forward outside 1.2 to 3, over rows with a forward pass of 1 ms and more.
+
+    Backward does two matrix products for each of forward's. Rows under 1 ms are noted, never judged.
+    """
+    ratios = ratios_by_row(table)
+    short = [row for row, (_, seconds) in ratios.items() if seconds < LAUNCH_BOUND_S]
+    if short:
+        yield Finding(
+            "launch-bound",
+            table.name,
+            f"forward is under 1 ms in {len(short)} of {len(ratios)} rows: launches may bound them; not in the ratio",
+            is_note=True,
+        )
+    counted = [ratio for ratio, seconds in ratios.values() if seconds >= LAUNCH_BOUND_S]
+    if counted and not RATIO[0] <= median(counted) <= RATIO[1]:
+        yield Finding(
+            "backward-ratio",
+            table.name,
+            f"backward takes {median(counted):.2f} times as long as forward (median of {len(counted)} rows with "
+            f"forward of 1 ms and more); {RATIO[0]} to {RATIO[1]:g} is usual: did forward run again inside?",
+        )
+
+
+def find_subtraction(table: BenchmarkTable) -> Iterator[Finding]:
+    """Note that backward was never timed: it is the difference of two means to the last digit, in every row."""
+    pairs = [_difference(table, row) for row in range(len(table.rows))]
+    if len(pairs) > 1 and all(pairs):
+        yield Finding(
+            "subtracted",
+            table.name,
+            "backward is forward+backward less forward to the last digit in every row: a difference, not timed",
+            is_note=True,
+        )
+
+
+def find_identical_columns(table: BenchmarkTable) -> Iterator[Finding]:
+    """Yield columns of measurements that agree in every row, where the rows differ."""
+    measured = [heading for heading, role in table.roles.items() if role.is_measure and role.statistic == "location"]
+    for place, heading in enumerate(measured):
+        values = table.values(heading)
+        for other in measured[place + 1 :]:
+            if len(values) > 2 and len(set(values)) > 1 and values == table.values(other):
+                said = f"{heading} and {other} are identical in all {len(values)} rows"
+                yield Finding("identical-columns", table.name, said)
+
+
+def ratios_by_row(table: BenchmarkTable) -> dict[int, tuple[float, float]]:
+    """Return backward over forward and forward in seconds, of the rows that have both, by row."""
+    forward, backward = table.columns("time", "forward"), table.columns("time", "backward")
+    if not forward or not backward:
+        return {}
+    unit = table.roles[forward[0]].seconds
+    scale = table.roles[backward[0]].seconds / unit
+    found = {}
+    for row, (one, two) in enumerate(zip(table.values(forward[0]), table.values(backward[0]), strict=True)):
+        if one is not None and two is not None and one > 0:
+            found[row] = (two * scale / one, one * unit)
+    return found
+
+
+def differs_at_first(samples: Sequence[float]) -> bool:
+    """Return whether the first of some samples is an outlier: a warm-up that was missing or too short.
+
+    It lies further from the others' median than five times their median absolute deviation, and than 30 % of it.
+    """
+    if len(samples) < 4:
+        return False
+    others = samples[1:]
+    distance = abs(samples[0] - median(others))
+    return distance > max(5 * median_absolute_deviation(others), SPREAD * median(others))
+
+
+def _relative(table: BenchmarkTable, heading: str, row: int) -> float | None:
+    value, deviation = table.values(heading)[row], table.deviation_of(heading, row)
+    return None if not value or value < 0 or deviation is None else deviation / value
+
+
+def _show(table: BenchmarkTable, heading: str, row: int) -> str:
+    value, deviation = table.values(heading)[row], table.deviation_of(heading, row)
+    return f"{value:g} ± {deviation:g} at {table.describe(row)}"
+
+
+def _difference(table: BenchmarkTable, row: int) -> bool:
+    """Return whether backward = forward+backward - forward within rounding."""
+    names = [table.columns("time", phase) for phase in ("forward", "backward", "forward+backward")]
+    if not all(names):
+        return False
+    one, two, both = (table.numbers[headings[0]][row] for headings in names)
+    if one is None or two is None or both is None:
+        return False
+    return abs(one.value + two.value - both.value) <= 0.5 * (one.ulp + two.ulp + both.ulp)
+
+
+def _explain_difference(table: BenchmarkTable, heading: str, row: int) -> str:
+    if table.roles[heading].phase != "backward" or not _difference(table, row):
+        return ""
+    forward = table.columns("time", "forward")[0]
+    share = _relative(table, forward, row)
+    why = "" if share is None or share <= SPREAD else f", and forward spreads by {share:.0%}: it held the first pass"
+    return f"; it is forward+backward less forward, a difference of means{why}"
