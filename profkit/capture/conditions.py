@@ -1,0 +1,100 @@
+"""Under which conditions this process runs its steps, for the manifest: precision, compilation, and what fell between.
+
+Everything is read from torch as it stands; nothing is imported, initialised or set by looking.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def read_conditions(autocast_dtypes: Collection[str] = ()) -> dict[str, Any]:
+    """Return how this process multiplies matrices, what it compiled, and on which GPU it runs.
+
+    ``float32_matmul_precision`` and ``cuda_matmul_allow_tf32`` are torch's older settings, and since torch 2.9
+    ``cuda_matmul_fp32_precision`` stands for both; a setting that is not there, or that torch does not tell because the
+    other kind is in use, is None.
+
+    Args:
+        autocast_dtypes: those in which autocast was seen to be on.
+    """
+    return {
+        "float32_matmul_precision": _told(torch.get_float32_matmul_precision),
+        "cuda_matmul_allow_tf32": _told(lambda: torch.backends.cuda.matmul.allow_tf32),
+        "cuda_matmul_fp32_precision": _told(lambda: torch.backends.cuda.matmul.fp32_precision),
+        "cudnn_allow_tf32": _told(lambda: torch.backends.cudnn.allow_tf32),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cpu_threads": torch.get_num_threads(),
+        "autocast_dtypes": sorted(autocast_dtypes),
+        "compiled": _compiled(),
+        "gpu_uuid": _gpu_uuid(),
+    }
+
+
+def autocast_dtypes() -> set[str]:
+    """Return the types that autocast computes in here and now; none where it is off."""
+    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    return {str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds}
+
+
+def read_counters() -> dict[str, int]:
+    """Return what has happened so far in this process that makes a step slow: `counted_since` gives the difference.
+
+    ``compiled_graphs`` counts each graph that Dynamo handed to a compiler, those of recompilations too
+    (``torch._dynamo.utils.counters``); the other two are the caching allocator's own on the current device: cudaMalloc
+    calls that failed and were tried again after its cache was freed, and out-of-memory errors.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    stats = {} if dynamo is None else dynamo.counters.get("stats", {})
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    allocator = torch.cuda.memory_stats() if on_gpu else {}
+    return {
+        "compiled_graphs": stats.get("unique_graphs", 0),
+        "allocator_retries": allocator.get("num_alloc_retries", 0),
+        "out_of_memory_errors": allocator.get("num_ooms", 0),
+    }
+
+
+def counted_since(before: dict[str, int]) -> dict[str, int]:
+    """Return what `read_counters` has counted since it returned ``before``."""
+    return {name: count - before[name] for name, count in read_counters().items()}
+
+
+def _told(setting: Callable[[], Any]) -> Any:
+    try:
+        return setting()
+    except (RuntimeError, AttributeError):  # set through torch's other interface, or unknown to this torch
+        return None
+
+
+def _compiled() -> dict[str, Any] | None:
+    """Return how many graphs were compiled, and by what; None if none was.
+
+    Dynamo keeps the backends it was given, to reset them; Inductor's has the options that a mode stands for.
+    """
+    graphs = read_counters()["compiled_graphs"]
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if not graphs or frames is None:
+        return None
+    backends = []
+    for backend in getattr(frames, "cached_backends", {}).values():
+        if backend is not None:
+            name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+            options = {key: value for key, value in getattr(backend, "config", {}).items() if isinstance(value, _PLAIN)}
+            backends.append({"backend": str(name), "options": options})
+    return {"graphs": graphs, "backends": backends}
+
+
+def _gpu_uuid() -> str | None:
+    """Return the current GPU's UUID as nvidia-smi writes it; torch tells it since 2.5."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    return None if uuid is None else f"GPU-{uuid}"

@@ -1,0 +1,100 @@
+"""What is to be doubted about the times of unprofiled steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from profkit.launch.gpu_state import Gpu
+from profkit.launch.timing_warnings import warn_of_gpus, warn_of_times
+
+MS = 1_000_000
+GIB = 1024**3
+
+IDLE = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, ("gpu_idle",), {"sw_power_cap": 700}, 0, 0)
+
+
+def _steps(*times_ms: float, **more: int) -> list[dict[str, int]]:
+    return [{**more, "forward_ns": 2 * MS, "step_ns": round(time_ms * MS)} for time_ms in times_ms]
+
+
+def test_even_steps_are_not_doubted() -> None:
+    assert warn_of_times(_steps(10, 11, 10.5, 10, 12), {"compiled_graphs": 0}, "unprofiled") == []
+    assert warn_of_times([], {}, "unprofiled") == []
+
+
+def test_steps_that_vary_by_a_third_are_named() -> None:
+    (warning,) = warn_of_times(_steps(10, 11, 10, 30, 10, 11, 30), {}, "unprofiled")
+    assert "the times of the unprofiled steps vary widely (standard deviation over mean: step 60%)" in warning
+    assert warn_of_times(_steps(10, 14, 18, 12), {}, "unprofiled") == [], "30 % of the mean are not passed"
+
+
+def test_a_phase_that_varies_is_named_if_it_is_a_good_part_of_the_step() -> None:
+    steps = _steps(10, 10, 10, 10)
+    for step, time_ms in zip(steps, (1.0, 0.1, 0.1, 0.1), strict=True):
+        step["loss_ns"] = round(time_ms * MS)
+        step["forward_event_ns"] = step["loss_ns"]
+    assert warn_of_times(steps, {}, "unprofiled") == []
+    for step in steps:
+        step["loss_ns"] *= 5
+    assert "mean: loss" in warn_of_times(steps, {}, "unprofiled")[0]
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ((20, 10, 11, 10, 10.5), "the first of the 5 unprofiled steps took up to 1.9 times"),
+        ((30, 15, 10, 10, 10.5, 10.1), "the first 2 of the 6 unprofiled steps took up to 3.0 times"),
+        ((10, 20, 10, 10, 10, 10), None),
+        ((11, 10, 10, 10), None),
+        ((20, 10, 10), None),
+        ((20, 16, 20, 16, 20, 16), None),  # the later ones are like it
+    ],
+)
+def test_first_steps_that_stand_out_were_not_warmed_up(times: tuple[float, ...], said: str | None) -> None:
+    found = [text for text in warn_of_times(_steps(*times), {}, "unprofiled") if "raise --warmup" in text]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+def test_contexts_are_judged_apart() -> None:
+    steps = _steps(10, 10, 10, 10, context=128) + _steps(100, 50, 50, 50, context=1024)
+    found = warn_of_times(steps, {}, "unprofiled")
+    assert any("the first of the 4 unprofiled steps (context 1024)" in text for text in found)
+    assert not any("128" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("during", "said"),
+    [
+        ({"compiled_graphs": 1}, "1 graph was compiled within the unprofiled steps"),
+        ({"compiled_graphs": 3}, "3 graphs were compiled within the unprofiled steps"),
+        ({"allocator_retries": 2}, "2 cudaMalloc calls had to be tried again within the unprofiled steps"),
+        ({"out_of_memory_errors": 1}, "1 out-of-memory error fell within the unprofiled steps"),
+    ],
+)
+def test_what_fell_within_the_steps(during: dict[str, int], said: str) -> None:
+    (warning,) = warn_of_times(_steps(10, 10, 10), during, "unprofiled")
+    assert said in warning
+
+
+def test_a_quiet_gpu_is_not_doubted() -> None:
+    assert warn_of_gpus([IDLE], [IDLE]) == []
+    unknown = replace(IDLE, process_count=None, process_bytes=None, throttle_reasons=None, throttled_us={})
+    assert warn_of_gpus([unknown], [unknown]) == []
+    assert warn_of_gpus([], [replace(IDLE, process_count=3)]) == []
+
+
+def test_other_processes_are_counted() -> None:
+    (warning,) = warn_of_gpus([IDLE], [replace(IDLE, process_count=2, process_bytes=3 * GIB)])
+    assert "GPU 0 was not this run's alone: 2 other processes are on it, with 3.0 GiB" in warning
+    (warning,) = warn_of_gpus([replace(IDLE, process_count=1, process_bytes=None)], [IDLE])
+    assert "1 other process is on it;" in warning
+
+
+def test_clocks_that_were_held_down() -> None:
+    (warning,) = warn_of_gpus([IDLE], [replace(IDLE, throttled_us={"sw_power_cap": 1_500_700})])
+    assert "GPU 0's clocks were held down during the run (sw_power_cap 1.5 s)" in warning
+    (warning,) = warn_of_gpus([IDLE], [replace(IDLE, throttle_reasons=("hw_thermal_slowdown", "sync_boost"))])
+    assert "when the run ended (hw_thermal_slowdown)" in warning
