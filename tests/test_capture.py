@@ -172,7 +172,7 @@ def _work(order: Order, code: str = "") -> subprocess.CompletedProcess[str]:
 def test_the_worker_writes_its_result_and_prints_nothing(tmp_path: Path) -> None:
     done = _work(Order(_workload(steps=1), "none", str(tmp_path / "worker.json")))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert len(json.loads((tmp_path / "worker.json").read_text())["steps"]) == 1
+    assert len(json.loads((tmp_path / "worker.json").read_text())["losses"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ RESULT = {
     "torch": "2.4.0",
     "cuda": None,
     "parameter_count": 7,
-    "float32_matmul_precision": "highest",
+    "conditions": {"float32_matmul_precision": "highest", "gpu_uuid": None},
+    "during": {"compiled_graphs": 0, "allocator_retries": 0, "out_of_memory_errors": 0},
     "losses": [],
     "steps": [{"forward_ns": 1, "step_ns": 1}],
 }

@@ -53,11 +53,13 @@ class CallableSteps:
         self.losses: list[float] = []
         self._workload = workload
         self._range: Callable[[str], AbstractContextManager[object]] = annotate
+        self.autocast_dtypes: set[str] = set()
         hooks = Hooks(None, workload.depth) if hooked and workload.annotate else None
         if hooks is not None:
             # Before the user's code is imported: an optimizer is hooked when it is made.
             hooks.install()
             self._range = hooks.enclosing
+            self.autocast_dtypes = hooks.autocast_dtypes
         self._step = _made_step(workload.target)
         if hooks is not None:
             hooks.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from profkit.capture.step import TrainingStep
+from profkit.capture.step import StepObserver, TrainingStep
 from profkit.models.workload import Workload
 from profkit.ranges import annotate, context_range
 
@@ -28,9 +28,19 @@ class ContextSteps:
         return self._steps[0].parameter_count
 
     @property
+    def autocast_dtypes(self) -> tuple[str, ...]:
+        """The type that autocast computes in, if it is on."""
+        return self._steps[0].autocast_dtypes
+
+    @property
     def losses(self) -> list[float]:
         """Each measured step's loss, in the order of the steps."""
         return [loss for step in self._steps for loss in step.losses]
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell ``observer`` of each phase and step from now on."""
+        for step in self._steps:
+            step.observe(observer)
 
     def run_warmup(self) -> None:
         """Run every context's warm-up steps."""

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer
 
 from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
+from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, step_range
@@ -53,6 +54,8 @@ class Hooks:
         self._counting_optimizer: ref[Optimizer] | None = None
         self._forward_handles: list[Any] = []
         self._recording = False
+        self.autocast_dtypes: set[str] = set()
+        """The types that autocast computed in around the modules called while ranges were open."""
         self.begun = -1
         """The number of the step that runs now, counted from 0; -1 before the first."""
 
@@ -113,6 +116,7 @@ class Hooks:
             if around is None:
                 self._open.open(module, None, Call(None, None))
             return
+        self.autocast_dtypes |= autocast_dtypes()
         name = self._names.range_name(module)
         if name is not None or around is None:
             mark_nodes(args, around, self._enter_backward)

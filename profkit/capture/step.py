@@ -42,6 +42,9 @@ class StepObserver:
     def loss_made(self, loss: Tensor) -> None:
         """Be told of the loss before its backward pass."""
 
+    def phase_begun(self, name: str) -> None:
+        """Be told that a phase begins; the device has done what came before it."""
+
     def phase_done(self, name: str) -> None:
         """Be told that a phase's work has been enqueued."""
 
@@ -82,6 +85,11 @@ class TrainingStep:
     def parameter_count(self) -> int:
         """How many numbers are trained."""
         return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def autocast_dtypes(self) -> tuple[str, ...]:
+        """The type that autocast computes in, if it is on."""
+        return ("bfloat16",) if self.workload.dtype == "bf16" else ()
 
     def observe(self, observer: StepObserver) -> None:
         """Tell ``observer`` of each phase and step from now on."""
@@ -134,6 +142,7 @@ class TrainingStep:
     def _phase(self, name: str, times: dict[str, int]) -> Iterator[None]:
         start_ns = perf_counter_ns()
         with annotate(name, flops=self.flops.get(name)):
+            self._observer.phase_begun(name)
             yield
             self._observer.phase_done(name)
             if self.device.type == "cuda":

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -22,6 +23,8 @@ import torch
 
 from profkit.capture.backward_owners import backward_owners
 from profkit.capture.callable_steps import CallableSteps, TargetRaisedError
+from profkit.capture.clean_twin import Measured, measure_clean, measure_steps
+from profkit.capture.conditions import read_conditions
 from profkit.capture.contexts import ContextSteps
 from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.memory import recorded_memory
@@ -45,6 +48,10 @@ class Steps(Protocol):
     def parameter_count(self) -> int | None:
         """How many numbers are trained, where that is known."""
 
+    @property
+    def autocast_dtypes(self) -> Collection[str]:
+        """The types that autocast was seen to compute in."""
+
     def run_warmup(self) -> None:
         """Run the warm-up steps inside a ``warmup`` range."""
 
@@ -55,7 +62,7 @@ class Steps(Protocol):
 def measure(order: Order) -> dict[str, Any]:
     """Run the order and return what the manifest keeps of it: the steps' times in ns, losses, versions, the device."""
     device = choose_device(order.workload)
-    steps, times = _run_recorded(order, device) if order.memory is None else _record_memory(order, device)
+    steps, done = _run_recorded(order, device) if order.memory is None else _record_memory(order, device)
     on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
     return {
         "device": "cuda" if on_gpu else "cpu",
@@ -63,9 +70,10 @@ def measure(order: Order) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "parameter_count": steps.parameter_count,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "losses": steps.losses,
-        "steps": times,
+        "conditions": read_conditions(steps.autocast_dtypes),
+        "losses": done.losses,
+        "steps": done.times,
+        "during": done.during,
     }
 
 
@@ -78,14 +86,17 @@ def make_steps(order: Order, device: torch.device) -> Steps:
     return TrainingStep(order.workload, device)
 
 
-def _run_recorded(order: Order, device: torch.device) -> tuple[Steps, list[dict[str, int]]]:
+def _run_recorded(order: Order, device: torch.device) -> tuple[Steps, Measured]:
     steps = make_steps(order, device)
     steps.run_warmup()
+    # A user's step is called as often as was asked: its data may come to an end.
+    if order.recorder == "none" and isinstance(steps, TrainingStep | ContextSteps):
+        return steps, measure_clean(steps, device)
     with _recorded(order, device):
-        return steps, steps.run_measured()
+        return steps, measure_steps(steps)
 
 
-def _record_memory(order: Order, device: torch.device) -> tuple[Steps, list[dict[str, int]]]:
+def _record_memory(order: Order, device: torch.device) -> tuple[Steps, Measured]:
     """Run all of it, the building of the model included, while the allocator's history is recorded."""
     workload, memory = order.workload, order.memory
     if not isinstance(workload, Workload) or memory is None:
@@ -99,7 +110,7 @@ def _record_memory(order: Order, device: torch.device) -> tuple[Steps, list[dict
         # Compiled code runs its backward as one node: there are no modules in it to name.
         with backward_owners(step.module, on=workload.compile_mode == "none"):
             step.run_warmup()
-            return step, step.run_measured()
+            return step, measure_steps(step)
 
 
 def _recorded(order: Order, device: torch.device) -> AbstractContextManager[None]:

@@ -51,7 +51,8 @@ def last_manifest(first: dict[str, Any], clean: dict[str, Any], profiled: dict[s
     ``clean`` and ``profiled`` hold each step's times and loss from the two processes; they are never mixed.
     """
     versions = {**first["versions"], "torch": profiled["torch"], "cuda": profiled["cuda"]}
-    facts = ("device", "gpu", "parameter_count", "float32_matmul_precision")
+    facts = ("device", "gpu", "parameter_count", "conditions")
+    samples = ("steps", "losses", "during")
     return {
         **first,
         "status": "complete",
@@ -59,8 +60,9 @@ def last_manifest(first: dict[str, Any], clean: dict[str, Any], profiled: dict[s
         "finished_utc": _now(),
         "versions": versions,
         **{fact: profiled[fact] for fact in facts},
-        "clean": {"steps": clean["steps"], "losses": clean["losses"]},
-        "profiled": {"steps": profiled["steps"], "losses": profiled["losses"]},
+        "float32_matmul_precision": profiled["conditions"]["float32_matmul_precision"],
+        "clean": {part: clean[part] for part in samples},
+        "profiled": {part: profiled[part] for part in samples},
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from profkit.errors import ToolError
+from profkit.launch.conditions import Conditions, warn_of_run
 from profkit.launch.directory import make_run_directory, write_json, write_manifest
 from profkit.launch.export import export_to
 from profkit.launch.importer import import_raw
@@ -100,6 +101,7 @@ def record_run(
     run = make_run_directory(output, workload.target.replace(":", "-"))
     manifest = first_manifest(workload, workload.target, nsys, command)
     write_manifest(run, manifest)
+    conditions = Conditions(os.environ)
     try:
         if memory is not None and isinstance(workload, Workload):
             write_json(run / PREDICTED, predict_memory(workload).to_dict())
@@ -119,8 +121,10 @@ def record_run(
     except BaseException as error:
         give_up(run, manifest, error)
         raise
-    warnings = _warnings(run, workload)
-    finished = {**last_manifest(manifest, clean, profiled), "warnings": warnings}
+    conditions.close()
+    finished = {**last_manifest(manifest, clean, profiled), **conditions.to_dict()}
+    warnings = (*_warnings(run, workload), *warn_of_run(finished), *conditions.warnings([clean, profiled]))
+    finished["warnings"] = warnings
     if remembered is not None:
         finished["memory"] = {"steps": remembered["steps"], "losses": remembered["losses"], **asdict(memory)}  # type: ignore[arg-type]
     write_manifest(run, finished)

@@ -1,0 +1,105 @@
+"""The conditions of a run: what the launcher sees from outside, and what a process tells of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from profkit.launch.conditions import HARMLESS, Conditions, warn_of_run
+from profkit.launch.gpu_state import Gpu, GpuState
+
+IDLE = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, (), {}, 0, 0)
+OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)
+
+
+def _conditions(*states: GpuState, **environment: str) -> Conditions:
+    waiting = iter(states)
+    conditions = Conditions(environment, lambda: next(waiting))
+    conditions.close()
+    return conditions
+
+
+def test_the_gpus_are_looked_at_before_and_after() -> None:
+    said = _conditions(GpuState((IDLE,)), GpuState((replace(IDLE, temperature_c=61),))).to_dict()["gpus"]
+    assert [said[when][0]["temperature_c"] for when in ("before", "after")] == [34, 61]
+    assert said["reason"] is None
+    without = _conditions(GpuState(reason="nvidia-smi is not on PATH"), GpuState()).to_dict()["gpus"]
+    assert without == {"before": [], "after": [], "reason": "nvidia-smi is not on PATH"}
+
+
+def test_only_harmless_variables_are_kept() -> None:
+    conditions = _conditions(
+        GpuState(), GpuState(), WORLD_SIZE="2", NCCL_DEBUG_FILE="/home/me", AWS_SECRET="x", TORCH_HOME="/home/me"
+    )
+    assert conditions.to_dict()["environment"] == {"WORLD_SIZE": "2"}
+    assert list(HARMLESS) == sorted(set(HARMLESS))
+    assert not [name for name in HARMLESS if any(word in name for word in ("KEY", "TOKEN", "SECRET", "DIR", "PATH"))]
+
+
+def test_only_the_gpus_that_were_used_are_judged() -> None:
+    state = GpuState((IDLE, OTHER))
+    conditions = _conditions(state, state)
+    process = {"device": "cuda", "conditions": {"gpu_uuid": "GPU-1"}}
+    assert conditions.warnings([process]) == []
+    (warning,) = conditions.warnings([process, {**process, "conditions": {"gpu_uuid": "GPU-2"}}])
+    assert "GPU 1 was not this run's alone" in warning
+    assert conditions.warnings([{"device": "cpu", "conditions": {"gpu_uuid": None}}]) == []
+    assert len(conditions.warnings([{"device": "cuda", "conditions": {"gpu_uuid": None}}])) == 1
+
+
+def test_the_times_of_either_kind_of_run_are_judged() -> None:
+    steps = [{"step_ns": ns} for ns in (20, 10, 10, 10)]
+    clean = {"clean": {"steps": steps, "during": {}}, "profiled": {"steps": [], "during": {"compiled_graphs": 1}}}
+    assert [text.partition(" steps")[0] for text in warn_of_run(clean)] == [
+        "the times of the unprofiled",
+        "the first of the 4 unprofiled",
+        "1 graph was compiled within the recorded",
+    ]
+    assert "of the 4 unrecorded steps" in warn_of_run({"attached": {"steps": steps}})[1]
+    assert warn_of_run({}) == []
+
+
+def _tell(code: str) -> list[str]:
+    start = "import torch\nfrom profkit.capture.conditions import *\n"
+    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_compilations_are_counted_and_named() -> None:
+    torch = pytest.importorskip("torch")
+    assert torch.compiler is not None
+    code = """
+print(read_counters()["compiled_graphs"], read_conditions()["compiled"])
+layer = torch.compile(torch.nn.Linear(2, 2), backend="eager", dynamic=False)
+layer(torch.ones(1, 2))
+before = read_counters()
+layer(torch.ones(1, 2))
+print(counted_since(before)["compiled_graphs"])
+layer(torch.ones(3, 2))
+print(counted_since(before)["compiled_graphs"])
+print(read_conditions()["compiled"])
+"""
+    assert _tell(code) == ["0 None", "0", "1", "{'graphs': 2, 'backends': [{'backend': 'eager', 'options': {}}]}"]
+
+
+def test_precision_and_autocast_are_told_by_either_of_torchs_interfaces() -> None:
+    pytest.importorskip("torch")
+    code = """
+print(sorted(autocast_dtypes()))
+with torch.autocast("cpu", torch.bfloat16):
+    print(sorted(autocast_dtypes()))
+torch.set_float32_matmul_precision("high")
+print(read_conditions()["float32_matmul_precision"], read_conditions()["cuda_matmul_allow_tf32"])
+torch.set_float32_matmul_precision("highest")
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    told = read_conditions()
+    print(told["cuda_matmul_allow_tf32"], told["cuda_matmul_fp32_precision"])
+else:
+    print("None tf32")
+print(torch.cuda.is_initialized())
+"""
+    assert _tell(code) == ["[]", "['bfloat16']", "high True", "None tf32", "False"]
