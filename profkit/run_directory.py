@@ -89,6 +89,11 @@ def read_ranks(run: Path) -> dict[int, int]:
     return {pid: rank for pid, rank in pairs if isinstance(pid, int) and isinstance(rank, int)}
 
 
+def is_of_run(trace: Path) -> bool:
+    """Return whether a file is the trace, in whatever form, of the run directory that it lies in."""
+    return trace.name in (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE) and (trace.parent / MANIFEST).exists()
+
+
 def find_snapshot(run: Path) -> Path:
     """Return the memory snapshot of a run directory."""
     manifest = read_manifest(run)

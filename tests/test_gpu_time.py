@@ -283,7 +283,8 @@ def test_waiting_is_the_time_before_the_last_rank_arrived(tmp_path: Path) -> Non
         # The sender is done before the receiver begins: nothing can be told of that.
         builder.kernel(6, 20, name=send, tid=pid, pid=pid, device=device, start=250 + 30 * device)
     first, second = _steps(builder.write(tmp_path / "t.sqlite"))
-    assert (first.process, first.device, first.communication_ns, first.waiting_ns, first.untold_ns) == (
+    assert (first.rank, first.process, first.device, first.communication_ns, first.waiting_ns, first.untold_ns) == (
+        0,
         100,
         0,
         120,
@@ -350,7 +351,8 @@ def _slow_waiting(trace: Trace, step: GpuStep) -> int:
 
 
 def _steps(path: Path) -> tuple[GpuStep, ...]:
-    return summarize_steps(read_trace(path).attribution)
+    opened = read_trace(path)
+    return summarize_steps(opened.attribution, opened.ranks)
 
 
 def _pairs(one: Stretches) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.collectives import find_waiting
 from profkit.analysis.gpu_time import GpuParts, GpuTime, build_gpu_times, communication_rows, sum_parts
 from profkit.analysis.intervals import NOTHING, Stretches, unite
+from profkit.analysis.ranks import Ranks
 from profkit.analysis.step_check import find_measured
 from profkit.analysis.windows import Windows, find_windows
 from profkit.ranges import STEP
@@ -20,14 +21,16 @@ from profkit.trace.columns import Bools, empty_ints
 class GpuStep:
     """One step on one GPU, in nanoseconds.
 
-    ``process`` is the operating system's pid, ``start_ns`` and ``wall_ns`` are the host's. ``gpu`` is the step's window
-    on the GPU in its parts (`profkit.analysis.windows`, `profkit.analysis.gpu_time`). ``communication_ns`` is the union
-    of communication kernels, exposed and overlapped; of it ``waiting_ns`` passed before the last rank had arrived, and
+    ``process`` is the operating system's pid, ``rank`` its number where there are ranks; ``start_ns`` and ``wall_ns``
+    are the host's. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.windows`,
+    `profkit.analysis.gpu_time`). ``communication_ns`` is the union of communication kernels, exposed and overlapped; of
+    it ``waiting_ns`` passed before the last rank had arrived, and
     of ``untold_ns`` this cannot be told (`profkit.analysis.collectives`). ``waiting_ns`` is null where it can be told
     of nothing: in a trace of one rank, all of them.
     """
 
     name: str
+    rank: int | None
     process: int
     device: int
     start_ns: int
@@ -43,7 +46,9 @@ class GpuStep:
         return self.gpu.idle_share
 
 
-def summarize_steps(attribution: Attribution, times: dict[int, GpuTime] | None = None) -> tuple[GpuStep, ...]:
+def summarize_steps(
+    attribution: Attribution, ranks: Ranks, times: dict[int, GpuTime] | None = None
+) -> tuple[GpuStep, ...]:
     """Return the steps outside ``warmup`` that launched work, one row per step and GPU, by their start on the host.
 
     A step is a range named ``step`` or ``step N``. None in a trace without such ranges or without GPU work.
@@ -58,9 +63,11 @@ def summarize_steps(attribution: Attribution, times: dict[int, GpuTime] | None =
     parts = sum_parts(times, group, windows.device, windows.start_ns, windows.end_ns)
     told = _tell_communication(attribution, windows)
     ranges = trace.ranges
+    numbers = {process: number for number, process in ranks.members}
     rows = [
         GpuStep(
             name=trace.names[int(ranges.name[index])],
+            rank=numbers.get(int(ranges.process[index])),
             process=trace.process_ids.get(int(ranges.process[index]), int(ranges.process[index])),
             device=int(windows.device[row]),
             start_ns=int(ranges.start_ns[index]),

@@ -12,7 +12,7 @@ Communication and copies that run beside other work are *overlapped*: they cost 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -58,14 +58,20 @@ class GpuParts:
         """Return the share of the span in which nothing ran, 0 of no span."""
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
 
+    def to_dict(self) -> dict[str, int]:
+        """Return the parts, and the two sums of them."""
+        return {**asdict(self), "busy_ns": self.busy_ns, "idle_ns": self.idle_ns}
+
 
 @dataclass(frozen=True, eq=False)
 class GpuTime:
-    """One GPU's time as disjoint sets; what is in none of the first five is idle with the host outside CUDA.
+    """One GPU's time as disjoint sets; ``busy`` is all that anything runs in. What is neither in
+    it nor in ``launching`` or ``synchronising`` is idle with the host outside CUDA.
 
     ``starts_ns`` and ``reach_ns`` are when its pieces of work began, sorted, and by when all up to each had ended.
     """
 
+    busy: Stretches
     computing: Stretches
     exposed_communication: Stretches
     exposed_copies: Stretches
@@ -136,6 +142,7 @@ def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTi
     starts = np.concatenate([work.start_ns[here], copies.start_ns[moved]])
     order = np.argsort(starts, kind="stable")
     return GpuTime(
+        busy=busy,
         computing=computing,
         exposed_communication=subtract(communicating, computing),
         exposed_copies=subtract(copying, kernels),

@@ -129,7 +129,7 @@ def summarize_kernels(
     if per_instance and wanted.range is None:
         raise UsageError("--per-instance needs --range: an instance is one opening of a range")
     refuse_impossible_times(trace)
-    first_ns, last_ns = _extent_ns(trace)
+    first_ns, last_ns = extent_ns(trace)
     chosen = choose_work(attribution, wanted)
     rows, instances = chosen.rows, chosen.instances
     work = trace.work
@@ -185,7 +185,7 @@ def explain_no_work(trace: Trace) -> str:
     )
 
 
-def _extent_ns(trace: Trace) -> tuple[int, int]:
+def extent_ns(trace: Trace) -> tuple[int, int]:
     """Return when the first thing recorded began and the last one ended."""
     starts = [c for c in (trace.work.start_ns, trace.calls.start_ns, trace.ranges.start_ns) if len(c)]
     ends = [c for c in (trace.work.end_ns, trace.calls.end_ns, trace.ranges.end_ns) if len(c)]

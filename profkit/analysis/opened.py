@@ -8,15 +8,18 @@ from functools import cached_property
 from pathlib import Path
 
 from profkit.analysis.attribution import Attribution, attribute_work
+from profkit.analysis.efficiency import measure_efficiency
+from profkit.analysis.efficiency_result import EfficiencyResult
 from profkit.analysis.kernel_filter import KernelFilter
 from profkit.analysis.kernel_rows import Grouping
 from profkit.analysis.kernels import KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.ranks import Ranks, explain_no_rank, find_ranks
 from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun, know_run
+from profkit.analysis.run_facts import read_run_facts
 from profkit.analysis.self_check import SelfCheck, check_capture
 from profkit.errors import TraceError, UsageError
-from profkit.run_directory import LOG, find_trace, rank_traces, read_manifest, read_ranks
+from profkit.run_directory import LOG, find_trace, is_of_run, rank_traces, read_manifest, read_ranks
 from profkit.trace.columns import Trace
 from profkit.trace.processes import combine_traces, only_process
 
@@ -44,6 +47,8 @@ class OpenedTrace:
         self._thread_only = thread_only
         self._log = log
         self._run = run
+        self.run_directory: Path | None = None
+        """The run directory that the trace lies in, if it lies in one."""
 
     def of_rank(self, rank: int) -> OpenedTrace:
         """Return what one rank did, as a trace of its own: its books close over that rank's time.
@@ -56,6 +61,7 @@ class OpenedTrace:
             trace, thread_only=self._thread_only, log=self._log, run=self._run, ranks=self.ranks.only(rank)
         )
         opened.rank = rank
+        opened.run_directory = self.run_directory
         return opened
 
     @cached_property
@@ -100,6 +106,34 @@ class OpenedTrace:
         wanted = KernelFilter(range, exclude, instance, process, device, self.rank)
         return summarize_kernels(self.attribution, wanted, self.ranks, by=by, per_instance=per_instance)
 
+    def efficiency(
+        self,
+        range: str | None = None,
+        *,
+        numbered: bool = False,
+        ceilings: str | Path | None = None,
+        dtype: str | None = None,
+    ) -> EfficiencyResult:
+        """Return how well the GPUs' time was used under each range, or under ``range`` and what lies within it.
+
+        The same as ``profkit efficiency``; ``.to_pandas()`` of the result is its table.
+
+        Args:
+            range: as for `kernels`.
+            numbered: keep ``step 0`` and ``step 1`` apart.
+            ceilings: a file of `profkit ceilings`; else the run's own, else the GPU's datasheet.
+            dtype: what the matrix products were done in (``bf16``), where the capture does not say.
+
+        Raises:
+            TraceError: there is no GPU work, or there are no ranges to choose from.
+            RunError: a file of the run, or the ceilings, cannot be read.
+            UsageError: an unknown range, or ceilings of another GPU.
+        """
+        facts = read_run_facts(
+            self.trace, self.run_directory, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype
+        )
+        return measure_efficiency(self.attribution, facts, self.ranks, range, numbered=numbered)
+
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
         return replace(summarize_ranges(self.attribution, numbered=numbered), rank=self.rank)
@@ -130,6 +164,7 @@ def read_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     else:
         trace = _read(path)
     opened = OpenedTrace(trace, thread_only=thread_only, log=log, run=run, ranks=find_ranks(trace, pids))
+    opened.run_directory = path if path.is_dir() else path.parent if is_of_run(path) else None
     return opened if rank is None else opened.of_rank(rank)
 
 

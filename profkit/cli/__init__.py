@@ -19,6 +19,7 @@ from profkit.version import __version__
 _COMMANDS = {
     "run": ("profkit.cli.run", "Run a target under a profiler and keep what it recorded in a run directory."),
     "kernels": ("profkit.cli.kernels", "Say which kernels spent the GPU's time, in the capture or inside a range."),
+    "efficiency": ("profkit.cli.efficiency", "Say how well the GPUs' time was used, and what bounds each range."),
     "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
     "doctor": ("profkit.cli.doctor", "Say what can be recorded on this machine, and what to do where it cannot."),

@@ -22,5 +22,7 @@ def open_trace(path: Path, *, rank: int | None = None, thread_only: bool = False
     if report.suffix == _REPORT and report.is_file():
         from profkit.launch.export import export_report
 
-        path = export_report(report)
+        opened = read_trace(export_report(report), rank=rank, thread_only=thread_only)
+        opened.run_directory = path if path.is_dir() else None
+        return opened
     return read_trace(path, rank=rank, thread_only=thread_only)

@@ -82,7 +82,10 @@ def _build_table(result: RangesResult, *, with_domain: bool, indented: bool = Fa
     rows = [[_value(result, row, column.key) for column in columns] for row in result.ranges]
     cells = [[_cell(column.key, value) for column, value in zip(columns, values, strict=True)] for values in rows]
     if indented:
-        cells = [[_label(row), *line[1:]] for row, line in zip(result.ranges, cells, strict=True)]
+        cells = [
+            [indent_name(row.path, row.name, row.domain), *line[1:]]
+            for row, line in zip(result.ranges, cells, strict=True)
+        ]
     return Table(columns, cells, rows)
 
 
@@ -100,6 +103,7 @@ def _cell(key: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _label(row: RangeRow) -> str:
-    depth = row.path.replace("\\/", "").count("/")
-    return " " * depth + row.name + (f" [{row.domain}]" if row.domain else "")
+def indent_name(path: str, name: str, domain: str) -> str:
+    """Return a range's name as the tree shows it: moved in by its depth, its domain behind it."""
+    depth = path.replace("\\/", "").count("/")
+    return " " * depth + name + (f" [{domain}]" if domain else "")

@@ -1,0 +1,378 @@
+"""`profkit efficiency`: rows, verdicts, FLOPs joined to ranges, unprofiled times, MFU, and the ways to print it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from profkit.analysis.efficiency_result import EfficiencyResult, EfficiencyRow
+from profkit.analysis.gpu_time import GpuParts
+from profkit.analysis.opened import read_trace
+from profkit.analysis.range_work import Amount
+from profkit.analysis.run_facts import Peaks
+from profkit.analysis.verdicts import Roofline, build_roofline, judge
+from profkit.errors import TraceError, UsageError
+from tests.conftest import ROOT
+from tests.nsys_builder import NsysBuilder
+
+SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
+KINETO = ROOT / "traces" / "small-train.kineto.json.gz"
+PEAKS = Peaks("measured", "H200", {"fp32": 50e12, "bf16": 700e12}, 4e12)
+KNOWN = Roofline(20.0, 10.0)
+
+
+def _rows(result: EfficiencyResult) -> dict[str, EfficiencyRow]:
+    return {row.path: row for row in result.ranges}
+
+
+def _parts(**given: int) -> GpuParts:
+    names = [name for name in GpuParts.__dataclass_fields__ if name != "span_ns"]
+    parts = {name: given.get(name, 0) for name in names}
+    return GpuParts(span_ns=sum(v for name, v in parts.items() if not name.startswith("overlapped")), **parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "roofline", "word"),
+    [
+        (_parts(computing_ns=40, launching_ns=60), KNOWN, "launch-bound"),
+        (_parts(computing_ns=40, launching_ns=25, outside_cuda_ns=35), KNOWN, "compute-bound"),
+        (_parts(computing_ns=40, outside_cuda_ns=30, synchronising_ns=30), KNOWN, "host-bound"),
+        (_parts(computing_ns=40, exposed_communication_ns=60), KNOWN, "communication-bound"),
+        (_parts(computing_ns=40, exposed_copy_ns=60), KNOWN, "memory-bound"),
+        (_parts(computing_ns=100), Roofline(10.0, 20.0), "memory-bound"),
+        (_parts(computing_ns=100), Roofline(50.0, None), "compute-bound"),
+        (_parts(computing_ns=100), Roofline(49.0, None), None),
+        (_parts(computing_ns=100), Roofline(None, 90.0), None),
+        (_parts(), KNOWN, None),
+        (None, KNOWN, None),
+    ],
+)
+def test_the_largest_part_of_the_time_decides(parts: GpuParts | None, roofline: Roofline, word: str | None) -> None:
+    assert judge(parts, 100, roofline, idle_factor=None, only_communicates=False).word == word
+
+
+def test_unprofiled_time_shrinks_idleness_before_it_is_judged() -> None:
+    parts = _parts(computing_ns=40, launching_ns=60)
+    verdict = judge(parts, 100, KNOWN, idle_factor=0.5, only_communicates=False)
+    assert verdict.word == "compute-bound"
+    assert "57.1%" in verdict.rule
+    assert "0.50" in verdict.rule
+
+
+def test_what_launches_communication_alone_is_bound_by_it_though_others_compute_meanwhile() -> None:
+    parts = _parts(computing_ns=80, exposed_communication_ns=20)
+    assert judge(parts, 100, KNOWN, idle_factor=None, only_communicates=True).word == "communication-bound"
+
+
+def test_other_operations_take_their_time_at_the_peak_of_fp32() -> None:
+    amount = Amount(flops=1_400, other_flops=500, least_bytes=8_000, flops_by_dtype={"bf16": 1_400})
+    assert build_roofline(amount, PEAKS) == Roofline(pytest.approx(1_400 / 700e3 + 500 / 50e3), pytest.approx(2.0))
+    assert build_roofline(Amount(flops=1, flops_by_dtype={"fp8": 1}), PEAKS).compute_ns is None
+    assert build_roofline(amount, None) == Roofline(None, None)
+
+
+def _trace(path: Path) -> Path:
+    """Two steps of 1,000 ns: forward with two layers, backward on the autograd thread, a pause outside CUDA."""
+    builder = NsysBuilder()
+    builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA H200")
+    builder.name_thread("pt_autograd_0", 101)
+    for step in (0, 1):
+        at = 10_000 * step
+        builder.range(f"step {step}", at, at + 1_000)
+        builder.range("forward", at, at + 400, int64Value=3_000)
+        for layer in (0, 1):
+            builder.range(f"layer {layer}", at + 200 * layer, at + 200 * layer + 150, int64Value=1_000 + 500 * layer)
+            builder.kernel(at + 200 * layer + 5, 80, start=at + 200 * layer + 20, name="gemm")
+        builder.range("backward", at + 400, at + 1_000, int64Value=6_000)
+        for launch in (410, 420, 430, 440):
+            builder.kernel(at + launch, 100, start=at + launch + 10 * (launch - 400), tid=101, name="gemm")
+        builder.call(at + 990, duration=5, name="cudaDeviceSynchronize_v3020")
+    return builder.write(path)
+
+
+def _work(**changes: Any) -> dict[str, Any]:
+    def one(path: list[str], flops: int, least_bytes: int, other: int = 10) -> dict[str, Any]:
+        counts = {"flops": flops, "other_flops": other, "needed_flops": flops - 1, "least_bytes": least_bytes}
+        return {"path": path, **counts, "flops_by_dtype": {"bf16": flops}, "instances": 1, "varies": False}
+
+    ranges = [
+        one([], 9_100, 500),
+        one(["forward"], 3_000, 200),
+        one(["forward", "layer 0"], 1_000, 100),
+        one(["forward", "layer 1"], 1_500, 60),
+        one(["backward"], 6_000, 300),
+    ]
+    content = {
+        "version": 1,
+        "source": "formula",
+        "dtype": "bf16",
+        "ranges": ranges,
+        "model_flops": 9_000,
+        "missing": [],
+    }
+    return content | changes
+
+
+def _ceilings(gpu: str = "NVIDIA H200") -> dict[str, Any]:
+    product = {"dtype": "bf16", "m": 8, "n": 8, "k": 8, "best_flops_per_s": 1e12, "median_flops_per_s": 9e11}
+    return {
+        "version": 1,
+        "device": {"name": gpu, "uuid": None, "clock_mhz": 1, "clock_max_mhz": 2},
+        "torch": "2.13",
+        "driver": None,
+        "measured_utc": "2026-01-01T00:00:00+00:00",
+        "gemm": [product],
+        "copy": {"bytes": 8, "best_bytes_per_s": 5e11, "median_bytes_per_s": 4e11},
+    }
+
+
+def _run(folder: Path, *, work: bool = True, ceilings: bool = True, clean_ns: int = 800) -> Path:
+    steps = [{"forward_ns": clean_ns // 4, "step_ns": clean_ns}] * 3
+    profiled = [{"forward_ns": 400, "step_ns": 1_000}] * 2
+    manifest = {
+        "status": "complete",
+        "gpu": "NVIDIA H200",
+        "device": "cuda",
+        "workload": {"dtype": "bf16"},
+        "float32_matmul_precision": "highest",
+        "clean": {"steps": steps},
+        "profiled": {"steps": profiled},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    if work:
+        (folder / "work.json").write_text(json.dumps(_work()))
+    if ceilings:
+        (folder / "ceilings.json").write_text(json.dumps(_ceilings()))
+    _trace(folder / "trace.sqlite")
+    return folder
+
+
+def test_a_run_gives_every_range_its_work_by_its_path(tmp_path: Path) -> None:
+    result = read_trace(_run(tmp_path)).efficiency()
+    rows = _rows(result)
+    step, layers = rows["step *"], rows["step */forward/layer *"]
+    assert (step.flops, step.least_bytes, step.needed_flops) == (2 * 9_100, 1_000, 2 * 9_099)
+    assert (layers.instances, layers.flops, layers.other_flops, layers.least_bytes) == (4, 5_000, 40, 320)
+    assert layers.busy_ns == 320
+    assert layers.flops_per_s == pytest.approx(5_000 / 320e-9)
+    assert layers.ceiling_share == pytest.approx(5_000 / 320 / 1_000)
+    assert layers.bytes_per_s == pytest.approx(320 / 320e-9)
+    assert layers.intensity == pytest.approx(5_040 / 320)
+    assert (result.work_source, result.dtype, result.model_flops) == ("formula", "bf16", 9_000)
+    numbered = _rows(read_trace(tmp_path).efficiency(numbered=True))
+    assert numbered["step 1/forward/layer 1"].flops == 1_500
+
+
+def test_mfu_is_of_unprofiled_time_and_the_datasheets_peak(tmp_path: Path) -> None:
+    result = read_trace(_run(tmp_path)).efficiency()
+    assert result.mfu == _rows(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 989.5e12))
+    assert result.peaks is not None
+    assert (result.peaks.source, result.peaks.flops_per_s) == ("measured", {"bf16": 1e12})
+
+
+def test_the_file_of_a_run_knows_its_run(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    assert read_trace(run / "trace.sqlite").efficiency().mfu == read_trace(run).efficiency().mfu
+    (run / "trace.sqlite").rename(run / "else.sqlite")
+    assert read_trace(run / "else.sqlite").efficiency().mfu is None
+
+
+def test_of_a_bare_trace_payloads_are_flops_and_what_is_not_known_is_none(tmp_path: Path) -> None:
+    result = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
+    rows = _rows(result)
+    assert (rows["step */forward/layer *"].flops, rows["step *"].flops) == (5_000, None)
+    assert (result.work_source, result.model_flops, result.mfu, result.dtype) == ("payload", 9_000, None, None)
+    assert rows["step */forward"].ceiling_share is None
+    given = _rows(read_trace(tmp_path / "t.sqlite").efficiency(dtype="bf16"))
+    assert given["step */forward"].ceiling_share == pytest.approx(6_000 / 989.5e3 / 320)
+    assert rows["step */forward"].least_bytes is rows["step */forward"].bytes_per_s is None
+
+
+def test_payloads_of_other_domains_or_that_are_no_whole_numbers_are_no_flops(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.domain(3, "theirs")
+    builder.range("a", 0, 10, domain=3, int64Value=5)
+    builder.range("b", 20, 30, doubleValue=5.0)
+    for launch in (1, 21):
+        builder.kernel(launch, 5)
+    result = read_trace(builder.write(tmp_path / "t.sqlite")).efficiency()
+    assert [row.flops for row in result.ranges] == [None, None]
+    assert result.work_source is None
+
+
+def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
+    """Forward: 160 ns busy, 240 idle of 400 profiled; unprofiled 200 leave 40, a sixth."""
+    result = read_trace(_run(tmp_path)).efficiency()
+    rows = _rows(result)
+    assert rows["step */forward"].idle_factor == rows["step */forward/layer *"].idle_factor == pytest.approx(40 / 240)
+    assert rows["step */backward"].idle_factor is None  # not timed without a profiler
+    assert rows["step */forward"].verdict == "compute-bound"
+    bare = _rows(read_trace(_trace(tmp_path / "t.sqlite")).efficiency())
+    assert bare["step */forward"].verdict == "launch-bound"
+    (one, step) = result.inflation
+    assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)
+    assert (step.phase, step.cost) == ("step", 0.25)
+
+
+def test_launch_bound_ranges_are_warned_of(tmp_path: Path) -> None:
+    bare = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
+    assert [warning.code for warning in bare.warnings] == ["no-clean-twin"]
+    run = read_trace(_run(tmp_path, clean_ns=1_600)).efficiency()
+    assert _rows(run)["step */forward"].verdict == "launch-bound"
+    (warning,) = run.warnings
+    assert warning.code == "inflation"
+    assert "steps took -38% under the profiler" in warning.message
+
+
+def test_ceilings_of_another_gpu_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(json.dumps(_ceilings("NVIDIA A100-SXM4-40GB")))
+    with pytest.raises(UsageError, match="A100-SXM4-40GB, the capture is of NVIDIA H200"):
+        read_trace(_trace(tmp_path / "t.sqlite")).efficiency(ceilings=tmp_path / "c.json")
+
+
+def test_float32_products_of_a_run_may_be_tf32(tmp_path: Path) -> None:
+    run = _run(tmp_path, work=False)
+    manifest = json.loads((run / "manifest.json").read_text())
+    for dtype, precision, expected in (("fp32", "highest", "fp32"), ("fp32", "high", "tf32"), ("bf16", "high", "bf16")):
+        manifest |= {"workload": {"dtype": dtype}, "float32_matmul_precision": precision}
+        (run / "manifest.json").write_text(json.dumps(manifest))
+        assert read_trace(run).efficiency().dtype == expected
+
+
+def test_steps_of_several_contexts_keep_their_own_flops_and_times(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for number, (context, flops) in enumerate(((128, 3_000), (256, 9_000))):
+        at = 10_000 * number
+        builder.range(f"context {context}", at, at + 1_000)
+        builder.range("step 0", at + 1, at + 901)
+        builder.range("forward", at + 1, at + 901, int64Value=flops)
+        builder.kernel(at + 10, 500)
+    _run(tmp_path, work=False)
+    (tmp_path / "trace.sqlite").unlink()
+    builder.write(tmp_path / "trace.sqlite")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["clean"]["steps"] = [{"step_ns": 600, "context": 128}, {"step_ns": 700, "context": 256}]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    result = read_trace(tmp_path).efficiency(numbered=True)
+    rows = _rows(result)
+    assert rows["context 128/step 0"].mfu == pytest.approx(3_000 / (600e-9 * 989.5e12))
+    assert rows["context 256/step 0"].mfu == pytest.approx(9_000 / (700e-9 * 989.5e12))
+    assert result.mfu is result.model_flops is None
+    folded = _rows(read_trace(tmp_path).efficiency())
+    assert [row.mfu for row in folded.values()] == [None] * len(folded)
+
+
+def test_a_ranges_row_is_that_of_the_tree_of_ranges(captures: Path) -> None:
+    for path in (SMALL, KINETO, captures / "ddp.nsys2025.sqlite", captures / "graph_nodes.nsys2023.sqlite"):
+        opened = read_trace(path)
+        tree = {row.path: row for row in opened.ranges(numbered=False).ranges}
+        for row in opened.efficiency().ranges:
+            one = tree.pop(row.path)
+            assert (row.instances, row.wall_ns, row.kernel_time_ns, row.busy_ns, row.kernel_count) == (
+                one.instances,
+                one.wall_ns,
+                one.kernel_time_ns,
+                one.busy_ns,
+                one.kernel_count,
+            )
+            if row.gpu is not None:
+                assert row.gpu.busy_ns + row.gpu.idle_ns == row.gpu.span_ns
+                assert row.busy_ns <= row.gpu.busy_ns
+        assert not tree
+
+
+def test_one_call_launches_all_kernels_of_a_graph(captures: Path) -> None:
+    path = captures / "graph_nodes.nsys2023.sqlite"
+    rows = _rows(read_trace(path).efficiency())
+    connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+    kernels = "SELECT correlationId, globalPid FROM CUPTI_ACTIVITY_KIND_KERNEL"
+    (launches,) = connection.execute(f"SELECT count(*) FROM (SELECT DISTINCT * FROM ({kernels}))").fetchone()
+    connection.close()
+    assert rows["step *"].launch_count == launches < rows["step *"].kernel_count == 2_308
+
+
+def test_a_real_trace_is_launch_bound_and_says_why() -> None:
+    rows = _rows(read_trace(SMALL).efficiency(dtype="fp32"))
+    assert {path: row.verdict for path, row in rows.items() if path.count("/") < 2} == {
+        "step *": "launch-bound",
+        "step */forward": "launch-bound",
+        "step */loss": "launch-bound",
+        "step */backward": "launch-bound",
+        "step */optimizer": None,
+    }
+    forward = rows["step */forward"]
+    assert forward.flops == 2 * 257_320_550_400
+    assert forward.rule.startswith("the largest part, 75.4% of its time on the GPU, is idle while the host is launch")
+
+
+def test_without_gpu_work_there_is_no_efficiency() -> None:
+    for name in ("tiny-train-cpu.kineto.json.gz", "tiny-train-cpu.nsys2023.sqlite"):
+        with pytest.raises(TraceError, match="recorded no GPU"):
+            read_trace(ROOT / "traces" / name).efficiency()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 200), st.integers(0, 1)), min_size=1, max_size=8))
+def test_the_parts_of_every_row_sum(tmp_path_factory: pytest.TempPathFactory, some: list[tuple[int, int, int]]) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 500)
+    builder.range("forward", 100, 300)
+    builder.range("step 1", 500, 950)
+    for launch, duration, device in some:
+        builder.kernel(launch, duration, device=device)
+    result = read_trace(builder.write(tmp_path_factory.mktemp("t") / "t.sqlite")).efficiency()
+    for parts in (result.capture, *(row.gpu for row in result.ranges if row.gpu is not None)):
+        assert parts.busy_ns + parts.idle_ns == parts.span_ns
+        assert min(vars(parts).values()) >= 0
+    steps = [row for row in result.ranges if row.name == "step *"]
+    # Windows overlap where kernels run at once; in the row the common time counts once.
+    assert steps[0].gpu is None or steps[0].gpu.span_ns <= sum(step.gpu.span_ns for step in result.steps)
+
+
+def test_json_holds_all_and_csv_the_ranges(profkit: Callable) -> None:
+    data = json.loads(profkit("efficiency", SMALL, "--format", "json").stdout)
+    forward = next(row for row in data["ranges"] if row["path"] == "step */forward")
+    gpu = forward["gpu"]
+    assert gpu["idle_ns"] == gpu["launching_ns"] + gpu["synchronising_ns"] + gpu["outside_cuda_ns"]
+    assert forward["least_bytes"] is None
+    assert data["self_check"]["passed"]
+    assert [step["name"] for step in data["steps"]] == ["step 0", "step 1"]
+    lines = list(csv.DictReader(io.StringIO(profkit("efficiency", SMALL, "--format", "csv").stdout)))
+    assert [line["path"] for line in lines] == [row["path"] for row in data["ranges"]]
+    assert lines[1]["launching_ns"] == str(gpu["launching_ns"])
+    assert lines[1]["least_bytes"] == ""
+
+
+def test_the_table_fits_a_screen_and_a_failed_capture_says_so_first(profkit: Callable, captures: Path) -> None:
+    for path in (SMALL, captures / "ddp.nsys2025.sqlite"):
+        lines = profkit("efficiency", path, "--range", "step *").stdout.splitlines()
+        tables = [line for line in lines if line.startswith(("─", "step", " "))]
+        assert len(tables) > 10
+        assert max(map(len, tables)) <= 80
+    done = profkit("efficiency", captures / "lossy.nsys2023.sqlite", "--strict")
+    assert done.returncode == 3
+    assert done.stdout.startswith("SELF-CHECK FAILED")
+
+
+def test_a_part_of_a_trace(profkit: Callable) -> None:
+    done = profkit("efficiency", SMALL, "--range", "attention", "--format", "csv")
+    paths = [line["path"] for line in csv.DictReader(io.StringIO(done.stdout))]
+    assert paths[0] == "step */forward/layer */attention"
+    assert len(paths) == 5
+    assert profkit("efficiency", SMALL, "--range", "atention").returncode == 2
+
+
+@pytest.mark.parametrize("style", ["markdown", "latex"])
+def test_documents_get_all_columns(profkit: Callable, style: str) -> None:
+    text = profkit("efficiency", SMALL, "--format", style).stdout
+    for heading in ("kernel time", "launches", "FLOP/B", "MFU", "least bytes"):
+        assert heading in text
