@@ -1,0 +1,102 @@
+"""Kernel time by step: the samples and what they leave out are the whole capture, and each kernel has its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.opened import read_trace
+from profkit.analysis.step_samples import StepSamples, has_measured_steps, join_path, sample_steps
+from profkit.errors import UsageError
+from tests.conftest import ROOT
+from tests.nsys_builder import NsysBuilder
+from tests.step_builder import ADD, SGEMM, add_steps, write_steps
+
+STEP = {"": [(ADD, 7)], "forward/layer 0/ffn": [(SGEMM, 100)], "forward/layer 1/ffn": [(SGEMM, 50), (ADD, 10)]}
+
+
+def sampled(path: Path, range: str | None = None, *, by_step: bool = True) -> StepSamples:
+    return sample_steps(read_trace(path).attribution, range, by_step=by_step)
+
+
+def totals(samples: StepSamples) -> dict[tuple[str, str], list[int]]:
+    return {
+        (join_path(key.path), key.kernel): samples.kernel_ns[:, column].tolist()
+        for column, key in enumerate(samples.keys)
+    }
+
+
+def test_each_step_is_a_sample_and_warm_up_is_none(tmp_path: Path) -> None:
+    later = {**STEP, "": [(ADD, 9)]}
+    samples = sampled(write_steps(tmp_path / "t.sqlite", [STEP, later], warmup={"forward": [(SGEMM, 1000)]}))
+    assert totals(samples) == {
+        ("", ADD): [7, 9],
+        ("forward/layer */ffn", SGEMM): [150, 150],
+        ("forward/layer */ffn", ADD): [10, 10],
+    }
+    assert samples.left_out_ns == 1000
+    assert (samples.busy_ns.tolist(), samples.even) == ([167, 169], True)
+    assert {join_path(path) for path in samples.paths} >= {"", "forward", "forward/layer *", "forward/layer */ffn"}
+    assert {key.category for key in samples.keys} == {"gemm", "elementwise"}
+
+
+def test_the_steps_of_several_processes_are_added_up(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    add_steps(builder, [STEP, STEP, STEP], pid=100)
+    add_steps(builder, [STEP, STEP], pid=200)
+    samples = sampled(builder.write(tmp_path / "t.sqlite"))
+    assert samples.kernel_ns.sum(axis=1).tolist() == [334, 334, 167]
+    assert not samples.even
+
+
+def test_without_steps_the_capture_is_one_sample(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("warmup", 0, 100)
+    builder.kernel(10, 1000)
+    builder.range("forward", 200, 300)
+    builder.kernel(210, 5)
+    builder.kernel(400, 6)
+    path = builder.write(tmp_path / "t.sqlite")
+    assert not has_measured_steps(read_trace(path).attribution)
+    samples = sampled(path, by_step=False)
+    assert totals(samples) == {("", "k"): [6], ("forward", "k"): [5]}
+    assert (samples.size, samples.left_out_ns, samples.wall_ns) == (1, 1000, None)
+
+
+def test_a_range_limits_them(tmp_path: Path) -> None:
+    path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
+    samples = sampled(path, "layer 1")
+    assert samples.kernel_ns.sum(axis=1).tolist() == [60, 60]
+    assert samples.left_out_ns == 2 * 107
+    with pytest.raises(UsageError, match="no range 'layr 1'"):
+        sampled(path, "layr 1")
+
+
+@pytest.mark.parametrize(
+    "name", ["small-train.nsys2025.sqlite", "small-train.kineto.json.gz", "tiny-train-cpu.kineto.json.gz"]
+)
+@pytest.mark.parametrize("by_step", [True, False])
+def test_samples_and_the_rest_are_the_whole_capture(name: str, by_step: bool) -> None:
+    opened = read_trace(ROOT / "traces" / name)
+    samples = sample_steps(opened.attribution, by_step=by_step)
+    assert samples.total_ns + samples.left_out_ns == opened.attribution.ledger.total_ns
+    outside = 6 if by_step and "cpu" in name else 0  # operators between the steps
+    assert samples.kernel_count.sum() + outside == opened.kernels().kernel_count
+
+
+def test_a_phase_of_the_samples_is_the_phase_of_the_kernels_command() -> None:
+    opened = read_trace(ROOT / "traces" / "small-train.nsys2025.sqlite")
+    samples = sample_steps(opened.attribution)
+    for phase in ("forward", "loss", "backward", "optimizer"):
+        mine = [column for column, key in enumerate(samples.keys) if key.path[:1] == (phase,)]
+        assert samples.kernel_ns[:, mine].sum() == opened.kernels(phase).total_ns
+    assert samples.wall_ns is not None
+    assert samples.wall_ns.sum() == opened.kernels("step *").wall_ns
+
+
+def test_ranks_step_together(captures: Path) -> None:
+    opened = read_trace(captures / "ddp.nsys2025.sqlite")
+    samples = sample_steps(opened.attribution)
+    assert (samples.size, samples.even) == (2, True)
+    assert samples.total_ns == opened.kernels("step *").total_ns

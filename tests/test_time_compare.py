@@ -1,0 +1,203 @@
+"""What changed per step: parts sum to the whole in integers, nothing changed between a capture and itself."""
+
+from __future__ import annotations
+
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from profkit.analysis.opened import read_trace
+from profkit.analysis.step_samples import StepSamples, sample_steps
+from profkit.analysis.time_compare import IN_NO_RANGE, TimeComparison, compare_times
+from tests.conftest import ROOT
+from tests.step_builder import ADD, FUSED, MUL, NVJET, SGEMM, Step, write_steps
+
+TRACES = ROOT / "traces"
+
+
+def sampled(path: Path, *, by_step: bool = True) -> StepSamples:
+    return sample_steps(read_trace(path).attribution, by_step=by_step)
+
+
+def compared(folder: Path, before: list[Step], after: list[Step]) -> TimeComparison:
+    folder.mkdir(exist_ok=True)
+    paths = [write_steps(folder / f"{name}.sqlite", steps) for name, steps in (("a", before), ("b", after))]
+    return checked(*map(sampled, paths))
+
+
+def checked(before: StepSamples, after: StepSamples) -> TimeComparison:
+    """Return the comparison, its books closed: every view sums to the totals and, but for rounding, to the change."""
+    result = compare_times(before, after)
+    whole = result.kernel_time
+    assert (whole.before_ns, whole.after_ns) == (before.total_ns, after.total_ns)
+    exact = Fraction(whole.after_ns, after.size) - Fraction(whole.before_ns, before.size)
+    assert whole.change_ns == round(exact)
+    for changes in (
+        [part.change for part in result.parts],
+        *([line.change for line in view] for view in (result.by_phase, result.by_range, result.by_category)),
+    ):
+        assert sum(change.before_ns for change in changes) == whole.before_ns
+        assert sum(change.after_ns for change in changes) == whole.after_ns
+        assert abs(sum(change.change_ns for change in changes) - exact) <= Fraction(len(changes), 2)
+        assert [abs(change.change_ns) for change in changes] == sorted(
+            (abs(change.change_ns) for change in changes), reverse=True
+        )
+    assert result.rounding_ns + sum(part.change.change_ns for part in result.parts) == whole.change_ns
+    for part in result.parts:
+        assert sum(kernel.total_ns for kernel in part.before) == part.change.before_ns
+        assert sum(kernel.total_ns for kernel in part.after) == part.change.after_ns
+    before_count = sum(kernel.count for part in result.parts for kernel in part.before)
+    after_count = sum(kernel.count for part in result.parts for kernel in part.after)
+    assert (before_count, after_count) == result.kernel_count
+    return result
+
+
+PLACES = st.sampled_from(["", "forward", "forward/layer 0", "forward/layer 1/ffn", "backward", "optimizer"])
+KERNELS = st.lists(st.tuples(st.sampled_from([SGEMM, NVJET, ADD, MUL, FUSED]), st.integers(0, 10_000)), max_size=3)
+STEPS = st.lists(st.dictionaries(PLACES, KERNELS, max_size=3), min_size=1, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS, STEPS)
+def test_the_parts_sum_to_the_whole(before: list[Step], after: list[Step]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        compared(Path(folder), before, after)
+
+
+@settings(max_examples=20, deadline=None)
+@given(STEPS)
+def test_a_capture_and_itself_differ_in_nothing(steps: list[Step]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert_nothing_changed(compared(Path(folder), steps, steps))
+
+
+def assert_nothing_changed(result: TimeComparison) -> None:
+    lines = [line.change for view in (result.by_phase, result.by_range, result.by_category) for line in view]
+    for change in (result.kernel_time, result.busy, *lines, *(part.change for part in result.parts)):
+        assert (change.change_ns, change.verdict, change.before_ns) == (0, "unchanged", change.after_ns)
+        assert change.low_ns is None or change.high_ns is None or change.low_ns <= 0 <= change.high_ns
+    assert {part.kind for part in result.parts} <= {"same"}
+
+
+@pytest.mark.parametrize("name", ["small-train.nsys2025.sqlite", "tiny-train-cpu.kineto.json.gz"])
+def test_a_real_trace_and_itself_differ_in_nothing(name: str) -> None:
+    samples = sampled(TRACES / name)
+    assert_nothing_changed(checked(samples, samples))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("small.nsys2023", "small.nsys2025"),
+        ("small.nsys2025", "graph_nodes.nsys2023"),
+        ("small.nsys2025", "ddp.nsys2025"),
+        ("graph_whole.nsys2023", "lossy.nsys2023"),
+        ("hooks.nsys2025", "small.nsys2023"),
+    ],
+)
+@pytest.mark.parametrize("by_step", [True, False])
+def test_the_parts_of_real_differences_sum(captures: Path, before: str, after: str, by_step: bool) -> None:
+    traces = [read_trace(captures / f"{name}.sqlite").attribution for name in (before, after)]
+    by_step = by_step and not {"lossy.nsys2023", "hooks.nsys2025"} & {before, after}
+    checked(*(sample_steps(trace, by_step=by_step) for trace in traces))
+
+
+def test_the_same_workload_under_two_profilers(captures: Path) -> None:
+    """Every kernel has its namesake, as often, in its place; both totals stand in the captures' own description."""
+    result = checked(*(sampled(captures / f"small.nsys{year}.sqlite") for year in (2023, 2025)))
+    assert (result.kernel_time.before_ns, result.kernel_time.after_ns) == (57_478_638, 57_404_338)
+    assert result.kernel_time.change_ns == -37_150
+    assert {part.kind for part in result.parts} == {"same"}
+    forward = next(line.change for line in result.by_phase if line.name == "forward")
+    assert (forward.before_ns, forward.after_ns) == (17_272_595, 17_223_554)
+    assert result.kernel_time.verdict == "unknown"  # two steps
+    assert [warning.code for warning in result.warnings] == ["few-steps"]
+
+
+def test_nsys_and_kineto_put_a_kernel_in_the_same_place() -> None:
+    result = checked(*(sampled(TRACES / f"small-train.{kind}") for kind in ("nsys2025.sqlite", "kineto.json.gz")))
+    assert [line.name for line in result.by_phase if not line.change.before_ns] == []
+    for part in result.parts:
+        assert [kernel.count for kernel in part.before] == [kernel.count for kernel in part.after]
+
+
+def varied(base: Step, factor: float) -> list[Step]:
+    """Return eight steps of this kind, each kernel a little longer or shorter from step to step."""
+    wobble = (0, 3, -2, 1, -1, 2, -3, 0)
+    return [
+        {path: [(name, round(ns * factor) + shift) for name, ns in kernels] for path, kernels in base.items()}
+        for shift in wobble
+    ]
+
+
+EAGER: Step = {
+    "forward/layer 0/ffn": [(SGEMM, 4000), (ADD, 500), (MUL, 700)],
+    "forward/layer 1/ffn": [(SGEMM, 4000), (ADD, 500), (MUL, 700)],
+    "optimizer": [(ADD, 300)],
+}
+
+
+def parts_of(result: TimeComparison) -> dict[tuple[str, str, str], int]:
+    return {(part.range, part.category, part.kind): part.change.change_ns for part in result.parts}
+
+
+def test_another_precision_is_a_move(tmp_path: Path) -> None:
+    half: Step = {
+        path: [(NVJET if name == SGEMM else name, ns // 4 if name == SGEMM else ns) for name, ns in kernels]
+        for path, kernels in EAGER.items()
+    }
+    result = compared(tmp_path, varied(EAGER, 1), varied(half, 1))
+    assert parts_of(result) == {
+        ("forward/layer */ffn", "gemm", "renamed"): -6000,
+        ("forward/layer */ffn", "elementwise", "same"): 0,
+        ("optimizer", "elementwise", "same"): 0,
+    } | {key: 0 for key in parts_of(result) if key[2] == "same"}
+    move = result.parts[0]
+    assert ([kernel.name for kernel in move.before], [kernel.count for kernel in move.before]) == ([SGEMM], [16])
+    assert ([kernel.name for kernel in move.after], move.change.verdict) == ([NVJET], "less")
+
+
+def test_compiled_code_is_a_move_within_the_phase(tmp_path: Path) -> None:
+    compiled: Step = {
+        "forward": [(SGEMM, 4000), (FUSED, 400), (SGEMM, 4000), (FUSED, 400)],
+        "optimizer": [(ADD, 300)],
+    }
+    result = compared(tmp_path, varied(EAGER, 1), varied(compiled, 1))
+    assert parts_of(result) == {
+        ("forward", "gemm", "same"): 0,
+        ("forward", "elementwise", "renamed"): 2 * (400 - 500 - 700),
+        ("optimizer", "elementwise", "same"): 0,
+    }
+    assert {line.name: line.change.change_ns for line in result.by_category} == {"gemm": 0, "elementwise": -1600}
+
+
+def test_noise_is_no_measurable_difference(tmp_path: Path) -> None:
+    before = varied(EAGER, 1)
+    after = [*before[1:], before[3]]
+    result = compared(tmp_path / "noise", before, after)
+    assert result.kernel_time.change_ns != 0
+    assert result.kernel_time.verdict == "no measurable difference"
+    slower = compared(tmp_path / "slower", before, varied(EAGER, 1.01))
+    assert slower.kernel_time.verdict == "more"
+    assert slower.kernel_time.low_ns is not None
+    assert 0 < slower.kernel_time.low_ns <= slower.kernel_time.change_ns <= (slower.kernel_time.high_ns or 0)
+
+
+def test_different_numbers_of_steps_are_compared_per_step(tmp_path: Path) -> None:
+    result = compared(tmp_path, [{"": [(SGEMM, 100)]}] * 3, [{"": [(SGEMM, 101)]}] * 5)
+    assert (result.samples, result.kernel_time.before_ns, result.kernel_time.after_ns) == ((3, 5), 300, 505)
+    assert result.kernel_time.change_ns == 1
+    assert result.parts[0].range == IN_NO_RANGE
+
+
+def test_rounding_is_named(tmp_path: Path) -> None:
+    """Of three steps three kernels each lose a third of a nanosecond: one nanosecond, of which no part shows any."""
+    before = [{"": [(SGEMM, 100), (ADD, 100), (MUL, 100)]}] * 3
+    after = [*before[:2], {"": [(SGEMM, 99), (ADD, 99), (MUL, 99)]}]
+    result = compared(tmp_path, before, after)
+    assert [part.change.change_ns for part in result.parts] == [0, 0, 0]
+    assert (result.kernel_time.change_ns, result.rounding_ns) == (-1, -1)
