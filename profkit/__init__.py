@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from profkit.version import __version__
 
 if TYPE_CHECKING:
+    from profkit.analysis.comparison import compare as compare
     from profkit.analysis.memory_opened import read_snapshot as read_snapshot
     from profkit.analysis.opened import read_trace as read_trace
     from profkit.analysis.step_times import read_step_times as read_step_times
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "annotate": "profkit.ranges",
+    "compare": "profkit.analysis.comparison",
     "read_snapshot": "profkit.analysis.memory_opened",
     "read_step_times": "profkit.analysis.step_times",
     "read_trace": "profkit.analysis.opened",
 }
 
-__all__ = ["__version__", "annotate", "read_snapshot", "read_step_times", "read_trace"]
+__all__ = ["__version__", "annotate", "compare", "read_snapshot", "read_step_times", "read_trace"]
 
 
 def __getattr__(name: str) -> Any:

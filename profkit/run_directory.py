@@ -28,6 +28,7 @@ RANK_FILES = "*.rank*.*"
 """What `name_of_rank` gives ranks other than 0."""
 
 _RANK_TRACE = re.compile(r"trace\.rank(\d+)\.json\.gz")
+_TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
 
 
 def read_manifest(run: Path) -> dict[str, Any]:
@@ -56,19 +57,34 @@ def name_of_rank(name: str, rank: int) -> str:
     return f"{stem}.rank{rank}.{suffix}" if rank else name
 
 
+def find_manifest(file: Path) -> dict[str, Any] | None:
+    """Return the manifest of the run that a file belongs to, None if it is no trace or snapshot of a run directory."""
+    is_named_so = file.name in (*_TRACES, SNAPSHOT) or _RANK_TRACE.fullmatch(file.name)
+    return read_manifest(file.parent) if is_named_so and (file.parent / MANIFEST).exists() else None
+
+
+def holds_trace(run: Path) -> bool:
+    """Return whether a run directory holds a trace of any kind."""
+    return bool(_list_traces(run))
+
+
+def holds_snapshot(run: Path) -> bool:
+    """Return whether a run directory holds a memory snapshot."""
+    return (run / SNAPSHOT).exists()
+
+
 def find_trace(run: Path) -> Path:
     """Return the trace of a run directory: the nsys export if there is one, else the report, else Kineto's trace.
 
     Of several ranks' traces it is the first; `rank_traces` has them all.
     """
     manifest = read_manifest(run)
-    of_ranks = sorted(path.name for path in run.iterdir() if _RANK_TRACE.fullmatch(path.name))
-    for name in (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE, *of_ranks):
-        if (run / name).exists():
-            return run / name
+    found = _list_traces(run)
+    if found:
+        return found[0]
     if manifest.get("status") != "complete":
         raise TraceError(f"{run}: this run holds no trace: {_ending(manifest)}")
-    raise TraceError(f"{run}: this run holds no trace (none of {NSYS_EXPORT}, {NSYS_REPORT}, {KINETO_TRACE})")
+    raise TraceError(f"{run}: this run holds no trace (none of {', '.join(_TRACES)})")
 
 
 def rank_traces(run: Path) -> dict[int, Path]:
@@ -97,11 +113,17 @@ def is_of_run(trace: Path) -> bool:
 def find_snapshot(run: Path) -> Path:
     """Return the memory snapshot of a run directory."""
     manifest = read_manifest(run)
-    if not (run / SNAPSHOT).exists():
+    if not holds_snapshot(run):
         if manifest.get("status") != "complete":
             raise SnapshotError(f"{run}: this run holds no snapshot: {_ending(manifest)}")
         raise SnapshotError(f"{run}: this run holds no {SNAPSHOT}; record one with `profkit run --memory`")
     return run / SNAPSHOT
+
+
+def _list_traces(run: Path) -> list[Path]:
+    """Return the traces of a run directory in the order in which `find_trace` prefers them."""
+    of_ranks = sorted(path.name for path in run.iterdir() if _RANK_TRACE.fullmatch(path.name))
+    return [run / name for name in (*_TRACES, *of_ranks) if (run / name).exists()]
 
 
 def _ending(manifest: dict[str, Any]) -> str:

@@ -1,0 +1,191 @@
+"""What differs between where two captures come from: named, sorted by whether it disturbs, never guessed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.analysis.capture import open_capture
+from profkit.analysis.provenance import Provenance, compare_provenance
+from profkit.errors import RunError, TraceError
+from profkit.run_directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
+from tests.conftest import ROOT
+from tests.memory_captures import Training
+from tests.nsys_builder import NsysBuilder
+from tests.step_builder import ADD, SGEMM, add_steps, write_steps
+
+STEP = {"forward": [(SGEMM, 100), (ADD, 20)]}
+
+MANIFEST_OF_A_RUN: dict[str, Any] = {
+    "status": "complete",
+    "target": "model.small",
+    "workload": {
+        "preset_name": "small",
+        "batch": 4,
+        "context": 256,
+        "steps": 2,
+        "warmup_steps": 0,
+        "dtype": "fp32",
+        "compile_mode": "none",
+        "passes": "train",
+        "seed": 0,
+    },
+    "profiler": "nsys",
+    "versions": {"profkit": "1", "python": "3.12", "torch": "2.11", "cuda": "13.0"},
+    "driver": "580.1",
+    "device": "cuda",
+    "gpu": "NVIDIA H200",
+    "float32_matmul_precision": "highest",
+    "git_revision": "abc",
+    "clean": {"steps": [{"forward_ns": 90, "step_ns": 100}, {"forward_ns": 91, "step_ns": 102}]},
+}
+
+
+def make_run(folder: Path, changes: dict[str, Any] | None = None, *, trace: bool = True) -> Path:
+    """Make a run directory whose manifest says something else at these dotted keys; None takes a key out."""
+    manifest = copy.deepcopy(MANIFEST_OF_A_RUN)
+    for key, value in (changes or {}).items():
+        *above, last = key.split(".")
+        part = manifest
+        for name in above:
+            part = part[name]
+        part[last] = value
+        if value is None:
+            del part[last]
+    folder.mkdir()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    if trace:
+        write_steps(folder / NSYS_EXPORT, [STEP, STEP])
+    return folder
+
+
+def compared(before: Path, after: Path) -> Provenance:
+    return compare_provenance(open_capture(before), open_capture(after))
+
+
+def test_runs_that_were_made_alike_differ_in_nothing(tmp_path: Path) -> None:
+    assert compared(make_run(tmp_path / "a"), make_run(tmp_path / "b")) == Provenance((), (), (), ())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fact", "disturbs"),
+    [
+        ("gpu", "NVIDIA A100", "GPU", True),
+        ("driver", "590.2", "driver", True),
+        ("versions.torch", "2.12", "torch", True),
+        ("versions.cuda", "12.8", "CUDA", True),
+        ("target", "model.xl", "workload", True),
+        ("workload.batch", 8, "batch", True),
+        ("workload.context", 512, "context", True),
+        ("workload.passes", "forward", "passes", True),
+        ("workload.dtype", "bf16", "precision (autocast)", True),
+        ("float32_matmul_precision", "high", "float32 matmul precision (tf32)", True),
+        ("workload.compile_mode", "default", "torch.compile", False),
+        ("workload.seed", 1, "seed", False),
+        ("git_revision", "def", "revision of the code", False),
+        ("status", "failed", "state of the run", False),
+    ],
+)
+def test_a_difference_is_named(tmp_path: Path, key: str, value: object, fact: str, disturbs: bool) -> None:
+    found = compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", {key: value}))
+    (difference,) = found.differences
+    assert (difference.fact, difference.disturbs, difference.after) == (fact, disturbs, str(value))
+    assert found.disturbances == [difference] * disturbs
+
+
+def test_the_disturbing_come_first(tmp_path: Path) -> None:
+    changes = {"workload.compile_mode": "default", "workload.dtype": "bf16", "gpu": "NVIDIA A100"}
+    found = compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", changes))
+    assert [one.fact for one in found.differences] == ["GPU", "precision (autocast)", "torch.compile"]
+
+
+def test_unprofiled_steps_of_a_script_are_no_clean_twins(tmp_path: Path) -> None:
+    steps = {"label": "attached, not recording", "steps": MANIFEST_OF_A_RUN["clean"]["steps"]}
+    found = compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", {"clean": None, "attached": steps}))
+    assert [(one.fact, one.after, one.disturbs) for one in found.differences] == [
+        ("unprofiled steps", "attached, not recording", True)
+    ]
+
+
+def test_what_one_side_does_not_say_is_unknown(tmp_path: Path) -> None:
+    run, bare = make_run(tmp_path / "a", {"driver": None}), write_steps(tmp_path / "t.sqlite", [STEP, STEP])
+    found = compared(run, bare)
+    assert found.differences == ()
+    assert found.unknown_both == ("driver",)
+    assert found.unknown_before == ()
+    assert found.unknown_after == (
+        "GPU",
+        "torch",
+        "CUDA",
+        "workload",
+        "precision (autocast)",
+        "float32 matmul precision (tf32)",
+    )
+
+
+def test_what_the_traces_themselves_say(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.rows["META_DATA_EXPORT"][1]["value"] = "2025.3.2.0"
+    add_steps(builder, [STEP, STEP], pid=100)
+    add_steps(builder, [STEP, STEP], pid=200)
+    builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA A100")
+    builder.add(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=150, end=160, deviceId=0, streamId=7, correlationId=0, globalPid=0
+    )
+    one, other = write_steps(tmp_path / "a.sqlite", [STEP, STEP]), builder.write(tmp_path / "b.sqlite")
+    found = {one.fact: (one.before, one.after) for one in compared(one, other).disturbances}
+    assert found["profiler"] == ("Nsight Systems 2023.4.4.54", "Nsight Systems 2025.3.2.0")
+    assert found["CUDA graphs"] == ("traced by kernel, if any", "traced whole")
+    assert found["GPUs at work"][0] == "1"
+    assert "GPU" not in found  # of the first it is unknown
+
+
+def test_a_failed_self_check_disturbs_on_either_side(captures: Path) -> None:
+    whole, lossy = captures / "small.nsys2023.sqlite", captures / "lossy.nsys2023.sqlite"
+    for pair in ((whole, lossy), (lossy, whole), (lossy, lossy)):
+        (check,) = [one for one in compared(*pair).disturbances if one.fact == "self-check"]
+        for side, said in zip(pair, (check.before, check.after), strict=True):
+            assert ("kernels are missing" in said) == (side is lossy)
+            assert (said == "passed") == (side is whole)
+
+
+def test_nsys_and_kineto_are_two_profilers() -> None:
+    traces = ROOT / "traces"
+    found = compared(traces / "small-train.nsys2025.sqlite", traces / "small-train.kineto.json.gz")
+    assert [one.fact for one in found.differences] == ["profiler"]
+
+
+def test_files_of_a_run_keep_its_manifest(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    Training().write(run, SNAPSHOT)
+    for path in (run, run / NSYS_EXPORT, run / SNAPSHOT):
+        opened = open_capture(path)
+        assert opened.manifest is not None
+        assert opened.manifest["driver"] == "580.1"
+        assert (opened.trace is not None, opened.snapshot is not None) == (
+            path.name != SNAPSHOT,
+            path != run / NSYS_EXPORT,
+        )
+    elsewhere = write_steps(run / "other.sqlite", [STEP])
+    assert open_capture(elsewhere).manifest is None
+
+
+def test_a_zipped_snapshot_is_told_from_a_zipped_trace() -> None:
+    opened = open_capture(ROOT / "traces" / "small-train.snapshot.pickle.gz")
+    assert (opened.trace, opened.snapshot is None) == (None, False)
+    assert open_capture(ROOT / "traces" / "small-train.kineto.json.gz").snapshot is None
+
+
+def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
+    for name, content in (("a.txt", b"hello"), ("b.gz", b"\x1f\x8b\x08cut"), ("c", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TraceError, match=name):
+            open_capture(tmp_path / name)
+    with pytest.raises(TraceError, match="no such file"):
+        open_capture(tmp_path / "missing")
+    with pytest.raises(RunError, match="no profkit run"):
+        open_capture(tmp_path)
