@@ -29,7 +29,7 @@ from profkit.report.formats import (
 )
 from profkit.report.kernel_names import simplify_name
 from profkit.report.memory_units import format_bytes
-from profkit.report.units import format_count, format_ns, format_share
+from profkit.report.units import format_count, format_interval, format_ns, format_share, format_signed_ns
 
 ESCAPE = "\x1b[31mred\x1b[0m"
 
@@ -243,3 +243,26 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0 ns"), (12, "+12 ns"), (-12, "-12 ns"), (1_500_000, "+1.500 ms"), (-999_960, "-1.000 ms")],
+)
+def test_a_change_has_its_sign(value: int, shown: str) -> None:
+    assert format_signed_ns(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [
+        (-17_657, -12_940, "-17.66 … -12.94 µs"),
+        (-3, 12_000_000, "-0.00 … +12.00 ms"),
+        (-120, 5, "-120 … +5 ns"),
+        (2_000_000_000, 2_500_000_000, "+2.000 … +2.500 s"),
+        (123_456_000, 999_900_000, "+123.5 … +999.9 ms"),
+        (999_960, 999_970, "+1.000 … +1.000 ms"),
+    ],
+)
+def test_an_interval_has_one_unit(low: int, high: int, shown: str) -> None:
+    assert format_interval(low, high) == shown

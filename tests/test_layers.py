@@ -90,7 +90,9 @@ def test_an_analysis_loads_neither_torch_nor_pandas(captures: Path) -> None:
     assert not loaded & {"pandas", "torch", "matplotlib"}
 
 
-@pytest.mark.parametrize("command", ["run", "kernels", "efficiency", "ranges", "memory", "doctor", "scrub"])
+@pytest.mark.parametrize(
+    "command", ["run", "kernels", "efficiency", "ranges", "memory", "compare", "doctor", "scrub"]
+)
 def test_a_commands_help_loads_no_torch_and_no_pandas(command: str) -> None:
     assert not _loaded_by(command, "--help") & {"pandas", "torch", "matplotlib"}
 
@@ -100,6 +102,7 @@ def test_the_public_names_are_what_they_say() -> None:
 
     assert {name: getattr(profkit, name).__name__ for name in profkit.__all__ if name != "__version__"} == {
         "annotate": "annotate",
+        "compare": "compare",
         "read_snapshot": "read_snapshot",
         "read_step_times": "read_step_times",
         "read_trace": "read_trace",

@@ -17,6 +17,20 @@ def format_ns(value: int) -> str:
     return f"{four_digits(value / 10**9)} s"
 
 
+def format_signed_ns(value: int) -> str:
+    """Return a change as `format_ns` does a duration, with its sign: ``+34.50 ms``."""
+    return f"{'+' if value > 0 else ''}{format_ns(value)}"
+
+
+def format_interval(low_ns: int, high_ns: int) -> str:
+    """Return both ends of an interval in the unit that fits the one farther from 0: ``-17.66 … -12.94 µs``."""
+    farther = max(abs(low_ns), abs(high_ns))
+    unit = format_ns(farther).rpartition(" ")[2]
+    divisor = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9}[unit]
+    decimals = 0 if divisor == 1 else next((d for d, limit in ((3, 10), (2, 100)) if farther / divisor < limit), 1)
+    return f"{low_ns / divisor:+,.{decimals}f} … {high_ns / divisor:+,.{decimals}f} {unit}"
+
+
 def format_share(value: float) -> str:
     """Return a fraction as per cent with one decimal; what is not nothing never shows as nothing, nor a part as all."""
     if 0 < value < 0.0005:
