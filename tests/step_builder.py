@@ -32,13 +32,15 @@ def write_steps(path: Path, steps: Sequence[Step], *, warmup: Step | None = None
     return builder.write(path)
 
 
-def add_steps(builder: NsysBuilder, steps: Sequence[Step], *, warmup: Step | None = None, pid: int = 100) -> None:
-    """Add steps one after another to a capture."""
-    begin = 0
+def add_steps(
+    builder: NsysBuilder, steps: Sequence[Step], *, warmup: Step | None = None, pid: int = 100, begin: int = 0
+) -> int:
+    """Add steps one after another to a capture; return when the next may begin."""
     if warmup is not None:
         begin = _add_step(builder, "warmup", warmup, begin, pid)
     for number, step in enumerate(steps):
         begin = _add_step(builder, f"step {number}", step, begin, pid)
+    return begin
 
 
 def _add_step(builder: NsysBuilder, name: str, step: Step, begin: int, pid: int) -> int:

@@ -73,6 +73,19 @@ def test_a_range_limits_them(tmp_path: Path) -> None:
         sampled(path, "layr 1")
 
 
+def test_of_several_contexts_a_range_takes_the_steps_of_one(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    end = add_steps(builder, [STEP, STEP])
+    builder.range("context 128", 0, end - 1)
+    later = add_steps(builder, [STEP, STEP, STEP], begin=end)
+    builder.range("context 256", end, later)
+    path = builder.write(tmp_path / "t.sqlite")
+    mixed, one = sampled(path), sampled(path, "context 256")
+    assert (mixed.size, mixed.has_contexts) == (5, True)
+    assert (one.size, one.has_contexts) == (3, False)
+    assert totals(one)["forward/layer */ffn", SGEMM] == [150, 150, 150]
+
+
 @pytest.mark.parametrize(
     "name", ["small-train.nsys2025.sqlite", "small-train.kineto.json.gz", "tiny-train-cpu.kineto.json.gz"]
 )

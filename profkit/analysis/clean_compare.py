@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from profkit.analysis.bootstrap import Verdict, bootstrap_differences, judge_change
+from profkit.analysis.sample_statistics import median
+from profkit.analysis.step_times import collect_samples
+from profkit.ranges import context_range
 
-# Where a manifest keeps unprofiled steps, and what they are: a twin's, or a script's own from before the recording.
-_SOURCES = {"clean": "in a process of their own", "attached": "attached, not recording"}
-_SUFFIX = "_ns"
+_LABELS = {"clean": "in a process of their own", "attached": "attached, not recording"}
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,25 @@ class CleanComparison:
 
 
 def read_clean_steps(manifest: Mapping[str, Any]) -> CleanSteps | None:
-    """Return the unprofiled steps that a manifest keeps, None if it keeps none."""
-    for source, label in _SOURCES.items():
-        part = manifest.get(source)
-        steps = part.get("steps") if isinstance(part, dict) else None
-        if steps:
-            names = [key for key in steps[0] if key.endswith(_SUFFIX) and all(key in step for step in steps)]
-            return CleanSteps(label, {name.removesuffix(_SUFFIX): [step[name] for step in steps] for name in names})
-    return None
+    """Return the unprofiled steps that a manifest keeps, None if it keeps none; of several contexts each by itself."""
+    twin, samples = collect_samples(manifest)
+    if not samples:
+        return None
+    names = {key: key[1] if key[0] is None else f"{context_range(key[0])}, {key[1]}" for key in samples}
+    return CleanSteps(_LABELS[twin], {names[key]: times for key, times in samples.items()})
 
 
 def compare_clean(before: CleanSteps, after: CleanSteps) -> CleanComparison:
     """Return what changed in the phases that both runs timed."""
     shared = [name for name in before.times_ns if name in after.times_ns]
-    old, new = (np.array([side.times_ns[name] for name in shared], dtype=np.int64).T for side in (before, after))
-    interval = bootstrap_differences(old, new, "median")
-    changes = []
-    for column, name in enumerate(shared):
-        one, other = (Fraction(median(side.times_ns[name])) for side in (before, after))
-        low, high = (None, None) if interval is None else (round(float(end[column])) for end in interval)
-        change = other - one
-        changes.append(
-            CleanChange(name, round(one), round(other), round(change), low, high, judge_change(change, low, high))
-        )
-    return CleanComparison((before.label, after.label), (len(old), len(new)), tuple(changes))
+    changes = [_compare_samples(name, before.times_ns[name], after.times_ns[name]) for name in shared]
+    counts = [max((len(side.times_ns[name]) for name in shared), default=0) for side in (before, after)]
+    return CleanComparison((before.label, after.label), (counts[0], counts[1]), tuple(changes))
+
+
+def _compare_samples(name: str, before: Sequence[int], after: Sequence[int]) -> CleanChange:
+    columns = [np.array(side, dtype=np.int64)[:, None] for side in (before, after)]
+    interval = bootstrap_differences(columns[0], columns[1], "median")
+    low, high = (None, None) if interval is None else (round(float(end[0])) for end in interval)
+    old, new = Fraction(median(before)), Fraction(median(after))
+    return CleanChange(name, round(old), round(new), round(new - old), low, high, judge_change(new - old, low, high))

@@ -26,6 +26,7 @@ _DISTURBING = {
     "workload": ("target",),
     "batch": ("workload", "batch"),
     "context": ("workload", "context"),
+    "contexts": ("workload", "contexts"),
     "passes": ("workload", "passes"),
     "precision (autocast)": ("workload", "dtype"),
     "float32 matmul precision (tf32)": ("float32_matmul_precision",),

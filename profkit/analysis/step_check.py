@@ -82,13 +82,19 @@ def check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding
     return findings
 
 
-def _alike(attribution: Attribution, members: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield which of ``members`` (rows of ranges) did the same work, with their process: those of one context."""
+def find_contexts(attribution: Attribution) -> Ints:
+    """Return of each range a number for the context (of a run of several) that it lies in, 0 for none."""
     ranges, names = attribution.trace.ranges, attribution.trace.names
     context = np.zeros(len(ranges), dtype=np.int64)
     for index in distinct_values(ranges.name).tolist():
         if _CONTEXT.fullmatch(names[index]):
             context[mark_nested(attribution.parent, ranges.name == index)] = index + 1
+    return context
+
+
+def _alike(attribution: Attribution, members: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield which of ``members`` (rows of ranges) did the same work, with their process: those of one context."""
+    ranges, context = attribution.trace.ranges, find_contexts(attribution)
     for process, mine in rows_by_value(ranges.process[members]).items():
         for some in rows_by_value(context[members[mine]]).values():
             yield process, mine[some]

@@ -18,10 +18,18 @@ from profkit.analysis.categories import categorize
 from profkit.analysis.kernel_filter import KernelFilter, choose_work
 from profkit.analysis.limits import refuse_impossible_times
 from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.selection import Selection, find_warmup, kind_of, outermost, select_ranges, select_work
-from profkit.analysis.step_check import find_measured
+from profkit.analysis.selection import (
+    Selection,
+    find_warmup,
+    kind_of,
+    lies_within,
+    outermost,
+    select_ranges,
+    select_work,
+)
+from profkit.analysis.step_check import find_contexts, find_measured
 from profkit.ranges import STEP
-from profkit.trace.columns import Bools, Ints, Measure, rows_by_value
+from profkit.trace.columns import Bools, Ints, Measure, distinct_values, rows_by_value
 
 RangePath = tuple[str, ...]
 
@@ -58,6 +66,8 @@ class StepSamples:
     left_out_ns: int
     even: bool
     """False where processes made different numbers of steps: then some samples hold fewer processes than others."""
+    has_contexts: bool = False
+    """True where steps of several contexts are taken together."""
 
     @property
     def size(self) -> int:
@@ -80,7 +90,8 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
 
     Args:
         attribution: the trace with its work placed.
-        range: only what lies under this range; busy time is then that of the range's work.
+        range: only what lies under this range; busy time is then that of its work. Where whole steps lie within the
+            range (``context 128``), those are the samples, else all steps are.
         by_step: take steps as samples; else one sample is all that lies outside ``warmup``.
 
     Raises:
@@ -89,8 +100,7 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
     """
     trace = attribution.trace
     refuse_impossible_times(trace)
-    steps = find_measured(attribution).get(STEP, np.empty(0, dtype=np.int64))
-    members = steps[np.argsort(trace.ranges.start_ns[steps], kind="stable")]
+    members = _choose_steps(attribution, range)
     sample, wall_ns, even = _number_samples(attribution, members) if by_step else _one_sample(attribution)
     inside = sample >= 0
     if range is not None:
@@ -113,12 +123,23 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
         paths=frozenset(paths),
         left_out_ns=int(trace.work.duration_ns.sum()) - int(trace.work.duration_ns[rows].sum()),
         even=even,
+        has_contexts=by_step and len(distinct_values(find_contexts(attribution)[members])) > 1,
     )
 
 
 def join_path(path: Iterable[str]) -> str:
     """Return a path as it is written: parts joined by slashes; a slash within a part is ``\\/``."""
     return "/".join(part.replace("/", "\\/") for part in path)
+
+
+def _choose_steps(attribution: Attribution, range: str | None) -> Ints:
+    """Return the measured steps by their start: those that lie within the range if there are such, else all."""
+    steps = find_measured(attribution).get(STEP, np.empty(0, dtype=np.int64))
+    members = steps[np.argsort(attribution.trace.ranges.start_ns[steps], kind="stable")]
+    if range is None:
+        return members
+    within = lies_within(attribution, select_ranges(attribution, range))[members]
+    return members[within] if within.any() else members
 
 
 def _number_samples(attribution: Attribution, members: Ints) -> tuple[Ints, Ints, bool]:

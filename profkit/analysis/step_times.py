@@ -82,15 +82,32 @@ def read_step_times(run: str | Path) -> StepTimes | None:
 
 def summarize_step_times(manifest: Mapping[str, Any]) -> StepTimes | None:
     """Return the statistics of the samples in a run's manifest; None where no step was timed without a profiler."""
-    twin: Twin = "clean" if manifest.get("clean") else "attached"
-    clean, profiled = (_steps(manifest.get(part)) for part in (twin, "profiled"))
-    if twin == "attached":
-        clean, profiled = ([_with_rest(step) for step in steps] for steps in (clean, profiled))
+    twin, clean, profiled = _read_steps(manifest)
     phases: list[PhaseTimes] = []
     for context in dict.fromkeys(step.get("context") for step in clean):
         mine, theirs = ([step for step in steps if step.get("context") == context] for steps in (clean, profiled))
         phases += _summarize(context, mine, theirs)
     return StepTimes(twin, tuple(phases)) if phases else None
+
+
+def collect_samples(manifest: Mapping[str, Any]) -> tuple[Twin, dict[tuple[int | None, str], list[int]]]:
+    """Return where the unprofiled steps were timed, and (context, phase) → its time in ns in each step, in order."""
+    twin, clean, _ = _read_steps(manifest)
+    samples: dict[tuple[int | None, str], list[int]] = {}
+    for context in dict.fromkeys(step.get("context") for step in clean):
+        mine = [step for step in clean if step.get("context") == context]
+        by_phase = _by_phase(mine, _EVENTS) | _by_phase(mine, _WALL)
+        samples |= {(context, phase): by_phase[phase] for phase in sorted(by_phase, key=_place)}
+    return twin, samples
+
+
+def _read_steps(manifest: Mapping[str, Any]) -> tuple[Twin, list[Step], list[Step]]:
+    """Return where the unprofiled steps were timed, these steps, and the profiled ones."""
+    twin: Twin = "clean" if manifest.get("clean") else "attached"
+    clean, profiled = (_steps(manifest.get(part)) for part in (twin, "profiled"))
+    if twin == "attached":
+        clean, profiled = ([_with_rest(step) for step in steps] for steps in (clean, profiled))
+    return twin, clean, profiled
 
 
 def _summarize(context: int | None, clean: list[Step], profiled: list[Step]) -> Iterable[PhaseTimes]:

@@ -209,4 +209,10 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Caution]:
         )
     for name, side in (("before", before), ("after", after)):
         if not side.even:
-            yield Caution("uneven-ranks", f"{name}: not all processes made as many steps; the last steps lack some")
+            yield Caution("uneven-steps", f"{name}: not all processes made as many steps; the last steps lack some")
+        if side.has_contexts:
+            yield Caution(
+                "contexts",
+                f"{name}: steps of several contexts are taken together, and their spread hides changes; compare one"
+                " with --range 'context N'",
+            )
