@@ -20,7 +20,7 @@ import pytest
 
 from tests.doubts import without_doubts
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,6 +64,29 @@ for _ in range(4):
     if distributed.get_rank() == 0:
         print(loss.item().hex(), flush=True)
 distributed.destroy_process_group()
+"""
+
+TF32 = """
+import torch
+from torch import nn
+
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # torch tells nothing by its older settings after this
+model = nn.Linear(8, 1)
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+inputs = torch.ones(4, 8)
+
+
+def closure():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(inputs).square().mean()
+    loss.backward()
+    return loss
+
+
+for _ in range(4):
+    optimizer.step(closure)
 """
 
 INFER = """
@@ -136,8 +159,27 @@ def test_an_unedited_script_is_recorded_between_its_steps(place: Path, run: Call
     assert manifest["argv"] == [sys.executable, "train.py", "0.1", "7"]
     assert manifest["attached"]["label"] == "attached, not recording"
     assert len(manifest["attached"]["steps"]) == len(manifest["profiled"]["steps"]) == 2
+    for part in ("attached", "profiled"):
+        for step in manifest[part]["steps"]:
+            assert list(step) == ["backward_ns", "optimizer_ns", "step_ns"]
+            assert 0 < step["backward_ns"] + step["optimizer_ns"] < step["step_ns"]
+        assert set(manifest[part]["during"].values()) == {0}
+    table = done.stdout.partition("time of")[2].splitlines()
+    assert [line.split()[0] for line in table[2:6]] == ["backward", "optimizer", "rest", "step"]
     assert "2 steps" in done.stdout
     assert "phases; share" in done.stdout
+
+
+def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run: Callable[..., Any]) -> None:
+    (place / "tf32.py").write_text(TF32)
+    done = run("--warmup", "2", "--steps", "1", "--", sys.executable, "tf32.py")
+    assert done.returncode == 0, done.stderr
+    manifest = _manifest(place)
+    assert manifest["conditions"]["autocast_dtypes"] == ["bfloat16"]
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        assert manifest["conditions"]["cuda_matmul_fp32_precision"] == "tf32"
+        assert manifest["float32_matmul_precision"] is None
+    assert [list(step) for step in manifest["attached"]["steps"]] == [["optimizer_ns", "step_ns"]]
 
 
 def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Callable[..., Any]) -> None:

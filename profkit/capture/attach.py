@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from profkit.capture.conditions import read_conditions
 from profkit.capture.hooks import Hooks
 from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.nsys import recorded_by_nsys
+from profkit.capture.step_samples import StepSamples
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, VARIABLE, Attachment
 from profkit.run_directory import KINETO_TRACE
 
@@ -30,6 +32,7 @@ def attach() -> None:
     hooks = Hooks(session, session.order.depth, session.order.step_on)
     session.hooks = hooks
     hooks.install()
+    hooks.clock.start()
     atexit.register(session.end)
     # A forked child, a data loader's worker say, is not the process that trains.
     os.register_at_fork(after_in_child=session.abandon)
@@ -45,8 +48,7 @@ class Session:
         self._end = order.warmup_steps + order.steps
         self._begun = -1
         self._start_ns = 0
-        self._unrecorded: list[dict[str, int]] = []
-        self._profiled: list[dict[str, int]] = []
+        self._samples = StepSamples()
         self._recording: ExitStack | None = None
         self._name = _process_name()
         self._over = False
@@ -58,11 +60,15 @@ class Session:
         self._note_step()
         self._begun = number
         if number == self._first:
+            self._samples.begin("profiled")
             self._begin()
         elif number == self._end:
             self._finish(COMPLETE)
             if self.order.stop:
                 raise SystemExit(0)
+        elif number == 1:
+            # The first one built what later ones have: kernels, optimizer state, the allocator's pool.
+            self._samples.begin("attached")
         self._start_ns = perf_counter_ns()
 
     def end(self) -> None:
@@ -89,12 +95,9 @@ class Session:
         if self._begun < 0:
             return
         _wait_for_device()
-        taken = {"step_ns": perf_counter_ns() - self._start_ns}
-        if self._recording is not None:
-            self._profiled.append(taken)
-        elif self._begun > 0:
-            # The first one builds what later ones have: kernels, optimizer state, the allocator's pool.
-            self._unrecorded.append(taken)
+        step_ns = perf_counter_ns() - self._start_ns
+        phases = {} if self.hooks is None else self.hooks.clock.take()
+        self._samples.note({**phases, "step_ns": step_ns})
 
     def _begin(self) -> None:
         _wait_for_device()
@@ -111,6 +114,7 @@ class Session:
 
     def _finish(self, state: str) -> None:
         self._over = True
+        self._samples.end()
         if self.hooks is not None:
             self.hooks.stop()
         if self._recording is not None:
@@ -127,9 +131,9 @@ class Session:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "attached": self._unrecorded,
-            "profiled": self._profiled,
+            "conditions": read_conditions(() if self.hooks is None else self.hooks.autocast_dtypes),
+            **self._samples.steps,
+            "during": self._samples.during,
         }
         path = Path(self.order.run) / f"attached-{self._name}.json"
         partial = path.with_name(f"partial.{path.name}")
@@ -152,5 +156,8 @@ def _name_for(name: str, process: str) -> str:
 
 
 def _wait_for_device() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return
+    # Within a script's own capture into a CUDA graph there is nothing to wait for, and waiting would break it.
+    if not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()

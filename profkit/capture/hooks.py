@@ -25,6 +25,7 @@ from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nod
 from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
+from profkit.capture.phase_clock import PhaseClock
 from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, step_range
 
 
@@ -54,6 +55,8 @@ class Hooks:
         self._counting_optimizer: ref[Optimizer] | None = None
         self._forward_handles: list[Any] = []
         self._recording = False
+        self.clock = PhaseClock()
+        """The time of backward passes and optimizers' steps, once it is started."""
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
         self.begun = -1
@@ -63,8 +66,10 @@ class Hooks:
         """Begin to count steps. The forward hooks stay until the first optimizer's step: then that is what counts."""
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         around_step = Optimizer.profile_hook_step
-        Optimizer.profile_hook_step = staticmethod(lambda step: self._around_step(around_step(step)))
-        torch.autograd.backward = self._around_backward(torch.autograd.backward)
+        Optimizer.profile_hook_step = staticmethod(
+            lambda step: self._around_step(self.clock.timed(OPTIMIZER, around_step(step)))
+        )
+        torch.autograd.backward = self._around_backward(self.clock.timed(BACKWARD, torch.autograd.backward))
         self._hook_forward()
 
     def start(self) -> None:
@@ -76,6 +81,7 @@ class Hooks:
         """Close what is open on this thread, and open no more."""
         self._open.close_all()
         self._recording = False
+        self.clock.stop()
 
     @contextmanager
     def enclosing(self, name: str) -> Iterator[None]:

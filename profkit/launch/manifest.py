@@ -80,9 +80,14 @@ def script_manifest(first: dict[str, Any], processes: list[dict[str, Any]], exit
         **manifest,
         "status": "complete" if exit_status == 0 and one["state"] != NOT_REACHED else "failed",
         "versions": {**first["versions"], "torch": one["torch"], "cuda": one["cuda"]},
-        **{fact: one[fact] for fact in ("device", "gpu", "float32_matmul_precision")},
-        "attached": {"label": "attached, not recording", "steps": one["attached"]},
-        "profiled": {"steps": one["profiled"]},
+        **{fact: one[fact] for fact in ("device", "gpu", "conditions")},
+        "float32_matmul_precision": one["conditions"]["float32_matmul_precision"],
+        "attached": {
+            "label": "attached, not recording",
+            "steps": one["attached"],
+            "during": one["during"].get("attached", {}),
+        },
+        "profiled": {"steps": one["profiled"], "during": one["during"].get("profiled", {})},
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from profkit.launch.conditions import Conditions, warn_of_run
 from profkit.launch.directory import make_run_directory, write_manifest
 from profkit.launch.manifest import first_manifest, script_manifest
 from profkit.launch.nsys import Nsys, build_nsys_argv
@@ -67,6 +68,7 @@ def record_script(
     del manifest["workload"]["run"]  # where the directory lay is no part of what was run
     manifest["argv"] = list(words)
     write_manifest(run, manifest)
+    conditions = Conditions(os.environ)
     try:
         status = (
             run_child(words, build_environment(os.environ, wanted))
@@ -80,8 +82,11 @@ def record_script(
     processes = _take_results(run)
     trace = run / (KINETO_TRACE if nsys is None else NSYS_EXPORT)
     reason = _why_nothing(processes, wanted, trace.exists())
-    warnings = (*lossy_warnings(run), *_shortfalls(processes, wanted))
-    finished = {**script_manifest(manifest, processes, status), "warnings": warnings}
+    conditions.close()
+    finished = {**script_manifest(manifest, processes, status), **conditions.to_dict()}
+    doubts = (*warn_of_run(finished), *conditions.warnings(processes))
+    warnings = (*lossy_warnings(run), *_shortfalls(processes, wanted), *doubts)
+    finished["warnings"] = warnings
     if reason is not None or status != 0:
         mark_failed(run, {**finished, "status": "failed", "reason": reason or f"exit status {status}"})
     else:
