@@ -12,7 +12,7 @@ import numpy as np
 from profkit.analysis.bootstrap import Verdict, bootstrap_differences, judge_change
 from profkit.analysis.sample_statistics import median
 from profkit.analysis.step_times import collect_samples
-from profkit.ranges import context_range
+from profkit.ranges import STEP, context_range
 
 _LABELS = {"clean": "in a process of their own", "attached": "attached, not recording"}
 
@@ -37,6 +37,11 @@ class CleanChange:
     high_ns: int | None
     verdict: Verdict
 
+    @property
+    def is_whole_step(self) -> bool:
+        """Return whether this is of the step and not of one of its phases."""
+        return is_whole_step(self.name)
+
 
 @dataclass(frozen=True)
 class CleanComparison:
@@ -54,6 +59,11 @@ def read_clean_steps(manifest: Mapping[str, Any]) -> CleanSteps | None:
         return None
     names = {key: key[1] if key[0] is None else f"{context_range(key[0])}, {key[1]}" for key in samples}
     return CleanSteps(_LABELS[twin], {names[key]: times for key, times in samples.items()})
+
+
+def is_whole_step(name: str) -> bool:
+    """Return whether a name of `CleanSteps.times_ns` is that of the step, of one context or of the only one."""
+    return name == STEP or name.endswith(f", {STEP}")
 
 
 def compare_clean(before: CleanSteps, after: CleanSteps) -> CleanComparison:

@@ -17,29 +17,35 @@ from profkit.analysis.capture import OpenedCapture
 from profkit.analysis.clean_compare import read_clean_steps
 from profkit.trace.columns import Trace, distinct_values, rows_by_value
 
-# Facts of a manifest, by the keys that lead to each; the first list disturbs a comparison, the second does not.
-_DISTURBING = {
-    "driver": ("driver",),
-    "torch": ("versions", "torch"),
-    "CUDA": ("versions", "cuda"),
-    "device": ("device",),
-    "workload": ("target",),
-    "batch": ("workload", "batch"),
-    "context": ("workload", "context"),
-    "contexts": ("workload", "contexts"),
-    "passes": ("workload", "passes"),
-    "precision (autocast)": ("workload", "dtype"),
-    "float32 matmul precision (tf32)": ("float32_matmul_precision",),
+# Facts of a manifest by where they may stand in it; those of the first list disturb a comparison, the others do not.
+_DISTURBING: dict[str, tuple[tuple[str, ...], ...]] = {
+    "driver": (("driver",),),
+    "torch": (("versions", "torch"),),
+    "CUDA": (("versions", "cuda"),),
+    "device": (("device",),),
+    "workload": (("target",),),
+    "batch": (("workload", "batch"),),
+    "context": (("workload", "context"),),
+    "contexts": (("workload", "contexts"),),
+    "passes": (("workload", "passes"),),
+    "precision (autocast)": (("workload", "dtype"), ("conditions", "autocast_dtypes")),
+    "float32 matmul precision (tf32)": (("float32_matmul_precision",),),
+    "cuBLAS tf32": (("conditions", "cuda_matmul_allow_tf32"), ("conditions", "cuda_matmul_fp32_precision")),
+    "cuDNN tf32": (("conditions", "cudnn_allow_tf32"),),
 }
-_STATED = {
-    "torch.compile": ("workload", "compile_mode"),
-    "seed": ("workload", "seed"),
-    "annotation": ("workload", "annotate"),
-    "annotation depth": ("workload", "depth"),
-    "revision of the code": ("git_revision",),
-    "profkit": ("versions", "profkit"),
-    "python": ("versions", "python"),
-    "state of the run": ("status",),
+_STATED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "torch.compile": (("workload", "compile_mode"), ("conditions", "compiled", "graphs")),
+    "which GPU": (("conditions", "gpu_uuid"),),
+    "cuDNN benchmark": (("conditions", "cudnn_benchmark"),),
+    "deterministic algorithms": (("conditions", "deterministic_algorithms"),),
+    "CPU threads": (("conditions", "cpu_threads"),),
+    "seed": (("workload", "seed"),),
+    "annotation": (("workload", "annotate"),),
+    "annotation depth": (("workload", "depth"),),
+    "revision of the code": (("git_revision",),),
+    "profkit": (("versions", "profkit"),),
+    "python": (("versions", "python"),),
+    "state of the run": (("status",),),
 }
 # What one has to know to judge a difference of two captures.
 _EXPECTED = (
@@ -105,10 +111,10 @@ def _state_facts(capture: OpenedCapture) -> dict[str, str]:
     facts = dict(_state_trace(capture.trace.trace)) if capture.trace is not None else {}
     if capture.manifest is None:
         return facts
-    for fact, keys in (_DISTURBING | _STATED).items():
-        value = _look_up(capture.manifest, keys)
+    for fact, places in (_DISTURBING | _STATED).items():
+        value = next((found for keys in places if (found := _look_up(capture.manifest, keys)) is not None), None)
         if value is not None:
-            facts[fact] = str(value)
+            facts[fact] = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     if "GPU" not in facts and capture.manifest.get("gpu") is not None:
         facts["GPU"] = str(capture.manifest["gpu"])
     clean = read_clean_steps(capture.manifest)
@@ -129,10 +135,15 @@ def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
 
 
 def _look_up(manifest: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    found: Any = manifest
-    for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+    """Return what the manifest says under these keys, or else its first process; None if neither does."""
+    processes = manifest.get("processes")
+    for found in (manifest, processes[0] if isinstance(processes, list) and processes else None):
+        value: Any = found
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    return None
 
 
 def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Difference]:

@@ -12,23 +12,13 @@ from profkit.analysis.memory_summary import Filter
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
+from profkit.cli.quantities import Size
 from profkit.errors import UsageError
 from profkit.report.formats import Format
 from profkit.report.memory import TOP_STACKS, other_warnings, render_leaks, render_memory
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
 from profkit.report.memory_predicted import render_predicted
-from profkit.report.memory_units import parse_bytes
 from profkit.report.timeline import STACKINGS, Stacking, write_timeline
-
-
-class _Size(click.ParamType[int]):
-    name = "SIZE"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_bytes(str(value))
-        except (ValueError, OverflowError):
-            self.fail(f"{value!r} is no size such as 512, 10MiB or 1.5GiB", param, ctx)
 
 
 @click.command()
@@ -38,9 +28,9 @@ class _Size(click.ParamType[int]):
 )
 @click.option("--device", type=int, metavar="N", help="This GPU; by default the one with the highest peak.")
 @click.option("--stack", metavar="TEXT", help="Only allocations with this text in their stack or owner.")
-@click.option("--min-size", type=_Size(), default=0, help="Only allocations at least so large, such as 10MiB.")
+@click.option("--min-size", type=Size(), default=0, help="Only allocations at least so large, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Annotations by this glob are phase NAME.")
-@click.option("--capacity", type=_Size(), help="The GPU's memory, for the verdict on an out-of-memory error.")
+@click.option("--capacity", type=Size(), help="The GPU's memory, for the verdict on an out-of-memory error.")
 @click.option("--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: FILE.html or FILE.png.")
 @click.option("--timeline-by", type=click.Choice(STACKINGS), default="category", show_default=True)
 @click.option("--leaks", is_flag=True, help="Also what each step left behind, by stack.")

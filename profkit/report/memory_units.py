@@ -14,19 +14,6 @@ def format_bytes(value: int) -> str:
     return f"{value} B"
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes that ``10MiB``, ``1.5 GB`` or ``4096`` mean; M, MB and MiB are all 2²⁰.
-
-    Raises:
-        ValueError: it is no size.
-    """
-    stripped = text.strip().lower().removesuffix("b").removesuffix("i").strip()
-    for power, unit in ((40, "t"), (30, "g"), (20, "m"), (10, "k")):
-        if stripped.endswith(unit):
-            return int(float(stripped.removesuffix(unit)) * 2**power)
-    return int(stripped)
-
-
 def format_after(time_us: int | None, start_us: int | None) -> str:
     """Return a moment as the time since the first event: ``3.822 s``; a dash where there are no times."""
     if time_us is None or start_us is None:

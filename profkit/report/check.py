@@ -1,0 +1,67 @@
+"""Print which budgets of a run held and which broke, each with how it was measured or why it could not be."""
+
+from __future__ import annotations
+
+from textwrap import fill
+
+from profkit.analysis.baseline import BASELINE
+from profkit.analysis.budget_lines import BudgetLine, Unit
+from profkit.analysis.budgets import MIN_MFU, BudgetCheck
+from profkit.report.formats import (
+    Column,
+    Format,
+    Table,
+    escape_markdown,
+    make_visible,
+    render_csv,
+    render_json,
+    render_latex,
+    render_markdown,
+    render_table,
+    screen_width,
+)
+from profkit.report.memory_units import format_bytes
+from profkit.report.units import format_ns, format_share
+
+_COLUMNS = (
+    Column("verdict", "held", right=False),
+    Column("budget", "budget", right=False, flexible=True),
+    Column("measured", "measured"),
+    Column("limit", "limit"),
+)
+_KEYS = ("budget", "subject", "measured", "limit", "unit", "held", "detail")
+
+
+def render_check(check: BudgetCheck, style: Format = "table", *, full_names: bool = False) -> str:
+    """Return the budgets as a table, and under it each one's detail."""
+    if style == "json":
+        return render_json(check.to_dict())
+    if style == "csv":
+        values = [[getattr(line, key) for key in _KEYS] for line in check.lines]
+        return render_csv(Table(tuple(Column(key, key) for key in _KEYS), [], values))
+    table = Table(_COLUMNS, [_cells(line) for line in check.lines], [])
+    details = [f"{label(line)}: {line.detail}" for line in check.lines]
+    if style == "latex":
+        return "\n".join([*(f"% {make_visible(line)}" for line in details), render_latex(table)])
+    if style == "markdown":
+        return "\n\n".join([render_markdown(table), "\n".join(f"- {escape_markdown(line)}" for line in details)])
+    wrapped = [fill(make_visible(line), screen_width(), subsequent_indent="  ") for line in details]
+    return "\n\n".join([render_table(table, full=full_names), "\n".join(wrapped)])
+
+
+def label(line: BudgetLine) -> str:
+    """Return what a budget is called: the option, and what it is about."""
+    return line.budget if line.subject is None else f"{line.budget} {line.subject}"
+
+
+def _cells(line: BudgetLine) -> list[str]:
+    limit = "–" if line.limit is None else _format(line.limit, line.unit)
+    sign = "" if line.limit is None or line.budget == BASELINE else "≥ " if line.budget == MIN_MFU else "≤ "
+    measured = "–" if line.measured is None else _format(line.measured, line.unit)
+    return ["held" if line.held else "BROKEN", label(line), measured, sign + limit]
+
+
+def _format(value: float, unit: Unit) -> str:
+    if unit == "share":
+        return format_share(value)
+    return format_ns(round(value)) if unit == "ns" else format_bytes(round(value))

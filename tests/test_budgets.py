@@ -1,0 +1,325 @@
+"""Budgets: held or broken by the right number, and broken, with a reason, where there is none."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis import budgets as budgets_module
+from profkit.analysis.budget_lines import BudgetLine
+from profkit.analysis.budgets import Budgets, check_budgets
+from profkit.analysis.capture import open_capture
+from profkit.analysis.efficiency_result import EfficiencyResult
+from profkit.errors import UsageError
+from profkit.run_directory import NSYS_EXPORT, SNAPSHOT
+from tests.conftest import ROOT
+from tests.memory_captures import Training
+from tests.step_builder import ADD, NVJET, SGEMM, SUM, Step, write_steps
+from tests.test_comparison import clean_steps
+from tests.test_provenance import make_run
+from tests.test_time_compare import varied
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+TRACE = ROOT / "traces" / "small-train.nsys2025.sqlite"
+
+# Of 1,000 ns: 600 gemm, 250 elementwise, 150 reduction; 850 in `ffn`, 150 in `gemm`.
+STEP: Step = {"forward/ffn": [(SGEMM, 600), (ADD, 250)], "forward/gemm": [(SUM, 150)]}
+
+
+def lines(run: Path, budgets: Budgets, baseline: Path | None = None, **options: object) -> list[BudgetLine]:
+    earlier = None if baseline is None else open_capture(baseline)
+    return list(check_budgets(open_capture(run), budgets, earlier, **options).lines)  # type: ignore[arg-type]
+
+
+def line(run: Path, budgets: Budgets, **options: object) -> BudgetLine:
+    (only,) = lines(run, budgets, **options)
+    return only
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run of six unprofiled and eight profiled steps, with a snapshot."""
+    made = make_run(tmp_path / "run", {"clean": clean_steps(1)}, trace=False)
+    write_steps(made / NSYS_EXPORT, varied(STEP, 1))
+    Training().write(made, SNAPSHOT)
+    return made
+
+
+@pytest.mark.parametrize(("limit_ns", "held"), [(30_017_499, False), (30_017_500, True)])
+def test_the_step_is_the_median_unprofiled_one(run: Path, limit_ns: int, held: bool) -> None:
+    found = line(run, Budgets(max_step_ns=limit_ns))
+    assert (found.held, found.measured, found.subject) == (held, 30_017_500, "step")
+    assert found.detail == "median of 6 unprofiled steps (in a process of their own)"
+
+
+def test_the_peak_is_the_allocated_one(run: Path) -> None:
+    peak = open_capture(run).snapshot.memory().totals.allocated_peak_bytes  # type: ignore[union-attr]
+    for limit, held in ((peak - 1, False), (peak, True)):
+        found = line(run, Budgets(max_peak_bytes=limit))
+        assert (found.held, found.measured, found.detail) == (held, peak, "allocated, by replay: exact")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "held", "detail"),
+    [
+        ((100, 200), True, "allocated, by replay: at most; the peak is 100 B or more"),
+        ((100, 2000), False, "cannot be judged: the peak is not proven: 100 B or more, at most 2,000 B"),
+        ((1500, 2000), False, "allocated, by replay: at most; the peak is 1,500 B or more"),
+        ((100, None), False, "cannot be judged: the peak is not proven: 100 B or more"),
+    ],
+)
+def test_a_peak_that_is_not_proven_holds_by_its_upper_bound(
+    run: Path, monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int | None], held: bool, detail: str
+) -> None:
+    monkeypatch.setattr(budgets_module, "peak_bounds", lambda snapshot: bounds)
+    found = line(run, Budgets(max_peak_bytes=1000))
+    assert (found.held, found.detail) == (held, detail)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "kind"),
+    [
+        ("elementwise", 0.25, "category"),
+        ("ffn", 0.85, "range"),
+        ("forward/*", 1.0, "range"),
+        ("category:gemm", 0.6, "category"),
+        ("range:gemm", 0.15, "range"),
+    ],
+)
+def test_a_share_is_of_a_category_or_a_range(tmp_path: Path, name: str, share: float, kind: str) -> None:
+    path = write_steps(tmp_path / "t.sqlite", [STEP, STEP], warmup={"forward": [(NVJET, 9999)]})
+    for limit, held in ((share, True), (share - 0.01, False)):
+        found = line(path, Budgets(max_shares=((name, limit),)))
+        assert (found.measured, found.held) == (pytest.approx(share), held)
+        assert found.detail.startswith(f"{kind} ")
+        assert found.detail.endswith("2,000 ns of kernel time of 2 steps")
+
+
+def test_a_name_that_can_mean_two_things_is_refused(tmp_path: Path) -> None:
+    path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
+    with pytest.raises(UsageError, match="write category:gemm or range:gemm"):
+        lines(path, Budgets(max_shares=(("gemm", 0.5),)))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("softmax", "no kernel here is of category 'softmax' by its name, and no range is called so"),
+        ("sofmax", "there is neither a category nor a range 'sofmax'"),
+        ("range:elementwise", "no kernel here is of category 'elementwise'"),
+    ],
+)
+def test_a_share_of_what_is_not_there_is_no_pass(tmp_path: Path, name: str, reason: str) -> None:
+    found = line(write_steps(tmp_path / "t.sqlite", [STEP, STEP]), Budgets(max_shares=((name, 1.0),)))
+    assert (found.held, found.measured) == (False, None)
+    assert reason in found.detail
+
+
+def test_without_steps_a_share_is_of_the_capture(captures: Path) -> None:
+    found = line(captures / "hooks.nsys2025.sqlite", Budgets(max_shares=(("gemm", 1.0),)))
+    assert found.detail.endswith("of 188,895 ns of kernel time of the capture, which has no steps")
+
+
+def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    """Have every trace's efficiency be this."""
+
+    class Found:
+        idle_share = 0.3
+        mfu = 0.4
+        model_flops = 5
+        steps = (1, 2)
+        twin = "clean"
+        gpu = "NVIDIA H200"
+        dtype = "bf16"
+
+    found = Found()
+    assert {name for name in vars(Found) if name[0] != "_"} <= set(EfficiencyResult.__dataclass_fields__)
+    for name, value in values.items():
+        setattr(found, name, value)
+    monkeypatch.setattr(budgets_module.OpenedTrace, "efficiency", lambda self: found)
+
+
+@pytest.mark.parametrize(("limit", "idle", "mfu"), [(0.3, True, True), (0.29, False, True), (0.41, True, False)])
+def test_idle_at_most_and_mfu_at_least(
+    run: Path, monkeypatch: pytest.MonkeyPatch, limit: float, idle: bool, mfu: bool
+) -> None:
+    efficiency(monkeypatch)
+    found = lines(run, Budgets(max_idle=limit, min_mfu=limit))
+    assert [(one.budget, one.held) for one in found] == [("max-idle", idle), ("min-mfu", mfu)]
+    assert found[0].detail == "of the GPUs' time in 2 steps, profiled"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"mfu": None, "model_flops": None}, "the FLOPs of a step are not known"),
+        ({"mfu": None, "twin": None}, "no unprofiled step times"),
+        ({"mfu": None}, "no datasheet peak of NVIDIA H200 in bf16, or the steps are of several contexts"),
+    ],
+)
+def test_an_unknown_mfu_is_no_pass(
+    run: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], reason: str
+) -> None:
+    efficiency(monkeypatch, **values)
+    found = line(run, Budgets(min_mfu=0.0))
+    assert (found.held, found.measured) == (False, None)
+    assert reason in found.detail
+
+
+def test_a_real_trace_is_idle_as_its_efficiency_says() -> None:
+    idle = open_capture(TRACE).trace.efficiency().idle_share  # type: ignore[union-attr]
+    found = line(TRACE, Budgets(max_idle=1.0))
+    assert (found.held, found.measured) == (True, idle)
+
+
+def test_what_was_not_recorded_cannot_be_judged(tmp_path: Path) -> None:
+    everything = Budgets(1, 1, 1.0, 0.0, (("gemm", 1.0),))
+    of_trace = {one.budget: one.detail for one in lines(TRACE, everything) if not one.held}
+    assert set(of_trace) == {"max-step-ms", "max-peak", "min-mfu"}
+    of_snapshot = lines(Training().write(tmp_path, "a.pickle"), everything)
+    assert {one.budget for one in of_snapshot if "no trace was recorded" in one.detail} == {
+        "max-idle",
+        "min-mfu",
+        "max-share",
+    }
+    assert not any(one.held for one in of_snapshot)
+    operators = lines(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz", Budgets(max_idle=1.0, min_mfu=0.0))
+    assert all("recorded no GPU work" in one.detail for one in operators)
+    assert not any(one.held for one in operators)
+
+
+@pytest.mark.parametrize("name", ["lossy.nsys2023", "graph_whole.nsys2023"])
+def test_a_lossy_capture_passes_nothing(captures: Path, name: str) -> None:
+    asked = Budgets(max_idle=1.0, min_mfu=0.0, max_shares=(("gemm", 1.0),))
+    found = lines(captures / f"{name}.sqlite", asked)
+    assert [one.held for one in found] == [False] * 3
+    assert all(one.detail.startswith("cannot be judged: the capture failed its self-check: ") for one in found)
+
+
+def other_run(folder: Path, factor: float, **changes: object) -> Path:
+    made = make_run(folder, {"clean": clean_steps(factor), **changes}, trace=False)
+    write_steps(made / NSYS_EXPORT, varied(STEP, factor))
+    Training().write(made, SNAPSHOT)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("factor", "allowed", "held", "said"),
+    [
+        (1, 0.0, True, "unchanged; "),
+        (0.9, 0.0, True, "measurably faster by 3,001,750 ns; "),
+        (1.00001, 0.0, True, "no measurable difference; "),
+        (1.02, 0.0, False, "measurably slower by 600,350 ns; "),
+        (1.02, 0.05, True, "measurably slower by 600,350 ns; "),
+    ],
+)
+def test_no_measurable_slowdown_against_a_baseline(
+    tmp_path: Path, run: Path, factor: float, allowed: float, held: bool, said: str
+) -> None:
+    later = other_run(tmp_path / "later", factor)
+    step, peak = lines(later, Budgets(), run, allowed_slowdown=allowed)
+    assert (step.held, peak.held, peak.subject) == (held, True, "peak")
+    assert step.detail.startswith(said)
+    assert step.detail.endswith("medians of 6 and 6 unprofiled steps")
+
+
+def test_without_unprofiled_steps_kernel_time_is_held_against_the_baseline(tmp_path: Path) -> None:
+    before, after = (write_steps(tmp_path / f"{at}.sqlite", varied(STEP, at)) for at in (1, 2))
+    found = line(after, Budgets(), baseline=before)
+    assert (found.subject, found.held) == ("kernel time", False)
+    assert found.detail.endswith("means of 8 and 8 profiled steps")
+    few = [write_steps(tmp_path / f"few{at}.sqlite", varied(STEP, at)[:2]) for at in (1, 2)]
+    found = line(few[0], Budgets(), baseline=few[1])
+    assert (found.held, "an interval needs 5 a side" in found.detail) == (False, True)  # though it is faster
+
+
+def test_a_higher_peak_than_the_baselines(tmp_path: Path) -> None:
+    before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
+    assert not line(after, Budgets(), baseline=before).held
+    assert line(before, Budgets(), baseline=after).held
+    assert line(before, Budgets(), baseline=before).held
+
+
+def test_memory_that_one_of_the_two_recorded_is_no_pass(tmp_path: Path, run: Path) -> None:
+    bare = make_run(tmp_path / "bare", {"clean": clean_steps(1)})
+    for one, other in ((run, bare), (bare, run)):
+        found = lines(one, Budgets(), other)
+        assert [(each.subject, each.held) for each in found] == [("step", True), ("peak", False)]
+
+
+def test_a_baseline_of_other_provenance_is_no_measure(tmp_path: Path, run: Path) -> None:
+    other = other_run(tmp_path / "other", 1, gpu="NVIDIA A100")
+    found = line(run, Budgets(), baseline=other)
+    assert (found.held, "differ in GPU" in found.detail) == (False, True)
+    assert all(one.held for one in lines(run, Budgets(), other, force=True))
+
+
+def test_the_command_exits_3_where_a_budget_broke(profkit: Run, run: Path) -> None:
+    held = profkit("check", run, "--max-step-ms", "31", "--max-peak", "1GiB", "--max-share", "elementwise=25%")
+    assert (held.returncode, held.stderr) == (0, "")
+    assert held.stdout.splitlines()[:5] == [
+        "verdict  budget                  measured        limit",
+        "───────  ─────────────────────  ─────────  ───────────",
+        "held     max-step-ms step        30.02 ms   ≤ 31.00 ms",
+        "held     max-peak               48.00 MiB  ≤ 1.000 GiB",
+        "held     max-share elementwise      25.0%      ≤ 25.0%",
+    ]
+    broken = profkit("check", run, "--max-step-ms", "30", "--max-share", "reduction=14.9%", "--max-peak", "1GB")
+    assert broken.returncode == 3
+    assert broken.stderr == f"profkit: {run}: 2 of 3 budgets broken: max-step-ms step, max-share reduction\n"
+    assert "BROKEN   max-step-ms step" in broken.stdout
+    assert "held     max-peak" in broken.stdout
+    assert max(map(len, broken.stdout.splitlines())) <= 80
+
+
+def test_formats(profkit: Run, run: Path) -> None:
+    asked = ("check", run, "--max-step-ms", "30", "--max-peak", "1GB", "--format")
+    data = json.loads(profkit(*asked, "json").stdout)
+    assert (data["run"], data["held"]) == (str(run), False)
+    assert data["lines"][0] == {
+        "budget": "max-step-ms",
+        "subject": "step",
+        "measured": 30_017_500.0,
+        "limit": 30_000_000,
+        "unit": "ns",
+        "held": False,
+        "detail": "median of 6 unprofiled steps (in a process of their own)",
+    }
+    rows = list(csv.DictReader(io.StringIO(profkit(*asked, "csv").stdout)))
+    assert [(row["budget"], row["held"]) for row in rows] == [("max-step-ms", "False"), ("max-peak", "True")]
+    assert "| BROKEN | max-step-ms step | 30.02 ms | ≤ 30.00 ms |" in profkit(*asked, "markdown").stdout
+    assert r"\begin{tabular}" in profkit(*asked, "latex").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing to check"),
+        (["--force", "--max-idle", "10%"], "--force is about a baseline"),
+        (["--max-slowdown", "2%"], "--max-slowdown is about a baseline"),
+        (["--max-idle", "120%"], "'120%' is no percentage from 0% to 100%"),
+        (["--max-peak", "40XB"], "XB is no unit of size"),
+        (["--max-step-ms", "nan"], "'nan' is no number of milliseconds above 0"),
+        (["--max-share", "softmax"], "'softmax' is no NAME=PERCENT such as softmax=15%"),
+    ],
+)
+def test_a_wrong_request(profkit: Run, run: Path, options: list[str], message: str) -> None:
+    done = profkit("check", run, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_what_is_no_run(profkit: Run, tmp_path: Path, run: Path) -> None:
+    done = profkit("check", tmp_path, "--max-idle", "10%")
+    assert (done.returncode, "no profkit run" in done.stderr) == (1, True)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    done = profkit("check", copy, "--max-peak", "1GB", "-o", copy / SNAPSHOT)
+    assert (done.returncode, "this is what is read" in done.stderr) == (2, True)
