@@ -104,9 +104,9 @@ def test_what_the_run_says_of_each(run: tuple[Path, str]) -> None:
     assert (manifest["workload"]["context"], manifest["workload"]["contexts"]) == (32, [8, 32])
     assert [step["context"] for step in manifest["profiled"]["steps"]] == [8, 8, 32, 32]
     assert [step["context"] for step in manifest["clean"]["steps"][:4]] == [8, 8, 32, 32]
-    flops = json.loads((where / "flops.json").read_text())
+    work = {tuple(one["path"]): one["flops"] for one in json.loads((where / "work.json").read_text())["ranges"]}
     for context in (8, 32):
-        assert flops[f"context {context}/step */forward"] == forward_flops(PRESETS["tiny"], 2, context)
+        assert work[f"context {context}", "forward"] == forward_flops(PRESETS["tiny"], 2, context)
 
 
 @pytest.mark.parametrize(

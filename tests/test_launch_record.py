@@ -25,7 +25,7 @@ RESULT = {
     "torch": "2.4.0",
     "cuda": None,
     "parameter_count": 7,
-    "conditions": {"float32_matmul_precision": "highest", "gpu_uuid": None},
+    "conditions": {"float32_matmul_precision": "highest", "cuda_matmul_allow_tf32": False, "gpu_uuid": None},
     "during": {"compiled_graphs": 0, "allocator_retries": 0, "out_of_memory_errors": 0},
     "losses": [],
     "steps": [{"forward_ns": 1, "step_ns": 1}],
@@ -62,7 +62,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reco
     """Run into ``tmp_path / "run"`` with the stand-ins."""
 
     def start(
-        *, status: int = 0, report: bool = True, export: bool = True, export_status: int = 0, saying: str = "hello"
+        *,
+        status: int = 0,
+        report: bool = True,
+        export: bool = True,
+        export_status: int = 0,
+        saying: str = "hello",
+        **found: Any,
     ) -> Recorded:
         code = PROFILE.format(report=report, export=export, export_status=export_status, saying=saying)
         nsys = tmp_path / "nsys"
@@ -71,7 +77,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reco
 
         def argv(order: Order) -> list[str]:
             failing = status if order.recorder == "nsys" else 0
-            return [sys.executable, "-c", WORKER, order.to_json(), json.dumps(RESULT), str(failing)]
+            return [sys.executable, "-c", WORKER, order.to_json(), json.dumps({**RESULT, **found}), str(failing)]
 
         monkeypatch.setattr(record, "_worker_argv", argv)
         return record_run(Workload("tiny"), Nsys(nsys, "1.0"), tmp_path / "run", ["profkit", "run"], _silent)
@@ -128,6 +134,13 @@ def test_raw_data_lies_in_a_scratch_folder_and_the_targets_own_is_untouched(
 def test_the_targets_status_is_the_runs(tmp_path: Path, start: Callable[..., Recorded]) -> None:
     assert start(status=5) == Recorded(tmp_path / "run", 5)
     assert (_manifest(tmp_path)["status"], _manifest(tmp_path)["exit_status"]) == ("failed", 5)
+
+
+def test_on_a_gpu_products_of_fp32_may_be_tf32(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+    told = {"float32_matmul_precision": "high", "cuda_matmul_allow_tf32": True, "gpu_uuid": "GPU-1"}
+    assert start(device="cuda", gpu="NVIDIA H200", conditions=told).has_kernels
+    assert json.loads((tmp_path / "run" / "work.json").read_text())["dtype"] == "tf32"
+    assert _manifest(tmp_path)["conditions"] == told
 
 
 def test_lost_events_are_warned_of(tmp_path: Path, start: Callable[..., Recorded]) -> None:

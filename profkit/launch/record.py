@@ -134,7 +134,7 @@ def record_run(
 
 def _write_work(run: Path, workload: Workload, measured: dict[str, Any]) -> None:
     """Write what arithmetic says of a built-in model's ranges, now that it is known where the model runs."""
-    tf32 = measured["device"] == "cuda" and measured["float32_matmul_precision"] != "highest"
+    tf32 = measured["device"] == "cuda" and bool(measured["conditions"]["cuda_matmul_allow_tf32"])
     each: dict[tuple[str, ...], Workload] = {
         (context_range(one.context),) if workload.contexts else (): one for one in workload.with_each_context()
     }
