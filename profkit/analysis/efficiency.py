@@ -65,7 +65,7 @@ def measure_efficiency(
         raise TraceError(explain_no_work(trace))
     refuse_impossible_times(trace)
     times = build_gpu_times(trace)
-    members = _members(attribution, range)
+    members = chosen_ranges(attribution, range)
     nodes = build_nodes(attribution, numbered=numbered)
     by_number = nodes if numbered else build_nodes(attribution, numbered=True)
     works = RangeWorks(trace, by_number, facts)
@@ -101,7 +101,7 @@ def measure_efficiency(
     )
 
 
-def _members(attribution: Attribution, range: str | None) -> Ints:
+def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:
     """Return the ranges to report: all, or those asked for and what lies within them."""
     trace = attribution.trace
     if range is None:
@@ -174,6 +174,7 @@ def _build_row(
         least_bytes=amount.least_bytes,
         flops_per_s=_ratio(amount.flops, busy_ns / 1e9),
         ceiling_share=_ratio(at_peak, busy_ns),
+        roof_share=_ratio(roofline.bound_ns, busy_ns),
         bytes_per_s=_ratio(amount.least_bytes, busy_ns / 1e9),
         intensity=_ratio(operations, amount.least_bytes),
         mfu=mfu,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from profkit.analysis.attention_parts import AttentionResult, measure_attention
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.efficiency import measure_efficiency
 from profkit.analysis.efficiency_result import EfficiencyResult
@@ -133,6 +134,15 @@ class OpenedTrace:
             self.trace, self.run_directory, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype
         )
         return measure_efficiency(self.attribution, facts, self.ranks, range, numbered=numbered)
+
+    def attention(self) -> AttentionResult:
+        """Return what the parts of attention took in the forward pass: time against FLOPs, of all and each layer.
+
+        Raises:
+            TraceError: the trace has no ranges of those parts.
+            RunError: a file of the run cannot be read.
+        """
+        return measure_attention(self.attribution, read_run_facts(self.trace, self.run_directory))
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""

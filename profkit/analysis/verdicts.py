@@ -45,6 +45,13 @@ class Roofline:
     compute_ns: float | None
     memory_ns: float | None
 
+    @property
+    def bound_ns(self) -> float | None:
+        """Return the longer of the two; of FLOPs alone, theirs."""
+        if self.compute_ns is None or self.memory_ns is None:
+            return self.compute_ns
+        return max(self.compute_ns, self.memory_ns)
+
 
 def build_roofline(amount: Amount, peaks: Peaks | None) -> Roofline:
     """Return how long the work would take if it met each peak alone."""

@@ -33,7 +33,7 @@ _TIMES = (
     Column("busy", "busy_ns"),
     Column("idle", "idle_share"),
 )
-_WORK = (Column("TFLOP/s", "flops_per_s"), Column("peak", "ceiling_share"))
+_WORK = (Column("TFLOP/s", "flops_per_s"), Column("peak", "roof_share"))
 _LAUNCHES = Column("launches", "launch_count")
 _ALL = (
     *_TIMES[:2],
@@ -65,7 +65,7 @@ _STEP_COLUMNS = (
 _PID, _RANK = Column("pid", "process"), Column("rank", "rank")
 
 _UNITS = {"flops_per_s": 1e12, "bytes_per_s": 1e9}
-_SHARES = ("idle_share", "ceiling_share", "mfu")
+_SHARES = ("idle_share", "roof_share", "mfu")
 
 
 def render_efficiency(
@@ -114,7 +114,7 @@ def books(result: EfficiencyResult) -> list[str]:
     lines = ["wall is the host's; busy, the union of the range's kernels; idle, of its time on the GPU"]
     if result.work_source is not None:
         lines.append(f"TFLOP/s are over busy time; FLOPs are {_SOURCES[result.work_source]}")
-        lines.append(f"peak is {_peak_words(result)}")
+        lines.append(f"peak: how near to {_peak_words(result)}")
     else:
         lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
     lines += [_inflation_words(one) for one in result.inflation if one.phase == STEP]
@@ -138,15 +138,18 @@ def _inflation_words(one: Inflation) -> str:
 
 def _peak_words(result: EfficiencyResult) -> str:
     if result.dtype is None:
-        return "not known: nothing says what dtype the products were done in (--dtype)"
+        return "what, is not known: nothing says what dtype the products were done in (--dtype)"
     if result.peaks is None:
-        return "not known: no measured ceilings, and no datasheet of this GPU (`profkit ceilings`)"
+        return "what, is not known: no measured ceilings, and no datasheet of this GPU (`profkit ceilings`)"
     if result.dtype not in result.peaks.flops_per_s:
-        return f"not known for {result.dtype}"
-    rate = f"{four_digits(result.peaks.flops_per_s[result.dtype] / 1e12)} TFLOP/s in {result.dtype}"
-    if result.peaks.source == "measured":
-        return f"what `profkit ceilings` measured on this {result.peaks.gpu}: {rate}"
-    return f"the datasheet's of an {result.peaks.gpu}, not measured: {rate}"
+        return f"what, is not known for {result.dtype}"
+    peaks = result.peaks
+    rates = (
+        f"{four_digits(peaks.flops_per_s[result.dtype] / 1e12)} TFLOP/s or {four_digits(peaks.bytes_per_s / 1e9)} GB/s"
+    )
+    if peaks.source == "measured":
+        return f"{rates}, measured on an {peaks.gpu}"
+    return f"{rates}, an {peaks.gpu}'s by its datasheet, not measured"
 
 
 def _parts_lines(parts: GpuParts) -> list[str]:
@@ -227,6 +230,8 @@ def _step_table(result: EfficiencyResult) -> Table:
 def _cell(key: str, value: object) -> str:
     if value is None:
         return "–"
+    if value == 0 and key in _UNITS:
+        return "0"
     if isinstance(value, float):
         return format_share(value) if key in _SHARES else four_digits(value / _UNITS.get(key, 1.0))
     if key.endswith("_ns"):

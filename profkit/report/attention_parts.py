@@ -1,0 +1,94 @@
+"""Print what the parts of attention take: time against FLOPs, over all layers and layer by layer."""
+
+from __future__ import annotations
+
+from profkit.analysis.attention_parts import PARTS, AttentionPart, AttentionResult
+from profkit.analysis.self_check import SelfCheck
+from profkit.report.formats import (
+    Column,
+    Format,
+    Table,
+    escape_markdown,
+    make_visible,
+    render_csv,
+    render_json,
+    render_latex,
+    render_markdown,
+    render_table,
+)
+from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
+from profkit.report.units import format_ns
+
+_COLUMNS = (
+    Column("part", "part", right=False, flexible=True),
+    Column("count", "instances"),
+    Column("time", "kernel_time_ns"),
+    Column("ratio", "time_ratio"),
+    Column("FLOPs", "operations"),
+    Column("ratio", "operations_ratio"),
+)
+_EXACT = tuple(Column(field, field) for field in AttentionPart.__dataclass_fields__)
+_LAYER_COLUMNS = (
+    Column("layer", "layer"),
+    *(Column(heading, name) for heading, name in zip(("scores", "softmax", "value product"), PARTS, strict=True)),
+    Column("softmax ratio", "time_ratio"),
+)
+
+
+def render_attention(
+    result: AttentionResult, check: SelfCheck, style: Format = "table", *, full_names: bool = False
+) -> str:
+    """Return the parts as text; a figure that is not known is a dash, in CSV an empty cell, in JSON null."""
+    if style == "json":
+        return render_json({**result.to_dict(), "warnings": check_warnings(check), "self_check": check_to_dict(check)})
+    if style == "csv":
+        values = [[getattr(part, column.key) for column in _EXACT] for part in result.parts]
+        return render_csv(Table(_EXACT, [], values))
+    failures, notes = failure_lines(check), _notes(result)
+    tables = [_whole_table(result), *([layers] if (layers := _layer_table(result)).cells else [])]
+    if style == "latex":
+        drawn = "\n\n".join(map(render_latex, tables))
+        return "\n".join([*(f"% {make_visible(line)}" for line in [*failures, *notes]), drawn])
+    if style == "markdown":
+        listed = "\n".join(f"- {escape_markdown(line)}" for line in notes)
+        return "\n\n".join([*map(escape_markdown, failures), *map(render_markdown, tables), listed])
+    heads = ["\n".join(failures)] * check.failed
+    return "\n\n".join([*heads, *(render_table(one, full=full_names) for one in tables), "\n".join(notes)])
+
+
+def _notes(result: AttentionResult) -> list[str]:
+    lines = ["kernel time of the forward pass, all steps together; ratios are to the scores"]
+    if result.work_source == "payload":
+        lines.append("FLOPs are what the ranges carry: matrix products alone; a softmax's are in a run's work.json")
+    elif result.work_source is not None:
+        lines.append("FLOPs are all operations: matrix products, and by profkit's formulas everything else")
+    return lines
+
+
+def _whole_table(result: AttentionResult) -> Table:
+    parts = [part for part in result.parts if part.layer is None]
+    cells = [[_cell(column.key, getattr(part, column.key)) for column in _COLUMNS] for part in parts]
+    return Table(_COLUMNS, cells, cells)
+
+
+def _layer_table(result: AttentionResult) -> Table:
+    by_layer: dict[int, dict[str, AttentionPart]] = {}
+    for part in result.parts:
+        if part.layer is not None:
+            by_layer.setdefault(part.layer, {})[part.part] = part
+    cells = []
+    for layer, parts in by_layer.items():
+        ordered = [parts[name] for name in PARTS]
+        times = [format_ns(part.kernel_time_ns) for part in ordered]
+        cells.append([str(layer), *times, _cell("time_ratio", ordered[1].time_ratio)])
+    return Table(_LAYER_COLUMNS, cells, cells)
+
+
+def _cell(key: str, value: object) -> str:
+    if value is None:
+        return "–"
+    if key.endswith("_ns"):
+        return format_ns(int(str(value)))
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

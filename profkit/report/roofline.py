@@ -1,0 +1,221 @@
+"""Draw the ranges on a roofline: FLOP/s against FLOPs per least byte, under the peaks of their GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import hypot
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
+
+from profkit.analysis.efficiency_result import EfficiencyResult, EfficiencyRow
+from profkit.analysis.run_facts import Peaks
+from profkit.analysis.self_check import SelfCheck
+from profkit.errors import TraceError
+from profkit.report.formats import make_visible, shorten
+from profkit.report.pictures import plain_text, write_png
+from profkit.report.self_check import UNTRUSTED
+from profkit.report.units import four_digits
+
+_LABEL_WIDTH = 34
+_CLOSE = 1.4
+_MARGIN = 4.0
+"""How far, on a logarithmic axis, the picture reaches beyond its outermost points."""
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+_COLOURS = {
+    "compute-bound": "#0072B2",
+    "memory-bound": "#E69F00",
+    "launch-bound": "#D55E00",
+    "communication-bound": "#CC79A7",
+    "host-bound": "#009E73",
+    None: "#777777",
+}
+_LINE = {"arrowstyle": "-", "color": "#AAAAAA", "linewidth": 0.6, "shrinkB": 3}
+_NEAR = 12
+# Where a label may stand beside its point, in points (1/72 inch), the nearest first.
+_PLACES = [
+    (distance * x, distance * y, horizontal, vertical)
+    for distance in (7, 16, 28, 42, 58)
+    for x, y, horizontal, vertical in (
+        (1, 0, "left", "center"),
+        (0.7, 0.7, "left", "bottom"),
+        (0.7, -0.7, "left", "top"),
+        (-1, 0, "right", "center"),
+        (-0.7, 0.7, "right", "bottom"),
+        (-0.7, -0.7, "right", "top"),
+        (0, 1, "center", "bottom"),
+        (0, -1, "center", "top"),
+    )
+]
+
+
+def plot_roofline(result: EfficiencyResult, check: SelfCheck, path: Path) -> None:
+    """Write the roofline to a PNG file, one point per row of the table whose operations and least bytes are known.
+
+    A point's height is all operations per second of busy time. The solid roof is what `profkit ceilings` measured on
+    such a GPU; where it was not, the dashed one is the datasheet's, and says so.
+
+    Raises:
+        TraceError: of no range are operations and least bytes known, or the GPU's peaks are not.
+        OSError: the file cannot be written.
+    """
+    points = [row for row in result.ranges if row.intensity and row.busy_ns and row.flops is not None]
+    if not points or result.peaks is None:
+        lacking = "the GPU's peaks" if points else "FLOPs and least bytes of its ranges"
+        raise TraceError(
+            f"{result.trace}: {lacking} are not known, so there is no roofline to draw; give a run directory of"
+            " `profkit run` with --ceilings from `profkit ceilings`"
+        )
+    with plain_text():
+        write_png(_draw(result, result.peaks, points, check), path)
+
+
+def rate_of(row: EfficiencyRow) -> float:
+    """Return all operations of a row per second of busy time: its height."""
+    return ((row.flops or 0) + (row.other_flops or 0)) / row.busy_ns * 1e9
+
+
+def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], check: SelfCheck) -> Figure:
+    figure = Figure(figsize=(9.5, 6), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9g}"))
+    _draw_roofs(axes, result, peaks, points)
+    for word in dict.fromkeys(row.verdict for row in points):
+        mine = [row for row in points if row.verdict == word]
+        axes.scatter(
+            [row.intensity or 0 for row in mine],
+            [rate_of(row) / 1e12 for row in mine],
+            s=36,
+            color=_COLOURS[word],
+            label=word or "no verdict",
+            zorder=3,
+        )
+    axes.set_xlabel("operations per least byte")
+    axes.set_ylabel("TFLOP/s while busy")
+    axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.set_title(make_visible(_title(result)), fontsize=10, loc="left")
+    if check.failed:
+        figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
+    _label(canvas, axes, points)
+    return figure
+
+
+def _title(result: EfficiencyResult) -> str:
+    gpu, dtype = result.gpu or "unknown GPU", result.dtype or "unknown dtype"
+    return f"{shorten(Path(result.trace).name, 60)}: ranges on the roofline of an {gpu}, {dtype}"
+
+
+def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
+    """Draw one roof per dtype; that of the run's products is the bold one."""
+    intensities = [row.intensity or 1.0 for row in points]
+    ridge = max(peaks.flops_per_s.values()) / peaks.bytes_per_s
+    low, high = min(*intensities, ridge) / _MARGIN, max(*intensities, ridge) * _MARGIN
+    style = "-" if peaks.source == "measured" else "--"
+    for dtype, peak in peaks.flops_per_s.items():
+        own = dtype == result.dtype
+        colour = "#222222" if own else "#AAAAAA"
+        corner = peak / peaks.bytes_per_s
+        roof = [low * peaks.bytes_per_s / 1e12, peak / 1e12, peak / 1e12]
+        axes.plot([low, corner, high], roof, style, color=colour, linewidth=1.8 if own else 1.0, zorder=2)
+    for named in _groups(peaks):
+        axes.annotate(
+            ", ".join(f"{dtype} {four_digits(peaks.flops_per_s[dtype] / 1e12)}" for dtype in named) + " TFLOP/s",
+            (high, peaks.flops_per_s[named[0]] / 1e12),
+            xytext=(-2, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color="#222222" if result.dtype in named else "#888888",
+        )
+    told = "measured" if peaks.source == "measured" else "the datasheet's, not measured"
+    axes.annotate(
+        f"memory {four_digits(peaks.bytes_per_s / 1e9)} GB/s; peaks {told}",
+        (0.01, 0.985),
+        xycoords="axes fraction",
+        va="top",
+        fontsize=8,
+        color="#222222",
+    )
+    axes.set_xlim(low, high)
+    rates = [rate_of(row) / 1e12 for row in points]
+    axes.set_ylim(min(rates) / _MARGIN, max(*rates, *(peak / 1e12 for peak in peaks.flops_per_s.values())) * 2)
+
+
+def _groups(peaks: Peaks) -> list[list[str]]:
+    """Return the dtypes, the fastest first, those together whose roofs lie too close for a name each."""
+    found: list[list[str]] = []
+    for dtype in sorted(peaks.flops_per_s, key=lambda one: -peaks.flops_per_s[one]):
+        if found and peaks.flops_per_s[found[-1][0]] < _CLOSE * peaks.flops_per_s[dtype]:
+            found[-1].append(dtype)
+        else:
+            found.append([dtype])
+    return found
+
+
+def _label(canvas: FigureCanvasAgg, axes: Axes, points: list[EfficiencyRow]) -> None:
+    """Name the points, the largest first, each where its name covers no other name, no point and no roof's figure.
+
+    What finds no such place stays without a name, and is counted in a corner.
+    """
+    canvas.figure.draw_without_rendering()
+    places = [axes.transData.transform((row.intensity or 0.0, rate_of(row) / 1e12)) for row in points]
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in places]
+    taken += [Text.get_window_extent(text) for text in axes.texts]
+    taken += [box for line in axes.lines for box in _along(axes, line)]
+    legend = axes.get_legend()
+    taken += [legend.get_window_extent()] if legend is not None else []
+    ordered = sorted(points, key=lambda row: -row.kernel_time_ns)
+    nameless = [row for row in ordered if not _place_name(canvas, axes, row, taken)]
+    if nameless:
+        said = f"{len(nameless)} more without room for a name"
+        axes.text(0.01, 0.015, said, transform=axes.transAxes, fontsize=8)
+
+
+def _along(axes: Axes, line: Line2D) -> Iterator[Bbox]:
+    """Yield small boxes along a line, so that names keep off it."""
+    corners = axes.transData.transform(line.get_xydata())
+    for (x0, y0), (x1, y1) in pairwise(corners.tolist()):
+        steps = max(1, int(hypot(x1 - x0, y1 - y0) / 4))
+        for step in range(steps + 1):
+            x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
+            yield Bbox.from_bounds(x - 2, y - 2, 4, 4)
+
+
+def _place_name(canvas: FigureCanvasAgg, axes: Axes, row: EfficiencyRow, taken: list[Bbox]) -> bool:
+    """Put a row's name where there is room, and that place among those taken; return whether there was any."""
+    inside = axes.get_window_extent()
+    for x, y, horizontal, vertical in _PLACES:
+        text = axes.annotate(
+            shorten(make_visible(row.name), _LABEL_WIDTH),
+            (row.intensity or 0.0, rate_of(row) / 1e12),
+            xytext=(x, y),
+            textcoords="offset points",
+            ha=horizontal,
+            va=vertical,
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "color": "#AAAAAA", "linewidth": 0.6, "shrinkB": 3}
+            if abs(x) + abs(y) > 12
+            else None,
+        )
+        text.update_positions(canvas.get_renderer())  # type: ignore[no-untyped-call]
+        box = Text.get_window_extent(text)
+        if inside.contains(*box.min) and inside.contains(*box.max) and not box.count_overlaps(taken):
+            taken.append(box)
+            return True
+        text.remove()
+    return False

@@ -1,0 +1,101 @@
+"""`profkit efficiency --explain`: the gaps and kernels that it names stand in the capture as it says."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from profkit.analysis.efficiency_evidence import find_evidence
+from profkit.analysis.opened import read_trace
+from tests.efficiency_runs import SMALL
+from tests.nsys_builder import NsysBuilder
+
+
+def test_the_longest_gaps_and_what_the_host_did_meanwhile(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("a", 0, 3_000_000)
+    builder.kernel(10, 90, start=100, name="first")
+    builder.call(400, duration=50, name="cudaMalloc_v3020")
+    builder.call(500, duration=250, name="cudaDeviceSynchronize_v3020")
+    builder.kernel(2_000_000, 10, start=2_000_020, name="second")
+    trace = read_trace(builder.write(tmp_path / "t.sqlite"))
+    (evidence,) = find_evidence(trace.attribution).values()
+    longest, last, lead = evidence.gaps
+    assert (longest.start_ns, longest.end_ns) == (190, 2_000_020)
+    # From the first call on the way to the synchronisation; later the launch of the second kernel, a nanosecond.
+    assert longest.launching_ns == 500 - 190 + 1
+    assert (longest.synchronising_ns, longest.outside_cuda_ns) == (250, 2_000_000 - 750 + 19)
+    assert (longest.call, longest.call_ns) == ("cudaDeviceSynchronize_v3020", 250)
+    assert (longest.ended_by, longest.launch_ns) == ("second", 2_000_000)
+    assert (last.start_ns, last.end_ns, last.ended_by) == (2_000_030, 3_000_000, None)
+    assert (lead.start_ns, lead.end_ns, lead.ended_by) == (0, 100, "first")
+    assert [(kernel.name, kernel.count, kernel.total_ns, kernel.first_ns) for kernel in evidence.kernels] == [
+        ("first", 1, 90, 100),
+        ("second", 1, 10, 2_000_020),
+    ]
+
+
+def test_a_real_gap_holds_no_row_and_is_ended_by_the_kernel_named() -> None:
+    evidence = find_evidence(read_trace(SMALL).attribution, "forward")
+    connection = sqlite3.connect(f"file:{SMALL}?mode=ro", uri=True)
+    tables = ("KERNEL", "MEMCPY", "MEMSET")
+    for gap in evidence["step */forward"].gaps:
+        for table in tables:
+            sql = f'SELECT count(*) FROM CUPTI_ACTIVITY_KIND_{table} WHERE start < ? AND "end" > ?'
+            assert connection.execute(sql, (gap.end_ns, gap.start_ns)).fetchone() == (0,)
+        sql = """
+            SELECT w.name, r.start FROM (
+                SELECT k.start, k.correlationId, s.value AS name FROM CUPTI_ACTIVITY_KIND_KERNEL k
+                JOIN StringIds s ON s.id = k.demangledName
+                UNION ALL SELECT start, correlationId, 'a memory copy' FROM CUPTI_ACTIVITY_KIND_MEMCPY
+                UNION ALL SELECT start, correlationId, 'a memory set' FROM CUPTI_ACTIVITY_KIND_MEMSET
+            ) w JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = w.correlationId WHERE w.start = ?
+        """
+        assert connection.execute(sql, (gap.end_ns,)).fetchone() == (gap.ended_by, gap.launch_ns)
+        parts = gap.launching_ns + gap.synchronising_ns + gap.outside_cuda_ns
+        assert parts == gap.end_ns - gap.start_ns
+    for kernel in evidence["step */forward/layer */ffn"].kernels:
+        sql = """
+            SELECT count(*) FROM CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.demangledName
+            WHERE s.value = ? AND k.start = ?
+        """
+        assert connection.execute(sql, (kernel.name, kernel.first_ns)).fetchone() == (1,)
+    connection.close()
+
+
+def test_no_gap_is_longer_than_the_longest() -> None:
+    opened = read_trace(SMALL)
+    work, copies = opened.trace.work, opened.trace.copies
+    start = np.concatenate([work.start_ns, copies.start_ns])
+    end = np.concatenate([work.end_ns, copies.end_ns])
+    order = np.argsort(start)
+    between = start[order][1:] - np.maximum.accumulate(end[order])[:-1]
+    steps = opened.attribution.trace.ranges
+    first_step_ends = int(steps.end_ns[[i for i, n in enumerate(steps.name) if opened.trace.names[n] == "step 0"]][0])
+    inside = between[start[order][1:] < first_step_ends]
+    (gap, *_) = find_evidence(opened.attribution, "step 0")["step *"].gaps
+    assert gap.end_ns - gap.start_ns == inside.max()
+
+
+def test_every_range_is_explained_with_its_sums(profkit: Callable) -> None:
+    text = profkit("efficiency", SMALL, "--dtype", "fp32", "--explain").stdout
+    blocks = text.split("nanoseconds\n\n")[1].split("\n\n")
+    assert len(blocks) == 12
+    forward = blocks[1].splitlines()
+    assert forward[0] == "step */forward: launch-bound"
+    for total, *parts in re.findall(
+        r"on the GPU ([\d,]+) = .*?([\d,]+) \+ .*?([\d,]+) \+ .*?([\d,]+) \+ idle ([\d,]+)", text
+    ):
+        assert _number(total) == sum(map(_number, parts))
+    assert "514,641,100,800 FLOPs / 17,849,383 = 28.83 TFLOP/s; at the peak they take 7,681,210" in forward[5]
+    assert sum("GPU 0 idle" in line for line in forward) == 3
+    assert "- " in profkit("efficiency", SMALL, "--explain", "--format", "markdown").stdout
+    assert profkit("efficiency", SMALL, "--explain", "--format", "csv").returncode == 2
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))

@@ -1,0 +1,100 @@
+"""`profkit efficiency --plot`: the points, the roofs and the names on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
+
+from profkit.analysis.opened import read_trace
+from profkit.errors import TraceError
+from profkit.report import roofline
+from profkit.report.roofline import plot_roofline, rate_of
+from tests.efficiency_runs import SMALL, make_small_run
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Keep the figures instead of writing them."""
+    kept: list[Figure] = []
+    monkeypatch.setattr(roofline, "write_png", lambda figure, path: kept.append(figure))
+    return kept
+
+
+def _draw(run: Path, drawn: list[Figure]) -> Figure:
+    opened = read_trace(run)
+    plot_roofline(opened.efficiency(), opened.self_check, run / "r.png")
+    (figure,) = drawn
+    return figure
+
+
+def test_every_range_stands_where_its_numbers_say_and_under_the_measured_roof(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    figure = _draw(make_small_run(tmp_path), drawn)
+    (axes,) = figure.axes
+    rows = read_trace(tmp_path).efficiency().ranges
+    expected = {(row.intensity, rate_of(row) / 1e12) for row in rows}
+    points = {tuple(point) for one in axes.collections for point in one.get_offsets().tolist()}
+    assert len(rows) == len(points) == 12
+    for point, range_point in zip(sorted(points), sorted(expected), strict=True):
+        assert point == pytest.approx(range_point)
+    assert {line.get_linestyle() for line in axes.lines} == {"-"}
+    assert axes.lines[0].get_ydata()[-1] == 50
+    assert axes.lines[0].get_xdata()[1] == pytest.approx(50 / 4)
+    assert "peaks measured" in _texts(figure)
+
+
+def test_no_name_covers_another_or_a_point(tmp_path: Path, drawn: list[Figure]) -> None:
+    figure = _draw(make_small_run(tmp_path), drawn)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert len([text for text in axes.texts if isinstance(text, Annotation)]) >= 12
+    for at, box in enumerate(boxes):
+        assert not box.count_overlaps(boxes[at + 1 :])
+    for one in axes.collections:
+        for x, y in axes.transData.transform(one.get_offsets()):
+            assert not any(box.contains(x, y) for box in boxes)
+
+
+def test_roofs_of_the_datasheet_are_dashed_and_say_so(tmp_path: Path, drawn: list[Figure]) -> None:
+    figure = _draw(make_small_run(tmp_path, ceilings=False), drawn)
+    assert {line.get_linestyle() for line in figure.axes[0].lines} == {"--"}
+    assert "the datasheet's, not measured" in _texts(figure)
+
+
+def test_roofs_that_are_close_share_a_name(tmp_path: Path, drawn: list[Figure]) -> None:
+    figure = _draw(make_small_run(tmp_path, ceilings=False), drawn)
+    assert "bf16 989.5, fp16 989.5 TFLOP/s" in _texts(figure)
+
+
+def test_without_bytes_there_is_nothing_to_draw(tmp_path: Path) -> None:
+    opened = read_trace(SMALL)
+    with pytest.raises(TraceError, match="FLOPs and least bytes of its ranges are not known"):
+        plot_roofline(opened.efficiency(dtype="fp32"), opened.self_check, tmp_path / "r.png")
+    run = make_small_run(tmp_path, ceilings=False)
+    manifest = json.loads((run / "manifest.json").read_text()) | {"gpu": "a GPU of no datasheet"}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    opened = read_trace(run)
+    with pytest.raises(TraceError, match="the GPU's peaks are not known"):
+        plot_roofline(opened.efficiency(), opened.self_check, tmp_path / "r.png")
+
+
+def test_the_command_writes_a_png(tmp_path: Path, profkit: Callable) -> None:
+    run = make_small_run(tmp_path)
+    done = profkit("efficiency", run, "--numbered", "--plot", tmp_path / "r.png")
+    assert done.returncode == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(PNG)
+    assert profkit("efficiency", run, "--plot", tmp_path / "r.pdf").returncode == 2
+    assert profkit("efficiency", run, "--plot", run / "work.json").returncode == 2
+
+
+def _texts(figure: Figure) -> str:
+    return "\n".join(text.get_text() for text in figure.axes[0].texts)
