@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from profkit.capture.conditions import read_conditions
+from profkit.capture.failures import note_failure
 from profkit.capture.hooks import Hooks
 from profkit.capture.kineto import recorded_by_kineto
-from profkit.capture.nsys import recorded_by_nsys
+from profkit.capture.local_ranks import describe_rank, recorded_together_by_nsys
 from profkit.capture.step_samples import StepSamples
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, VARIABLE, Attachment
 from profkit.run_directory import KINETO_TRACE
@@ -33,6 +34,7 @@ def attach() -> None:
     session.hooks = hooks
     hooks.install()
     hooks.clock.start()
+    atexit.register(note_failure, Path(session.order.run))
     atexit.register(session.end)
     # A forked child, a data loader's worker say, is not the process that trains.
     os.register_at_fork(after_in_child=session.abandon)
@@ -106,9 +108,8 @@ class Session:
         if self.order.recorder == "kineto":
             path = Path(self.order.run) / _name_for(KINETO_TRACE, self._name)
             self._recording.enter_context(recorded_by_kineto(path, device))
-        elif os.environ.get("LOCAL_RANK", "0") == "0":
-            # One range for all processes that this nsys watches.
-            self._recording.enter_context(recorded_by_nsys(device))
+        else:
+            self._recording.enter_context(recorded_together_by_nsys(Path(self.order.run), device))
         if self.order.annotate and self.hooks is not None:
             self.hooks.start()
 
@@ -126,6 +127,7 @@ class Session:
         content: dict[str, Any] = {
             "state": state,
             "process": self._name,
+            **describe_rank(),
             "steps_seen": self._begun,
             "device": "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu",
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

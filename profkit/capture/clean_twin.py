@@ -12,6 +12,7 @@ import torch
 
 from profkit.capture.conditions import counted_since, read_counters
 from profkit.capture.phase_events import PhaseEvents
+from profkit.capture.rank_group import decided_by_first
 from profkit.capture.step import StepObserver
 from profkit.ranges import STEP
 
@@ -68,7 +69,12 @@ def measure_clean(steps: ObservableSteps, device: torch.device) -> Measured:
     losses = list(steps.losses)
     once_ns = perf_counter_ns() - start_ns
     contexts = len({one.get("context") for one in times})
-    while len(times) < _ENOUGH_STEPS * contexts and perf_counter_ns() - start_ns + once_ns < _LONGEST_NS:
+
+    def goes_on() -> bool:
+        quick = perf_counter_ns() - start_ns + once_ns < _LONGEST_NS
+        return decided_by_first(len(times) < _ENOUGH_STEPS * contexts and quick, device)
+
+    while goes_on():
         times += steps.run_measured()
     by_events = events.steps or [{}] * len(times)
     both = [{**wall, **gpu} for wall, gpu in zip(times, by_events, strict=True)]

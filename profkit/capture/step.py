@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter_ns
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from profkit.errors import UsageError
 from profkit.models.flops import backward_flops, forward_flops
@@ -66,6 +67,8 @@ class TrainingStep:
         preset = workload.preset
         with device:
             self.module = TransformerLM(preset, workload.context)
+            if workload.ranks > 1:  # the same parameters, and a batch of its own
+                torch.manual_seed(workload.seed + distributed.get_rank())
             tokens = torch.randint(preset.vocab_size, (workload.batch, workload.context + 1))
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
         self.optimizer: torch.optim.Optimizer | None
@@ -74,12 +77,16 @@ class TrainingStep:
         else:
             _share_parameters(self.module, shared.module)
             self.optimizer = shared.optimizer
-        self.model = _compiled(self.module, workload)
+        self.model = _compiled(self._replicated(), workload)
         size = (preset, workload.batch, workload.context)
         self.flops = {FORWARD: forward_flops(*size), BACKWARD: backward_flops(*size)}
         self.loss: Tensor | None = None
         self.losses: list[float] = []
         self._observer = StepObserver()
+
+    def _replicated(self) -> torch.nn.Module:
+        """Return the module, or with several ranks what also averages their gradients."""
+        return self.module if self.workload.ranks == 1 else DistributedDataParallel(self.module)
 
     @property
     def parameter_count(self) -> int:

@@ -27,9 +27,12 @@ from profkit.capture.clean_twin import Measured, measure_clean, measure_steps
 from profkit.capture.conditions import read_conditions
 from profkit.capture.contexts import ContextSteps
 from profkit.capture.kineto import recorded_by_kineto
+from profkit.capture.local_ranks import describe_rank, recorded_together_by_nsys
 from profkit.capture.memory import recorded_memory
 from profkit.capture.memory_observer import MemoryObserver
 from profkit.capture.nsys import recorded_by_nsys
+from profkit.capture.outputs import take_outputs
+from profkit.capture.rank_group import joined, order_of_this_rank
 from profkit.capture.step import TrainingStep, choose_device
 from profkit.errors import ProfkitError, UsageError
 from profkit.models.workload import CallableWorkload, Order, Workload
@@ -62,7 +65,8 @@ class Steps(Protocol):
 def measure(order: Order) -> dict[str, Any]:
     """Run the order and return what the manifest keeps of it: the steps' times in ns, losses, versions, the device."""
     device = choose_device(order.workload)
-    steps, done = _run_recorded(order, device) if order.memory is None else _record_memory(order, device)
+    with joined(order, device):
+        steps, done = _run_recorded(order, device) if order.memory is None else _record_memory(order, device)
     on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
     return {
         "device": "cuda" if on_gpu else "cpu",
@@ -74,6 +78,7 @@ def measure(order: Order) -> dict[str, Any]:
         "losses": done.losses,
         "steps": done.times,
         "during": done.during,
+        **(describe_rank() if order.workload.ranks > 1 else {}),
     }
 
 
@@ -116,6 +121,8 @@ def _record_memory(order: Order, device: torch.device) -> tuple[Steps, Measured]
 def _recorded(order: Order, device: torch.device) -> AbstractContextManager[None]:
     if order.trace_path is not None:
         return recorded_by_kineto(Path(order.trace_path), device)
+    if order.recorder == "nsys" and order.workload.ranks > 1:
+        return recorded_together_by_nsys(Path(order.result_path).parent, device)
     if order.recorder == "nsys":
         return recorded_by_nsys(device)
     return nullcontext()
@@ -123,11 +130,7 @@ def _recorded(order: Order, device: torch.device) -> AbstractContextManager[None
 
 def main() -> None:
     """Carry out the order on the command line."""
-    order = Order.from_json(sys.argv[1])
-    if order.output_fds is not None:
-        # nsys writes its own lines to the standard streams; the workload's go where the launcher's go.
-        for inherited, stream in zip(order.output_fds, (1, 2), strict=True):
-            os.dup2(inherited, stream)
+    order = take_outputs(order_of_this_rank(Order.from_json(sys.argv[1])))
     try:
         _write_result(order, measure(order))
     except ProfkitError as error:
@@ -179,7 +182,8 @@ def _is_ours(file: str) -> bool:
 
 def _fail(order: Order, message: str, status: int = 1) -> NoReturn:
     """Say why on standard error, leave it for the manifest too, and exit."""
-    sys.stderr.write(f"profkit: {message}\n")
+    whose = f"rank {os.environ['RANK']}: " if order.workload.ranks > 1 else ""
+    sys.stderr.write(f"profkit: {whose}{message}\n")
     with suppress(OSError):  # a full disk may be the very reason
         _write_result(order, {"error": message})
     sys.exit(status)

@@ -22,6 +22,7 @@ from profkit.cli.run_script import run_script
 from profkit.cli.run_steps import run_steps
 from profkit.errors import UsageError
 from profkit.launch.nsys_options import GraphTrace
+from profkit.launch.ranks import build_rank_argv
 from profkit.launch.record import AnyWorkload, MemoryOptions
 from profkit.launch.targets import parse_target, target_kind
 from profkit.models.attachment import Attachment
@@ -61,6 +62,7 @@ def run(
     keep_report: bool,
     warmup: int | None,
     steps: int,
+    ranks: int,
     depth: int,
     annotate: bool,
     stop: bool,
@@ -91,12 +93,15 @@ def run(
     if kind == "command":
         warmup_steps = _COMMAND_WARMUP if warmup is None else warmup
         wanted = Attachment("", "nsys" if with_nsys else "kineto", warmup_steps, steps, depth, annotate, stop, step_on)
-        return run_script(target, wanted, nsys, output, command)
+        words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
+        return run_script(words, wanted, nsys, output, command)
     warmup_steps = _WARMUP if warmup is None else warmup
     if kind == "callable":
         workload = CallableWorkload(target[0], warmup_steps, steps, depth, annotate)
     else:
-        workload = _model_workload(target[0], warmup_steps=warmup_steps, steps=steps, memory=memory, **model)
+        workload = _model_workload(
+            target[0], warmup_steps=warmup_steps, steps=steps, ranks=ranks, memory=memory, **model
+        )
     allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory else None
     return run_steps(workload, nsys, output, command, memory=allocator)
 
@@ -110,6 +115,10 @@ def _model_workload(target: str, *, contexts: tuple[int, ...], memory: bool, **o
     preset = parse_target(target)
     if len(contexts) == 1:
         return Workload(preset, context=contexts[0], **options)
+    if options["ranks"] > 1:
+        raise UsageError(
+            "--nproc-per-node with several --context: each would be a model of its own; run each by itself"
+        )
     if memory:
         raise UsageError("--memory with several --context: a snapshot is of one; run each by itself")
     if options["compile_mode"] != "none" and len(contexts) > _COMPILED_CONTEXTS:

@@ -38,6 +38,7 @@ _MEANT_FOR = {
     **dict.fromkeys(("memory", "memory_stacks", "memory_entries", "memory_saved"), _MODEL),
     **dict.fromkeys(("depth", "annotate"), _HOOKED),
     **dict.fromkeys(("stop", "step_on"), _COMMAND),
+    "ranks": ("model", "command"),
 }
 _KIND_NAMES = {
     "model": "the built-in models",
@@ -107,6 +108,15 @@ def step_options(command: Command) -> Command:
             help="Steps before the measured ones  [default: 2; 5 of a command's]",
         ),
         click.option("--steps", type=AT_LEAST_ONE, default=3, show_default=True, help="Measured steps."),
+        click.option(
+            "--nproc-per-node",
+            "ranks",
+            type=AT_LEAST_ONE,
+            default=1,
+            metavar="N",
+            help="So many processes on this machine, started by torch's own launcher; a built-in model is trained by "
+            "DistributedDataParallel, each rank with a batch of its own.",
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.errors import RunError
+from profkit.launch.ranks import node_suffix
 from profkit.run_directory import MANIFEST
 
 DEFAULT_PARENT = Path("runs")
@@ -18,14 +19,17 @@ DEFAULT_PARENT = Path("runs")
 def make_run_directory(output: Path | None, target: str) -> Path:
     """Make the directory of a new run and return it: ``output``, or ``runs/<UTC time>-<target>``.
 
-    An existing ``output`` is taken only if it is an empty directory; a run is never overwritten.
+    In a job of several machines each makes its own, ``-node0``, ``-node1``, … at the end of the name. An existing
+    ``output`` is taken only if it is an empty directory; a run is never overwritten.
 
     Raises:
         RunError: ``output`` is taken, or the directory cannot be made.
     """
+    node = node_suffix(os.environ)
     try:
         if output is None:
-            return _make_default(target)
+            return _make_default(target + node)
+        output = Path(f"{output}{node}")
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()):
             raise RunError(f"{output}: exists and is not empty; name a new directory with -o, or remove this one")

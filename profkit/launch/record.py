@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from profkit.launch.importer import import_raw
 from profkit.launch.manifest import failed_manifest, first_manifest, last_manifest
 from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.processes import run_child
+from profkit.launch.ranks import explain_failure, join_results, take_results
 from profkit.models.memory import predict_memory
 from profkit.models.step_work import model_work
 from profkit.models.workload import MEMORY_ENTRIES, CallableWorkload, MemoryOrder, Order, Stacks, Workload
@@ -214,7 +214,8 @@ def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
 
 def _worker_argv(order: Order) -> list[str]:
     # -P: a file in the working directory must not stand in for a module of the same name.
-    return [sys.executable, "-P", "-m", "profkit.capture.worker", order.to_json()]
+    what = "worker" if order.workload.ranks == 1 else "rank_launcher"
+    return [sys.executable, "-P", "-m", f"profkit.capture.{what}", order.to_json()]
 
 
 def _run_worker(order: Order) -> dict[str, Any]:
@@ -226,21 +227,10 @@ def _run(argv: list[str], order: Order, variables: dict[str, str], log: IO[bytes
     # torch would otherwise print lines of its own profiler's to standard error.
     environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **variables}
     status = run_child(argv, environment, log, order.output_fds or ())
+    results = take_results(Path(order.result_path))
     if status != 0:
-        raise _TargetFailed(status, _take_reason(Path(order.result_path)))
-    result = Path(order.result_path)
-    content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    result.unlink()
-    return content
-
-
-def _take_reason(result: Path) -> str | None:
-    """Return why the worker failed, in its own words, if it left them; they are removed."""
-    if not result.exists():
-        return None
-    reason = json.loads(result.read_text(encoding="utf-8")).get("error")
-    result.unlink()
-    return None if reason is None else str(reason)
+        raise _TargetFailed(status, explain_failure(results))
+    return join_results(results)
 
 
 def _warnings(run: Path, workload: AnyWorkload) -> tuple[str, ...]:

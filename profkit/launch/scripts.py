@@ -16,10 +16,11 @@ from profkit.launch.directory import make_run_directory, write_manifest
 from profkit.launch.manifest import first_manifest, script_manifest
 from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.processes import run_child
+from profkit.launch.ranks import take_failures
 from profkit.launch.record import Progress, collect_report, give_up, lossy_warnings, mark_failed, own_outputs
 from profkit.launch.targets import command_name
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, RESULT_GLOB, VARIABLE, Attachment
-from profkit.run_directory import KINETO_TRACE, LOG, NSYS_EXPORT, NSYS_REPORT
+from profkit.run_directory import KINETO_TRACE, LOG, NSYS_EXPORT, NSYS_REPORT, rank_traces
 
 _CHILD = Path(__file__).parent.parent / "capture" / "child"
 
@@ -76,16 +77,17 @@ def record_script(
             else _run_in_nsys(run, words, wanted, nsys, progress)
         )
     except BaseException as error:
+        take_failures(run)
         # What was recorded before stays: an interrupted script may have been through its recorded steps for hours.
         give_up(run, {**manifest, "processes": _take_results(run)}, error)
         raise
-    processes = _take_results(run)
-    trace = run / (KINETO_TRACE if nsys is None else NSYS_EXPORT)
-    reason = _why_nothing(processes, wanted, trace.exists())
+    processes, failures = _take_results(run), take_failures(run)
+    has_trace = bool(rank_traces(run)) or (run / (KINETO_TRACE if nsys is None else NSYS_EXPORT)).exists()
+    reason = _why_nothing(processes, wanted, has_trace)
     conditions.close()
     finished = {**script_manifest(manifest, processes, status), **conditions.to_dict()}
     doubts = (*warn_of_run(finished), *conditions.warnings(processes))
-    warnings = (*lossy_warnings(run), *_shortfalls(processes, wanted), *doubts)
+    warnings = (*lossy_warnings(run), *_shortfalls(processes, wanted), *(failures if status else ()), *doubts)
     finished["warnings"] = warnings
     if reason is not None or status != 0:
         mark_failed(run, {**finished, "status": "failed", "reason": reason or f"exit status {status}"})
@@ -136,13 +138,13 @@ def _run_in_nsys(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys
 
 
 def _take_results(run: Path) -> list[dict[str, Any]]:
-    """Return what the command's processes left, the one that counts first: rank 0, or who recorded most."""
+    """Return what the command's processes left, the one that counts first: the first rank, or who recorded most."""
     found = []
     for path in sorted(run.glob(RESULT_GLOB)):
         found.append(json.loads(path.read_text(encoding="utf-8")))
         path.unlink()
     order = [COMPLETE, CUT_SHORT, NOT_REACHED]
-    return sorted(found, key=lambda one: (one["process"] != "rank0", order.index(one["state"])))
+    return sorted(found, key=lambda one: (one["rank"] is None, one["rank"], order.index(one["state"])))
 
 
 def _why_nothing(processes: list[dict[str, Any]], wanted: Attachment, has_trace: bool) -> str | None:

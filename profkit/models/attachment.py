@@ -12,6 +12,12 @@ VARIABLE = "PROFKIT_ATTACH"
 RESULT_GLOB = "attached-*.json"
 """What the processes leave in the run directory for the launcher: one file each that made a step."""
 
+FAILURE_GLOB = "failed-*.json"
+"""What a rank leaves that an exception ended: ``{"rank", "error"}``."""
+
+MEETING_GLOB = "partial.meeting-*"
+"""What the ranks of a machine leave where they waited for each other."""
+
 COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
 """How a process's recording ended: after its last step, with the process, or before it began."""
 
@@ -41,3 +47,8 @@ class Attachment:
     @classmethod
     def from_json(cls, text: str) -> Attachment:
         return cls(**json.loads(text))
+
+
+def meeting_name(occasion: str, local_rank: int) -> str:
+    """Return the name of the file that says that a rank has come."""
+    return MEETING_GLOB.replace("*", f"{occasion}-{local_rank}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from profkit.models.presets import PRESETS, Preset
 
@@ -25,7 +25,8 @@ MEMORY_ENTRIES = 1_000_000
 class Workload:
     """Which model, on what, how often. ``bf16`` means autocast with fp32 weights; ``auto`` takes CUDA where it is.
 
-    With several ``contexts`` the steps run with each of them in turn, and ``context`` is the longest.
+    With several ``contexts`` the steps run with each of them in turn, and ``context`` is the longest. With several
+    ``ranks`` as many processes of one machine train it together, each on a batch of its own.
     """
 
     preset_name: str
@@ -39,6 +40,7 @@ class Workload:
     seed: int = 0
     device: Device = "auto"
     contexts: tuple[int, ...] = ()
+    ranks: int = 1
 
     @property
     def preset(self) -> Preset:
@@ -68,6 +70,8 @@ class CallableWorkload:
     depth: int = 3
     annotate: bool = True
     device: Device = "auto"
+
+    ranks: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,22 @@
+"""What ended a rank: torchrun ends all of them when one fails, and does not say in their words why."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from profkit.models.attachment import FAILURE_GLOB
+
+
+def note_failure(run: Path) -> None:
+    """At the process's end: leave the exception that ended it for the launcher, if this is a rank and there was one."""
+    rank, error = os.environ.get("RANK"), getattr(sys, "last_value", None)
+    if rank is None or error is None:
+        return
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    path = run / FAILURE_GLOB.replace("*", f"rank{rank}")
+    partial = path.with_name(f"partial.{path.name}")
+    partial.write_text(json.dumps({"rank": int(rank), "error": text}), encoding="utf-8")
+    os.replace(partial, path)

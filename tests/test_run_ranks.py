@@ -1,0 +1,142 @@
+"""``profkit run`` on several ranks, by real processes: torch's launcher, gloo on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from profkit.analysis.opened import read_trace
+from profkit.analysis.ranks import PROVED
+from tests.test_run_script import DDP
+
+ROOT = Path(__file__).parent.parent
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+FAILS = """
+import os, sys
+sys.path[:0] = [os.getcwd()]
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("gloo")
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if step == 2 and distributed.get_rank() == 1:
+        raise ValueError("the data of this rank are bad")
+distributed.barrier()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    (tmp_path / "ddp.py").write_text(DDP)
+    (tmp_path / "fails.py").write_text(FAILS)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", "--nproc-per-node", "2", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            timeout=300,
+        )
+
+    return call
+
+
+def _manifest(place: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
+    return manifest
+
+
+def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, run: Run, profkit: Run) -> None:
+    done = run("--warmup", "1", "--steps", "2", "--", sys.executable, "ddp.py")
+    assert done.returncode == 0, done.stderr
+    assert "ranks are proved by the run's manifest" in done.stdout
+    assert "slowest is rank" in done.stdout
+    processes = _manifest(tmp_path)["processes"]
+    assert [(one["process"], one["rank"], one["local_rank"]) for one in processes] == [("rank0", 0, 0), ("rank1", 1, 1)]
+    opened = read_trace(tmp_path / "run")
+    assert (opened.ranks.evidence, opened.ranks.numbers) == (PROVED, (0, 1))
+    whole = opened.kernels("backward")
+    assert [row.instances for row in whole.ranks] == [2, 2]
+    assert [row.process for row in whole.ranks] == [one["pid"] for one in processes]
+    for row in whole.ranks:
+        alone = read_trace(tmp_path / "run", rank=row.rank)
+        assert alone.kernels("backward").total_ns == row.kernel_time_ns
+        ledger = alone.attribution.ledger
+        assert ledger.direct_ns + ledger.inferred_ns + ledger.outside_ns == ledger.total_ns
+        assert "communication" in {kernel.category for kernel in alone.kernels().kernels}
+
+
+def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: Path, run: Run) -> None:
+    done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "fails.py")
+    assert done.returncode == 1
+    assert "profkit: warning: rank 1 failed: ValueError: the data of this rank are bad" in done.stderr
+    manifest = _manifest(tmp_path)
+    assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(("failed", "partial"))]
+
+
+def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, run: Run) -> None:
+    done = run("--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "--device", "cpu", "model.tiny")
+    assert (done.returncode, done.stderr) == (0, "")
+    manifest = _manifest(tmp_path)
+    ranks = manifest["processes"]
+    assert [one["rank"] for one in ranks] == [0, 1]
+    assert ranks[0]["losses"] != ranks[1]["losses"], "each has a batch of its own"
+    assert ranks[0]["losses"] == manifest["profiled"]["losses"] == manifest["clean"]["losses"]
+    assert len(manifest["clean"]["processes"]) == 2
+    assert {"trace.json.gz", "trace.rank1.json.gz"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    opened = read_trace(tmp_path / "run")
+    assert not opened.self_check.failed
+    rows = {row.name: row for row in opened.kernels("backward").kernels}
+    assert all(rows["c10d::allreduce_"].per_rank_ns), "the gradients are averaged in backward"
+
+
+def test_a_ranks_request_that_is_off_is_one_line(tmp_path: Path, run: Run) -> None:
+    for arguments, said in (
+        (["--", "torchrun", "x.py"], "torchrun starts its processes itself"),
+        (["--context", "8,16", "model.tiny"], "with several --context"),
+        (["package.module:step"], "--nproc-per-node is for the built-in models and commands"),
+    ):
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.nsys
+def test_one_nsys_holds_all_ranks_of_a_script(tmp_path: Path, run: Run) -> None:
+    done = run("--nsys", "--warmup", "1", "--steps", "2", "--", sys.executable, "ddp.py")
+    assert done.returncode == 0, done.stderr
+    opened = read_trace(tmp_path / "run")
+    assert (opened.ranks.evidence, opened.ranks.numbers) == (PROVED, (0, 1))
+    for rank in (0, 1):
+        names = [row.name for row in opened.of_rank(rank).ranges().ranges]
+        assert [names.count(name) for name in ("step 1", "step 2", "backward")] == [1, 1, 2]
+
+
+@pytest.mark.nsys
+def test_one_nsys_holds_all_ranks_of_a_built_in_model(tmp_path: Path, run: Run) -> None:
+    done = run("--nsys", "--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "model.tiny")
+    assert (done.returncode, done.stderr) == (0, "")
+    opened = read_trace(tmp_path / "run")
+    assert (opened.ranks.evidence, opened.ranks.numbers) == (PROVED, (0, 1))
+    names = [row.name for row in opened.of_rank(1).ranges().ranges]
+    assert {"warmup", "step 0", "forward", "backward", "optimizer"} <= set(names)
