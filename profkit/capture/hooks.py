@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer
 
 from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
+from profkit.capture.closures import with_closure
 from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
@@ -191,7 +192,8 @@ class Hooks:
         def annotated(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._open.has(OPTIMIZER):  # one optimizer may call another
                 return step(*args, **kwargs)
-            self._open.open(OPTIMIZER, OPTIMIZER if self._recording else None)
+            args, kwargs, has_closure = with_closure(args, kwargs, self._begin_update)
+            self._open.open(OPTIMIZER, OPTIMIZER if self._recording and not has_closure else None)
             try:
                 result = step(*args, **kwargs)
             finally:
@@ -203,6 +205,11 @@ class Hooks:
             return result
 
         return annotated
+
+    def _begin_update(self) -> None:
+        """An optimizer's closure has returned: the forward and backward passes in it are no part of this phase."""
+        self._open.close(OPTIMIZER)
+        self._open.open(OPTIMIZER, OPTIMIZER if self._recording else None)
 
     def _counts(self, optimizer: Optimizer) -> bool:
         if self._step_on is not None:
