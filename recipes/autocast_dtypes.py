@@ -144,6 +144,7 @@ RECIPE = Recipe(
     cell_keys=["dtype"],
     measure=observe,
     report=report,
+    brief=frozenset({"dtype", *PARTS, "status"}),
 )
 
 

@@ -102,7 +102,8 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
     finally:
         rows = write_results(recipe, cells, store, machine)
         store.finish(state)
-    click.echo(render_table(build_table(recipe.columns, rows, recipe.exact), full=True))
+    shown = [column for column in recipe.columns if not recipe.brief or column.key in recipe.brief]
+    click.echo(render_table(build_table(shown, rows, recipe.exact), full=True))
     click.echo(f"\n{directory / recipe.name}.md", err=True)
     return 1 if any(str(row["status"]).startswith("failed(") for row in rows) else 0
 
@@ -111,6 +112,8 @@ def write_results(recipe: Recipe, cells: Sequence[Cell], store: Store, machine: 
     """Write CSV, Markdown and pictures of what there is, and return the rows; a cell without one stands as not run."""
     missing = [{**cell, "device": machine["device"], "status": NOT_RUN} for cell in cells if store.find(cell) is None]
     rows = _in_order(cells, [*store.rows, *missing], recipe.cell_keys)
+    if recipe.derive is not None:
+        recipe.derive(rows)
     table = build_table(recipe.columns, rows, recipe.exact)
     report = recipe.report(rows, machine)
     for name, figure in report.pictures.items():

@@ -11,7 +11,10 @@ def describe_machine(device: Device) -> dict[str, object]:
     """Return the facts that times and bytes depend on; ``missing`` says why the device cannot be used, or is None."""
     import torch
 
-    cuda = torch.backends.cuda.matmul
+    from profkit.capture.conditions import read_conditions
+
+    # Results are shared: which of many equal GPUs it was is nobody's business.
+    precision = {name: value for name, value in read_conditions().items() if name != "gpu_uuid"}
     return {
         "device": device,
         "missing": _missing(device),
@@ -19,10 +22,7 @@ def describe_machine(device: Device) -> dict[str, object]:
         "memory_bytes": total_bytes(device),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cpu_threads": torch.get_num_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "allow_tf32": cuda.allow_tf32,
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        **precision,
     }
 
 

@@ -41,7 +41,9 @@ class Recipe:
     returns beside them (raw samples) is kept with the cell and left out of the tables. It may set ``status``, else that
     is ``ok``. ``predict(cell)`` returns the bytes that the cell will need at its peak, or None where that is unknown;
     a cell that cannot fit is not tried. Both must be functions of a module, for another process finds them by name.
-    Floats of the columns in ``exact`` are printed to their last digit.
+    Floats of the columns in ``exact`` are printed to their last digit; those in ``brief``, or all if
+    there are none, are shown on the screen. ``derive(rows)`` adds columns that take several
+    rows to work out.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Recipe:
     report: Callable[[Sequence[Row], Mapping[str, object]], Report]
     predict: Callable[[Cell, Device], int | None] | None = None
     exact: frozenset[str] = frozenset()
+    brief: frozenset[str] = frozenset()
+    derive: Callable[[Sequence[Row]], None] | None = None
 
 
 def identify(cell: Mapping[str, object], keys: Sequence[str]) -> tuple[object, ...]:

@@ -20,7 +20,10 @@ CELLS = "cells.jsonl"
 MANIFEST = "manifest.json"
 
 # Results of machines that differ in one of these are not of one table.
-_MUST_AGREE = ("device", "gpu", "torch", "cuda", "float32_matmul_precision", "allow_tf32", "cudnn_allow_tf32")
+_MUST_AGREE = (
+    *("device", "gpu", "torch", "cuda"),
+    *("float32_matmul_precision", "cuda_matmul_allow_tf32", "cudnn_allow_tf32"),
+)
 
 
 class Store:
@@ -87,9 +90,9 @@ def _require_the_same(directory: Path, before: Mapping[str, Any], recipe: str, m
         raise UsageError(f"{directory}: holds results of {before['recipe']}; name another directory with -o")
     for fact in _MUST_AGREE:
         there = before["machine"].get(fact)
-        if there != machine[fact]:
+        if there != machine.get(fact):
             raise UsageError(
-                f"{directory}: holds results with {fact} {there}, here it is {machine[fact]}; "
+                f"{directory}: holds results with {fact} {there}, here it is {machine.get(fact)}; "
                 "name another directory with -o, or begin anew with --restart"
             )
 

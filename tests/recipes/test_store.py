@@ -16,7 +16,7 @@ MACHINE = {
     "torch": "2.13.0",
     "cuda": None,
     "float32_matmul_precision": "highest",
-    "allow_tf32": False,
+    "cuda_matmul_allow_tf32": False,
     "cudnn_allow_tf32": True,
 }
 

@@ -1,0 +1,193 @@
+"""What attention_sweep says about its rows: pivots, growth, one configuration's accounts, where the memory ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from profkit.report.formats import Column, Table, render_markdown
+from recipes.attention.growth import fit_exponent, project_limit
+from recipes.attention.names import BATCH, IMPLEMENTATIONS, MIB, WRITTEN
+from recipes.common.pictures import COLOURS, new_figure
+from recipes.common.recipe import OK, Report, Row
+from recipes.common.tables import build_pivot, build_table
+from recipes.detectors.inspect import inspect_tables
+from recipes.detectors.tables import build_table as build_benchmark
+
+Series = tuple[str, str, int]
+"""Implementation, dtype, d_model: what is compared over the sequence lengths."""
+
+_SHOWN_TO_DETECTORS = (
+    *("d_model", "seq_len", "implementation", "dtype"),
+    *("forward_mean_ms", "forward_std_ms", "backward_mean_ms", "backward_std_ms"),
+    *("mem_after_inputs_MiB", "saved_activations_MiB", "forward_peak_MiB", "backward_peak_MiB"),
+)
+
+
+def add_growth(rows: Sequence[Row]) -> None:
+    """Add ``growth_factor``: what is kept for backward over that of the next shorter sequence in the same series."""
+    for series in _by_series(rows).values():
+        for before, row in zip([None, *series], series, strict=False):
+            known = before is not None and before.get("saved_activations_MiB") and row.get("saved_activations_MiB")
+            row["growth_factor"] = row["saved_activations_MiB"] / before["saved_activations_MiB"] if known else None  # type: ignore[operator, index]
+
+
+def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
+    """Return pivots, fits, accounts, projections and what the detectors say, with pictures of times and memory."""
+    sections = [*_pivots(rows), *_growth(rows), *_accounts(rows), *_limits(rows, machine.get("memory_bytes"))]
+    shown = [{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows]
+    findings = inspect_tables([build_benchmark("this table", shown)])
+    sections += ["## What the detectors say", "\n".join(f"- {each.message}" for each in findings) or "Nothing."]
+    return Report("\n\n".join(sections), {"times.png": draw_times(rows), "memory.png": draw_memory(rows)})
+
+
+def _pivots(rows: Sequence[Row]) -> Iterator[str]:
+    for part in ("forward", "backward"):
+        yield f"## {part.capitalize()}, median ms by sequence length"
+        for d_model, dtype in dict.fromkeys((row["d_model"], row["dtype"]) for row in rows):
+            some = [row for row in rows if (row["d_model"], row["dtype"]) == (d_model, dtype)]
+            table = build_pivot(some, "seq_len", ["implementation"], f"{part}_ms")
+            yield f"d_model {d_model}, {dtype}:\n\n{render_markdown(table)}"
+
+
+def _growth(rows: Sequence[Row]) -> Iterator[str]:
+    keys = ("saved_activations_MiB", "forward_peak_MiB", "backward_peak_MiB")
+    lines = []
+    for (implementation, dtype, d_model), series in _by_series(rows).items():
+        line: dict[str, object] = {"implementation": implementation, "dtype": dtype, "d_model": d_model}
+        lines.append({**line, **{key: fit_exponent(points_of(series, key)) for key in keys}})
+    columns = [Column("implementation", "implementation", right=False), Column("dtype", "dtype", right=False)]
+    columns += [Column("d_model", "d_model"), *(Column(key.removesuffix("_MiB"), key) for key in keys)]
+    yield "## The power of the sequence length that memory follows (log–log fit)"
+    yield render_markdown(build_table(columns, lines))
+
+
+def _accounts(rows: Sequence[Row]) -> Iterator[str]:
+    row = _choose(rows)
+    if row is None:
+        return
+    size = f"d_model {row['d_model']}, seq_len {row['seq_len']}, {row['implementation']}, {row['dtype']}"
+    yield f"## The memory of {size}, tensor by tensor"
+    for phase in ("forward", "backward"):
+        yield f"At the peak of {phase}:\n\n{render_markdown(account(row, phase))}"
+
+
+def account(row: Mapping[str, Any], phase: str) -> Table:
+    """Return the tensors that are live at a phase's peak, with their sum beside what was measured.
+
+    The workspace is what was allocated after the warm-up beside the inputs; what is left over is rounding and what
+    libraries take in between.
+    """
+    lines: list[dict[str, object]] = [
+        {"tensor": live["name"], "shape": " × ".join(map(str, live["shape"])), "MiB": live["bytes"] / MIB}
+        for live in row["accounting"][phase]
+    ]
+    total = sum(live["bytes"] for live in row["accounting"][phase]) / MIB
+    inputs = sum(live["bytes"] for live in row["accounting"][phase] if live["name"] in ("Q", "K", "V", "dO")) / MIB
+    after_inputs, peak = row.get("mem_after_inputs_MiB"), row.get(f"{phase}_peak_MiB")
+    workspace = None if after_inputs is None else after_inputs - inputs
+    lines.append({"tensor": "workspace", "MiB": workspace})
+    lines.append({"tensor": "sum", "MiB": total + (workspace or 0.0)})
+    lines.append({"tensor": "measured", "MiB": peak})
+    left = None if peak is None or workspace is None else peak - total - workspace
+    lines.append({"tensor": "measured − sum", "MiB": left})
+    columns = [Column("tensor", "tensor", right=False), Column("shape", "shape", right=False), Column("MiB", "MiB")]
+    return build_table(columns, lines)
+
+
+def _limits(rows: Sequence[Row], memory_bytes: int | None) -> Iterator[str]:
+    lines = []
+    for (implementation, dtype, d_model), series in _by_series(rows).items():
+        points = [(size, max(peaks)) for size, peaks in _peaks(series)]
+        limit = None if memory_bytes is None else project_limit(points, memory_bytes / MIB)
+        lines.append({"implementation": implementation, "dtype": dtype, "d_model": d_model, "seq_len": limit})
+    yield "## The sequence length at which the memory ends"
+    if all(line["seq_len"] is None for line in lines):
+        yield "Not projected: that takes measured peaks at three lengths, and this device counts none or too few ran."
+        return
+    columns = [Column("implementation", "implementation", right=False), Column("dtype", "dtype", right=False)]
+    columns += [Column("d_model", "d_model"), Column("longest seq_len that fits", "seq_len")]
+    whole = f"{(memory_bytes or 0) / 2**30:.1f} GiB"
+    yield f"From the measured peaks of forward and backward, to the device's {whole}; batch {BATCH}."
+    yield render_markdown(build_table(columns, lines))
+
+
+def draw_times(rows: Sequence[Row]) -> Figure:
+    """Draw forward and backward over the sequence length, for the least width."""
+    return _draw(rows, "Attention: median of the passes", ("forward_ms", "backward_ms"), "ms")
+
+
+def draw_memory(rows: Sequence[Row]) -> Figure:
+    """Draw what is kept for backward, and the peak where it was measured, over the sequence length."""
+    measured = any(row.get("backward_peak_MiB") for row in rows)
+    keys = ("saved_activations_MiB", "backward_peak_MiB") if measured else ("saved_activations_MiB",)
+    return _draw(rows, "Attention: memory", keys, "MiB")
+
+
+def points_of(series: Sequence[Row], key: str) -> list[tuple[float, float]]:
+    """Return the sequence lengths at which a column has a positive value, with it."""
+    return [(int(str(row["seq_len"])), float(str(row[key]))) for row in series if row.get(key)]
+
+
+def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Figure:
+    least = min(int(str(row["d_model"])) for row in rows)
+    sizes = sorted({int(str(row["seq_len"])) for row in rows})
+    figure = new_figure(f"{title}, d_model {least}", width=5.0 * len(keys) + 1.5)
+    panels = figure.subplots(1, len(keys), squeeze=False)[0]
+    for panel, key in zip(panels, keys, strict=True):
+        for (implementation, dtype, d_model), series in _by_series(rows).items():
+            if d_model == least:
+                _draw_series(panel, implementation, dtype, series, key)
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xticks(sizes, [str(size) for size in sizes])
+        panel.minorticks_off()
+        panel.set_xlabel("sequence length")
+        panel.set_ylabel(f"{key.rpartition('_')[0].replace('_', ' ')}, {unit}")
+        panel.grid(True, color="#E5E5E5")
+    panels[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _draw_series(panel: Any, implementation: str, dtype: str, series: Sequence[Row], key: str) -> None:
+    values = {row.get(key) for row in series} - {None}
+    if not values:
+        return
+    # A logarithm has no place for 0, which is an answer too: it stands in the legend.
+    points = points_of(series, key) or [(math.nan, math.nan)]
+    panel.plot(
+        *zip(*points, strict=True),
+        "-o" if dtype == "fp32" else "--s",
+        color=COLOURS[IMPLEMENTATIONS.index(implementation)],
+        markersize=4,
+        label=f"{implementation}, {dtype}{': 0' if values == {0} else ''}",
+    )
+
+
+def _choose(rows: Sequence[Row]) -> Row | None:
+    """Return the row whose accounts are shown: the smallest that ran out of memory, else the largest; written first."""
+    there = [row for row in rows if row.get("accounting")]
+    ended = [row for row in there if row["status"] != OK]
+
+    def size(row: Row) -> tuple[bool, int, int]:
+        longer = int(str(row["seq_len"])) * (-1 if ended else 1)
+        return (row["implementation"] == WRITTEN, longer, -int(str(row["d_model"])))
+
+    return max(ended or there, key=size, default=None)
+
+
+def _peaks(series: Sequence[Row]) -> Iterator[tuple[int, list[float]]]:
+    for row in series:
+        if row["status"] == OK and row.get("forward_peak_MiB") and row.get("backward_peak_MiB"):
+            yield int(str(row["seq_len"])), [float(str(row[f"{part}_peak_MiB"])) for part in ("forward", "backward")]
+
+
+def _by_series(rows: Sequence[Row]) -> dict[Series, list[Row]]:
+    found: dict[Series, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: int(str(row["seq_len"]))):
+        key = (str(row["implementation"]), str(row["dtype"]), int(str(row["d_model"])))
+        found.setdefault(key, []).append(row)
+    return found

@@ -1,0 +1,153 @@
+"""Cells measured on the CPU, cells that run out of memory, and what the report makes of them."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from profkit.report.formats import render_csv
+from recipes.attention import measure
+from recipes.attention.names import COMPILED, MIB, SDPA, WRITTEN
+from recipes.attention.report import account, add_growth, report
+from recipes.attention_sweep import GRIDS, RECIPE, build_cells
+from tests.conftest import ROOT
+
+
+def _cell(name: str = WRITTEN, seq_len: int = 64) -> dict[str, Any]:
+    return {"d_model": 16, "seq_len": seq_len, "implementation": name, "dtype": "fp32", "passes": 3}
+
+
+def test_a_cell_on_the_cpu() -> None:
+    row: dict[str, Any] = measure.measure_cell(_cell(), "cpu")
+    assert row["status"] == "ok"
+    for part in ("forward", "backward", "forward_backward"):
+        assert len(row[f"{part}_samples_ms"]) == 3
+        assert 0 < min(row[f"{part}_samples_ms"]) <= row[f"{part}_ms"] <= max(row[f"{part}_samples_ms"])
+        assert row[f"{part}_std_ms"] > 0
+    pairs = zip(row["forward_samples_ms"], row["backward_samples_ms"], strict=True)
+    assert row["forward_backward_samples_ms"] == [forward + backward for forward, backward in pairs]
+    # Only CUDA counts these.
+    memory = [key for key in row if key.startswith("mem_") or key.endswith("_peak_MiB")]
+    assert len(memory) == 5
+    assert {row[key] for key in memory} == {None}
+    assert row["bytes_per_seq2"] == row["saved_activations_MiB"] * MIB / 64**2
+
+
+def _ending_in(phase: str) -> Callable[[str], Any]:
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor) -> torch.Tensor:
+            if phase == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+            return query.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, *_gradients: torch.Tensor) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+
+    return lambda _name: Attention.apply
+
+
+@pytest.mark.parametrize(("phase", "requested"), [("forward", 2 << 30), ("backward", 4096)])
+def test_running_out_of_memory_is_told_with_its_phase(
+    monkeypatch: pytest.MonkeyPatch, phase: str, requested: int
+) -> None:
+    monkeypatch.setattr(measure, "find_attention", _ending_in(phase))
+    row: dict[str, Any] = measure.measure_cell(_cell(), "cpu")
+    assert (row["status"], row["requested_bytes"]) == (f"OOM({phase})", requested)
+    assert row["free_bytes"] > 0
+    # Forward is timed alone where it fits alone.
+    assert ("forward_ms" in row) == (phase == "backward")
+    assert "backward_ms" not in row
+
+
+def test_another_error_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_inputs: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr(measure, "find_attention", lambda _name: broken)
+    with pytest.raises(RuntimeError, match="shapes"):
+        measure.measure_cell(_cell(), "cpu")
+
+
+def test_bounds_of_what_a_cell_needs() -> None:
+    whole, compiled, fused = (measure.predict_bytes(_cell(name, 1024), "cpu") for name in (WRITTEN, COMPILED, SDPA))
+    assert fused < compiled < whole
+    square = 8 * 1024**2 * 4
+    assert 6 * square < whole < 6.2 * square  # backward's peak
+    assert 2 * square < compiled < 2.1 * square  # exp and P
+
+
+def test_the_reports_grid_is_forty_cells() -> None:
+    cells = build_cells(GRIDS["reports"], 100)
+    assert len(cells) == 40
+    assert [cell["seq_len"] for cell in cells[:5]] == [256, 1024, 4096, 8192, 16384]
+    assert {cell["implementation"] for cell in cells[:10]} == {WRITTEN, COMPILED}
+
+
+def _gpu_rows() -> list[dict[str, Any]]:
+    """Rows as a GPU would give them: 16 MiB of workspace, peaks as worked out, one cell out of memory."""
+    rows = []
+    for seq_len in (256, 512, 1024, 2048):
+        row: dict[str, Any] = {**_cell(seq_len=seq_len), "status": "ok", "forward_ms": 1.0, "backward_ms": 2.0}
+        row["accounting"] = measure._account(WRITTEN, seq_len, 16, torch.float32)
+        sums = {
+            phase: sum(live["bytes"] for live in row["accounting"][phase]) / MIB for phase in ("forward", "backward")
+        }
+        row |= {
+            "saved_activations_MiB": (64 * seq_len**2 + 96 * seq_len) / MIB,
+            "mem_after_inputs_MiB": 16 + 8 * seq_len * 16 * 4 * 4 / MIB,
+            "forward_peak_MiB": sums["forward"] + 16,
+            "backward_peak_MiB": sums["backward"] + 17,
+        }
+        rows.append(row)
+    return rows
+
+
+def test_growth_is_over_the_next_shorter_sequence() -> None:
+    rows = _gpu_rows()
+    add_growth(rows)
+    assert rows[0]["growth_factor"] is None
+    assert [round(row["growth_factor"], 3) for row in rows[1:]] == [3.988, 3.994, 3.997]
+
+
+def test_the_accounts_leave_what_is_not_in_them() -> None:
+    lines = render_csv(account(_gpu_rows()[-1], "backward")).splitlines()
+    assert lines[-4:-2] == ["workspace,,16.0", f"sum,,{6 * 128 + 7 * 1 + 0.1875 + 16 - 1}"]
+    assert lines[-1] == "measured − sum,,1.0"
+
+
+def test_the_report_projects_from_the_measured_peaks() -> None:
+    rows = _gpu_rows()
+    said = report(rows, {"memory_bytes": 80 * 2**30}).markdown
+    (line,) = [line for line in said.splitlines() if line.startswith("| written | fp32 | 16 | 2")]
+    limit = int(line.split("|")[4])
+    # By hand: backward holds six score matrices, 24 bytes an entry and batch.
+    assert limit == pytest.approx((80 * 2**30 / (6 * 4 * 8)) ** 0.5, rel=0.002)
+    assert "OOM" not in said
+    rows[-1] |= {"status": "OOM(backward)", "backward_peak_MiB": None, "backward_ms": None}
+    said = report(rows, {"memory_bytes": 80 * 2**30}).markdown
+    assert "| 2048 | OOM(backward) |" in said
+    assert "## The memory of d_model 16, seq_len 2048, written, fp32, tensor by tensor" in said
+
+
+def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.attention_sweep", "--device", "cpu", "-o", str(tmp_path / "out")]
+    command += ["--seq-len", "64,4194304", "--implementation", WRITTEN, "--passes", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "out" / "attention_sweep.csv").open(newline="") as file:
+        measured, too_large = csv.DictReader(file)
+    assert list(measured) == [column.key for column in RECIPE.columns]
+    assert (measured["status"], measured["backward_peak_MiB"]) == ("ok", "")
+    assert (too_large["status"], too_large["forward_ms"]) == ("not run", "")
+    assert too_large["reason"].startswith("predicted 3,072 TiB, free ")
+    for name in ("times.png", "memory.png", "manifest.json", "cells.jsonl", "attention_sweep.md"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
