@@ -38,9 +38,11 @@ class CallableSteps:
     The module is imported from the working directory, as ``python -m`` would; the callable is called once. A step's
     time ends when the device has done its work. What a step returns is its loss, if it is one number.
 
+    `work` is what the last warm-up step did, if that is to be counted: the content of ``work.json``.
+
     Args:
-        hooked: have ranges for phases and modules appear by themselves (`profkit.capture.hooks`), if the workload
-            wants them; the steps' own appear in any case.
+        hooked: this process is recorded; have ranges for phases and modules appear by themselves
+            (`profkit.capture.hooks`), if the workload wants them; the steps' own appear in any case.
 
     Raises:
         UsageError: there is no such module or name, or it makes no step.
@@ -51,7 +53,9 @@ class CallableSteps:
 
     def __init__(self, workload: CallableWorkload, *, hooked: bool) -> None:
         self.losses: list[float] = []
+        self.work: dict[str, Any] | None = None
         self._workload = workload
+        self._counts = hooked and workload.flops
         self._range: Callable[[str], AbstractContextManager[object]] = annotate
         self.autocast_dtypes: set[str] = set()
         hooks = Hooks(None, workload.depth) if hooked and workload.annotate else None
@@ -67,8 +71,11 @@ class CallableSteps:
     def run_warmup(self) -> None:
         """Run the warm-up steps inside one ``warmup`` range, without step ranges of their own."""
         with self._range(WARMUP):
-            for _ in range(self._workload.warmup_steps):
-                self._run_step()
+            for number in range(self._workload.warmup_steps):
+                if self._counts and number == self._workload.warmup_steps - 1:
+                    self.work = self._count_step()
+                else:
+                    self._run_step()
 
     def run_measured(self) -> list[dict[str, int]]:
         """Run the measured steps and return each one's time, ``step_ns``."""
@@ -82,6 +89,17 @@ class CallableSteps:
             if loss is not None:
                 self.losses.append(loss)
         return times
+
+    def _count_step(self) -> dict[str, Any]:
+        from profkit.capture.work_counter import WorkCounter  # it loads more of torch
+
+        counter = WorkCounter()
+        counter.start()
+        try:
+            self._run_step()
+        finally:
+            counter.stop()
+        return counter.content()
 
     def _run_step(self) -> Any:
         with _their_code():

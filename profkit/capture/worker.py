@@ -78,6 +78,7 @@ def measure(order: Order) -> dict[str, Any]:
         "losses": done.losses,
         "steps": done.times,
         "during": done.during,
+        "work": steps.work if isinstance(steps, CallableSteps) else None,
         **(describe_rank() if order.workload.ranks > 1 else {}),
     }
 

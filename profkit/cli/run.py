@@ -25,12 +25,13 @@ from profkit.launch.nsys_options import GraphTrace
 from profkit.launch.ranks import build_rank_argv
 from profkit.launch.record import AnyWorkload, MemoryOptions
 from profkit.launch.targets import parse_target, target_kind
-from profkit.models.attachment import Attachment
+from profkit.models.attachment import AttachedRecorder, Attachment
 from profkit.models.workload import CallableWorkload, Stacks, Workload
 
 _WARMUP = 2
 # Of a command's steps before the recording all but the first are timed, so there should be some.
 _COMMAND_WARMUP = 5
+_COUNTABLE_WARMUP = 2
 
 # torch.compile keeps this many variants of one piece of code; a further one would run uncompiled, without a word.
 _COMPILED_CONTEXTS = 8
@@ -65,6 +66,7 @@ def run(
     ranks: int,
     depth: int,
     annotate: bool,
+    flops: bool,
     stop: bool,
     step_on: str | None,
     memory: bool,
@@ -92,18 +94,29 @@ def run(
     workload: AnyWorkload
     if kind == "command":
         warmup_steps = _COMMAND_WARMUP if warmup is None else warmup
-        wanted = Attachment("", "nsys" if with_nsys else "kineto", warmup_steps, steps, depth, annotate, stop, step_on)
+        _check_countable(flops, warmup_steps)
+        recorder: AttachedRecorder = "nsys" if with_nsys else "kineto"
+        wanted = Attachment("", recorder, warmup_steps, steps, depth, annotate, stop, step_on, flops)
         words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
         return run_script(words, wanted, nsys, output, command)
     warmup_steps = _WARMUP if warmup is None else warmup
     if kind == "callable":
-        workload = CallableWorkload(target[0], warmup_steps, steps, depth, annotate)
+        _check_countable(flops, warmup_steps)
+        workload = CallableWorkload(target[0], warmup_steps, steps, depth, annotate, flops)
     else:
         workload = _model_workload(
             target[0], warmup_steps=warmup_steps, steps=steps, ranks=ranks, memory=memory, **model
         )
     allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory else None
     return run_steps(workload, nsys, output, command, memory=allocator)
+
+
+def _check_countable(flops: bool, warmup_steps: int) -> None:
+    if flops and warmup_steps < _COUNTABLE_WARMUP:
+        raise UsageError(
+            f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
+            "does what later ones do not"
+        )
 
 
 def _model_workload(target: str, *, contexts: tuple[int, ...], memory: bool, **options: Any) -> Workload:

@@ -115,6 +115,8 @@ def record_run(
         profiled = (
             _record_kineto(run, workload, progress) if nsys is None else _record_nsys(run, workload, nsys, progress)
         )
+        if profiled["work"] is not None:
+            write_json(run / WORK, profiled["work"])
     except _TargetFailed as failure:
         mark_failed(run, {**failed_manifest(manifest, failure.reason), "exit_status": failure.exit_status})
         return Recorded(run, failure.exit_status, has_snapshot=(run / SNAPSHOT).exists())
@@ -134,11 +136,19 @@ def record_run(
 
 def _write_work(run: Path, workload: Workload, measured: dict[str, Any]) -> None:
     """Write what arithmetic says of a built-in model's ranges, now that it is known where the model runs."""
-    tf32 = measured["device"] == "cuda" and bool(measured["conditions"]["cuda_matmul_allow_tf32"])
     each: dict[tuple[str, ...], Workload] = {
         (context_range(one.context),) if workload.contexts else (): one for one in workload.with_each_context()
     }
-    write_json(run / WORK, model_work(each, tf32=tf32))
+    write_json(run / WORK, model_work(each, tf32=uses_tf32(measured)))
+
+
+def uses_tf32(measured: dict[str, Any]) -> bool:
+    """Return whether fp32 products were done in TF32, by a worker's account of itself."""
+    conditions = measured["conditions"]
+    precision = conditions["cuda_matmul_fp32_precision"]
+    if precision is None:  # before torch 2.9
+        precision = "ieee" if conditions["float32_matmul_precision"] == "highest" else "tf32"
+    return bool(measured["device"] == "cuda" and precision == "tf32")
 
 
 def give_up(run: Path, manifest: dict[str, Any], error: BaseException) -> None:

@@ -29,7 +29,7 @@ class Attachment:
     """Steps ``warmup_steps`` to ``warmup_steps + steps - 1`` of the script, counted from 0, are recorded into ``run``.
 
     ``depth`` of the modules' ranges; ``annotate`` False opens none; ``stop`` ends the script after the last one;
-    ``step_on`` is the class of the optimizer that counts.
+    ``step_on`` is the class of the optimizer that counts; ``flops`` counts what the step before the recorded ones does.
     """
 
     run: str
@@ -40,6 +40,7 @@ class Attachment:
     annotate: bool = True
     stop: bool = False
     step_on: str | None = None
+    flops: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
