@@ -356,7 +356,8 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, recorded
         started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=30)
     assert started.returncode == 130
-    assert said.strip() == "profkit: interrupted"
+    held = "trace.json.gz" if recorded else "no capture"
+    assert said.strip() == f"profkit: interrupted; run is marked failed and keeps {held}"
     manifest = _manifest(place)
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", "interrupted", 130)
     assert [one["state"] for one in manifest["processes"]] == ["complete"] * recorded
