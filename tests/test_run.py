@@ -317,13 +317,13 @@ class TestNsys:
         assert "trace.nsys-rep holds the environment, secrets included, and cannot be scrubbed" in nsys_run[1].stdout
 
     def test_flags_of_ones_own_reach_nsys_and_a_report_may_go(self, tmp_path: Path) -> None:
-        options = ("--trace", "cuda,nvtx,osrt", "--nsys-args", "--osrt-threshold=2000", "--no-keep-report")
+        options = ("--trace", "cuda,nvtx,osrt", "--nsys-args", "--osrt-threshold=1000000", "--no-keep-report")
         done = _profkit("--nsys", *options, *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "cannot be scrubbed" not in done.stdout
         assert "trace.nsys-rep" not in [path.name for path in (tmp_path / "run").iterdir()]
         with closing(sqlite3.connect(f"file:{tmp_path / 'run' / 'trace.sqlite'}?mode=ro", uri=True)) as database:
-            assert database.execute("select min(end - start) >= 2000 from OSRT_API").fetchone() == (1,)
+            assert database.execute("select min(end - start) > 900000 from OSRT_API").fetchone() == (1,)
 
     def test_a_flag_that_nsys_refuses_is_quoted(self, tmp_path: Path) -> None:
         done = _profkit("--nsys", "--nsys-args", "--gpuctxsw=perhaps", *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
