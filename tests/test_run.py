@@ -323,7 +323,9 @@ class TestNsys:
         assert "cannot be scrubbed" not in done.stdout
         assert "trace.nsys-rep" not in [path.name for path in (tmp_path / "run").iterdir()]
         with closing(sqlite3.connect(f"file:{tmp_path / 'run' / 'trace.sqlite'}?mode=ro", uri=True)) as database:
-            assert database.execute("select min(end - start) > 900000 from OSRT_API").fetchone() == (1,)
+            assert database.execute("select min(end - start) > 900000 from OSRT_API where end > start").fetchone() == (
+                1,
+            )
 
     def test_a_flag_that_nsys_refuses_is_quoted(self, tmp_path: Path) -> None:
         done = _profkit("--nsys", "--nsys-args", "--gpuctxsw=perhaps", *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
