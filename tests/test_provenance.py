@@ -127,6 +127,13 @@ def test_what_one_side_does_not_say_is_unknown(tmp_path: Path) -> None:
     )
 
 
+def test_of_a_run_on_a_cpu_no_gpu_is_missed(tmp_path: Path) -> None:
+    changes = {"device": "cpu", "gpu": None, "driver": None, "versions.cuda": None}
+    assert compared(make_run(tmp_path / "a", changes), make_run(tmp_path / "b", changes)) == Provenance((), (), (), ())
+    operators = ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"
+    assert not {"GPU", "driver", "CUDA"} & {*compared(operators, operators).unknown_both}
+
+
 def test_what_the_traces_themselves_say(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.rows["META_DATA_EXPORT"][1]["value"] = "2025.3.2.0"

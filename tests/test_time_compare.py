@@ -173,6 +173,9 @@ def test_compiled_code_is_a_move_within_the_phase(tmp_path: Path) -> None:
         ("optimizer", "elementwise", "same"): 0,
     }
     assert {line.name: line.change.change_ns for line in result.by_category} == {"gemm": 0, "elementwise": -1600}
+    assert [warning.message for warning in result.warnings] == [
+        "ranges of before alone: 1 (forward/layer */ffn); what ran there is told at the range around"
+    ]
 
 
 def test_noise_is_no_measurable_difference(tmp_path: Path) -> None:

@@ -22,7 +22,19 @@ class CaptureComparison:
     """What changed from one capture to another; each part is None where not both captures hold what it takes.
 
     ``time`` is the profiled kernel time per step, ``clean`` the time of unprofiled steps, ``memory`` the allocated
-    peak. ``warnings`` say which part is missing on which side, and what to know of those that are there.
+    peak. ``warnings`` say which part is missing on which side, and what to know of those that are there. The JSON of
+    ``profkit compare --format json`` has the same fields, down to these::
+
+        {"before", "after", "provenance": {"differences": [{"fact", "before", "after", "disturbs"}], "unknown_…": []},
+         "time": null | {"unit": "step" | "capture", "samples": [before, after], "kernel_time": CHANGE, "busy", "wall",
+                         "by_phase": [{"name", "change": CHANGE}], "by_range", "by_category", "rounding_ns",
+                         "parts": [{"range", "category", "kind", "change": CHANGE, "before": [{"name", "count",
+                                    "total_ns"}], "after"}], "left_out_ns", …},
+         "clean": null | {"labels", "samples", "changes": [{"name", "before_ns", …}]},
+         "memory": null | {that of ``profkit memory --against``}, "warnings": [{"code", "message"}]}
+
+    CHANGE is ``{"before_ns", "after_ns"}`` over all samples, and ``{"change_ns", "low_ns", "high_ns", "verdict"}`` per
+    sample.
     """
 
     before: str

@@ -57,6 +57,7 @@ _EXPECTED = (
     "precision (autocast)",
     "float32 matmul precision (tf32)",
 )
+_OF_GPUS = ("GPU", "driver", "CUDA")
 _SELF_CHECK = "self-check"
 _IN_BRACKETS = re.compile(r"\s*\(.*")
 
@@ -97,7 +98,7 @@ def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenanc
     differences += _judge_self_checks(before, after)
     order = [*_DISTURBING, *_STATED]
     differences.sort(key=lambda one: (not one.disturbs, one.fact in order and order.index(one.fact), one.fact))
-    lacks_old, lacks_new = ([fact for fact in _EXPECTED if fact not in facts] for facts in (old, new))
+    lacks_old, lacks_new = (_list_unknown(one, facts) for one, facts in ((before, old), (after, new)))
     return Provenance(
         differences=tuple(differences),
         unknown_before=tuple(fact for fact in lacks_old if fact not in lacks_new),
@@ -153,3 +154,9 @@ def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Diff
         return []
     said = ["–" if check is None else check.of("failed")[0].message if check.failed else "passed" for check in checks]
     return [Difference(_SELF_CHECK, said[0], said[1], True)]
+
+
+def _list_unknown(capture: OpenedCapture, facts: Mapping[str, str]) -> list[str]:
+    """Return which facts one has to know of a capture are not known; of a GPU only where there was one."""
+    on_cpu = facts.get("device") == "cpu" or (capture.trace is not None and capture.trace.trace.measure != "gpu-kernel")
+    return [fact for fact in _EXPECTED if fact not in facts and not (on_cpu and fact in _OF_GPUS)]

@@ -207,7 +207,12 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Caution]:
             f"{before.size} and {after.size} steps: too few for an interval, which needs {FEWEST} a side; record more"
             " with --steps",
         )
-    for name, side in (("before", before), ("after", after)):
+    for name, side, other in (("before", before, after), ("after", after, before)):
+        alone = sorted({join_path(key.path) for key in side.keys if key.path not in other.paths})
+        if alone:
+            some = ", ".join(alone[:2]) + (", …" if len(alone) > 2 else "")
+            message = f"ranges of {name} alone: {len(alone)} ({some}); what ran there is told at the range around"
+            yield Caution("one-sided-ranges", message)
         if not side.even:
             yield Caution("uneven-steps", f"{name}: not all processes made as many steps; the last steps lack some")
         if side.has_contexts:

@@ -98,6 +98,11 @@ def books(time: TimeComparison) -> list[str]:
     ]
     if whole.low_ns is not None:
         lines.append(f"intervals: bootstrap over each side's {unit}s; run-to-run variation is not in them")
+        by_chance = round((1 - LEVEL) * len(time.parts))
+        if by_chance:
+            lines.append(
+                f"each by itself: of {len(time.parts)} unchanged kernels {by_chance} would seem to have changed"
+            )
     return lines
 
 
