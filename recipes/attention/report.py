@@ -37,7 +37,7 @@ def add_growth(rows: Sequence[Row]) -> None:
 
 def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
     """Return pivots, fits, accounts, projections and what the detectors say, with pictures of times and memory."""
-    sections = [*_pivots(rows), *_growth(rows), *_accounts(rows), *_limits(rows, machine.get("memory_bytes"))]
+    sections = [*_pivots(rows), *_growth(rows), *_accounts(rows), *_limits(rows, machine.get("free_bytes"))]
     shown = [{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows]
     findings = inspect_tables([build_benchmark("this table", shown)])
     sections += ["## What the detectors say", "\n".join(f"- {each.message}" for each in findings) or "Nothing."]
@@ -78,8 +78,8 @@ def _accounts(rows: Sequence[Row]) -> Iterator[str]:
 def account(row: Mapping[str, Any], phase: str) -> Table:
     """Return the tensors that are live at a phase's peak, with their sum beside what was measured.
 
-    The workspace is what was allocated after the warm-up beside the inputs; what is left over is rounding and what
-    libraries take in between.
+    The workspace is what is allocated between two passes beside the tensors that are known to be: the libraries', which
+    stays. What is left over is rounding, and what libraries take for a moment.
     """
     lines: list[dict[str, object]] = [
         {"tensor": live["name"], "shape": " × ".join(map(str, live["shape"])), "MiB": live["bytes"] / MIB}
@@ -87,8 +87,7 @@ def account(row: Mapping[str, Any], phase: str) -> Table:
     ]
     total = sum(live["bytes"] for live in row["accounting"][phase]) / MIB
     inputs = sum(live["bytes"] for live in row["accounting"][phase] if live["name"] in ("Q", "K", "V", "dO")) / MIB
-    after_inputs, peak = row.get("mem_after_inputs_MiB"), row.get(f"{phase}_peak_MiB")
-    workspace = None if after_inputs is None else after_inputs - inputs
+    peak, workspace = row.get(f"{phase}_peak_MiB"), _workspace(row, phase, inputs)
     lines.append({"tensor": "workspace", "MiB": workspace})
     lines.append({"tensor": "sum", "MiB": total + (workspace or 0.0)})
     lines.append({"tensor": "measured", "MiB": peak})
@@ -98,11 +97,21 @@ def account(row: Mapping[str, Any], phase: str) -> Table:
     return build_table(columns, lines)
 
 
-def _limits(rows: Sequence[Row], memory_bytes: int | None) -> Iterator[str]:
+def _workspace(row: Mapping[str, Any], phase: str, inputs: float) -> float | None:
+    """Return the MiB of workspace; backward, on a thread of its own, has handles and workspaces of its own."""
+    if phase == "forward":
+        before, known = row.get("mem_after_inputs_MiB"), inputs
+    else:
+        # Before backward there is also what is kept for it, and the output, as large as each of the four inputs.
+        before, known = row.get("mem_before_backward_MiB"), inputs * 5 / 4 + (row.get("saved_activations_MiB") or 0.0)
+    return None if before is None else before - known
+
+
+def _limits(rows: Sequence[Row], free_bytes: int | None) -> Iterator[str]:
     lines = []
     for (implementation, dtype, d_model), series in _by_series(rows).items():
         points = [(size, max(peaks)) for size, peaks in _peaks(series)]
-        limit = None if memory_bytes is None else project_limit(points, memory_bytes / MIB)
+        limit = None if free_bytes is None else project_limit(points, free_bytes / MIB)
         lines.append({"implementation": implementation, "dtype": dtype, "d_model": d_model, "seq_len": limit})
     yield "## The sequence length at which the memory ends"
     if all(line["seq_len"] is None for line in lines):
@@ -110,8 +119,8 @@ def _limits(rows: Sequence[Row], memory_bytes: int | None) -> Iterator[str]:
         return
     columns = [Column("implementation", "implementation", right=False), Column("dtype", "dtype", right=False)]
     columns += [Column("d_model", "d_model"), Column("longest seq_len that fits", "seq_len")]
-    whole = f"{(memory_bytes or 0) / 2**30:.1f} GiB"
-    yield f"From the measured peaks of forward and backward, to the device's {whole}; batch {BATCH}."
+    free = f"{(free_bytes or 0) / 2**30:.1f} GiB"
+    yield f"From the measured peaks of forward and backward, to the {free} that were free at first; batch {BATCH}."
     yield render_markdown(build_table(columns, lines))
 
 
@@ -148,7 +157,8 @@ def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Fi
         panel.set_xlabel("sequence length")
         panel.set_ylabel(f"{key.rpartition('_')[0].replace('_', ' ')}, {unit}")
         panel.grid(True, color="#E5E5E5")
-    panels[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if any(panel.lines for panel in panels):
+        panels[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

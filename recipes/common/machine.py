@@ -13,25 +13,26 @@ def describe_machine(device: Device) -> dict[str, object]:
 
     from profkit.capture.conditions import read_conditions
 
+    missing = _missing(device)
     # Results are shared: which of many equal GPUs it was is nobody's business.
     precision = {name: value for name, value in read_conditions().items() if name != "gpu_uuid"}
     return {
         "device": device,
-        "missing": _missing(device),
+        "missing": missing,
         "gpu": torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None,
-        "memory_bytes": total_bytes(device),
+        "memory_bytes": None if missing else _total_bytes(device),
+        "free_bytes": None if missing else free_bytes(device),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         **precision,
     }
 
 
-def total_bytes(device: Device) -> int | None:
-    """Return how much memory the device has; None where nothing says so."""
+def _total_bytes(device: Device) -> int | None:
     import torch
 
     if device == "cuda":
-        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+        return torch.cuda.mem_get_info()[1]
     return _host_bytes("MemTotal") if device == "cpu" else None
 
 

@@ -105,7 +105,8 @@ def _gpu_rows() -> list[dict[str, Any]]:
             "saved_activations_MiB": (64 * seq_len**2 + 96 * seq_len) / MIB,
             "mem_after_inputs_MiB": 16 + 8 * seq_len * 16 * 4 * 4 / MIB,
             "forward_peak_MiB": sums["forward"] + 16,
-            "backward_peak_MiB": sums["backward"] + 17,
+            "mem_before_backward_MiB": 20 + 8 * seq_len * 16 * 4 * 5 / MIB + (64 * seq_len**2 + 96 * seq_len) / MIB,
+            "backward_peak_MiB": sums["backward"] + 20 + 1,
         }
         rows.append(row)
     return rows
@@ -119,21 +120,31 @@ def test_growth_is_over_the_next_shorter_sequence() -> None:
 
 
 def test_the_accounts_leave_what_is_not_in_them() -> None:
-    lines = render_csv(account(_gpu_rows()[-1], "backward")).splitlines()
-    assert lines[-4:-2] == ["workspace,,16.0", f"sum,,{6 * 128 + 7 * 1 + 0.1875 + 16 - 1}"]
+    row = _gpu_rows()[-1]
+    assert render_csv(account(row, "forward")).splitlines()[-4].startswith("workspace,,16.0")
+    assert render_csv(account(row, "forward")).splitlines()[-1] == "measured − sum,,0.0"
+    lines = render_csv(account(row, "backward")).splitlines()
+    # Six score matrices of 128 MiB; Q, K, V, dO, O and dV; the maximum's place and the sum.
+    assert lines[-4:-2] == ["workspace,,20.0", f"sum,,{6 * 128 + 6 + 8 * 2048 * 12 / MIB + 20}"]
     assert lines[-1] == "measured − sum,,1.0"
+
+
+def test_nothing_measured_is_said_as_such() -> None:
+    said = report([{**_cell(), "status": "not run"}], {"free_bytes": None})
+    assert "| 64 | not run |" in said.markdown
+    assert "Not projected" in said.markdown
 
 
 def test_the_report_projects_from_the_measured_peaks() -> None:
     rows = _gpu_rows()
-    said = report(rows, {"memory_bytes": 80 * 2**30}).markdown
+    said = report(rows, {"free_bytes": 80 * 2**30}).markdown
     (line,) = [line for line in said.splitlines() if line.startswith("| written | fp32 | 16 | 2")]
     limit = int(line.split("|")[4])
     # By hand: backward holds six score matrices, 24 bytes an entry and batch.
     assert limit == pytest.approx((80 * 2**30 / (6 * 4 * 8)) ** 0.5, rel=0.002)
     assert "OOM" not in said
     rows[-1] |= {"status": "OOM(backward)", "backward_peak_MiB": None, "backward_ms": None}
-    said = report(rows, {"memory_bytes": 80 * 2**30}).markdown
+    said = report(rows, {"free_bytes": 80 * 2**30}).markdown
     assert "| 2048 | OOM(backward) |" in said
     assert "## The memory of d_model 16, seq_len 2048, written, fp32, tensor by tensor" in said
 

@@ -1,0 +1,64 @@
+"""What holds for every recipe: public functions of profkit alone, a quick --help, a line in the README."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import autocast_dtypes, mixed_precision_accumulation
+from recipes.common.recipe import Recipe
+from tests.conftest import ROOT
+
+RECIPES = ROOT / "recipes"
+SCRIPTS = sorted(path for path in RECIPES.glob("*.py") if path.name != "__init__.py")
+SOURCES = sorted(RECIPES.rglob("*.py"))
+
+
+def _imported(path: Path) -> list[tuple[str, str]]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(RECIPES)))
+def test_profkits_private_names_are_left_alone(path: Path) -> None:
+    for module, name in _imported(path):
+        if module.split(".")[0] == "profkit":
+            assert not name.startswith("_") or name == "__version__", f"{path}: {module}.{name}"
+            assert not any(part.startswith("_") for part in module.split(".")), f"{path}: {module}"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_help_is_the_question_and_loads_no_torch(path: Path) -> None:
+    code = (
+        f"import sys, runpy\nsys.argv = ['x', '--help']\n"
+        f"try:\n    runpy.run_module('recipes.{path.stem}', run_name='__main__')\n"
+        "except SystemExit as done:\n    assert not done.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    question = ast.get_docstring(ast.parse(path.read_text()))
+    assert question is not None
+    assert question.splitlines()[0].endswith("?")
+    assert question.split()[0] in done.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_the_readme_has_a_line(path: Path) -> None:
+    assert f"| `{path.stem}` |" in (RECIPES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", [autocast_dtypes.RECIPE, mixed_precision_accumulation.RECIPE])
+def test_a_report_of_nothing_measured(recipe: Recipe) -> None:
+    rows = [{**cell, "status": "not run"} for cell in autocast_dtypes.CELLS + mixed_precision_accumulation.CELLS
+            if set(cell) == set(recipe.cell_keys)]  # fmt: skip
+    recipe.report(rows, {"device": "cpu"})
