@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from profkit.errors import RunError, SnapshotError, TraceError
+from profkit.errors import RunError, SnapshotError, TraceError, UsageError
 
 MANIFEST = "manifest.json"
 NSYS_REPORT = "trace.nsys-rep"
@@ -29,6 +29,7 @@ RANK_FILES = "*.rank*.*"
 
 _RANK_TRACE = re.compile(r"trace\.rank(\d+)\.json\.gz")
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
+_RANK_SNAPSHOT = re.compile(r"snapshot(?:\.rank(\d+))?\.pickle")
 
 
 def read_manifest(run: Path) -> dict[str, Any]:
@@ -69,8 +70,8 @@ def holds_trace(run: Path) -> bool:
 
 
 def holds_snapshot(run: Path) -> bool:
-    """Return whether a run directory holds a memory snapshot."""
-    return (run / SNAPSHOT).exists()
+    """Return whether a run directory holds a memory snapshot, of whichever rank."""
+    return bool(find_snapshots(run))
 
 
 def find_trace(run: Path) -> Path:
@@ -110,14 +111,44 @@ def is_of_run(trace: Path) -> bool:
     return trace.name in (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE) and (trace.parent / MANIFEST).exists()
 
 
-def find_snapshot(run: Path) -> Path:
-    """Return the memory snapshot of a run directory."""
+def find_snapshots(run: Path) -> dict[int, Path]:
+    """Return the memory snapshots of a run by rank; a run without ranks has rank 0 alone."""
+    named = {path: _RANK_SNAPSHOT.fullmatch(path.name) for path in run.iterdir()}
+    return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
+
+
+def find_snapshot(run: Path, rank: int | None = None) -> Path:
+    """Return the memory snapshot of a run directory: that of ``rank``, else of the rank with the highest peak.
+
+    Raises:
+        SnapshotError: there is none.
+        UsageError: there is none of that rank.
+    """
     manifest = read_manifest(run)
-    if not holds_snapshot(run):
+    found = find_snapshots(run)
+    if not found:
         if manifest.get("status") != "complete":
             raise SnapshotError(f"{run}: this run holds no snapshot: {_ending(manifest)}")
         raise SnapshotError(f"{run}: this run holds no {SNAPSHOT}; record one with `profkit run --memory`")
-    return run / SNAPSHOT
+    if rank is None:
+        peaks = _recorded_peaks(manifest)
+        return max(found.items(), key=lambda item: (peaks.get(item[1].name, 0), -item[0]))[1]
+    if rank not in found:
+        raise UsageError(f"--rank {rank}: this run holds no snapshot of it; there is {', '.join(map(str, found))}")
+    return found[rank]
+
+
+def ledger_of(snapshot: Path) -> Path:
+    """Return where the ledger of a run's snapshot lies, if it has one."""
+    return snapshot.with_name(snapshot.name.replace("snapshot", "ledger").replace(".pickle", ".jsonl"))
+
+
+def _recorded_peaks(manifest: dict[str, Any]) -> dict[str, int]:
+    """Return each snapshot's allocated peak, as the processes that left them noted it."""
+    memory = manifest.get("memory")
+    processes = memory.get("processes", []) if isinstance(memory, dict) else []
+    told = [one["memory"] for one in processes if isinstance(one, dict) and isinstance(one.get("memory"), dict)]
+    return {str(one.get("snapshot")): int(one.get("allocated_peak_bytes") or 0) for one in told}
 
 
 def _list_traces(run: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """A training script with many ways to train: prints each one's losses to the bit, plain or with profkit's hooks.
 
-``python hooked_workloads.py [hooked] [counted]``; hooked, it also prints every range that was opened and closed, by
-thread; counted, the work of each one's third step.
+``python hooked_workloads.py [hooked | remembered FOLDER]``; hooked, it also prints every range that was opened and
+closed, by thread; remembered, the memory of a CUDA of paper is recorded into the folder too, saved tensors included.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from profkit.capture.work_counter import WorkCounter
-
 ACTIVATIONS: list[weakref.ref[Tensor]] = []
 EVENTS: list[tuple[str, str, int]] = []
-WORK: list[dict[str, Any]] = []
 
 
 class Marked(torch.autograd.Function):
@@ -128,10 +126,7 @@ def train(how: str) -> tuple[list[str], list[int]]:
         losses.append(loss.item().hex())
         return loss  # type: ignore[no-any-return]
 
-    for number in range(4):
-        counter = WorkCounter() if number == 2 and "counted" in sys.argv else None
-        if counter is not None:
-            counter.start()
+    for _ in range(4):
         optimizer.zero_grad()
         if how == "exception":
             _fail_once(model)
@@ -144,9 +139,6 @@ def train(how: str) -> tuple[list[str], list[int]]:
             with torch.no_grad():
                 losses.append(model(torch.ones(2, 8)).sum().item().hex())
             model.train()
-        if counter is not None:
-            counter.stop()
-            WORK.append(counter.content())
     return losses, alive
 
 
@@ -184,7 +176,20 @@ WORKLOADS = (
 )
 
 
-def _install() -> Callable[[], None]:
+def _remember(folder: Path) -> Any:
+    """Record the memory of a CUDA of paper, from now on."""
+    from profkit.capture.script_memory import ScriptMemory
+    from profkit.models.workload import MemoryOptions
+    from tests import paper_cuda
+
+    memory = ScriptMemory(folder, MemoryOptions(saved=True))
+    memory.wait_for_cuda()
+    paper_cuda.install()
+    torch.cuda.init()
+    return memory
+
+
+def _install(memory: Any) -> Callable[[], None]:
     """Open ranges from the first step on, and note each in EVENTS instead of showing it to a profiler."""
     from profkit.capture import open_ranges
     from profkit.capture.hooks import Hooks
@@ -201,18 +206,21 @@ def _install() -> Callable[[], None]:
 
     class Always:
         def boundary(self, number: int) -> None:
+            if memory is not None:
+                memory.boundary(number)
             if number == 0:
                 hooks.start()
 
     open_ranges._range = Noted  # type: ignore[assignment]
-    hooks = Hooks(Always(), depth=3)
+    hooks = Hooks(Always(), depth=3, watcher=memory)
     hooks.install()
     return hooks.stop
 
 
 def main() -> None:
     """Print what every workload gave."""
-    stop = _install() if "hooked" in sys.argv else None
+    memory = _remember(Path(sys.argv[2])) if "remembered" in sys.argv else None
+    stop = _install(memory) if len(sys.argv) > 1 else None
     found: dict[str, Any] = {}
     for how in WORKLOADS:
         gc.collect()  # the optimizer that counted is gone
@@ -224,10 +232,14 @@ def main() -> None:
             "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         }
         found[how]["events"] = list(EVENTS)
-        found[how]["work"] = WORK[-1:]
     EVENTS.clear()
     if stop is not None:
         stop()
+    if memory is not None:
+        from tests.paper_cuda import CALLS
+
+        memory.finish()
+        found["memory"] = {**memory.result(), "calls": CALLS}
     found["end"] = {"events": EVENTS}
     print(json.dumps(found))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profkit.analysis.memory_summary import DeviceMemory
-from profkit.snapshot.ledger import START, Figures
+from profkit.snapshot.ledger import START
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class LedgerCheck:
 
 
 def check_ledger(memory: DeviceMemory) -> LedgerCheck | None:
-    """Compare the replayed peaks with the allocator's last figures; None where no ledger has any for the device."""
+    """Compare the replayed peaks with the highest that the allocator told; None where no ledger has any for the device.
+
+    A script may have reset them in between, which the recorder notes before it happens.
+    """
     if memory.ledger is None:
         return None
     all_figures = [one for one in memory.ledger.figures if one.device == memory.device.index]
@@ -38,15 +41,17 @@ def check_ledger(memory: DeviceMemory) -> LedgerCheck | None:
     figures = [one for one in all_figures if one.moment != START]
     if not figures:
         return None
-    last: Figures = figures[-1]
+    allocated = max(one.allocated_peak_bytes for one in figures)
+    reserved = max(one.reserved_peak_bytes for one in figures)
+    requested = max(one.requested_peak_bytes for one in figures)
     curves = memory.history.curves
     return LedgerCheck(
-        allocated_peak_bytes=last.allocated_peak_bytes,
-        reserved_peak_bytes=last.reserved_peak_bytes,
-        requested_peak_bytes=last.requested_peak_bytes,
-        allocated_difference_bytes=memory.history.allocated_peak_bytes - last.allocated_peak_bytes,
-        reserved_difference_bytes=int(curves.reserved.max()) - last.reserved_peak_bytes,
-        requested_difference_bytes=int(curves.requested.max()) - last.requested_peak_bytes,
+        allocated_peak_bytes=allocated,
+        reserved_peak_bytes=reserved,
+        requested_peak_bytes=requested,
+        allocated_difference_bytes=memory.history.allocated_peak_bytes - allocated,
+        reserved_difference_bytes=int(curves.reserved.max()) - reserved,
+        requested_difference_bytes=int(curves.requested.max()) - requested,
         unmatched_entries=memory.unmatched_entries,
         earlier_peak_bytes=earlier[0] if earlier else None,
     )

@@ -16,7 +16,7 @@ from profkit.analysis.memory_result import MemoryResult, Totals, describe_histor
 from profkit.analysis.memory_summary import DeviceMemory, Filter
 from profkit.analysis.memory_warnings import warn_of_memory
 from profkit.errors import SnapshotError, UsageError
-from profkit.run_directory import LEDGER, PREDICTED, find_snapshot
+from profkit.run_directory import PREDICTED, find_snapshot, ledger_of
 from profkit.snapshot.columns import Snapshot
 from profkit.snapshot.ledger import Ledger, read_ledger
 from profkit.snapshot.reader import read_snapshot as read_columns
@@ -117,7 +117,9 @@ class OpenedSnapshot:
         )
 
 
-def read_snapshot(path: str | Path, *, phases: Mapping[str, str] | None = None) -> OpenedSnapshot:
+def read_snapshot(
+    path: str | Path, *, phases: Mapping[str, str] | None = None, rank: int | None = None
+) -> OpenedSnapshot:
     """Open a snapshot (``.pickle``, ``.pickle.gz``) or a run directory, and replay it.
 
     Nothing in the file is executed: it may hold data only.
@@ -125,17 +127,21 @@ def read_snapshot(path: str | Path, *, phases: Mapping[str, str] | None = None) 
     Args:
         path: the snapshot; in a run directory the ledger and the prediction beside it are read too.
         phases: phase name → glob on the names of ``record_function`` annotations.
+        rank: of a run of several, this one's; by default that with the highest peak.
 
     Raises:
         SnapshotError: the file cannot be read or is no snapshot.
         RunError: a directory that is no run, or one with a damaged prediction.
+        UsageError: the run has no snapshot of this rank, or ``path`` is no run.
     """
     path = Path(path)
     ledger = prediction = None
     if path.is_dir():
-        run, path = path, find_snapshot(path)
-        ledger = read_ledger(run / LEDGER) if (run / LEDGER).exists() else None
+        run, path = path, find_snapshot(path, rank)
+        ledger = read_ledger(ledger_of(path)) if ledger_of(path).exists() else None
         prediction = read_prediction(run / PREDICTED)
+    elif rank is not None:
+        raise UsageError(f"--rank {rank}: {path} is one snapshot; name the run's directory")
     return OpenedSnapshot(read_columns(path), ledger, phases, prediction)
 
 

@@ -1,9 +1,8 @@
 """profkit inside a script's process: counts its steps, and records those that were asked for.
 
 Up to the first recorded step the hooks only count: the steps before it, but for the very first, are timed as the run's
-unprofiled ones, ``attached, not recording``. If its work is to be counted, that is done in the last one before the
-recording, which is not timed then. The device is waited for at the end of each timed step and before and after the
-recording.
+unprofiled ones, ``attached, not recording``. The device is waited for at the end of each timed step and before and
+after the recording.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,21 +22,24 @@ from profkit.capture.failures import note_failure
 from profkit.capture.hooks import Hooks
 from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.local_ranks import describe_rank, recorded_together_by_nsys
+from profkit.capture.script_memory import ScriptMemory
 from profkit.capture.step_samples import StepSamples
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, VARIABLE, Attachment
-from profkit.run_directory import KINETO_TRACE, WORK
-
-if TYPE_CHECKING:
-    from profkit.capture.work_counter import WorkCounter
+from profkit.run_directory import KINETO_TRACE
 
 
 def attach() -> None:
     """Do in this process what the environment asks for."""
     session = Session(Attachment.from_json(os.environ[VARIABLE]))
-    hooks = Hooks(session, session.order.depth, session.order.step_on)
+    hooks = Hooks(session, session.order.depth, session.order.step_on, session.memory)
     session.hooks = hooks
     hooks.install()
-    hooks.clock.start()
+    if session.memory is None:
+        hooks.clock.start()
+    else:
+        session.memory.wait_for_cuda()
+        if session.order.annotate:
+            hooks.start()
     atexit.register(note_failure, Path(session.order.run))
     atexit.register(session.end)
     # A forked child, a data loader's worker say, is not the process that trains.
@@ -50,13 +52,13 @@ class Session:
     def __init__(self, order: Attachment) -> None:
         self.order = order
         self.hooks: Hooks | None = None
+        self.memory = None if order.memory is None else ScriptMemory(Path(order.run), order.memory)
         self._first = order.warmup_steps
         self._end = order.warmup_steps + order.steps
         self._begun = -1
         self._start_ns = 0
         self._samples = StepSamples()
         self._recording: ExitStack | None = None
-        self._counter: WorkCounter | None = None
         self._name = _process_name()
         self._over = False
 
@@ -66,10 +68,9 @@ class Session:
             return
         self._note_step()
         self._begun = number
-        if number == self._first - 1 and self.order.flops:
-            self._begin_counting()
-        elif number == self._first:
-            self._end_counting()
+        if self.memory is not None:
+            self.memory.boundary(number)
+        if number == self._first:
             self._samples.begin("profiled")
             self._begin()
         elif number == self._end:
@@ -83,13 +84,16 @@ class Session:
 
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say so."""
-        if self._over or self._begun < 0:
+        used_cuda = self.memory is not None and self.memory.owners is not None
+        if self._over or (self._begun < 0 and not used_cuda):
             return
         if self._recording is None:
             self._finish(NOT_REACHED)
         elif self._begun == self._end - 1 and self.hooks is not None and self.hooks.counts_calls:
             # Where calls count, nothing but the end of the script ends the last step.
             self._note_step()
+            if self.memory is not None:
+                self.memory.boundary(self._end)
             self._finish(COMPLETE)
         else:
             self._finish(CUT_SHORT)
@@ -98,8 +102,8 @@ class Session:
         """Do nothing more: this process is a forked copy."""
         self._over = True
         self._recording = None
-        if self._counter is not None:
-            self._counter.stop()
+        if self.memory is not None:
+            self.memory.forget()
         if self.hooks is not None:
             self.hooks.stop()
 
@@ -111,24 +115,6 @@ class Session:
         phases = {} if self.hooks is None else self.hooks.clock.take()
         self._samples.note({**phases, "step_ns": step_ns})
 
-    def _begin_counting(self) -> None:
-        self._samples.end()
-        if _name_for(WORK, self._name) != WORK:
-            return  # another rank does the same, and one speaks for all
-        from profkit.capture.work_counter import WorkCounter  # it loads more of torch
-
-        if self.order.annotate and self.hooks is not None:
-            self.hooks.start()
-        self._counter = WorkCounter()
-        self._counter.start()
-
-    def _end_counting(self) -> None:
-        if self._counter is None:
-            return
-        self._counter.stop()
-        _write_json(Path(self.order.run) / WORK, self._counter.content())
-        self._counter = None
-
     def _begin(self) -> None:
         _wait_for_device()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -136,9 +122,9 @@ class Session:
         if self.order.recorder == "kineto":
             path = Path(self.order.run) / _name_for(KINETO_TRACE, self._name)
             self._recording.enter_context(recorded_by_kineto(path, device))
-        else:
+        elif self.order.recorder == "nsys":
             self._recording.enter_context(recorded_together_by_nsys(Path(self.order.run), device))
-        if self.order.annotate and self.hooks is not None:
+        if self.order.annotate and self.hooks is not None and self.memory is None:
             self.hooks.start()
 
     def _finish(self, state: str) -> None:
@@ -149,30 +135,31 @@ class Session:
         if self._recording is not None:
             self._recording.close()
             self._recording = None
+        if self.memory is not None:
+            self.memory.finish()
         self._write_result(state)
 
     def _write_result(self, state: str) -> None:
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         content: dict[str, Any] = {
             "state": state,
             "process": self._name,
             **describe_rank(),
             "steps_seen": self._begun,
-            "device": "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu",
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "device": "cuda" if on_gpu else "cpu",
+            # Asking for the name would initialise CUDA for a script that trains on the CPU.
+            "gpu": torch.cuda.get_device_name() if on_gpu else None,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "conditions": read_conditions(() if self.hooks is None else self.hooks.autocast_dtypes),
             **self._samples.steps,
             "during": self._samples.during,
+            "memory": None if self.memory is None else self.memory.result(),
         }
-        _write_json(Path(self.order.run) / f"attached-{self._name}.json", content)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that appears whole or not at all."""
-    partial = path.with_name(f"partial.{path.name}")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(partial, path)
+        path = Path(self.order.run) / f"attached-{self._name}.json"
+        partial = path.with_name(f"partial.{path.name}")
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(partial, path)
 
 
 def _process_name() -> str:

@@ -23,7 +23,21 @@ PREFIX = "profkit:backward:"
 
 def knows_owners() -> bool:
     """Return whether this torch can write a text beside each allocation."""
-    return hasattr(torch.cuda.memory, "_set_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
+    return hasattr(torch.cuda.memory, "_get_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
+
+
+def set_owner(name: str) -> None:
+    """Have the allocator write beside each block that this thread asks for from now on that ``name``'s backward runs.
+
+    "" is what runs in the backward pass outside every module.
+    """
+    torch.cuda.memory._set_memory_metadata(PREFIX + name)
+
+
+def clear_owner() -> None:
+    """Have the allocator write nothing any more, unless it is the script's own text that it writes."""
+    if torch.cuda.memory._get_memory_metadata().startswith(PREFIX):
+        torch.cuda.memory._set_memory_metadata("")
 
 
 def name_loss(loss: Tensor) -> None:
@@ -54,12 +68,7 @@ def backward_owners(module: nn.Module, on: bool) -> Iterator[None]:
 
 
 def _set(name: str) -> Callable[[Any], None]:
-    text = PREFIX + name
-
-    def hook(_gradients: Any) -> None:
-        torch.cuda.memory._set_memory_metadata(text)
-
-    return hook
+    return lambda _gradients: set_owner(name)
 
 
 def _on_inputs(hook: Callable[[Any], None]) -> Callable[..., None]:

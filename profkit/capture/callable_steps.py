@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from profkit.capture.hooks import Hooks
+from profkit.capture.script_memory import ScriptMemory
 from profkit.errors import UsageError
 from profkit.models.workload import CallableWorkload
 from profkit.ranges import WARMUP, annotate, step_range
@@ -38,11 +39,10 @@ class CallableSteps:
     The module is imported from the working directory, as ``python -m`` would; the callable is called once. A step's
     time ends when the device has done its work. What a step returns is its loss, if it is one number.
 
-    `work` is what the last warm-up step did, if that is to be counted: the content of ``work.json``.
-
     Args:
-        hooked: this process is recorded; have ranges for phases and modules appear by themselves
-            (`profkit.capture.hooks`), if the workload wants them; the steps' own appear in any case.
+        hooked: have ranges for phases and modules appear by themselves (`profkit.capture.hooks`), if the workload
+            wants them; the steps' own appear in any case.
+        memory: what records the allocator meanwhile, if anything does.
 
     Raises:
         UsageError: there is no such module or name, or it makes no step.
@@ -51,36 +51,34 @@ class CallableSteps:
 
     parameter_count = None
 
-    def __init__(self, workload: CallableWorkload, *, hooked: bool) -> None:
+    def __init__(self, workload: CallableWorkload, *, hooked: bool, memory: ScriptMemory | None = None) -> None:
         self.losses: list[float] = []
-        self.work: dict[str, Any] | None = None
         self._workload = workload
-        self._counts = hooked and workload.flops
+        self._memory = memory
         self._range: Callable[[str], AbstractContextManager[object]] = annotate
         self.autocast_dtypes: set[str] = set()
-        hooks = Hooks(None, workload.depth) if hooked and workload.annotate else None
+        has_ranges = hooked and workload.annotate
+        hooks = Hooks(None, workload.depth, watcher=memory) if has_ranges or memory is not None else None
         if hooks is not None:
             # Before the user's code is imported: an optimizer is hooked when it is made.
             hooks.install()
             self._range = hooks.enclosing
             self.autocast_dtypes = hooks.autocast_dtypes
         self._step = _made_step(workload.target)
-        if hooks is not None:
+        if hooks is not None and has_ranges:
             hooks.start()
 
     def run_warmup(self) -> None:
         """Run the warm-up steps inside one ``warmup`` range, without step ranges of their own."""
         with self._range(WARMUP):
-            for number in range(self._workload.warmup_steps):
-                if self._counts and number == self._workload.warmup_steps - 1:
-                    self.work = self._count_step()
-                else:
-                    self._run_step()
+            for _ in range(self._workload.warmup_steps):
+                self._run_step()
 
     def run_measured(self) -> list[dict[str, int]]:
         """Run the measured steps and return each one's time, ``step_ns``."""
         times = []
         for number in range(self._workload.steps):
+            self._tell_memory(number)
             start_ns = perf_counter_ns()
             with self._range(step_range(number)):
                 result = self._run_step()
@@ -88,18 +86,13 @@ class CallableSteps:
             loss = _as_loss(result)
             if loss is not None:
                 self.losses.append(loss)
+        self._tell_memory(self._workload.steps)
         return times
 
-    def _count_step(self) -> dict[str, Any]:
-        from profkit.capture.work_counter import WorkCounter  # it loads more of torch
-
-        counter = WorkCounter()
-        counter.start()
-        try:
-            self._run_step()
-        finally:
-            counter.stop()
-        return counter.content()
+    def _tell_memory(self, number: int) -> None:
+        """Tell what records the allocator that this step begins, and the one before it has ended."""
+        if self._memory is not None:
+            self._memory.boundary(number)
 
     def _run_step(self) -> Any:
         with _their_code():

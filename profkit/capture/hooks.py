@@ -37,6 +37,31 @@ class StepListener(Protocol):
         """Step ``number`` is about to begin; the one before it, if there was one, has ended."""
 
 
+class Watcher:
+    """Is told what the script does while the hooks are installed; this one does nothing. It must raise nothing."""
+
+    def call_begins(self, module: nn.Module, args: Any) -> None:
+        """An outermost module call begins; in a backward pass there is none."""
+
+    def call_ends(self, keywords: Any) -> None:
+        """An outermost module call has come to its end, or raised."""
+
+    def backward_begins(self, tensors: Any) -> None:
+        """The backward pass of ``tensors`` begins on this thread; this and what follows only while ranges are open."""
+
+    def backward_enters(self, name: str | None) -> None:
+        """On this thread the backward work of the module of this range begins; None: work outside every module."""
+
+    def backward_ends(self) -> None:
+        """A backward pass has been gone through, or raised."""
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer's step begins."""
+
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
+        """An optimizer's step has ended well."""
+
+
 class Hooks:
     """The hooks of this process. `install` once; ranges appear between `start` and `stop`.
 
@@ -48,8 +73,11 @@ class Hooks:
         depth: modules with at most this many parts in their dotted names get a range; 0: the outermost alone.
     """
 
-    def __init__(self, listener: StepListener | None, depth: int, step_on: str | None = None) -> None:
+    def __init__(
+        self, listener: StepListener | None, depth: int, step_on: str | None = None, watcher: Watcher | None = None
+    ) -> None:
         self._listener = listener
+        self._watcher = watcher or Watcher()
         self._step_on = step_on
         self._names = ModuleNames(depth)
         self._open = OpenRanges()
@@ -118,6 +146,7 @@ class Hooks:
         around = self._open.innermost_call()
         if around is None and running_graph() == -1:
             self._begin_outermost(module)
+            self._watcher.call_begins(module, args)
         if not self._recording:
             # Only which call is outermost matters now.
             if around is None:
@@ -141,6 +170,8 @@ class Hooks:
         self._open.close(module)
         if self._open.innermost_call() is None:
             self._open.close(FORWARD)
+            if running_graph() == -1:
+                self._watcher.call_ends(rest[:-1])
 
     def _begin_outermost(self, module: nn.Module) -> None:
         """Count a step if outermost calls are what counts, and open the phase."""
@@ -162,10 +193,14 @@ class Hooks:
             outermost = running_graph() == -1
             key = object()
             self._open.open(key, BACKWARD if outermost else None)
+            if outermost:
+                self._watcher.backward_begins(args[:1])
             try:
                 return backward(*args, **kwargs)
             finally:
                 self._open.close(key)
+                if outermost:
+                    self._watcher.backward_ends()
 
         return annotated
 
@@ -177,10 +212,14 @@ class Hooks:
             self._open.graph_task = task
             at_graph_end(self._leave_backward)
         self._open.enter_backward_of(call)
+        while call is not None and call.name is None:
+            call = call.around
+        self._watcher.backward_enters(None if call is None else call.name)
 
     def _leave_backward(self) -> None:
         self._open.graph_task = -1
         self._open.leave_backward()
+        self._watcher.backward_ends()
 
     def _around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return an optimizer's ``step`` with the range around it; a step of the script ends where it returns.
@@ -192,12 +231,14 @@ class Hooks:
         def annotated(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._open.has(OPTIMIZER):  # one optimizer may call another
                 return step(*args, **kwargs)
+            self._watcher.optimizer_begins(args[0])
             args, kwargs, has_closure = with_closure(args, kwargs, self._begin_update)
             self._open.open(OPTIMIZER, OPTIMIZER if self._recording and not has_closure else None)
             try:
                 result = step(*args, **kwargs)
             finally:
                 self._open.close(OPTIMIZER)
+            self._watcher.optimizer_ends(args[0])
             if self._counts(args[0]):
                 if not self._recording:
                     self._unhook_forward()

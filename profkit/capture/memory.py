@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -14,6 +14,9 @@ import torch
 
 from profkit.capture.owners import OwnerLedger, now_us
 from profkit.ranges import record_in_torch
+
+OUT_OF_MEMORY = "out of memory"
+"""``moment`` of the figures when an allocation failed."""
 
 _PROTOCOL = 4
 
@@ -36,25 +39,48 @@ def recorded_memory(
     before = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     reset_us = now_us()
-    _switch_on(stacks, max_entries)
+    switch_on(stacks, max_entries)
     owners = OwnerLedger(ledger, device, reset_us, before)
 
-    def dump_when_full(*_: Any) -> None:
-        # Called while the failing allocation is still on the stack: what filled the memory is all there.
-        owners.note_figures("out of memory")
+    def dump_when_full(_device: int) -> None:
+        owners.note_figures(OUT_OF_MEMORY)
         dump(snapshot)
 
-    torch._C._cuda_attach_out_of_memory_observer(dump_when_full)
-    record_in_torch(True)
+    call_when_full(dump_when_full)
     try:
         yield owners
         torch.cuda.synchronize(device)
         owners.note_figures("dump")
         dump(snapshot)
     finally:
-        record_in_torch(False)
-        torch.cuda.memory._record_memory_history(None)
+        switch_off()
         owners.close()
+
+
+def switch_on(stacks: str, max_entries: int) -> None:
+    """Begin to record the allocator's events, and profkit's ranges with them."""
+    options: dict[str, Any] = {"enabled": "all", "context": "alloc", "stacks": stacks, "max_entries": max_entries}
+    known = signature(torch.cuda.memory._record_memory_history).parameters
+    # Older torch keeps annotations of the recording thread alone, or none.
+    for name in ("clear_history", "global_record_annotations"):
+        if name in known:
+            options[name] = True
+    torch.cuda.memory._record_memory_history(**options)
+    record_in_torch(True)
+
+
+def switch_off() -> None:
+    """End the recording; what it holds is gone."""
+    record_in_torch(False)
+    torch.cuda.memory._record_memory_history(None)
+
+
+def call_when_full(full: Callable[[int], None]) -> None:
+    """Have ``full(device)`` run when an allocation fails, for as long as the process lives.
+
+    The failing allocation is still on the stack then: what filled the memory is all there.
+    """
+    torch._C._cuda_attach_out_of_memory_observer(lambda device, *_: full(device))
 
 
 def dump(path: Path) -> None:
@@ -63,13 +89,3 @@ def dump(path: Path) -> None:
     with partial.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file, protocol=_PROTOCOL)
     os.replace(partial, path)
-
-
-def _switch_on(stacks: str, max_entries: int) -> None:
-    options: dict[str, Any] = {"enabled": "all", "context": "alloc", "stacks": stacks, "max_entries": max_entries}
-    known = signature(torch.cuda.memory._record_memory_history).parameters
-    # Older torch keeps annotations of the recording thread alone, or none.
-    for name in ("clear_history", "global_record_annotations"):
-        if name in known:
-            options[name] = True
-    torch.cuda.memory._record_memory_history(**options)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor
 
 from profkit.capture.backward_owners import name_loss
-from profkit.capture.owners import OwnerLedger, now_us
+from profkit.capture.owners import OwnerLedger, now_us, when_saved
 from profkit.capture.step import StepObserver, TrainingStep
 from profkit.ranges import BACKWARD, OPTIMIZER
 
@@ -24,7 +24,7 @@ class MemoryObserver(StepObserver):
         self._step = step
         self._saved = saved
         owners.note_module(step.module)
-        owners.note_inputs({"tokens": step.inputs})
+        owners.note_inputs([("tokens", step.inputs)])
 
     @contextmanager
     def step(self, name: str, number: int | None) -> Iterator[None]:
@@ -34,13 +34,14 @@ class MemoryObserver(StepObserver):
         self._owners.note_step(name, start_us)
 
     def forward(self) -> AbstractContextManager[object]:
-        return self._owners.saved_tensors() if self._saved else nullcontext()
+        return when_saved(self._owners.note_saved) if self._saved else nullcontext()
 
     def loss_made(self, loss: Tensor) -> None:
         name_loss(loss)
 
     def phase_done(self, name: str) -> None:
         if name == BACKWARD:
-            self._owners.note_gradients(self._step.module)
+            self._owners.note_gradients(self._step.module.named_parameters())
         if name == OPTIMIZER and self._step.optimizer is not None:
-            self._owners.note_optimizer(self._step.optimizer, self._step.module)
+            names = {parameter: name for name, parameter in self._step.module.named_parameters()}
+            self._owners.note_optimizer(self._step.optimizer, names)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
-from torch import nn
+from torch import Tensor, nn
 
 ROOT = "model"
 
 # Modules that only pass a call on to the one that they hold; their names would stand before every other.
 _WRAPPERS = {
-    "DataParallel": "module.",
-    "DistributedDataParallel": "module.",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module.",
-    "OptimizedModule": "_orig_mod.",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
 }
+
+
+def unwrap(root: nn.Module) -> nn.Module:
+    """Return the model that ``root`` passes its calls on to, itself if it is no wrapper."""
+    while type(root).__name__ in _WRAPPERS:
+        held = getattr(root, _WRAPPERS[type(root).__name__], None)
+        if not isinstance(held, nn.Module):  # somebody's own class by that name
+            break
+        root = held
+    return root
 
 
 class ModuleNames:
@@ -32,17 +42,38 @@ class ModuleNames:
         """Take ``root`` as an outermost module and call it ``name``, unless it has a name already."""
         if root in self._names:
             return
-        prefix, within = _WRAPPERS.get(type(root).__name__, ""), ""
-        for path, module in root.named_modules():
-            if prefix and f"{path}." == within + prefix:
-                within += prefix
-                prefix = _WRAPPERS.get(type(module).__name__, "")
-                continue  # the wrapper has its range already
-            own = path.removeprefix(within)
-            self._names[module] = (own, own.count(".") + 1)
+        for path, module in unwrap(root).named_modules():
+            if path:  # of the wrapped model itself the wrapper has the range
+                self._names[module] = (path, path.count(".") + 1)
         self._names[root] = (name, 0)
 
     def range_name(self, module: nn.Module) -> str | None:
         """Return the name of the module's range, or None if it has none: deeper than wanted, or in no known model."""
         name, depth = self._names.get(module, ("", self._depth + 1))
         return name if depth <= self._depth else None
+
+
+class Roots:
+    """The models that a script calls, wrappers taken off; of one that holds another, the one that holds it.
+
+    It holds none of them alive.
+    """
+
+    def __init__(self) -> None:
+        self._roots: list[ref[nn.Module]] = []
+        self._parts: WeakSet[nn.Module] = WeakSet()
+
+    def of(self, module: nn.Module) -> nn.Module | None:
+        """Return the model that a call of ``module`` is a call of; None if it is a part of one."""
+        model = unwrap(module)
+        if model not in self._parts:
+            parts = WeakSet(model.modules())
+            self._roots = [one for one in self._roots if (held := one()) is not None and held not in parts]
+            self._roots.append(ref(model))
+            self._parts.update(parts)
+        return model if any(one() is model for one in self._roots) else None
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """Return the dotted name of every parameter of the models, the first where a model has it twice."""
+        models = (model for one in self._roots if (model := one()) is not None)
+        return {parameter: name for model in models for name, parameter in model.named_parameters()}

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 VERSION = 1
+
+# What has one storage for good is written down when it is new there, not at every step.
+_LASTING = {"parameter", "buffer", "optimizer_state"}
 
 _FIGURES = {"allocated_bytes": "allocated", "requested_bytes": "requested", "reserved_bytes": "reserved"}
 
@@ -24,16 +29,27 @@ class OwnerLedger:
     Nothing here allocates memory on the GPU or holds on to a tensor: addresses and sizes are read and written down.
     """
 
-    def __init__(self, path: Path, device: torch.device, peaks_reset_us: int, before: Mapping[str, Any]) -> None:
-        """Begin the ledger; ``before`` are the allocator's statistics from just before its peaks were reset."""
-        self._file = path.open("w", encoding="utf-8", buffering=1)
+    def __init__(
+        self, path: Path, device: torch.device | None, peaks_reset_us: int, before: Mapping[str, Any] | None
+    ) -> None:
+        """Begin the ledger.
+
+        Args:
+            device: whose figures are noted; None: those of every GPU on which something was allocated by then.
+            before: the allocator's statistics from just before its peaks were reset; None: there was nothing before.
+        """
+        self._file = path.open("x", encoding="utf-8", buffering=1)
         self._device = device
         self._step: int | None = None
-        self._capacity_bytes = torch.cuda.mem_get_info(device)[1]
+        self._capacity_bytes: dict[int, int] = {}
+        self._lasting: dict[tuple[str, str], tuple[int, int]] = {}
+        self.allocated_peak_bytes = 0
+        """The highest of the allocator's own peaks that were noted, of all devices."""
         self._write(
             {"kind": "header", "version": VERSION, "torch": torch.__version__, "peaks_reset_us": peaks_reset_us}
         )
-        self._write_figures("start", before)
+        if before is not None:
+            self._write_figures("start", self._index, before)
 
     def close(self) -> None:
         """End the ledger."""
@@ -54,54 +70,68 @@ class OwnerLedger:
         self._note("parameter", module.named_parameters())
         self._note("buffer", module.named_buffers())
 
-    def note_gradients(self, module: nn.Module) -> None:
-        """Write down where the gradients lie that the parameters have now."""
-        self._note("gradient", ((name, p.grad) for name, p in module.named_parameters() if p.grad is not None))
+    def note_gradients(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Write down where the gradients lie that the named parameters have now."""
+        self._note("gradient", ((name, p.grad) for name, p in parameters if p.grad is not None))
 
-    def note_optimizer(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    def note_optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
         """Write down where the optimizer's state lies, named by parameter and state."""
-        names = {parameter: name for name, parameter in module.named_parameters()}
         for parameter, state in optimizer.state.items():
-            owner = names.get(parameter, "(a parameter outside the module)")
+            owner = names.get(parameter, "(a parameter outside the modules)")
             self._note("optimizer_state", ((f"{owner}.{k}", v) for k, v in state.items() if isinstance(v, Tensor)))
 
-    def note_inputs(self, tensors: dict[str, Tensor]) -> None:
+    def note_inputs(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write down where the batch lies."""
-        self._note("input", tensors.items())
+        self._note("input", tensors)
 
-    def saved_tensors(self) -> AbstractContextManager[Any]:
-        """Return a context in which every tensor that autograd saves for backward is written down."""
-
-        def pack(tensor: Tensor) -> Tensor:
-            self._note("saved", [("", tensor)])
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    def note_saved(self, tensor: Tensor) -> None:
+        """Write down where a tensor lies that autograd saves for backward."""
+        self._note("saved", [("", tensor)])
 
     def note_figures(self, moment: str) -> None:
         """Write down the allocator's own statistics."""
-        self._write_figures(moment, torch.cuda.memory_stats(self._device))
+        devices = range(torch.cuda.device_count()) if self._device is None else [self._index]
+        for device in devices:
+            statistics = torch.cuda.memory_stats(device)
+            if self._device is not None or statistics.get("reserved_bytes.all.peak", 0):
+                self._write_figures(moment, device, statistics)
 
-    def _write_figures(self, moment: str, statistics: Mapping[str, Any]) -> None:
-        figures: dict[str, Any] = {"capacity_bytes": self._capacity_bytes}
+    def _write_figures(self, moment: str, device: int, statistics: Mapping[str, Any]) -> None:
+        if device not in self._capacity_bytes:
+            self._capacity_bytes[device] = torch.cuda.mem_get_info(device)[1]
+        figures: dict[str, Any] = {"capacity_bytes": self._capacity_bytes[device]}
         for name in _FIGURES:
             figures[name] = statistics.get(f"{name}.all.current", 0)
             figures[name.replace("_bytes", "_peak_bytes")] = statistics.get(f"{name}.all.peak", 0)
-        self._write({"kind": "figures", "time_us": now_us(), "device": self._index, "moment": moment, **figures})
+        if moment != "start":
+            self.allocated_peak_bytes = max(self.allocated_peak_bytes, figures["allocated_peak_bytes"])
+        self._write({"kind": "figures", "time_us": now_us(), "device": device, "moment": moment, **figures})
 
     @property
     def _index(self) -> int:
-        return self._device.index if self._device.index is not None else torch.cuda.current_device()
+        named = None if self._device is None else self._device.index
+        return torch.cuda.current_device() if named is None else named
 
     def _note(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         now = now_us()
         for name, tensor in named:
-            if not self._is_ours(tensor):
-                continue
-            storage = tensor.untyped_storage()
-            device = self._index if tensor.device.index is None else tensor.device.index
-            entry = {"kind": "owned", "time_us": now, "device": device, "address": storage.data_ptr()}
-            self._write({**entry, "bytes": storage.nbytes(), "role": role, "name": name, "step": self._step})
+            for part in _plain_parts(tensor):
+                if self._is_ours(part):
+                    self._write_owned(now, role, name, part)
+
+    def _write_owned(self, time_us: int, role: str, name: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        try:
+            place = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # a tensor that only stands for one, such as a compiler's
+            return
+        if role in _LASTING:
+            if self._lasting.get((role, name)) == place:
+                return
+            self._lasting[role, name] = place
+        device = self._index if tensor.device.index is None else tensor.device.index
+        entry = {"kind": "owned", "time_us": time_us, "device": device, "address": place[0], "bytes": place[1]}
+        self._write({**entry, "role": role, "name": name, "step": self._step})
 
     @staticmethod
     def _is_ours(tensor: Tensor) -> bool:
@@ -110,6 +140,26 @@ class OwnerLedger:
 
     def _write(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with storages of their own that ``tensor`` is made of: itself, or a distributed one's part."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain_parts(getattr(tensor, name))
+    elif tensor.layout == torch.strided and not is_lazy(tensor):
+        yield tensor
+
+
+def when_saved(note: Callable[[Tensor], None]) -> AbstractContextManager[Any]:
+    """Return a context in which ``note`` is told of every tensor that autograd saves for backward."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        note(tensor)
+        # Kept as it is, an output would hold the node that made it, which holds what is kept: a circle.
+        return tensor.detach()
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def now_us() -> int:

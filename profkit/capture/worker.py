@@ -33,12 +33,10 @@ from profkit.capture.memory_observer import MemoryObserver
 from profkit.capture.nsys import recorded_by_nsys
 from profkit.capture.outputs import take_outputs
 from profkit.capture.rank_group import joined, order_of_this_rank
+from profkit.capture.script_memory import ScriptMemory
 from profkit.capture.step import TrainingStep, choose_device
-from profkit.errors import ProfkitError, UsageError
-from profkit.models.workload import CallableWorkload, Order, Workload
-
-# What a kernel's failure, a lost GPU or a driver that is too old look like; the advice that torch adds is left out.
-_GPU_FAILURE = re.compile(r"CUDA (?:driver )?error: [^\n]+|GPU is lost|unspecified launch failure")
+from profkit.errors import ProfkitError, RunError, UsageError
+from profkit.models.workload import CallableWorkload, MemoryOrder, Order, Workload
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -81,7 +79,6 @@ def measure(order: Order) -> dict[str, Any]:
         "losses": done.losses,
         "steps": done.times,
         "during": done.during,
-        "work": steps.work if isinstance(steps, CallableSteps) else None,
         **(describe_rank() if order.workload.ranks > 1 else {}),
     }
 
@@ -108,8 +105,9 @@ def _run_recorded(order: Order, device: torch.device) -> tuple[Steps, Measured]:
 def _record_memory(order: Order, device: torch.device) -> tuple[Steps, Measured]:
     """Run all of it, the building of the model included, while the allocator's history is recorded."""
     workload, memory = order.workload, order.memory
-    if not isinstance(workload, Workload) or memory is None:
-        raise UsageError("--memory records a built-in model here")
+    assert memory is not None
+    if isinstance(workload, CallableWorkload):
+        return _remember_callable(workload, memory)
     if device.type != "cuda":
         raise UsageError("--memory records the CUDA allocator, and this machine has no CUDA GPU; leave --memory out")
     snapshot, ledger = Path(memory.snapshot_path), Path(memory.ledger_path)
@@ -120,6 +118,24 @@ def _record_memory(order: Order, device: torch.device) -> tuple[Steps, Measured]
         with backward_owners(step.module, on=workload.compile_mode == "none"):
             step.run_warmup()
             return step, measure_steps(step)
+
+
+def _remember_callable(workload: CallableWorkload, memory: MemoryOrder) -> tuple[Steps, Measured]:
+    """Run a callable's steps; record the allocator from their first use of CUDA on, to their end or their failure."""
+    recording = ScriptMemory(Path(memory.snapshot_path).parent, memory.options)
+    recording.wait_for_cuda()
+    try:
+        steps = CallableSteps(workload, hooked=True, memory=recording)
+        steps.run_warmup()
+        done = measure_steps(steps)
+    finally:
+        recording.finish()
+    found = recording.result()
+    if found is None:
+        raise UsageError(f"--memory records the CUDA allocator, and {workload.target} used no CUDA GPU; leave it out")
+    if found["failure"] is not None:
+        raise RunError(f"nothing was recorded of the memory: {found['failure']}")
+    return steps, done
 
 
 def _recorded(order: Order, device: torch.device) -> AbstractContextManager[None]:
@@ -149,9 +165,6 @@ def main() -> None:
         mode = order.workload.compile_mode if isinstance(order.workload, Workload) else ""
         _fail(order, f"--compile {mode}: {_first_line(error)}; leave --compile out")
     except RuntimeError as error:
-        lost = _GPU_FAILURE.search(str(error))
-        if lost:
-            _fail_on_gpu(order, lost[0])
         if "can't allocate memory" not in str(error):  # how torch reports a CPU tensor that does not fit
             raise
         _fail(order, "the memory is full; try a smaller --batch, --context or model")
@@ -180,17 +193,6 @@ def _fail_in_their_code(order: Order, error: Exception) -> NoReturn:
     sys.stderr.write("".join(lines))
     _write_result(order, {"error": lines[-1].strip()})
     sys.exit(1)
-
-
-def _fail_on_gpu(order: Order, failure: str) -> NoReturn:
-    """Say what the GPU's failure was and end at once: torch's own clean-up would ask the lost GPU again, and abort."""
-    try:
-        _fail(
-            order, f"the GPU failed: {failure}; nvidia-smi says whether it is still there, dmesg which Xid it reported"
-        )
-    finally:
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def _is_ours(file: str) -> bool:

@@ -19,6 +19,7 @@ from profkit.report.memory import TOP_STACKS, other_warnings, render_leaks, rend
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
 from profkit.report.memory_predicted import render_predicted
 from profkit.report.timeline import STACKINGS, Stacking, write_timeline
+from profkit.run_directory import find_snapshots
 
 
 @click.command()
@@ -27,6 +28,7 @@ from profkit.report.timeline import STACKINGS, Stacking, write_timeline
     "--at", default=PEAK, show_default=True, metavar="peak|TIME|phase:NAME", help="Which moment to take apart."
 )
 @click.option("--device", type=int, metavar="N", help="This GPU; by default the one with the highest peak.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Of a run of several ranks this one; see above.")
 @click.option("--stack", metavar="TEXT", help="Only allocations with this text in their stack or owner.")
 @click.option("--min-size", type=Size(), default=0, help="Only allocations at least so large, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Annotations by this glob are phase NAME.")
@@ -47,6 +49,7 @@ def memory(
     snapshot: Path,
     at: str,
     device: int | None,
+    rank: int | None,
     stack: str | None,
     min_size: int,
     phases: tuple[str, ...],
@@ -66,11 +69,13 @@ def memory(
     SNAPSHOT is what torch.cuda.memory._dump_snapshot wrote (.pickle, .pickle.gz; nothing in it is executed), or a run
     directory. The allocator is replayed from the recorded events, so that the peak is max_memory_allocated() to the
     byte; where the history does not prove that, a bound is printed.
+
+    Of a run of several ranks the one with the highest peak is taken, unless --rank names another.
     """
     refuse_overwriting([snapshot, *([against] if against is not None else [])], [output, timeline])
-    opened = _open(snapshot, phases)
+    opened = _open(snapshot, phases, rank)
     if against is not None:
-        comparison = opened.against(_open(against, phases), device=device)
+        comparison = opened.against(_open(against, phases, rank if against.is_dir() else None), device=device)
         write_warnings(warning.message for warning in comparison.warnings)
         write_result(render_comparison(comparison, style, top=top or TOP_PARTS, full_names=full_names), output)
         return
@@ -95,7 +100,7 @@ def _tell_predicted(result: MemoryResult, full_names: bool) -> str:
     return render_predicted(result.predicted, full_names=full_names)
 
 
-def _open(path: Path, phases: tuple[str, ...]) -> OpenedSnapshot:
+def _open(path: Path, phases: tuple[str, ...], rank: int | None) -> OpenedSnapshot:
     named = {}
     for phase in phases:
         name, equals, glob = phase.partition("=")
@@ -103,4 +108,15 @@ def _open(path: Path, phases: tuple[str, ...]) -> OpenedSnapshot:
             raise UsageError(f"--phase {phase}: give a name and a glob, such as --phase forward='model.*'")
         named[name] = glob
     with shown_after_a_second(f"replaying {path.name}"):
-        return read_snapshot(path, phases=named)
+        opened = read_snapshot(path, phases=named, rank=rank)
+    _tell_rank(path, opened, rank)
+    return opened
+
+
+def _tell_rank(path: Path, opened: OpenedSnapshot, rank: int | None) -> None:
+    """Say which rank is shown where several are there and none was named."""
+    if rank is None and path.is_dir():
+        ranks = find_snapshots(path)
+        if len(ranks) > 1:
+            chosen = next(one for one, file in ranks.items() if str(file) == opened.snapshot.path)
+            click.echo(f"rank {chosen} of {len(ranks)}, the one with the highest peak; --rank for another", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,14 @@ from profkit.cli.run_steps import run_steps
 from profkit.errors import UsageError
 from profkit.launch.nsys_options import GraphTrace
 from profkit.launch.ranks import build_rank_argv
-from profkit.launch.record import AnyWorkload, MemoryOptions
+from profkit.launch.record import AnyWorkload
 from profkit.launch.targets import parse_target, target_kind
-from profkit.models.attachment import AttachedRecorder, Attachment
-from profkit.models.workload import CallableWorkload, Stacks, Workload
+from profkit.models.attachment import Attachment
+from profkit.models.workload import CallableWorkload, MemoryOptions, Stacks, Workload
 
 _WARMUP = 2
 # Of a command's steps before the recording all but the first are timed, so there should be some.
 _COMMAND_WARMUP = 5
-_COUNTABLE_WARMUP = 2
 
 # torch.compile keeps this many variants of one piece of code; a further one would run uncompiled, without a word.
 _COMPILED_CONTEXTS = 8
@@ -66,10 +66,10 @@ def run(
     ranks: int,
     depth: int,
     annotate: bool,
-    flops: bool,
     stop: bool,
     step_on: str | None,
     memory: bool,
+    memory_only: bool,
     memory_stacks: Stacks,
     memory_entries: int,
     memory_saved: bool,
@@ -81,7 +81,8 @@ def run(
     profiler, to be timed, then recorded; with --memory a third time, first of all.
 
     A command runs once: steps --warmup to --warmup + --steps - 1 are recorded, the ones before timed. A step ends with
-    the optimizer's; in a script without an optimizer it is an outermost call of a module.
+    the optimizer's; in a script without an optimizer it is an outermost call of a module. With --memory it runs twice,
+    to its end unless --stop: first its allocator is recorded, from the first use of CUDA to the last of these steps.
 
     In a callable's and a command's code ranges for phases and modules appear without an edit.
 
@@ -91,32 +92,23 @@ def run(
     kind = target_kind(target)
     refuse_options_of_other_kinds(kind)
     nsys = require_nsys(traces, graph_trace, nsys_args, keep_report) if with_nsys else None
+    allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved)
     workload: AnyWorkload
     if kind == "command":
         warmup_steps = _COMMAND_WARMUP if warmup is None else warmup
-        _check_countable(flops, warmup_steps)
-        recorder: AttachedRecorder = "nsys" if with_nsys else "kineto"
-        wanted = Attachment("", recorder, warmup_steps, steps, depth, annotate, stop, step_on, flops)
+        wanted = Attachment("", "nsys" if with_nsys else "kineto", warmup_steps, steps, depth, annotate, stop, step_on)
+        remembered = replace(wanted, recorder="memory", memory=allocator)
+        passes = (*[remembered] * (memory or memory_only), *[wanted] * (not memory_only))
         words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
-        return run_script(words, wanted, nsys, output, command)
+        return run_script(words, passes, nsys, output, command)
     warmup_steps = _WARMUP if warmup is None else warmup
     if kind == "callable":
-        _check_countable(flops, warmup_steps)
-        workload = CallableWorkload(target[0], warmup_steps, steps, depth, annotate, flops)
+        workload = CallableWorkload(target[0], warmup_steps, steps, depth, annotate)
     else:
         workload = _model_workload(
             target[0], warmup_steps=warmup_steps, steps=steps, ranks=ranks, memory=memory, **model
         )
-    allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory else None
-    return run_steps(workload, nsys, output, command, memory=allocator)
-
-
-def _check_countable(flops: bool, warmup_steps: int) -> None:
-    if flops and warmup_steps < _COUNTABLE_WARMUP:
-        raise UsageError(
-            f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
-            "does what later ones do not"
-        )
+    return run_steps(workload, nsys, output, command, memory=allocator if memory else None)
 
 
 def _model_workload(target: str, *, contexts: tuple[int, ...], memory: bool, **options: Any) -> Workload:

@@ -35,9 +35,8 @@ _COMMAND: tuple[Kind, ...] = ("command",)
 # An option that is not named here is for every kind.
 _MEANT_FOR = {
     **dict.fromkeys(("batch", "contexts", "passes", "dtype", "compile_mode", "seed", "device"), _MODEL),
-    **dict.fromkeys(("memory", "memory_stacks", "memory_entries", "memory_saved"), _MODEL),
-    **dict.fromkeys(("depth", "annotate", "flops"), _HOOKED),
-    **dict.fromkeys(("stop", "step_on"), _COMMAND),
+    **dict.fromkeys(("depth", "annotate"), _HOOKED),
+    **dict.fromkeys(("stop", "step_on", "memory_only"), _COMMAND),
     "ranks": ("model", "command"),
 }
 _KIND_NAMES = {
@@ -156,6 +155,11 @@ def memory_options(command: Command) -> Command:
         click.option(
             "--memory", is_flag=True, help="Also record the CUDA allocator, in a process of its own: who held it."
         ),
+        click.option(
+            "--memory-only",
+            is_flag=True,
+            help="Record a command's allocator and no trace: the command then runs once, with --memory twice.",
+        ),
         _choice("--memory-stacks", Stacks, "python", "Frames of each allocation; all: C++ too, which costs more."),
         click.option(
             "--memory-entries",
@@ -180,12 +184,6 @@ def hook_options(command: Command) -> Command:
             help="Modules of your model get a range if their dotted name has at most this many parts.",
         ),
         click.option("--annotate/--no-annotate", default=True, help="Your own ranges are shown in any case."),
-        click.option(
-            "--flops",
-            is_flag=True,
-            help="Count what each range does, FLOPs and the bytes it must move, in the last step before the measured "
-            "ones: that one is slower, and not timed. A built-in model's work is known without.",
-        ),
     )
 
 
@@ -212,6 +210,8 @@ def refuse_options_of_other_kinds(kind: Kind) -> None:
             raise UsageError(f"{name} is for {' and '.join(_KIND_NAMES[one] for one in kinds)}; leave it out")
         if parameter.name in _FOR_NSYS and not ctx.params["with_nsys"]:
             raise UsageError(f"{name} goes with --nsys")
+        if parameter.name == "with_nsys" and ctx.params["memory_only"]:
+            raise UsageError(f"{name} records a trace and --memory-only none; --memory records both")
 
 
 def _given_name(parameter: click.Parameter, ctx: click.Context) -> str:

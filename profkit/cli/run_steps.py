@@ -10,11 +10,17 @@ import click
 
 from profkit.cli.progress import shown_after_a_second
 from profkit.launch.nsys import Nsys
-from profkit.launch.record import AnyWorkload, MemoryOptions, Recorded, record_run, require_torch
-from profkit.models.workload import Workload
+from profkit.launch.record import AnyWorkload, Recorded, record_run, require_torch
+from profkit.models.workload import MemoryOptions, Workload
 from profkit.ranges import context_range
 
+PROFILERS = ("torch.profiler", "Nsight Systems")
+
 _KILLED = 128 + signal.SIGKILL
+_THREE_TIMES = (
+    "three passes, each in a process of its own, because recording the allocator slows the steps and so does a "
+    "profiler: for the allocator, unprofiled, for {}"
+)
 
 
 def run_steps(
@@ -27,6 +33,8 @@ def run_steps(
 ) -> int:
     """Run the steps, print what was recorded of them and what to ask next, and return the target's exit status."""
     require_torch()
+    if memory is not None:
+        click.echo(f"profkit: {_THREE_TIMES.format(PROFILERS[nsys is not None])}", err=True)
     recorded = record_run(workload, nsys, output, command, shown_after_a_second, memory=memory)
     where = shlex.quote(str(recorded.run))
     if recorded.exit_status != 0:

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,17 @@ from profkit.launch.conditions import Conditions, warn_of_run
 from profkit.launch.directory import make_run_directory, write_manifest
 from profkit.launch.manifest import first_manifest, script_manifest
 from profkit.launch.nsys import Nsys, build_nsys_argv
-from profkit.launch.nsys_run import require_room, run_in_nsys
 from profkit.launch.processes import run_child
 from profkit.launch.ranks import take_failures
 from profkit.launch.record import Progress, collect_report, give_up, lossy_warnings, mark_failed, own_outputs
+from profkit.launch.script_passes import Pass, shortfalls, why_no_step, why_nothing
 from profkit.launch.targets import command_name
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, RESULT_GLOB, VARIABLE, Attachment
-from profkit.run_directory import KINETO_TRACE, LOG, NSYS_EXPORT, NSYS_REPORT, rank_traces
+from profkit.run_directory import LOG, NSYS_REPORT, holds_snapshot
 
 _CHILD = Path(__file__).parent.parent / "capture" / "child"
+
+_TIMES = ("attached", "profiled", "during")
 
 # nsys writes its own lines to the standard streams; the command's go where the launcher's go.
 _REDIRECTED = "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -33,19 +35,21 @@ _REDIRECTED = "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); os.execvp(sys.a
 class RecordedScript:
     """A command that came to its end: where the run is, the command's own status, and what was recorded of it.
 
-    ``reason`` says why nothing was recorded, None if something was.
+    ``reason`` says why what was asked for last was not recorded, None if it was.
     """
 
     run: Path
     exit_status: int
     reason: str | None
+    has_trace: bool
     has_kernels: bool
+    has_snapshot: bool
     warnings: tuple[str, ...]
 
 
 def record_script(
     words: Sequence[str],
-    wanted: Attachment,
+    wanted: Sequence[Attachment],
     nsys: Nsys | None,
     output: Path | None,
     *,
@@ -54,10 +58,11 @@ def record_script(
 ) -> RecordedScript:
     """Run the command ``words`` with profkit attached into a new run directory; see `Attachment` for what is recorded.
 
-    Whatever the command's end, what was recorded by then is kept, and the manifest says how it ended.
+    It is run once for each of ``wanted``, in that order, as long as all goes well. Whatever its end, what was recorded
+    by then is kept, and the manifest says how it ended.
 
     Args:
-        wanted: its ``run`` is set here.
+        wanted: their ``run`` is set here.
         command: profkit's own command line, for the manifest.
 
     Raises:
@@ -65,37 +70,78 @@ def record_script(
         ToolError: nsys or its importer failed.
     """
     run = make_run_directory(output, command_name(words))
-    wanted = replace(wanted, run=str(run.resolve()))
-    manifest = first_manifest(wanted, " ".join(words), nsys, command)
-    del manifest["workload"]["run"]  # where the directory lay is no part of what was run
-    manifest["argv"] = list(words)
-    write_manifest(run, manifest)
+    manifest = _begin_manifest(run, words, wanted, nsys, command)
+    done: list[Pass] = []
     conditions = Conditions(os.environ)
     try:
-        status = (
-            run_child(words, build_environment(os.environ, wanted))
-            if nsys is None
-            else _run_in_nsys(run, words, wanted, nsys, progress)
-        )
+        for one in wanted:
+            if done and not done[-1].may_go_on:
+                break
+            done.append(_make_pass(run, words, one, nsys, progress))
+            manifest = _told_by(done[-1], manifest)
     except BaseException as error:
         take_failures(run)
         # What was recorded before stays: an interrupted script may have been through its recorded steps for hours.
         give_up(run, {**manifest, "processes": _take_results(run)}, error)
         raise
-    processes, failures = _take_results(run), take_failures(run)
-    has_trace = bool(rank_traces(run)) or (run / (KINETO_TRACE if nsys is None else NSYS_EXPORT)).exists()
-    reason = _why_nothing(processes, wanted, has_trace)
+    failures, last = take_failures(run), done[-1]
     conditions.close()
-    finished = {**script_manifest(manifest, processes, status), **conditions.to_dict()}
-    doubts = (*warn_of_run(finished), *conditions.warnings(processes))
-    warnings = (*lossy_warnings(run), *_shortfalls(processes, wanted), *(failures if status else ()), *doubts)
-    finished["warnings"] = warnings
-    if reason is not None or status != 0:
-        mark_failed(run, {**finished, "status": "failed", "reason": reason or f"exit status {status}"})
+    happened = (*(failures if last.exit_status else ()), *conditions.warnings(last.processes))
+    return _conclude(run, {**manifest, **conditions.to_dict()}, done, wanted, happened)
+
+
+def _begin_manifest(
+    run: Path, words: Sequence[str], wanted: Sequence[Attachment], nsys: Nsys | None, command: list[str]
+) -> dict[str, Any]:
+    last = wanted[-1]
+    manifest = first_manifest(last, " ".join(words), nsys, command)
+    for what in ("run", "memory"):  # where the directory lay is no part of what was run; memory has its own part
+        del manifest["workload"][what]
+    manifest["argv"] = list(words)
+    if last.recorder == "memory":
+        manifest["profiler"] = None
+    write_manifest(run, manifest)
+    return manifest
+
+
+def _make_pass(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys | None, progress: Progress) -> Pass:
+    wanted = replace(wanted, run=str(run.resolve()))
+    if wanted.recorder == "nsys" and nsys is not None:
+        status = _run_in_nsys(run, words, wanted, nsys, progress)
     else:
-        write_manifest(run, finished)
-    has_kernels = reason is None and (nsys is None or processes[0]["device"] == "cuda")
-    return RecordedScript(run, status, reason, has_kernels, warnings)
+        status = run_child(words, build_environment(os.environ, wanted))
+    processes = _take_results(run)
+    return Pass(wanted, status, processes, why_nothing(run, processes, wanted))
+
+
+def _told_by(one: Pass, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest with what a pass found; what the allocator's pass found stands apart."""
+    told = script_manifest(manifest, one.processes, one.exit_status)
+    if one.wanted.memory is None:
+        return told
+    timed = [(told.pop(part, None) or {}).get("steps", []) for part in ("attached", "profiled")]
+    processes = [{key: one[key] for key in one if key not in _TIMES} for one in told.pop("processes")]
+    return {**told, "memory": {**asdict(one.wanted.memory), "steps": timed[1], "processes": processes}}
+
+
+def _conclude(
+    run: Path, manifest: dict[str, Any], done: list[Pass], wanted: Sequence[Attachment], happened: Sequence[str]
+) -> RecordedScript:
+    """Write the last manifest and return what there is to say; ``happened`` is what the launcher saw go wrong."""
+    last = done[-1]
+    reason = last.reason
+    if reason is None and last.exit_status == 0 and len(done) < len(wanted):
+        reason = why_no_step(last.processes, last.wanted)
+    missing = [text for one in done for text in shortfalls(one, is_last=one is last)]
+    warnings = (*lossy_warnings(run), *missing, *happened, *warn_of_run(manifest))
+    finished = {**manifest, "warnings": warnings}
+    if reason is not None or last.exit_status != 0:
+        mark_failed(run, {**finished, "status": "failed", "reason": reason or f"exit status {last.exit_status}"})
+    else:
+        write_manifest(run, {**finished, "status": "complete"})
+    has_trace = last.wanted.memory is None and last.reason is None
+    has_kernels = has_trace and (last.wanted.recorder != "nsys" or last.processes[0]["device"] == "cuda")
+    return RecordedScript(run, last.exit_status, reason, has_trace, has_kernels, holds_snapshot(run), warnings)
 
 
 def build_environment(environment: Mapping[str, str], wanted: Attachment) -> dict[str, str]:
@@ -118,7 +164,6 @@ def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool
 
 def _run_in_nsys(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys, progress: Progress) -> int:
     report = run / NSYS_REPORT
-    require_room(run)
     with (
         (run / LOG).open("w+b") as log,
         own_outputs() as outputs,
@@ -132,7 +177,7 @@ def _run_in_nsys(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys
             cuda=may_use_cuda(os.environ),
             temporary=tempfile.gettempdir(),
         )
-        status = run_in_nsys(argv, {**build_environment(os.environ, wanted), "TMPDIR": scratch}, log, outputs)
+        status = run_child(argv, {**build_environment(os.environ, wanted), "TMPDIR": scratch}, log, outputs)
         if any(run.glob(RESULT_GLOB)):
             with progress("exporting what Nsight Systems recorded"):
                 collect_report(run, nsys, log)
@@ -147,25 +192,3 @@ def _take_results(run: Path) -> list[dict[str, Any]]:
         path.unlink()
     order = [COMPLETE, CUT_SHORT, NOT_REACHED]
     return sorted(found, key=lambda one: (one["rank"] is None, one["rank"], order.index(one["state"])))
-
-
-def _why_nothing(processes: list[dict[str, Any]], wanted: Attachment, has_trace: bool) -> str | None:
-    if not processes:
-        return (
-            "nothing was recorded: no training step was seen (no optimizer's step, no call of a module) in a Python "
-            "that has torch and profkit"
-        )
-    if processes[0]["state"] == NOT_REACHED:
-        seen = processes[0]["steps_seen"]
-        return (
-            f"nothing was recorded: the script made {seen} steps, and recording was to begin after "
-            f"{wanted.warmup_steps}; lower --warmup"
-        )
-    return None if has_trace else "nothing was recorded: the recorder left no trace"
-
-
-def _shortfalls(processes: list[dict[str, Any]], wanted: Attachment) -> list[str]:
-    if not processes or processes[0]["state"] != CUT_SHORT:
-        return []
-    whole = len(processes[0]["profiled"])
-    return [f"the script ended while it was recorded: {whole} whole steps of the {wanted.steps} that were wanted"]

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from profkit.models.workload import MemoryOptions
+
 VARIABLE = "PROFKIT_ATTACH"
 """The environment variable that carries an `Attachment` to every process that the script starts."""
 
@@ -21,7 +23,7 @@ MEETING_GLOB = "partial.meeting-*"
 COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
 """How a process's recording ended: after its last step, with the process, or before it began."""
 
-AttachedRecorder = Literal["kineto", "nsys"]
+AttachedRecorder = Literal["kineto", "nsys", "memory"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Attachment:
     """Steps ``warmup_steps`` to ``warmup_steps + steps - 1`` of the script, counted from 0, are recorded into ``run``.
 
     ``depth`` of the modules' ranges; ``annotate`` False opens none; ``stop`` ends the script after the last one;
-    ``step_on`` is the class of the optimizer that counts; ``flops`` counts what the step before the recorded ones does.
+    ``step_on`` is the class of the optimizer that counts. The recorder ``memory`` begins with CUDA's first use instead
+    of at a step, as ``memory`` says; the others record no allocator.
     """
 
     run: str
@@ -40,14 +43,16 @@ class Attachment:
     annotate: bool = True
     stop: bool = False
     step_on: str | None = None
-    flops: bool = False
+    memory: MemoryOptions | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Attachment:
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        memory = None if fields["memory"] is None else MemoryOptions(**fields["memory"])
+        return cls(**{**fields, "memory": memory})
 
 
 def meeting_name(occasion: str, local_rank: int) -> str:

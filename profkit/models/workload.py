@@ -60,8 +60,8 @@ class Workload:
 class CallableWorkload:
     """A callable of the user's, ``package.module:name``, that returns a step; and how often the step is called.
 
-    ``depth`` of the modules' ranges; ``annotate`` False opens none but the steps'; ``flops`` counts what the last
-    warm-up step does. ``device`` is where its steps ran when that is known, else ``auto``.
+    ``depth`` of the modules' ranges; ``annotate`` False opens none but the steps'. ``device`` is where its steps ran
+    when that is known, else ``auto``.
     """
 
     target: str
@@ -69,24 +69,36 @@ class CallableWorkload:
     steps: int = 3
     depth: int = 3
     annotate: bool = True
-    flops: bool = False
     device: Device = "auto"
 
     ranks: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
-class MemoryOrder:
-    """How the allocator is recorded: where to, with which stacks, how many events at most.
+class MemoryOptions:
+    """How the allocator is recorded: with which stacks, how many events at most.
 
     ``saved`` also writes down every tensor that autograd saves for backward.
     """
+
+    stacks: Stacks = "python"
+    max_entries: int = MEMORY_ENTRIES
+    saved: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryOrder:
+    """Where the allocator's recording goes, and how it is made; see `MemoryOptions`."""
 
     snapshot_path: str
     ledger_path: str
     stacks: Stacks = "python"
     max_entries: int = MEMORY_ENTRIES
     saved: bool = False
+
+    @property
+    def options(self) -> MemoryOptions:
+        return MemoryOptions(self.stacks, self.max_entries, self.saved)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ def render_memory_summary(run: Path) -> str:
     """Return the memory table of a run and what recording cost, against the steps that ran unrecorded."""
     text = render_memory(read_snapshot(run).memory(), top=_TOP)
     manifest = read_manifest(run)
-    recorded, clean = (_median_step_ns(manifest.get(part)) for part in ("memory", "clean"))
+    twin = "clean" if "clean" in manifest else "attached"
+    recorded, clean = (_median_step_ns(manifest.get(part)) for part in ("memory", twin))
     if recorded is None or clean is None:
         return text
     times = f"median step {recorded / 1e6:.2f} ms, {clean / 1e6:.2f} ms without"

@@ -1,0 +1,441 @@
+"""``profkit run --memory -- COMMAND`` on a CUDA of paper: real processes, torch's own lazy initialisation, no GPU.
+
+What only a GPU can show is in tests/test_run_script_gpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from profkit.models.attachment import Attachment
+from profkit.models.workload import MemoryOptions
+from profkit.snapshot.ledger import Ledger, read_ledger
+from tests.hooked_workloads import WORKLOADS
+
+ROOT = Path(__file__).parent.parent
+WORKLOADS_SCRIPT = Path(__file__).parent / "hooked_workloads.py"
+
+TRAIN = """
+import os, sys
+import torch
+from torch import nn
+from tests import paper_cuda
+
+with open("times_run", "a") as file:
+    file.write("x")
+how = sys.argv[1:]
+if "no cuda" not in how:
+    paper_cuda.install()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
+if "little room" in how:
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+if "no cuda" not in how:
+    torch.cuda.init()
+    if "its own" in how:
+        torch.cuda.memory._record_memory_history(max_entries=9)
+    if "alone" in how:
+        sys.exit(0)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for number in range(5):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    if number == 2 and "exhaust" in how:
+        torch.cuda.exhaust()
+    if number == 2 and "retry" in how:
+        try:
+            torch.cuda.exhaust()
+        except torch.OutOfMemoryError:
+            print("smaller")
+    if number == 1 and "reset" in how:
+        torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    print(number, loss.item().hex(), flush=True)
+    if number == 1 and "wait" in how:
+        import time
+        time.sleep(60)
+if "fork" in how and not os.fork():
+    sys.exit(0)
+if "calls" in how:
+    print(paper_cuda.CALLS)
+"""
+
+CALLABLE = """
+import sys
+import torch
+from torch import nn
+from tests import paper_cuda
+
+def make_step():
+    model = nn.Linear(4, 1)
+    if any('"recorder": "memory"' in word for word in sys.argv):
+        paper_cuda.install()
+        torch.cuda.init()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+def make_step_without():
+    return lambda: None
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "steps.py").write_text(CALLABLE)
+    return tmp_path
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _command(*arguments: str) -> list[str]:
+    head = [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", "--warmup", "1", "--steps", "2"]
+    return [*head, *arguments]
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
+@pytest.fixture
+def run(place: Path) -> Run:
+    def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = _environment(**variables)
+        return subprocess.run(
+            arguments, capture_output=True, text=True, check=False, cwd=place, env=environment, timeout=300
+        )
+
+    return call
+
+
+@pytest.fixture
+def recorded(run: Run) -> Run:
+    """Return a function that runs the script with ``--memory-only``, or with the options before ``--``."""
+
+    def call(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        options, how = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else ((), words)
+        options = options or ("--memory-only",)
+        return run(*_command(*options, "--", sys.executable, "train.py", *how), **variables)
+
+    return call
+
+
+def _manifest(place: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
+    return manifest
+
+
+def _files(place: Path) -> list[str]:
+    return sorted(path.name for path in (place / "run").iterdir())
+
+
+def _ledger(place: Path) -> Ledger:
+    return read_ledger(place / "run" / "ledger.jsonl")
+
+
+def test_a_script_is_recorded_from_the_first_use_of_cuda_to_its_last_measured_step(
+    place: Path, run: Run, recorded: Run
+) -> None:
+    plain = run(sys.executable, "train.py")
+    done = recorded("calls")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(plain.stdout), "the losses are the same to the bit"
+    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    calls = json.loads(done.stdout.splitlines()[5].replace("'", '"'))
+    assert calls[:2] == ["init", "record all"]
+    assert calls[-2:] == ["snapshot", "record None"], "switched off after it"
+    ledger = _ledger(place)
+    assert [one.name for one in ledger.steps] == ["step 0", "step 1", "step 2"], "three of five"
+    assert [one.moment for one in ledger.figures] == ["step 0", "step 1", "step 2", "dump"]
+    names = ["0.bias", "0.weight", "2.bias", "2.weight"]
+    by_role = {role: [(one.name, one.step) for one in ledger.owned if one.role == role] for role in _roles(ledger)}
+    assert sorted(by_role["parameter"]) == [(name, 0) for name in names]
+    assert sorted(by_role["gradient"]) == sorted((name, step) for name in names for step in range(3))
+    assert {name for name, _ in by_role["optimizer_state"]} >= {"0.weight.exp_avg", "2.bias.exp_avg_sq"}
+    assert [step for _, step in by_role["input"]] == [0, 1, 2]
+    manifest = _manifest(place)
+    assert (manifest["status"], manifest["exit_status"], manifest["profiler"]) == ("complete", 0, None)
+    assert len(manifest["memory"]["steps"]) == 2
+    assert "attached" not in manifest
+    assert "the allocator's own peaks, as the run recorded them, are the same to the byte" in done.stdout
+    assert done.stdout.rstrip().endswith("profkit memory run --timeline memory.html")
+
+
+def _roles(ledger: Ledger) -> set[str]:
+    return {one.role for one in ledger.owned}
+
+
+def test_options_reach_the_recording(place: Path, recorded: Run) -> None:
+    done = recorded("--memory-only", "--memory-saved", "--memory-stacks", "all", "--memory-entries", "7", "--")
+    assert done.returncode == 0, done.stderr
+    memory = _manifest(place)["memory"]
+    assert (memory["stacks"], memory["max_entries"], memory["saved"]) == ("all", 7, True)
+    assert "saved" in _roles(_ledger(place))
+
+
+def test_without_ranges_the_owners_are_known_all_the_same(place: Path, recorded: Run) -> None:
+    done = recorded("--memory-only", "--no-annotate", "--", "calls")
+    assert done.returncode == 0, done.stderr
+    assert "metadata" not in done.stdout.splitlines()[5]
+    assert {"parameter", "gradient", "optimizer_state"} <= _roles(_ledger(place))
+
+
+def test_with_a_trace_the_command_runs_twice_and_says_so(place: Path, recorded: Run) -> None:
+    done = recorded("--memory", "--")
+    assert done.returncode == 0, done.stderr
+    assert (place / "times_run").read_text() == "xx"
+    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz"]
+    assert done.stderr.splitlines()[0] == (
+        "profkit: the command runs twice, because recording the allocator slows its steps: first for the allocator, "
+        "then for torch.profiler (--memory-only: the first alone)"
+    )
+    manifest = _manifest(place)
+    assert len(manifest["memory"]["steps"]) == len(manifest["profiled"]["steps"]) == 2
+    assert manifest["profiler"] == "torch.profiler"
+    for said in ("phases; share", "snapshot.pickle, device 0", "profkit ranges run", "profkit memory run"):
+        assert said in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--memory", "--memory-only"])
+def test_out_of_memory_keeps_status_and_snapshot_and_ends_it(place: Path, run: Run, recorded: Run, option: str) -> None:
+    done = recorded(option, "--", "exhaust")
+    assert done.returncode == 1
+    assert "torch.OutOfMemoryError" in done.stderr
+    assert "what was recorded up to then is kept" in done.stderr
+    assert (place / "times_run").read_text() == "x", "not run for the trace"
+    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    manifest = _manifest(place)
+    assert (manifest["status"], manifest["exit_status"], manifest["reason"]) == ("failed", 1, "exit status 1")
+    ledger = _ledger(place)
+    assert [one.name for one in ledger.steps] == ["step 0", "step 1"]
+    assert ledger.figures[-1].moment == "out of memory", "what was freed on the way out is not in it"
+    assert sum(one.role == "gradient" for one in ledger.owned) == 3 * 4, "those of the third step too"
+    told = run(sys.executable, "-m", "profkit", "memory", "run")
+    assert told.returncode == 0, told.stderr
+    assert "out of memory 1×" in told.stdout
+
+
+def test_an_error_that_the_script_survives_disturbs_nothing(place: Path, run: Run, recorded: Run) -> None:
+    plain = run(sys.executable, "train.py", "retry")
+    done = recorded("retry")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(plain.stdout)
+    assert "smaller" in plain.stdout
+    assert [one.moment for one in _ledger(place).figures][-3:] == ["out of memory", "step 2", "dump"]
+    assert _manifest(place)["status"] == "complete"
+
+
+def test_a_recording_that_fails_leaves_the_script_alone(place: Path, run: Run, recorded: Run) -> None:
+    plain = run(sys.executable, "train.py", "retry")
+    done = recorded("retry", PAPER_FULL_DISK="1")
+    assert done.stdout == plain.stdout
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "profkit: nothing was recorded of the memory: [Errno 28] No space left on device"
+    ]
+    assert _files(place) == ["manifest.json"]
+
+
+def test_a_ledger_that_finds_no_room_leaves_the_script_alone(place: Path, recorded: Run) -> None:
+    done = recorded("little room")
+    assert done.stdout.count("0x") == 5, "to its end"
+    assert done.returncode == 1
+    assert done.stderr == "profkit: nothing was recorded of the memory: [Errno 27] File too large\n"
+    assert _files(place) == ["manifest.json"]
+
+
+@pytest.mark.parametrize("option", ["--memory", "--memory-only"])
+def test_a_script_without_cuda_has_its_trace_and_no_snapshot(place: Path, recorded: Run, option: str) -> None:
+    done = recorded(option, "--", "no cuda")
+    why = "nothing was recorded of the memory: the script used no CUDA GPU"
+    assert why in done.stderr
+    assert done.stderr.count("\n") == (2 if option == "--memory" else 1)
+    if option == "--memory":
+        assert done.returncode == 0
+        assert _files(place) == ["manifest.json", "trace.json.gz"]
+        assert "phases; share" in done.stdout
+    else:
+        assert done.returncode == 1
+        assert _files(place) == ["manifest.json"]
+        assert _manifest(place)["reason"].startswith(why)
+
+
+def test_steps_out_of_reach_are_found_out_the_first_time(place: Path, recorded: Run) -> None:
+    done = recorded("--memory", "--warmup", "9", "--")
+    assert done.returncode == 1
+    assert "the script made 5 steps, and recording was to begin after 9; lower --warmup" in done.stderr
+    assert (place / "times_run").read_text() == "x"
+    assert "snapshot.pickle" in _files(place), "the memory is known all the same"
+    assert "profkit memory run" in done.stdout
+
+
+def test_a_script_without_a_step_is_recorded_to_its_end(place: Path, recorded: Run) -> None:
+    done = recorded("alone")
+    assert done.returncode == 0, done.stderr
+    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+
+
+def test_a_reset_of_the_peaks_by_the_script_is_made_up_for(place: Path, recorded: Run) -> None:
+    done = recorded("reset", "calls")
+    assert done.returncode == 0, done.stderr
+    assert "'reset'" in done.stdout
+    figures = _ledger(place).figures
+    assert "before the script reset the peaks" in [one.moment for one in figures]
+    assert figures[-1].allocated_peak_bytes < figures[0].allocated_peak_bytes
+    assert "the allocator's own peaks, as the run recorded them, are the same to the byte" in done.stdout
+
+
+def test_a_script_that_records_the_allocator_itself_keeps_its_recording(recorded: Run) -> None:
+    done = recorded("its own", "calls")
+    assert done.returncode == 0, done.stderr
+    assert "'record None'" not in done.stdout
+    assert "the script switches the allocator's recording itself" in done.stderr
+
+
+def test_a_forked_child_leaves_the_files_alone(place: Path, recorded: Run) -> None:
+    done = recorded("--memory-only", "--steps", "9", "--", "fork")
+    assert done.returncode == 0, done.stderr
+    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    assert len(_manifest(place)["memory"]["processes"]) == 1
+
+
+def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
+    target = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py")
+    done = run(*_command("--memory-only", "--", sys.executable, *target))
+    assert done.returncode == 0, done.stderr
+    ranked = ["ledger.jsonl", "ledger.rank1.jsonl", "manifest.json", "snapshot.pickle", "snapshot.rank1.pickle"]
+    assert _files(place) == ranked
+    highest = run(sys.executable, "-m", "profkit", "memory", "run")
+    assert highest.stdout.startswith("snapshot.rank1.pickle, device 0")
+    assert "rank 1 of 2, the one with the highest peak; --rank for another" in highest.stderr
+    assert "the same to the byte" in highest.stdout
+    first = run(sys.executable, "-m", "profkit", "memory", "run", "--rank", "0")
+    assert first.stdout.startswith("snapshot.pickle, device 0")
+    assert "rank" not in first.stderr
+    absent = run(sys.executable, "-m", "profkit", "memory", "run", "--rank", "2")
+    assert absent.returncode == 2
+    assert absent.stderr == "profkit: --rank 2: this run holds no snapshot of it; there is 0, 1\n"
+
+
+def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: Run) -> None:
+    done = run(*_command("--memory", "--memory-entries", "9", "steps:make_step"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("profkit: three passes, each in a process of its own")
+    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz"]
+    ledger = _ledger(place)
+    assert [one.name for one in ledger.steps] == ["step 0", "step 1"]
+    assert {one.step for one in ledger.owned if one.role == "gradient"} == {None, 0, 1}, "the warm-up's too"
+    manifest = _manifest(place)
+    assert manifest["memory"]["losses"] == manifest["clean"]["losses"] == manifest["profiled"]["losses"]
+    assert manifest["memory"]["max_entries"] == 9
+
+
+def test_a_callable_without_cuda_has_no_snapshot(place: Path, run: Run) -> None:
+    done = run(*_command("--memory", "steps:make_step_without"))
+    assert done.returncode == 2
+    assert "steps:make_step_without used no CUDA GPU; leave it out" in done.stderr
+    assert _files(place) == ["manifest.json"]
+
+
+def test_ctrl_c_leaves_nothing_half_written(place: Path) -> None:
+    command = _command("--memory", "--steps", "9", "--", sys.executable, "train.py", "wait")
+    with subprocess.Popen(
+        command, cwd=place, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        for line in started.stdout:
+            if line.startswith("1 "):
+                break
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=30)
+    assert started.returncode == 130
+    assert said.splitlines()[-1] == "profkit: interrupted"
+    assert _files(place) == ["manifest.json"]
+
+
+@pytest.mark.parametrize("recorder", ["--nsys", "--kineto"])
+def test_memory_only_and_a_recorder_exclude_each_other(run: Run, recorder: str) -> None:
+    done = run(*_command("--memory-only", recorder, "--", sys.executable, "train.py"))
+    assert done.returncode in {1, 2}
+    if recorder == "--kineto":
+        assert done.stderr == ("profkit: --kineto records a trace and --memory-only none; --memory records both\n")
+
+
+def test_an_attachment_survives_its_json() -> None:
+    for memory in (None, MemoryOptions("all", 5, True)):
+        wanted = Attachment("r", "memory", 1, 2, memory=memory)
+        assert Attachment.from_json(wanted.to_json()) == wanted
+
+
+@pytest.fixture(scope="module")
+def workloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in ("plain", "remembered"):
+        folder = tmp_path_factory.mktemp(name)
+        words = [] if name == "plain" else [name, str(folder)]
+        done = subprocess.run(
+            [sys.executable, str(WORKLOADS_SCRIPT), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            env=_environment(),
+        )
+        assert done.returncode == 0, done.stderr
+        found[name] = {**json.loads(done.stdout), "folder": folder}
+    return found
+
+
+@pytest.mark.parametrize("how", WORKLOADS)
+def test_recording_changes_no_loss_and_holds_no_tensor(workloads: dict[str, dict[str, Any]], how: str) -> None:
+    plain, remembered = workloads["plain"][how], workloads["remembered"][how]
+    assert remembered["losses"] == plain["losses"]
+    assert all(kept <= before for kept, before in zip(remembered["alive"], plain["alive"], strict=True))
+    assert remembered["graph_breaks"] == plain["graph_breaks"]
+
+
+def test_every_workload_is_recorded_to_its_end(workloads: dict[str, dict[str, Any]]) -> None:
+    memory = workloads["remembered"]["memory"]
+    assert memory["failure"] is None
+    assert memory["snapshot"] == "snapshot.pickle"
+    ledger = read_ledger(workloads["remembered"]["folder"] / "ledger.jsonl")
+    assert len(ledger.steps) == 4 * len(WORKLOADS)
+    assert _roles(ledger) >= {"parameter", "gradient", "optimizer_state", "input", "saved"}
+    assert "blocks.1.linear.weight" in {one.name for one in ledger.owned}
+
+
+def test_the_allocator_is_told_whose_backward_runs(workloads: dict[str, dict[str, Any]]) -> None:
+    calls = workloads["remembered"]["memory"]["calls"]
+    texts = [call.removeprefix("metadata ") for call in calls if call.startswith("metadata")]
+    first = texts[: texts.index("")]
+    backward = "profkit:backward:"
+    assert all(text.startswith(backward) for text in first)
+    assert first[0] == f"{backward}MSELoss"
+    names = [text.removeprefix(backward) for text in first if text.startswith(f"{backward}blocks")]
+    order = list(dict.fromkeys(names))
+    for number in (2, 1):
+        assert order.index(f"blocks.{number}.relu") < order.index(f"blocks.{number}.linear"), "in reverse"
+        assert order.index(f"blocks.{number}.linear") < order.index(f"blocks.{number - 1}.relu")
+    assert len([text for text in texts if not text]) >= 4 * len(WORKLOADS), "nothing is left behind"
