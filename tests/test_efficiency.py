@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import sqlite3
@@ -22,7 +23,7 @@ from profkit.analysis.run_facts import Peaks
 from profkit.analysis.verdicts import Roofline, build_roofline, judge
 from profkit.errors import TraceError, UsageError
 from tests.conftest import ROOT
-from tests.nsys_builder import NsysBuilder
+from tests.nsys_builder import NsysBuilder, process_of
 
 SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
 KINETO = ROOT / "traces" / "small-train.kineto.json.gz"
@@ -214,7 +215,8 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     result = read_trace(_run(tmp_path)).efficiency()
     rows = _rows(result)
     assert rows["step */forward"].idle_factor == rows["step */forward/layer *"].idle_factor == pytest.approx(40 / 240)
-    assert rows["step */backward"].idle_factor is None  # not timed without a profiler
+    # Not timed by itself, so the step's: 560 ns busy, 440 idle of 1,000 profiled; unprofiled 800 leave 240.
+    assert rows["step */backward"].idle_factor == pytest.approx(240 / 440)
     assert rows["step */forward"].verdict == "compute-bound"
     bare = _rows(read_trace(_trace(tmp_path / "t.sqlite")).efficiency())
     assert bare["step */forward"].verdict == "launch-bound"
@@ -312,6 +314,50 @@ def test_a_real_trace_is_launch_bound_and_says_why() -> None:
     forward = rows["step */forward"]
     assert forward.flops == 2 * 257_320_550_400
     assert forward.rule.startswith("the largest part, 75.4% of its time on the GPU, is idle while the host is launch")
+
+
+def test_a_graph_traced_whole_is_one_launch_that_computes(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 1_000)
+    launched = builder.call(100, name="cudaGraphLaunch_v10000", duration=10)
+    builder.add(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
+        start=200,
+        end=800,
+        deviceId=0,
+        streamId=7,
+        correlationId=launched,
+        globalPid=process_of(100),
+        graphId=1,
+        graphExecId=2,
+    )
+    (row,) = read_trace(builder.write(tmp_path / "t.sqlite")).efficiency().ranges
+    assert (row.launch_count, row.busy_ns, row.kernel_count) == (1, 600, 1)
+    assert row.gpu == _parts(computing_ns=600, launching_ns=10, outside_cuda_ns=390)
+
+
+def test_a_kineto_traces_idle_time_comes_out_of_its_raw_events_too() -> None:
+    """Every step waits for the device, and one stream runs one thing at a time: idle is wall less all that ran."""
+    events = json.loads(gzip.decompress(KINETO.read_bytes()))["traceEvents"]
+    timed = [(e, round(e["ts"] * 1000), round(e["dur"] * 1000)) for e in events if e.get("ph") == "X"]
+    steps = {e["name"]: (at, at + long) for e, at, long in timed if e.get("cat") == "user_annotation"}
+    for step in read_trace(KINETO).efficiency().steps:
+        start, end = steps[step.name]
+        ran = [
+            long
+            for e, at, long in timed
+            if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and start <= at and at + long <= end
+        ]
+        # Times of the file are rounded to a nanosecond apart from their durations.
+        assert step.gpu.idle_ns == pytest.approx(end - start - sum(ran), abs=2 * len(ran))
+        assert step.gpu.span_ns == step.wall_ns
+
+
+def test_one_rank_of_several(captures: Path) -> None:
+    steps = read_trace(captures / "ddp.nsys2025.sqlite", rank=1).efficiency().steps
+    assert [(step.rank, step.device, step.waiting_ns) for step in steps] == [(1, 1, None)] * 2
+    both = read_trace(captures / "ddp.nsys2025.sqlite").efficiency().steps
+    assert [step.gpu for step in steps] == [step.gpu for step in both if step.rank == 1]
 
 
 def test_without_gpu_work_there_is_no_efficiency() -> None:

@@ -15,7 +15,7 @@ from profkit.analysis.run_facts import RunFacts
 from profkit.analysis.step_check import find_measured
 from profkit.analysis.step_times import PhaseTimes
 from profkit.analysis.windows import find_windows
-from profkit.ranges import PHASES, STEP
+from profkit.ranges import STEP
 from profkit.trace.columns import Ints
 
 _Key = tuple[str, int | None]
@@ -45,14 +45,15 @@ class Inflations:
     def idle_factor(self, names: Sequence[str]) -> float | None:
         """Return what is left of the idle time of a range that lies below these names (its own the last).
 
-        It is that of the nearest phase or step around the range, or None where that was not timed without a profiler.
+        It is that of the nearest phase or step around the range that was timed without a profiler, None without one.
         """
-        phase = next((phase for name in reversed(names) if (phase := _phase_of(name)) is not None), None)
-        return None if phase is None else self._factors.get((phase, context_of(names)))
+        context = context_of(names)
+        around = (self._factors.get((_phase_of(name), context)) for name in reversed(names))
+        return next((factor for factor in around if factor is not None), None)
 
 
-def _phase_of(name: str) -> str | None:
-    return STEP if is_step(name) else name.lower() if name.lower() in PHASES else None
+def _phase_of(name: str) -> str:
+    return STEP if is_step(name) else name.lower()
 
 
 def _factor(attribution: Attribution, times: dict[int, GpuTime], members: Ints, phase: PhaseTimes) -> float | None:

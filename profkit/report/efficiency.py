@@ -102,7 +102,7 @@ def head_lines(result: EfficiencyResult) -> list[str]:
     parts, named = result.capture, "the whole capture"
     if result.steps:
         parts, named = _add([step.gpu for step in result.steps]), _count_steps(result)
-    lines = [f"{what}: {named}, {format_ns(parts.span_ns)} on the GPU", *_parts_lines(parts)]
+    lines = [f"{what}: {named}, {format_ns(parts.span_ns)} of GPU time", *_parts_lines(parts)]
     if result.model_flops is not None:
         mfu = "not known" if result.mfu is None else format_share(result.mfu)
         lines.append(f"model FLOPs a step {result.model_flops:,}   MFU {mfu}")
