@@ -42,6 +42,16 @@ class _Columns:
     parts: dict[int, GpuParts]
 
 
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What is known of a trace beside its own rows."""
+
+    facts: RunFacts
+    works: RangeWorks
+    models: ModelFlops
+    inflations: Inflations
+
+
 def measure_efficiency(
     attribution: Attribution, facts: RunFacts, ranks: Ranks, range: str | None = None, *, numbered: bool = False
 ) -> EfficiencyResult:
@@ -59,43 +69,26 @@ def measure_efficiency(
         UsageError: an unknown range.
     """
     trace = attribution.trace
-    if trace.measure != "gpu-kernel":
-        raise TraceError(f"{trace.path}: recorded no GPU work, whose efficiency this is; see `profkit kernels`")
-    if not len(trace.work):
-        raise TraceError(explain_no_work(trace))
-    refuse_impossible_times(trace)
+    _refuse_without_work(trace)
     times = build_gpu_times(trace)
     members = chosen_ranges(attribution, range)
-    nodes = build_nodes(attribution, numbered=numbered)
-    by_number = nodes if numbered else build_nodes(attribution, numbered=True)
-    works = RangeWorks(trace, by_number, facts)
-    models = ModelFlops(attribution, by_number, works, facts)
-    inflations = Inflations(attribution, times, by_number, facts)
-    columns = _sum_columns(attribution, nodes, members, times)
-    ranges_of = rows_by_value(nodes.of_range[members])
-    names = nodes.names_above()
-    rows = []
-    for at in nodes.depth_first():
-        if at.node in ranges_of:
-            mine = members[ranges_of[at.node]]
-            factor = inflations.idle_factor(names[at.node])
-            mfu = models.mfu(mine) if is_step(at.name) else None
-            rows.append(_build_row(at, columns, works.total(mine), facts, idle_factor=factor, mfu=mfu))
+    known = _know(attribution, times, facts)
+    rows = _build_rows(attribution, build_nodes(attribution, numbered=numbered), members, times, known)
     steps = summarize_steps(attribution, ranks, times)
     span_ns = sum(step.gpu.span_ns for step in steps)
     return EfficiencyResult(
         trace=trace.path,
         gpu=facts.gpu,
         dtype=facts.dtype,
-        work_source=works.source(members),
+        work_source=known.works.source(members),
         peaks=facts.peaks,
         capture=_whole_capture(trace, times),
-        ranges=tuple(rows),
+        ranges=rows,
         steps=steps,
         twin=facts.step_times.twin if facts.step_times is not None else None,
-        inflation=inflations.table,
-        model_flops=models.of_all,
-        mfu=models.mfu_of_all,
+        inflation=known.inflations.table,
+        model_flops=known.models.of_all,
+        mfu=known.models.mfu_of_all,
         idle_share=sum(step.gpu.idle_ns for step in steps) / span_ns if span_ns else None,
         warnings=tuple(warn_of_efficiency(attribution, range, rows, facts)),
     )
@@ -109,6 +102,37 @@ def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:
     chosen = np.zeros(len(trace.ranges), dtype=np.bool_)
     chosen[select_ranges(attribution, range).members] = True
     return np.flatnonzero(mark_nested(attribution.parent, chosen))
+
+
+def _refuse_without_work(trace: Trace) -> None:
+    if trace.measure != "gpu-kernel":
+        raise TraceError(f"{trace.path}: recorded no GPU work, whose efficiency this is; see `profkit kernels`")
+    if not len(trace.work):
+        raise TraceError(explain_no_work(trace))
+    refuse_impossible_times(trace)
+
+
+def _know(attribution: Attribution, times: dict[int, GpuTime], facts: RunFacts) -> _Known:
+    nodes = build_nodes(attribution, numbered=True)
+    works = RangeWorks(attribution.trace, nodes, facts)
+    models = ModelFlops(attribution, nodes, works, facts)
+    return _Known(facts, works, models, Inflations(attribution, times, nodes, facts))
+
+
+def _build_rows(
+    attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime], known: _Known
+) -> tuple[EfficiencyRow, ...]:
+    columns = _sum_columns(attribution, nodes, members, times)
+    ranges_of = rows_by_value(nodes.of_range[members])
+    names = nodes.names_above()
+    rows = []
+    for at in nodes.depth_first():
+        if at.node in ranges_of:
+            mine = members[ranges_of[at.node]]
+            factor = known.inflations.idle_factor(names[at.node])
+            mfu = known.models.mfu(mine) if is_step(at.name) else None
+            rows.append(_build_row(at, columns, known.works.total(mine), known.facts, idle_factor=factor, mfu=mfu))
+    return tuple(rows)
 
 
 def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime]) -> _Columns:

@@ -23,6 +23,7 @@ from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.self_check import UNTRUSTED
 from profkit.report.units import four_digits
+from profkit.run_directory import is_of_run
 
 _LABEL_WIDTH = 34
 _CLOSE = 1.4
@@ -117,7 +118,10 @@ def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], c
 
 def _title(result: EfficiencyResult) -> str:
     gpu, dtype = result.gpu or "unknown GPU", result.dtype or "unknown dtype"
-    return f"{shorten(Path(result.trace).name, 60)}: ranges on the roofline of an {gpu}, {dtype}"
+    path = Path(result.trace)
+    # The file of a run is named like that of any other.
+    name = path.parent.name if is_of_run(path) else path.name
+    return f"{shorten(name, 60)}: ranges on the roofline of an {gpu}, {dtype}"
 
 
 def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
