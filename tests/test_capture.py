@@ -129,6 +129,18 @@ def test_bf16_is_autocast_over_fp32_weights() -> None:
     assert {parameter.dtype for parameter in step.module.parameters()} == {torch.float32}
 
 
+def test_tf32_is_fp32_with_its_products_in_tf32() -> None:
+    with pytest.raises(UsageError, match="only CUDA GPUs have TF32"):
+        choose_device(_workload(dtype="tf32"))
+    before = torch.get_float32_matmul_precision()
+    try:
+        step = TrainingStep(_workload(dtype="tf32"), CPU)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert {parameter.dtype for parameter in step.module.parameters()} == {torch.float32}
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

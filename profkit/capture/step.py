@@ -22,9 +22,12 @@ def choose_device(workload: Workload | CallableWorkload) -> torch.device:
     """Return the device to run on; ``auto`` is CUDA where this torch sees a GPU."""
     if workload.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device cuda: this torch ({torch.__version__}) sees no CUDA GPU; leave --device out")
-    if workload.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(workload.device)
+    device = workload.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and isinstance(workload, Workload) and workload.dtype == "tf32":
+        raise UsageError("--dtype tf32: only CUDA GPUs have TF32, and the model would run on the CPU; leave it out")
+    return torch.device(device)
 
 
 class StepObserver:
@@ -62,6 +65,8 @@ class TrainingStep:
 
     def __init__(self, workload: Workload, device: torch.device, shared: TrainingStep | None = None) -> None:
         torch.manual_seed(workload.seed)
+        if workload.dtype == "tf32":
+            torch.set_float32_matmul_precision("high")
         self.workload = workload
         self.device = device
         preset = workload.preset

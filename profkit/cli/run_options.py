@@ -133,7 +133,7 @@ def model_options(command: Command) -> Command:
             help="Tokens in a sequence; of several (128,256,512) each has its steps, under a range 'context N'.",
         ),
         _choice("--passes", Passes, "train", "What a step does."),
-        _choice("--dtype", Dtype, "fp32", "bf16: autocast, fp32 weights."),
+        _choice("--dtype", Dtype, "fp32", "tf32: matrix products of fp32 in TF32; bf16: autocast, fp32 weights."),
         click.option(
             "--compile",
             "compile_mode",

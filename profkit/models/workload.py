@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from profkit.models.presets import PRESETS, Preset
 
 Passes = Literal["forward", "forward-backward", "train"]
-Dtype = Literal["fp32", "bf16"]
+Dtype = Literal["fp32", "tf32", "bf16"]
 CompileMode = Literal["none", "default", "reduce-overhead"]
 Device = Literal["auto", "cuda", "cpu"]
 Recorder = Literal["none", "kineto", "nsys", "memory"]
@@ -23,8 +23,9 @@ MEMORY_ENTRIES = 1_000_000
 
 @dataclass(frozen=True)
 class Workload:
-    """Which model, on what, how often. ``bf16`` means autocast with fp32 weights; ``auto`` takes CUDA where it is.
+    """Which model, on what, how often.
 
+    ``tf32``: fp32 with matrix products in TF32; ``bf16``: autocast with fp32 weights; ``auto`` takes CUDA where it is.
     With several ``contexts`` the steps run with each of them in turn, and ``context`` is the longest. With several
     ``ranks`` as many processes of one machine train it together, each on a batch of its own.
     """
