@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 
 import click
 
-from profkit.errors import ProfkitError, UsageError
+from profkit.errors import ProfkitError, ToolError, UsageError
 from profkit.launch.processes import sigterm_raises
+from profkit.launch.record import require_torch
 from profkit.report.files import write_whole
 from profkit.report.formats import make_visible, render_csv, render_markdown, render_table
 from profkit.report.pictures import write_png
 from recipes.common.grid import Effort, run_grid
-from recipes.common.isolated import run_isolated
+from recipes.common.isolated import CellFailed, run_isolated
 from recipes.common.machine import describe_machine
 from recipes.common.recipe import DEVICES, GRIDS, NOT_RUN, Cell, Device, GridName, Recipe, Row
 from recipes.common.store import Store, open_store
@@ -86,12 +87,11 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
 
     Raises:
         UsageError: the device is not there, or the directory holds something else.
+        ToolError: torch is not there, or cannot use the device.
         OSError: the results cannot be written.
     """
     effort = Effort(None if options.budget_s is None else time.monotonic() + options.budget_s, options.force)
-    machine = run_isolated(describe_machine, options.device)
-    if machine["missing"] is not None:
-        raise UsageError(f"--device {options.device}: {machine['missing']}; name one that is there")
+    machine = _require_device(options.device)
     directory = options.output or RESULTS / recipe.name
     store = open_store(directory, recipe.name, recipe.cell_keys, machine, restart=options.restart)
     state = "interrupted"
@@ -106,6 +106,18 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
     click.echo(render_table(build_table(shown, rows, recipe.exact), full=True))
     click.echo(f"\n{directory / recipe.name}.md", err=True)
     return 1 if any(str(row["status"]).startswith("failed(") for row in rows) else 0
+
+
+def _require_device(device: Device) -> dict[str, object]:
+    """Return the facts of the machine, told by a process of its own: this one must not hold any of its memory."""
+    require_torch()
+    try:
+        machine = run_isolated(describe_machine, device)
+    except CellFailed as error:
+        raise ToolError(f"--device {device}: it cannot be used: {error}") from None
+    if machine["missing"] is not None:
+        raise UsageError(f"--device {device}: {machine['missing']}; name one that is there")
+    return machine
 
 
 def write_results(recipe: Recipe, cells: Sequence[Cell], store: Store, machine: Mapping[str, object]) -> list[Row]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Quantity = Literal["time", "memory", "memory per square", "length", "width", "share", "label"]
+Quantity = Literal["time", "memory", "memory per square", "length", "width", "share", "number", "label"]
 Phase = Literal["forward", "backward", "forward+backward", "optimizer", "step"]
 Statistic = Literal["location", "deviation"]
 
@@ -19,10 +19,14 @@ _LENGTHS = {"seq", "seq len", "seq length", "sequence", "sequence length", "cont
 _WIDTHS = {"d model", "dmodel", "width", "d", "head dim", "d head"}
 _FORWARD = {"fwd", "fws", "forward"}
 _BACKWARD = {"bwd", "back", "backward"}
-_LOCATIONS = {"avg", "mean", "average", "median", "min", "max", "p10", "p90"}
+_MEANS = {"avg", "mean", "average"}
+_LOCATIONS = {*_MEANS, "median", "min", "max", "p10", "p90"}
 _DEVIATIONS = {"std", "stdev", "sd", "deviation", "mad"}
 _MEMORY = {"mem", "memory", "peak", "saved", "allocated", "reserved", "activations"}
-_PER_SQUARE = re.compile(r"(/|\bper[ _])\s*(seq\w*|s|n|l|t|context)\s*(\^\s*2|\*\*\s*2|²|[ _]squared?)", re.IGNORECASE)
+_PER_SQUARE = re.compile(
+    r"(/|(?:\b|_)per[ _])\s*(seq(?:uence|[ _]len(?:gth)?)?|s|n|l|t|context)\s*(\^\s*2|\*\*\s*2|²|2\b|[ _]squared?)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class Role:
     phase: Phase | None = None
     statistic: Statistic = "location"
     base: tuple[str, ...] = ()
+    is_mean: bool = False
 
     @property
-    def is_measure(self) -> bool:
-        return self.quantity in ("time", "memory", "memory per square", "share")
+    def is_label(self) -> bool:
+        """Whether the column says which row it is; what is measured does not, nor what was worked out from that."""
+        return self.quantity in ("length", "width", "label")
 
     @property
     def seconds(self) -> float:
@@ -60,7 +66,7 @@ def recognize(heading: str) -> Role:
     if unit in BYTES or (unit is None and _MEMORY & set(words)):
         return Role("memory", unit, statistic=statistic, base=base)
     if unit in SECONDS or _LOCATIONS & set(words) or _DEVIATIONS & set(words):
-        return Role("time", unit, _phase_of(set(rest)), statistic, base)
+        return Role("time", unit, _phase_of(set(rest)), statistic, base, bool(_MEANS & set(rest)))
     return Role("label", base=tuple(words))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -52,10 +52,13 @@ class BenchmarkTable:
     def roles(self) -> dict[str, Role]:
         found = {heading: recognize(heading) for heading in self.headings}
         for heading, role in found.items():
-            units = {number.unit for number in self.numbers[heading] if number is not None and number.unit}
+            numbers = self.numbers[heading]
+            units = {number.unit for number in numbers if number is not None and number.unit}
             if role.quantity == "label" and len(units) == 1:
                 # The unit stands in the cells.
                 found[heading] = recognize(f"{heading} {units.pop()}")
+            elif role.quantity == "label" and any(each is not None and each.decimals > 0 for each in numbers):
+                found[heading] = replace(role, quantity="number")
         return found
 
     @cached_property
@@ -91,7 +94,7 @@ class BenchmarkTable:
         return {
             heading: self.rows[row][heading].strip()
             for heading, role in self.roles.items()
-            if heading and not role.is_measure and heading not in without and role.statistic == "location"
+            if heading and role.is_label and heading not in without
         }
 
     def describe(self, row: int) -> str:

@@ -24,8 +24,8 @@ def find_negative_times(table: BenchmarkTable) -> Iterator[Finding]:
 
 
 def find_spread(table: BenchmarkTable) -> Iterator[Finding]:
-    """Yield columns whose standard deviation is over 30 % of the mean somewhere, with the worst row."""
-    for heading in table.columns("time"):
+    """Yield columns whose standard deviation is over 30 % of the mean somewhere, with the worst rows."""
+    for heading in _means(table):
         wide = [(_relative(table, heading, row), row) for row in range(len(table.rows))]
         over = sorted(((share, row) for share, row in wide if share is not None and share > SPREAD), reverse=True)
         if over:
@@ -75,7 +75,7 @@ def find_subtraction(table: BenchmarkTable) -> Iterator[Finding]:
 
 def find_identical_columns(table: BenchmarkTable) -> Iterator[Finding]:
     """Yield columns of measurements that agree in every row, where the rows differ."""
-    measured = [heading for heading, role in table.roles.items() if role.is_measure and role.statistic == "location"]
+    measured = [heading for heading, role in table.roles.items() if not role.is_label and role.statistic == "location"]
     for place, heading in enumerate(measured):
         values = table.values(heading)
         for other in measured[place + 1 :]:
@@ -108,6 +108,13 @@ def differs_at_first(samples: Sequence[float]) -> bool:
     others = samples[1:]
     distance = abs(samples[0] - median(others))
     return distance > max(5 * median_absolute_deviation(others), SPREAD * median(others))
+
+
+def _means(table: BenchmarkTable) -> list[str]:
+    """Return the columns of means; where there is none of its kind, what stands for it."""
+    times = table.columns("time")
+    with_mean = {table.roles[heading].base for heading in times if table.roles[heading].is_mean}
+    return [name for name in times if table.roles[name].is_mean or table.roles[name].base not in with_mean]
 
 
 def _relative(table: BenchmarkTable, heading: str, row: int) -> float | None:

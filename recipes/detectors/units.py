@@ -23,7 +23,7 @@ def find_binary_under_decimal_label(table: BenchmarkTable) -> Iterator[Finding]:
 
 
 def find_wrong_factor(table: BenchmarkTable) -> Iterator[Finding]:
-    """Yield a column of memory over squared length that was computed with another unit than its memory has."""
+    """Yield a column of memory over squared length that was computed with 10⁶ for 2²⁰, or the other way round."""
     lengths = table.columns("length")
     for heading in table.columns("memory per square"):
         for memory in table.columns("memory"):
@@ -72,14 +72,14 @@ def _compare_factor(table: BenchmarkTable, heading: str, memory: str, length: st
         return None
     binary = unit in BINARY_BYTES or is_binary(table, memory)
     power = "kmgt".index(unit[0]) + 1
-    due = 1024**power if binary else 1000**power
+    due, wrong = (1024**power, 1000**power) if binary else (1000**power, 1024**power)
     rows = zip(table.values(heading), table.values(memory), table.values(length), strict=True)
     factors = [
         (ratio * size**2 / amount, amount * due / size**2, row, size)
         for row, (ratio, amount, size) in enumerate(rows)
         if ratio and amount and size
     ]
-    if not factors or all(abs(factor / due - 1) <= _EXACT for factor, *_ in factors):
+    if not factors or any(abs(factor / wrong - 1) > _EXACT for factor, *_ in factors):
         return None
     shown = max(range(len(factors)), key=lambda place: factors[place][3])
     factor, right, row, _ = factors[shown]

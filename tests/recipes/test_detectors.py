@@ -218,3 +218,16 @@ def test_no_table_breaks_the_detectors(rows: list[dict[str, str]], text: str) ->
 def test_no_text_breaks_the_reader(text: str) -> None:
     for table in [*read_markdown(text, "t"), *read_csv(text, "t")]:
         assert all(set(row) == set(table.headings) for row in table.rows)
+
+
+def test_the_deviation_belongs_to_the_mean() -> None:
+    rows = [{"forward_ms": 1.5, "forward_mean_ms": 100.0 + n, "forward_std_ms": 5.0} for n in range(3)]
+    assert [found.code for found in inspect_tables([build_table("t", rows)]) if not found.is_note] == []
+
+
+def test_what_was_worked_out_is_no_label() -> None:
+    rows = [{"seq_len": s, "d_model": 16, "saved_MiB": 64 * s * s / 2**20, "bytes_per_seq2": 64.0, "growth": s / 7}
+            for s in (256, 512, 1024)]  # fmt: skip
+    table = build_table("t", rows)
+    assert table.describe(1) == "seq_len 512"
+    assert inspect_tables([table]) == []
