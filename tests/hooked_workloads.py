@@ -1,7 +1,8 @@
 """A training script with many ways to train: prints each one's losses to the bit, plain or with profkit's hooks.
 
-``python hooked_workloads.py [hooked | remembered FOLDER]``; hooked, it also prints every range that was opened and
-closed, by thread; remembered, the memory of a CUDA of paper is recorded into the folder too, saved tensors included.
+``python hooked_workloads.py [hooked] [counted] [remembered FOLDER]``; hooked, it also prints every range that was
+opened and closed, by thread; counted, the work of each one's third step; remembered (alone), the memory of a CUDA of
+paper is recorded into the folder too, saved tensors included.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from profkit.capture.work_counter import WorkCounter
+
 ACTIVATIONS: list[weakref.ref[Tensor]] = []
 EVENTS: list[tuple[str, str, int]] = []
+WORK: list[dict[str, Any]] = []
 
 
 class Marked(torch.autograd.Function):
@@ -126,7 +130,10 @@ def train(how: str) -> tuple[list[str], list[int]]:
         losses.append(loss.item().hex())
         return loss  # type: ignore[no-any-return]
 
-    for _ in range(4):
+    for number in range(4):
+        counter = WorkCounter() if number == 2 and "counted" in sys.argv else None
+        if counter is not None:
+            counter.start()
         optimizer.zero_grad()
         if how == "exception":
             _fail_once(model)
@@ -139,6 +146,9 @@ def train(how: str) -> tuple[list[str], list[int]]:
             with torch.no_grad():
                 losses.append(model(torch.ones(2, 8)).sum().item().hex())
             model.train()
+        if counter is not None:
+            counter.stop()
+            WORK.append(counter.content())
     return losses, alive
 
 
@@ -220,7 +230,7 @@ def _install(memory: Any) -> Callable[[], None]:
 def main() -> None:
     """Print what every workload gave."""
     memory = _remember(Path(sys.argv[2])) if "remembered" in sys.argv else None
-    stop = _install(memory) if len(sys.argv) > 1 else None
+    stop = _install(memory) if "hooked" in sys.argv or memory is not None else None
     found: dict[str, Any] = {}
     for how in WORKLOADS:
         gc.collect()  # the optimizer that counted is gone
@@ -232,6 +242,7 @@ def main() -> None:
             "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         }
         found[how]["events"] = list(EVENTS)
+        found[how]["work"] = WORK[-1:]
     EVENTS.clear()
     if stop is not None:
         stop()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.work import read_work
 from tests.doubts import without_doubts
 
 pytest.importorskip("torch")
@@ -105,6 +106,21 @@ def test_a_callables_steps_are_timed_and_recorded_apart(tmp_path: Path, run: Cal
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", "trace.json.gz"]
     assert "phases; share" in done.stdout
     assert "unprofiled" in done.stdout
+
+
+def test_a_warmup_step_of_the_recorded_process_is_counted(tmp_path: Path, run: Callable[..., Any]) -> None:
+    done = run("--flops", "--steps", "1", "pkg.steps:make_step")
+    assert done.returncode == 0, done.stderr
+    manifest = _manifest(tmp_path)
+    assert manifest["clean"]["losses"] == manifest["profiled"]["losses"]
+    work = read_work(tmp_path / "run")
+    assert work is not None
+    assert work.source == "counted"
+    first, last = 2 * 4 * 8 * 8, 2 * 4 * 8
+    assert work.model_flops == 2 * first + 3 * last
+    forward = work.find(("forward", "model", "0"))
+    assert forward is not None
+    assert forward.flops == first
 
 
 def test_no_annotate_leaves_the_steps_ranges_alone(tmp_path: Path, run: Callable[..., Any]) -> None:

@@ -174,6 +174,20 @@ def test_a_failed_block_leaves_no_trace(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("written", ["", '{"traceEvents": [{"na'])
+def test_a_trace_that_was_cut_off_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    """Kineto itself says nothing of a full disk."""
+
+    def export(_profiler: object, path: str) -> None:
+        Path(path).write_text(written)
+        Path(f"{path}.tmp").touch()
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    with pytest.raises(OSError, match="No space left on device"), recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
+        torch.ones(2).sum()
+    assert list(tmp_path.iterdir()) == []
+
+
 def _work(order: Order, code: str = "") -> subprocess.CompletedProcess[str]:
     start = f"{code}\nfrom profkit.capture.worker import main; main()"
     return subprocess.run(
@@ -196,6 +210,12 @@ def test_the_worker_writes_its_result_and_prints_nothing(tmp_path: Path) -> None
             1,
             "(2 GiB more did not fit); try a smaller",
         ),
+        (
+            "RuntimeError('CUDA error: unspecified launch failure\\nCUDA kernel errors might be')",
+            1,
+            "the GPU failed: CUDA error: unspecified launch failure; nvidia-smi says",
+        ),
+        ("RuntimeError('NCCL: GPU is lost')", 1, "the GPU failed: GPU is lost; nvidia-smi says"),
         ("torch._dynamo.exc.TorchDynamoException('no compiler\\nmore')", 1, "--compile none: no compiler; leave"),
         ("profkit.errors.UsageError('not so')", 2, "profkit: not so"),
     ],

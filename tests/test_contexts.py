@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from profkit.analysis.opened import read_trace
+from profkit.analysis.work import read_work
 from profkit.models.flops import forward_flops
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Order, Workload
@@ -104,9 +105,12 @@ def test_what_the_run_says_of_each(run: tuple[Path, str]) -> None:
     assert (manifest["workload"]["context"], manifest["workload"]["contexts"]) == (32, [8, 32])
     assert [step["context"] for step in manifest["profiled"]["steps"]] == [8, 8, 32, 32]
     assert [step["context"] for step in manifest["clean"]["steps"][:4]] == [8, 8, 32, 32]
-    work = {tuple(one["path"]): one["flops"] for one in json.loads((where / "work.json").read_text())["ranges"]}
+    work = read_work(where)
+    assert work is not None
     for context in (8, 32):
-        assert work[f"context {context}", "forward"] == forward_flops(PRESETS["tiny"], 2, context)
+        forward = work.find((f"context {context}", "forward"))
+        assert forward is not None
+        assert forward.flops == forward_flops(PRESETS["tiny"], 2, context)
 
 
 @pytest.mark.parametrize(

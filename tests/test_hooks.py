@@ -42,6 +42,11 @@ def hooked() -> dict[str, Any]:
     return _run("hooked")
 
 
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Any]:
+    return _run("hooked", "counted")
+
+
 def _trees(events: list[list[Any]]) -> dict[str, int]:
     """Return how often each path of nested ranges was opened; fail if any range closes out of turn."""
     stacks: dict[int, list[str]] = {}
@@ -67,6 +72,16 @@ def test_losses_are_the_same_to_the_bit(how: str, plain: dict[str, Any], hooked:
 @pytest.mark.parametrize("how", WORKLOADS)
 def test_no_tensor_lives_longer(how: str, plain: dict[str, Any], hooked: dict[str, Any]) -> None:
     assert hooked[how]["alive"] == plain[how]["alive"]
+
+
+@pytest.mark.parametrize("how", WORKLOADS)
+def test_counting_changes_no_loss_and_keeps_no_tensor(how: str, plain: dict[str, Any], counted: dict[str, Any]) -> None:
+    for part in ("losses", "alive", "graph_breaks"):
+        assert counted[how][part] == plain[how][part]
+    (work,) = counted[how]["work"]
+    # Dynamo leaves the module of a workload that it has compiled to torch's libraries.
+    assert work["missing"] == (["compiled code"] if how == "compiled" else [])
+    assert work["model_flops"] > 0
 
 
 def test_activations_are_seen_to_live_and_die(plain: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from profkit.launch.directory import make_run_directory, write_json
 from profkit.launch.export import export_report
 from profkit.launch.importer import find_importer, import_raw, missing_libraries
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, parse_version
-from profkit.launch.targets import parse_target
+from profkit.launch.targets import parse_target, target_kind
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Order, Workload
 
@@ -54,6 +54,29 @@ class TestTargets:
         assert message in str(error.value)
 
 
+class TestKinds:
+    @pytest.mark.parametrize(
+        ("words", "kind"),
+        [
+            (["model.tiny"], "model"),
+            (["tiny"], "model"),
+            (["no-such-program"], "model"),
+            (["steps:make"], "callable"),
+            (["model.steps:make"], "callable"),
+            (["pkg.mod:Maker.make"], "callable"),
+            (["sh"], "command"),
+            (["python", "train.py"], "command"),
+        ],
+    )
+    def test_what_a_target_is(self, words: list[str], kind: str) -> None:
+        assert target_kind(words) == kind
+
+    @pytest.mark.parametrize("words", [["model.tiny", "x"], ["a:b", "x"]])
+    def test_only_a_command_has_further_words(self, words: list[str]) -> None:
+        with pytest.raises(UsageError, match=r"x: a .* takes options only"):
+            target_kind(words)
+
+
 class TestOrder:
     def test_survives_the_command_line(self) -> None:
         order = Order(Workload("tiny", dtype="bf16"), "kineto", "/a b/worker.json", "/a b/trace.json.gz")
@@ -84,6 +107,11 @@ class TestRunDirectory:
             make_run_directory(tmp_path, "model.tiny")
         assert (tmp_path / "manifest.json").read_text() == "{}"
 
+    def test_a_directory_without_permission_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("profkit.launch.directory.os.access", lambda path, mode: False)  # root may do anything
+        with pytest.raises(RunError, match="no permission to write; name another directory with -o"):
+            make_run_directory(tmp_path, "model.tiny")
+
     def test_a_file_in_its_place_or_on_the_way(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(RunError, match="file: exists and is no directory"):
@@ -97,6 +125,12 @@ class TestRunDirectory:
         with pytest.raises(TypeError):
             write_json(path, {"status": object()})
         assert json.loads(path.read_text()) == {"status": "incomplete"}
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    def test_a_full_disk_is_said_with_the_place(self, tmp_path: Path) -> None:
+        (tmp_path / "partial.manifest.json").symlink_to("/dev/full")
+        with pytest.raises(RunError, match=r"manifest\.json: No space left on device; free some space"):
+            write_json(tmp_path / "manifest.json", {})
 
 
 class TestFindNsys:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from profkit.launch.processes import run_child
+from profkit.errors import ToolError
+from profkit.launch.processes import run_child, run_tool
 
 LEAVES_A_DAEMON = """
 import subprocess, sys, time, signal
@@ -49,11 +50,17 @@ def _alive(process: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
-    ("number", "status", "stubborn"),
-    [(signal.SIGINT, 1, False), (signal.SIGTERM, 143, False), (signal.SIGINT, 1, True)],
+    ("number", "status", "stubborn", "again"),
+    [
+        (signal.SIGINT, 1, False, False),
+        (signal.SIGTERM, 143, False, False),
+        (signal.SIGINT, 1, True, False),
+        (signal.SIGINT, 1, True, True),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "a stubborn child", "Ctrl-C twice"],
 )
 def test_an_interruption_ends_the_child_and_what_it_put_into_a_session_of_its_own(
-    tmp_path: Path, number: signal.Signals, status: int, stubborn: bool
+    tmp_path: Path, number: signal.Signals, status: int, stubborn: bool, again: bool
 ) -> None:
     pids = tmp_path / "pids"
     code = LEAVES_A_DAEMON.format(pids=str(pids), stubborn=stubborn)
@@ -70,5 +77,20 @@ def test_an_interruption_ends_the_child_and_what_it_put_into_a_session_of_its_ow
     daemon = int(pids.read_text())
     assert _alive(daemon)
     process.send_signal(number)
+    if again:
+        time.sleep(0.3)
+        process.send_signal(number)
     assert process.wait(30) == status
     assert not _alive(daemon)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
+def test_what_a_killed_tool_had_started_is_ended(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = LEAVES_A_DAEMON.format(pids=str(pids), stubborn=False)
+    dies = code.rpartition("time.sleep(60)")[0] + "import os; os.kill(os.getpid(), 9)"
+    with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError) as error:
+        run_tool([sys.executable, "-c", dies], os.environ, log)
+    said = "was killed (SIGKILL): what it had started was ended, its capture is lost; what it said is in"
+    assert str(error.value) == f"{sys.executable} {said} {tmp_path / 'log'}"
+    assert not _alive(int(pids.read_text()))

@@ -25,10 +25,11 @@ RESULT = {
     "torch": "2.4.0",
     "cuda": None,
     "parameter_count": 7,
-    "conditions": {"float32_matmul_precision": "highest", "cuda_matmul_allow_tf32": False, "gpu_uuid": None},
+    "conditions": {"float32_matmul_precision": "highest", "cuda_matmul_fp32_precision": None, "gpu_uuid": None},
     "during": {"compiled_graphs": 0, "allocator_retries": 0, "out_of_memory_errors": 0},
     "losses": [],
     "steps": [{"forward_ns": 1, "step_ns": 1}],
+    "work": None,
 }
 
 WORKER = """
@@ -95,6 +96,22 @@ def _manifest(tmp_path: Path) -> dict[str, Any]:
     return manifest
 
 
+@pytest.mark.parametrize(
+    ("device", "older", "newer", "tf32"),
+    [
+        ("cuda", "highest", None, False),
+        ("cuda", "high", None, True),
+        ("cuda", "highest", "none", False),
+        ("cuda", None, "tf32", True),
+        ("cuda", "high", "ieee", False),
+        ("cpu", "high", "tf32", False),
+    ],
+)
+def test_products_in_tf32(device: str, older: str | None, newer: str | None, tf32: bool) -> None:
+    conditions = {"float32_matmul_precision": older, "cuda_matmul_fp32_precision": newer}
+    assert record.uses_tf32({"device": device, "conditions": conditions}) is tf32
+
+
 def test_a_run_under_nsys(tmp_path: Path, start: Callable[..., Recorded]) -> None:
     recorded = start()
     run = tmp_path / "run"
@@ -137,7 +154,7 @@ def test_the_targets_status_is_the_runs(tmp_path: Path, start: Callable[..., Rec
 
 
 def test_on_a_gpu_products_of_fp32_may_be_tf32(tmp_path: Path, start: Callable[..., Recorded]) -> None:
-    told = {"float32_matmul_precision": "high", "cuda_matmul_allow_tf32": True, "gpu_uuid": "GPU-1"}
+    told = {"float32_matmul_precision": "high", "cuda_matmul_fp32_precision": "tf32", "gpu_uuid": "GPU-1"}
     assert start(device="cuda", gpu="NVIDIA H200", conditions=told).has_kernels
     assert json.loads((tmp_path / "run" / "work.json").read_text())["dtype"] == "tf32"
     assert _manifest(tmp_path)["conditions"] == told

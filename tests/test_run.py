@@ -172,6 +172,29 @@ def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json"]
 
 
+def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    if not Path("/sys/kernel").is_dir():
+        pytest.skip("no /sys, where not even root may make a directory")
+    done = _profkit(*FAST, "-o", "/sys/profkit-run", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("profkit: /sys/profkit-run: ")
+    assert done.stderr.endswith("; name another directory with -o\n")
+
+
+def test_a_trace_that_does_not_fit_fails_the_run_in_one_line(tmp_path: Path) -> None:
+    """The shell's limit on a file's size stands in for a full disk: Kineto hears of neither."""
+    command = f"ulimit -f 64; exec '{sys.executable}' -m profkit run {' '.join(FAST)} --steps 1 -o run"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+    assert (_manifest(tmp_path / "run")["status"], "No space" in _manifest(tmp_path / "run")["reason"]) == (
+        "failed",
+        True,
+    )
+    assert not list((tmp_path / "run").glob("*trace*"))
+
+
 def _commands_with(marker: str) -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
@@ -200,7 +223,8 @@ def _interrupt_once_it_runs(run: Path, awaited: str, *options: str) -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors.strip() == "profkit: interrupted"
+    assert errors.strip() == f"profkit: interrupted; {run} is marked failed and keeps no capture"
+    assert not [path.name for path in run.iterdir() if path.name.startswith(("trace", "partial", "worker"))]
     assert _commands_with(str(run)) == []
     assert (_manifest(run)["status"], _manifest(run)["reason"]) == ("failed", "interrupted")
 
@@ -220,6 +244,30 @@ def nsys_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     done = _profkit("--nsys", *FAST, "--steps", "2", "--warmup", "1", "-o", "run", cwd=where)
     assert done.returncode == 0, done.stderr
     return where / "run", done
+
+
+# A profkit whose recorded worker, under nsys, makes a file and waits for its end.
+_STALLED_WORKER = """
+import sys
+from pathlib import Path
+from profkit.cli import main
+from profkit.launch import record
+real = record._worker_argv
+def stalled(order):
+    mark = Path(order.result_path).parent.parent / "stalled"
+    code = f"import time; open({str(mark)!r}, 'w').close(); time.sleep(120)"
+    return [sys.executable, "-c", code, order.result_path] if order.recorder == "nsys" else real(order)
+record._worker_argv = stalled
+main()
+"""
+
+
+def _is_nsys(cmdline: Path, run: Path) -> bool:
+    try:
+        words = cmdline.read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return words[0].endswith(b"nsys") and b"profile" in words[:2] and str(run).encode() in b" ".join(words)
 
 
 @pytest.mark.nsys
@@ -264,6 +312,43 @@ class TestNsys:
         manifest = _manifest(nsys_run[0])
         assert (manifest["profiler"], manifest["status"]) == ("nsys", "complete")
         assert manifest["versions"]["nsys"][0].isdigit()
+
+    def test_says_what_a_report_holds(self, nsys_run: tuple[Path, Any]) -> None:
+        assert "trace.nsys-rep holds the environment, secrets included, and cannot be scrubbed" in nsys_run[1].stdout
+
+    def test_flags_of_ones_own_reach_nsys_and_a_report_may_go(self, tmp_path: Path) -> None:
+        options = ("--trace", "cuda,nvtx,osrt", "--nsys-args", "--osrt-threshold=1000000", "--no-keep-report")
+        done = _profkit("--nsys", *options, *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "cannot be scrubbed" not in done.stdout
+        assert "trace.nsys-rep" not in [path.name for path in (tmp_path / "run").iterdir()]
+        with closing(sqlite3.connect(f"file:{tmp_path / 'run' / 'trace.sqlite'}?mode=ro", uri=True)) as database:
+            assert database.execute("select min(end - start) > 900000 from OSRT_API where end > start").fetchone() == (
+                1,
+            )
+
+    def test_a_flag_that_nsys_refuses_is_quoted(self, tmp_path: Path) -> None:
+        done = _profkit("--nsys", "--nsys-args", "--gpuctxsw=perhaps", *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert "did not start the target: Illegal --gpuctxsw option-argument 'perhaps'." in done.stderr
+
+    @NEEDS_PROC
+    def test_a_killed_nsys_leaves_no_process_and_says_so(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        arguments = ["run", "--nsys", *FAST, "--warmup", "0", "--steps", "1", "-o", str(run)]
+        target = [sys.executable, "-c", _STALLED_WORKER, *arguments]
+        with subprocess.Popen(target, stderr=subprocess.PIPE, text=True) as process:
+            deadline = time.monotonic() + 120
+            while not (tmp_path / "stalled").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            nsys = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _is_nsys(path, run)]
+            os.kill(min(nsys), signal.SIGKILL)
+            _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors.count("\n")) == (1, 1)
+        assert "nsys was killed (SIGKILL): what it had started was ended, its capture is lost" in errors
+        assert _commands_with(str(run)) == []
+        assert _manifest(run)["status"] == "failed"
 
     @NEEDS_PROC
     def test_ctrl_c_ends_nsys_and_its_agent(self, tmp_path: Path) -> None:

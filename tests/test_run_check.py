@@ -6,6 +6,7 @@ import gzip
 import json
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,13 @@ def test_products_missing_from_every_step_alike_fail(tmp_path: Path) -> None:
     assert _failed(opened.self_check) == ["missing-products"]
     assert "makes 109 matrix products; 2 of 2 hold fewer, down to 106" in opened.self_check.of("failed")[0].message
     assert not read_trace(run / "trace.sqlite").self_check.failed, "the capture alone looks whole"
+
+
+def test_it_heads_the_output_and_strict_exits_3(tmp_path: Path, profkit: Callable[..., Any]) -> None:
+    run = _run(tmp_path, TRACES / "small-train.nsys2025.sqlite", _manifest(steps=3))
+    done = profkit("kernels", run, "--strict", "--top", "1")
+    assert done.returncode == 3
+    assert done.stdout.splitlines()[1] == "  ✗ the run made 3 steps, and the capture holds 2"
 
 
 def test_kernels_missing_from_one_step_fail(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.work import read_work
 from tests.doubts import without_doubts
 
 torch = pytest.importorskip("torch")
@@ -182,6 +183,56 @@ def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run
     assert [list(step) for step in manifest["attached"]["steps"]] == [["optimizer_ns", "step_ns"]]
 
 
+def test_a_step_between_the_timed_and_the_recorded_is_counted(place: Path, run: Callable[..., Any]) -> None:
+    plain = subprocess.run(
+        [sys.executable, "train.py", "0.1", "7"], cwd=place, capture_output=True, text=True, check=True
+    )
+    done = run("--flops", "--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(plain.stdout), "the losses are the same to the bit"
+    manifest = _manifest(place)
+    assert len(manifest["attached"]["steps"]) == 1, "of three the first and the counted one are not timed"
+    assert len(manifest["profiled"]["steps"]) == 2
+    work = read_work(place / "run")
+    assert work is not None
+    assert (work.source, work.dtype, work.missing) == ("counted", "fp32", ())
+    first, last = 2 * 4 * 8 * 8, 2 * 4 * 8
+    flops = {"/".join(one.path): one.flops for one in work.ranges}
+    assert flops == {
+        "": work.model_flops,
+        "forward": first + last,
+        "forward/model": first + last,
+        "forward/model/0": first,
+        "forward/model/1": 0,
+        "forward/model/2": last,
+        "backward": first + 2 * last,
+        "backward/model": first + 2 * last,
+        "backward/model/2": 2 * last,
+        "backward/model/1": 0,
+        "backward/model/0": first,  # nobody wants the gradient of the data
+        "optimizer": 0,
+    }
+    assert work.model_flops == 2 * first + 3 * last
+    optimizer = work.find(("optimizer",))
+    assert optimizer is not None
+    assert optimizer.least_bytes == 3 * 4 * (8 * 8 + 8 + 8 + 1), "parameters and gradients are read, parameters written"
+
+
+def test_without_annotation_the_step_as_a_whole_is_counted(place: Path, run: Callable[..., Any]) -> None:
+    target = ("--", sys.executable, "train.py", "0.1", "4")
+    assert run("--flops", "--no-annotate", "--warmup", "2", "--steps", "1", *target).returncode == 0
+    work = read_work(place / "run")
+    assert work is not None
+    assert [one.path for one in work.ranges] == [()]
+
+
+def test_an_error_in_the_counted_step_is_the_scripts_own(place: Path, run: Callable[..., Any]) -> None:
+    done = run("--flops", "--warmup", "3", "--", sys.executable, "train.py", "0.1", "9", "raise", "2")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "ValueError: the data are bad" in done.stderr
+
+
 def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Callable[..., Any]) -> None:
     target = ("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "3")
     assert run("--depth", "0", *target).returncode == 0
@@ -269,10 +320,10 @@ def test_another_sitecustomize_still_runs(place: Path, run: Callable[..., Any]) 
 
 def test_the_ranks_of_torchrun_are_told_apart(place: Path, run: Callable[..., Any]) -> None:
     target = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py", "0.1", "4")
-    done = run("--warmup", "1", "--steps", "2", "--", sys.executable, *target)
+    done = run("--flops", "--warmup", "2", "--steps", "2", "--", sys.executable, *target)
     assert done.returncode == 0, done.stderr
     names = sorted(path.name for path in (place / "run").iterdir())
-    assert names == ["manifest.json", "trace.json.gz", "trace.rank1.json.gz"]
+    assert names == ["manifest.json", "trace.json.gz", "trace.rank1.json.gz", "work.json"]
     assert [one["process"] for one in _manifest(place)["processes"]] == ["rank0", "rank1"]
 
 
@@ -305,7 +356,8 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, recorded
         started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=30)
     assert started.returncode == 130
-    assert said.strip() == "profkit: interrupted"
+    held = "trace.json.gz" if recorded else "no capture"
+    assert said.strip() == f"profkit: interrupted; run is marked failed and keeps {held}"
     manifest = _manifest(place)
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", "interrupted", 130)
     assert [one["state"] for one in manifest["processes"]] == ["complete"] * recorded
@@ -331,6 +383,8 @@ def _names(entry: Path, text: str) -> bool:
         (["--depth", "2", "model.tiny"], "--depth is for callables (package.module:name) and commands"),
         (["--stop", "package.module:make_step"], "--stop is for commands (-- python train.py); leave it out"),
         (["--batch", "2", "package.module:make_step"], "--batch is for the built-in models; leave it out"),
+        (["--flops", "model.tiny"], "--flops is for callables (package.module:name) and commands"),
+        (["--flops", "--warmup", "1", "--", "python", "train.py"], "--flops needs --warmup 2 or more"),
         (["--no-keep-report", "model.tiny"], "--no-keep-report goes with --nsys"),
         (["package.module:make_step", "extra"], "extra: a callable takes options only"),
         (["model.tiny", "extra"], "extra: a built-in model takes options only"),

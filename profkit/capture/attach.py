@@ -1,8 +1,9 @@
 """profkit inside a script's process: counts its steps, and records those that were asked for.
 
 Up to the first recorded step the hooks only count: the steps before it, but for the very first, are timed as the run's
-unprofiled ones, ``attached, not recording``. The device is waited for at the end of each timed step and before and
-after the recording.
+unprofiled ones, ``attached, not recording``. If its work is to be counted, that is done in the last one before the
+recording, which is not timed then. The device is waited for at the end of each timed step and before and after the
+recording.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +26,10 @@ from profkit.capture.local_ranks import describe_rank, recorded_together_by_nsys
 from profkit.capture.script_memory import ScriptMemory
 from profkit.capture.step_samples import StepSamples
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, VARIABLE, Attachment
-from profkit.run_directory import KINETO_TRACE
+from profkit.run_directory import KINETO_TRACE, WORK
+
+if TYPE_CHECKING:
+    from profkit.capture.work_counter import WorkCounter
 
 
 def attach() -> None:
@@ -59,6 +63,7 @@ class Session:
         self._start_ns = 0
         self._samples = StepSamples()
         self._recording: ExitStack | None = None
+        self._counter: WorkCounter | None = None
         self._name = _process_name()
         self._over = False
 
@@ -70,7 +75,10 @@ class Session:
         self._begun = number
         if self.memory is not None:
             self.memory.boundary(number)
-        if number == self._first:
+        if number == self._first - 1 and self.order.flops:
+            self._begin_counting()
+        elif number == self._first:
+            self._end_counting()
             self._samples.begin("profiled")
             self._begin()
         elif number == self._end:
@@ -102,6 +110,8 @@ class Session:
         """Do nothing more: this process is a forked copy."""
         self._over = True
         self._recording = None
+        if self._counter is not None:
+            self._counter.stop()
         if self.memory is not None:
             self.memory.forget()
         if self.hooks is not None:
@@ -114,6 +124,24 @@ class Session:
         step_ns = perf_counter_ns() - self._start_ns
         phases = {} if self.hooks is None else self.hooks.clock.take()
         self._samples.note({**phases, "step_ns": step_ns})
+
+    def _begin_counting(self) -> None:
+        self._samples.end()
+        if _name_for(WORK, self._name) != WORK:
+            return  # another rank does the same, and one speaks for all
+        from profkit.capture.work_counter import WorkCounter  # it loads more of torch
+
+        if self.order.annotate and self.hooks is not None:
+            self.hooks.start()
+        self._counter = WorkCounter()
+        self._counter.start()
+
+    def _end_counting(self) -> None:
+        if self._counter is None:
+            return
+        self._counter.stop()
+        _write_json(Path(self.order.run) / WORK, self._counter.content())
+        self._counter = None
 
     def _begin(self) -> None:
         _wait_for_device()
@@ -156,10 +184,14 @@ class Session:
             "during": self._samples.during,
             "memory": None if self.memory is None else self.memory.result(),
         }
-        path = Path(self.order.run) / f"attached-{self._name}.json"
-        partial = path.with_name(f"partial.{path.name}")
-        partial.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(partial, path)
+        _write_json(Path(self.order.run) / f"attached-{self._name}.json", content)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that appears whole or not at all."""
+    partial = path.with_name(f"partial.{path.name}")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _process_name() -> str:

@@ -39,9 +39,11 @@ class CallableSteps:
     The module is imported from the working directory, as ``python -m`` would; the callable is called once. A step's
     time ends when the device has done its work. What a step returns is its loss, if it is one number.
 
+    `work` is what the last warm-up step did, if that is to be counted: the content of ``work.json``.
+
     Args:
-        hooked: have ranges for phases and modules appear by themselves (`profkit.capture.hooks`), if the workload
-            wants them; the steps' own appear in any case.
+        hooked: this process is recorded; have ranges for phases and modules appear by themselves
+            (`profkit.capture.hooks`), if the workload wants them; the steps' own appear in any case.
         memory: what records the allocator meanwhile, if anything does.
 
     Raises:
@@ -53,7 +55,9 @@ class CallableSteps:
 
     def __init__(self, workload: CallableWorkload, *, hooked: bool, memory: ScriptMemory | None = None) -> None:
         self.losses: list[float] = []
+        self.work: dict[str, Any] | None = None
         self._workload = workload
+        self._counts = hooked and workload.flops and memory is None
         self._memory = memory
         self._range: Callable[[str], AbstractContextManager[object]] = annotate
         self.autocast_dtypes: set[str] = set()
@@ -71,8 +75,11 @@ class CallableSteps:
     def run_warmup(self) -> None:
         """Run the warm-up steps inside one ``warmup`` range, without step ranges of their own."""
         with self._range(WARMUP):
-            for _ in range(self._workload.warmup_steps):
-                self._run_step()
+            for number in range(self._workload.warmup_steps):
+                if self._counts and number == self._workload.warmup_steps - 1:
+                    self.work = self._count_step()
+                else:
+                    self._run_step()
 
     def run_measured(self) -> list[dict[str, int]]:
         """Run the measured steps and return each one's time, ``step_ns``."""
@@ -88,6 +95,17 @@ class CallableSteps:
                 self.losses.append(loss)
         self._tell_memory(self._workload.steps)
         return times
+
+    def _count_step(self) -> dict[str, Any]:
+        from profkit.capture.work_counter import WorkCounter  # it loads more of torch
+
+        counter = WorkCounter()
+        counter.start()
+        try:
+            self._run_step()
+        finally:
+            counter.stop()
+        return counter.content()
 
     def _tell_memory(self, number: int) -> None:
         """Tell what records the allocator that this step begins, and the one before it has ended."""

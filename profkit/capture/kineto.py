@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -23,6 +26,29 @@ def recorded_by_kineto(path: Path, device: torch.device) -> Iterator[None]:
     options = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
     with profile(activities=activities, **options) as profiler:
         yield
+    _export(profiler, path)
+
+
+def _export(profiler: profile, path: Path) -> None:
+    """Write the trace; torch's own way with ``.gz`` goes through TMPDIR, and is silent if that is full."""
     partial = path.with_name(f"partial.{path.name}")
-    profiler.export_chrome_trace(str(partial))
+    plain = path.with_name(f"partial.{path.name}.json")
+    try:
+        profiler.export_chrome_trace(str(plain))
+        if not _is_whole(plain):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent))
+        with plain.open("rb") as source, gzip.open(partial, "wb") as target:
+            shutil.copyfileobj(source, target)
+    finally:
+        for left in (plain, Path(f"{plain}.tmp")):  # Kineto's own name for what is half written
+            left.unlink(missing_ok=True)
     os.replace(partial, path)
+
+
+def _is_whole(trace: Path) -> bool:
+    """Return whether a JSON object was written to its end."""
+    if not trace.exists() or not trace.stat().st_size:
+        return False
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - 16))
+        return file.read().rstrip().endswith(b"}")

@@ -40,7 +40,7 @@ class PhaseClock:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not self._running or self._within:
                 return function(*args, **kwargs)
-            on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+            on_gpu = torch.cuda.is_initialized()
             self._within = True
             if on_gpu:
                 self._events.begin(phase)

@@ -10,6 +10,7 @@ what was fused, or replayed as a CUDA graph, is not seen, and `missing` says "co
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
@@ -25,9 +26,10 @@ from profkit.capture.operator_tables import BLANK, LOOKED_UP, OVERWRITING, QUERI
 from profkit.capture.work_account import Access, Instance, WorkAccount
 from profkit.capture.work_formulas import base_name, dtype_name, masked_flops, other_flops, torch_flops
 from profkit.models.work import work_content
-from profkit.ranges import OPTIMIZER, observe_ranges
+from profkit.ranges import OPTIMIZER, STEP, observe_ranges
 
 _COMPILED = "compiled code"
+_STEP = re.compile(rf"{STEP} \d+")
 
 
 class _Operator:
@@ -110,7 +112,9 @@ class WorkCounter(TorchDispatchMode):
     def opened(self, name: str) -> None:
         """Take note that a range opened on this thread."""
         with self._lock:
-            instance = self._account.open(name, self._innermost())
+            around = self._innermost()
+            is_step = around is self._account.step and _STEP.fullmatch(name)
+            instance = around if is_step else self._account.open(name, around)
             self._open.setdefault(threading.get_ident(), []).append(instance)
 
     def closed(self) -> None:

@@ -61,8 +61,7 @@ def base_name(func: Any) -> str:
 def dtype_name(func: Any, tensors: Sequence[Tensor]) -> str:
     """Return the type in which an operator's products are done: that of its first floating-point operand.
 
-    fp32 is "tf32" where torch may use it: matrix products where the precision of float32 ones is not "highest",
-    convolutions by a setting of their own, on a GPU that has it.
+    fp32 is "tf32" on a GPU that has it, where torch's setting for matrix products or for convolutions allows it.
     """
     operand = next((one for one in tensors if one.is_floating_point()), None)
     if operand is None:
@@ -70,11 +69,17 @@ def dtype_name(func: Any, tensors: Sequence[Tensor]) -> str:
     name = DTYPES.get(operand.dtype, str(operand.dtype).removeprefix("torch."))
     if name != "fp32" or operand.device.type != "cuda":
         return name
-    if "conv" in base_name(func):
-        allowed = torch.backends.cudnn.allow_tf32
-    else:
-        allowed = torch.get_float32_matmul_precision() != "highest"
+    allowed = _allows_tf32(is_convolution="conv" in base_name(func))
     return "tf32" if allowed and torch.cuda.get_device_capability(operand.device)[0] >= 8 else name
+
+
+def _allows_tf32(*, is_convolution: bool) -> bool:
+    """Return whether torch may do fp32 products in TF32: since 2.9 ``fp32_precision`` says so, however it was set."""
+    backend = getattr(torch.backends.cudnn, "conv", None) if is_convolution else torch.backends.cuda.matmul
+    precision = getattr(backend, "fp32_precision", None)
+    if precision is not None:
+        return bool(precision == "tf32")
+    return bool(torch.backends.cudnn.allow_tf32 if is_convolution else torch.backends.cuda.matmul.allow_tf32)
 
 
 def masked_flops(func: Any, given: dict[str, Any], flops: int) -> int:

@@ -38,6 +38,9 @@ from profkit.capture.step import TrainingStep, choose_device
 from profkit.errors import ProfkitError, RunError, UsageError
 from profkit.models.workload import CallableWorkload, MemoryOrder, Order, Workload
 
+# What a kernel's failure, a lost GPU or a driver that is too old look like; the advice that torch adds is left out.
+_GPU_FAILURE = re.compile(r"CUDA (?:driver )?error: [^\n]+|GPU is lost|unspecified launch failure")
+
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -79,6 +82,7 @@ def measure(order: Order) -> dict[str, Any]:
         "losses": done.losses,
         "steps": done.times,
         "during": done.during,
+        "work": steps.work if isinstance(steps, CallableSteps) else None,
         **(describe_rank() if order.workload.ranks > 1 else {}),
     }
 
@@ -165,6 +169,9 @@ def main() -> None:
         mode = order.workload.compile_mode if isinstance(order.workload, Workload) else ""
         _fail(order, f"--compile {mode}: {_first_line(error)}; leave --compile out")
     except RuntimeError as error:
+        lost = _GPU_FAILURE.search(str(error))
+        if lost:
+            _fail_on_gpu(order, lost[0])
         if "can't allocate memory" not in str(error):  # how torch reports a CPU tensor that does not fit
             raise
         _fail(order, "the memory is full; try a smaller --batch, --context or model")
@@ -193,6 +200,17 @@ def _fail_in_their_code(order: Order, error: Exception) -> NoReturn:
     sys.stderr.write("".join(lines))
     _write_result(order, {"error": lines[-1].strip()})
     sys.exit(1)
+
+
+def _fail_on_gpu(order: Order, failure: str) -> NoReturn:
+    """Say what the GPU's failure was and end at once: torch's own clean-up would ask the lost GPU again, and abort."""
+    try:
+        _fail(
+            order, f"the GPU failed: {failure}; nvidia-smi says whether it is still there, dmesg which Xid it reported"
+        )
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _is_ours(file: str) -> bool:

@@ -74,8 +74,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
         # The reader of a pipe went away (`| head`): no error of ours.
         _flush_or_discard()
         sys.exit(0)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        _exit_with("interrupted", 130)
+    except (click.exceptions.Abort, KeyboardInterrupt) as error:
+        # click puts an error of its own around Ctrl-C; whoever was interrupted may have noted what is left.
+        notes = getattr(error.__cause__ or error, "__notes__", [])
+        _exit_with("; ".join(["interrupted", *notes]), 130)
     except Exception as error:
         if debug:
             raise

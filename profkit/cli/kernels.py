@@ -17,7 +17,7 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
 from profkit.report.formats import Format
 from profkit.report.kernels import SORTS, render_kernels
-from profkit.report.summary import render_phases
+from profkit.report.summary import beside_phases, render_phases
 
 _DEFAULT_TOP = 20
 _FOR_PEOPLE = ("table", "markdown", "latex")
@@ -116,7 +116,7 @@ def _with_phases(text: str, opened: OpenedTrace, result: KernelsResult) -> str:
     """Put the table of phases before that of the whole capture; beside a part of it they would mislead."""
     if result.filters != KernelFilter(rank=opened.rank) or result.by != "kernel":
         return text
-    return "\n\n".join(part for part in (render_phases(opened), text) if part)
+    return beside_phases(text, render_phases(opened), opened.self_check)
 
 
 def _warn(opened: OpenedTrace, result: KernelsResult, style: Format, top: int | None) -> None:

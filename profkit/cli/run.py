@@ -26,12 +26,13 @@ from profkit.launch.nsys_options import GraphTrace
 from profkit.launch.ranks import build_rank_argv
 from profkit.launch.record import AnyWorkload
 from profkit.launch.targets import parse_target, target_kind
-from profkit.models.attachment import Attachment
+from profkit.models.attachment import AttachedRecorder, Attachment
 from profkit.models.workload import CallableWorkload, MemoryOptions, Stacks, Workload
 
 _WARMUP = 2
 # Of a command's steps before the recording all but the first are timed, so there should be some.
 _COMMAND_WARMUP = 5
+_COUNTABLE_WARMUP = 2
 
 # torch.compile keeps this many variants of one piece of code; a further one would run uncompiled, without a word.
 _COMPILED_CONTEXTS = 8
@@ -66,6 +67,7 @@ def run(
     ranks: int,
     depth: int,
     annotate: bool,
+    flops: bool,
     stop: bool,
     step_on: str | None,
     memory: bool,
@@ -96,19 +98,30 @@ def run(
     workload: AnyWorkload
     if kind == "command":
         warmup_steps = _COMMAND_WARMUP if warmup is None else warmup
-        wanted = Attachment("", "nsys" if with_nsys else "kineto", warmup_steps, steps, depth, annotate, stop, step_on)
-        remembered = replace(wanted, recorder="memory", memory=allocator)
+        _check_countable(flops, warmup_steps)
+        recorder: AttachedRecorder = "nsys" if with_nsys else "kineto"
+        wanted = Attachment("", recorder, warmup_steps, steps, depth, annotate, stop, step_on, flops)
+        remembered = replace(wanted, recorder="memory", memory=allocator, flops=False)
         passes = (*[remembered] * (memory or memory_only), *[wanted] * (not memory_only))
         words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
         return run_script(words, passes, nsys, output, command)
     warmup_steps = _WARMUP if warmup is None else warmup
     if kind == "callable":
-        workload = CallableWorkload(target[0], warmup_steps, steps, depth, annotate)
+        _check_countable(flops, warmup_steps)
+        workload = CallableWorkload(target[0], warmup_steps, steps, depth, annotate, flops)
     else:
         workload = _model_workload(
             target[0], warmup_steps=warmup_steps, steps=steps, ranks=ranks, memory=memory, **model
         )
     return run_steps(workload, nsys, output, command, memory=allocator if memory else None)
+
+
+def _check_countable(flops: bool, warmup_steps: int) -> None:
+    if flops and warmup_steps < _COUNTABLE_WARMUP:
+        raise UsageError(
+            f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
+            "does what later ones do not"
+        )
 
 
 def _model_workload(target: str, *, contexts: tuple[int, ...], memory: bool, **options: Any) -> Workload:

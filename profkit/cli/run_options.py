@@ -35,7 +35,7 @@ _COMMAND: tuple[Kind, ...] = ("command",)
 # An option that is not named here is for every kind.
 _MEANT_FOR = {
     **dict.fromkeys(("batch", "contexts", "passes", "dtype", "compile_mode", "seed", "device"), _MODEL),
-    **dict.fromkeys(("depth", "annotate"), _HOOKED),
+    **dict.fromkeys(("depth", "annotate", "flops"), _HOOKED),
     **dict.fromkeys(("stop", "step_on", "memory_only"), _COMMAND),
     "ranks": ("model", "command"),
 }
@@ -184,6 +184,12 @@ def hook_options(command: Command) -> Command:
             help="Modules of your model get a range if their dotted name has at most this many parts.",
         ),
         click.option("--annotate/--no-annotate", default=True, help="Your own ranges are shown in any case."),
+        click.option(
+            "--flops",
+            is_flag=True,
+            help="Count what each range does, FLOPs and the bytes it must move, in the last step before the measured "
+            "ones: that one is slower, and not timed. A built-in model's work is known without.",
+        ),
     )
 
 

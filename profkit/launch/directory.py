@@ -33,6 +33,8 @@ def make_run_directory(output: Path | None, target: str) -> Path:
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()):
             raise RunError(f"{output}: exists and is not empty; name a new directory with -o, or remove this one")
+        if not os.access(output, os.W_OK):
+            raise RunError(f"{output}: no permission to write; name another directory with -o")
     except FileExistsError:
         raise RunError(f"{output}: exists and is no directory; name a new directory with -o") from None
     except OSError as error:
@@ -56,11 +58,15 @@ def _make_default(target: str) -> Path:
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON to ``path`` at once: a reader sees the old file or the new one, never a part."""
     partial = path.with_name(f"partial.{path.name}")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        # A full disk is told without saying where.
+        raise RunError(f"{path}: {error.strerror}; free some space, or name another directory with -o") from None
     os.replace(partial, path)
 
 

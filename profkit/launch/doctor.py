@@ -19,13 +19,13 @@ from typing import Literal
 
 from profkit.launch.importer import find_importer, how_to_install, lacking_libraries
 from profkit.launch.nsys import Nsys, list_installed
+from profkit.launch.nsys_run import NO_ROOM_BYTES
 from profkit.launch.versions import CUPTI, cuda_of_driver, cupti_of, is_before, numbers
 
 State = Literal["ok", "note", "warning", "failed"]
 
 # A capture of ten minutes of a large model under nsys takes gigabytes, and the export takes them again.
 _LITTLE_BYTES = 5 * 1024**3
-_NO_ROOM_BYTES = 100 * 1024**2
 
 # Tried: nsys 2023.4.4 does not see the ranges of nvtx 0.2.12 and later, nsys 2025.3.1 does; none between was tried.
 _FIRST_UNSEEN_NVTX = "0.2.12"
@@ -298,7 +298,7 @@ def _check_room(check: str, directory: Path, cure: str) -> Finding:
     found = f"{_gib(free)} free in {directory}"
     if not os.access(directory, os.W_OK):
         return Finding(check, "failed", f"{directory}: no permission to write", cure)
-    if free < _NO_ROOM_BYTES:
+    if free < NO_ROOM_BYTES:
         return Finding(check, "failed", found, f"free some space, or {cure}")
     return Finding(check, "warning" if free < _LITTLE_BYTES else "ok", found, cure if free < _LITTLE_BYTES else None)
 

@@ -10,7 +10,8 @@ from typing import IO
 
 from profkit.errors import ToolError, TraceError
 from profkit.launch.nsys import Nsys, build_export_argv, find_nsys
-from profkit.launch.processes import run_child
+from profkit.launch.nsys_run import is_full
+from profkit.launch.processes import run_tool
 
 
 def export_report(report: Path) -> Path:
@@ -48,13 +49,16 @@ def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
     """Export ``report`` to ``export``, which appears whole or not at all; what nsys says goes to ``log``.
 
     Raises:
-        ToolError: nsys failed; its last line is quoted.
+        ToolError: nsys failed; its last line is quoted. Or the disk is full.
     """
     said_from = log.tell()
     partial = export.with_name(f"partial-{os.getpid()}.{export.name}")
     try:
-        status = run_child(build_export_argv(nsys.path, report, partial), os.environ, log)
-        if status != 0 or not partial.exists():
+        status = run_tool(build_export_argv(nsys.path, report, partial), os.environ, log)
+        # nsys 2023.4.4 leaves an empty file on a full disk, and exits 0.
+        if is_full(export.parent):
+            raise ToolError(f"{export.parent}: the disk is full; free some space, then export {report} again")
+        if status != 0 or not partial.exists() or not partial.stat().st_size:
             raise ToolError(f"{nsys.path} could not export {report}: {_last_line(log, said_from, status)}")
         os.replace(partial, export)
     finally:

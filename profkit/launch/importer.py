@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from profkit.errors import ToolError
-from profkit.launch.processes import run_child
+from profkit.launch.processes import run_tool
 
 # Beside nsys' own folder first, then wherever an Nsight tool has a host folder.
 _HOST_FOLDERS = (
@@ -52,7 +52,7 @@ def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
     if missing:
         cure = how_to_install(missing)
         raise ToolError(f"{importer} lacks {', '.join(missing)}: {cure} and run again; the raw capture is {raw}")
-    status = run_child(build_import_argv(importer, raw, report), os.environ, log)
+    status = run_tool(build_import_argv(importer, raw, report), os.environ, log)
     if status != 0 or not report.exists():
         raise ToolError(f"{importer} could not import {raw} (exit status {status}); what it said is in {log.name}")
     raw.unlink()

@@ -99,6 +99,8 @@ def parse_extra(text: str) -> tuple[str, ...]:
             cure = f"use profkit's own {own}" if own in _HAS_AN_OPTION else "leave it out"
             raise UsageError(f"--nsys-args: {name} is set by profkit itself; {cure}")
         may_be_value = "=" not in word
+    if may_be_value:
+        raise UsageError(f"--nsys-args: {words[-1]} lacks its value (nsys would take the program to run for it)")
     return words
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
+from profkit.errors import ToolError
+
 _MARK = "PROFKIT_CHILD"
 _GRACE_S = 2.0
 
@@ -28,7 +30,33 @@ def run_child(
     Standard output and error go to ``output``, or where ours go. On Ctrl-C, on SIGTERM and on any other exception
     every process that the child started is ended too, daemons of a profiler included: nsys puts its agent and the
     target into sessions of their own, so a process group is not enough, and they are known by an environment variable.
+    So are they when a signal ended the child itself. A second Ctrl-C changes nothing.
     """
+    status = _run(argv, environment, output, pass_fds)
+    return status if status >= 0 else 128 - status
+
+
+def run_tool(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    output: IO[bytes] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> int:
+    """Do as `run_child`, for a program that is a tool of ours and no target.
+
+    Raises:
+        ToolError: a signal ended it.
+    """
+    status = _run(argv, environment, output, pass_fds)
+    if status < 0:
+        name = signal.Signals(-status).name
+        log = f"; what it said is in {output.name}" if output is not None and isinstance(output.name, str) else ""
+        raise ToolError(f"{argv[0]} was killed ({name}): what it had started was ended, its capture is lost{log}")
+    return status
+
+
+def _run(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None, pass_fds: Sequence[int]) -> int:
+    """Run ``argv`` and return its exit status; -n if signal n ended it."""
     mark = uuid.uuid4().hex
     with (
         sigterm_raises(),
@@ -44,16 +72,17 @@ def run_child(
     ):
         try:
             status = child.wait()
+            if status < 0:
+                _end_all(child, mark)
         except BaseException:
             _end_all(child, mark)
             raise
-    return status if status >= 0 else 128 - status
+    return status
 
 
 def _end_all(child: subprocess.Popen[bytes], mark: str) -> None:
     """Ask, then force; a second Ctrl-C meanwhile must not leave half of them alive."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with uninterrupted():
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + _GRACE_S
             while time.monotonic() < deadline:
@@ -65,6 +94,14 @@ def _end_all(child: subprocess.Popen[bytes], mark: str) -> None:
                 elif not alive:
                     return
                 time.sleep(0.02)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Have Ctrl-C change nothing within the block."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -88,13 +125,23 @@ def _send(kill: Callable[[int, int], None], process: int, number: signal.Signals
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into an exception while a child runs, so that the child is ended before we are."""
+    """Turn SIGTERM into an exception while a child runs, so that the child is ended before we are.
+
+    Ctrl-C is one already; within the block a second one is none.
+    """
 
     def leave(_number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    terminates, interrupts = signal.signal(signal.SIGTERM, leave), signal.getsignal(signal.SIGINT)
+    if interrupts is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, terminates)
+        signal.signal(signal.SIGINT, interrupts)

@@ -12,14 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from profkit.errors import ToolError
+from profkit.errors import RunError, ToolError
 from profkit.launch.conditions import Conditions, warn_of_run
 from profkit.launch.directory import make_run_directory, write_json, write_manifest
 from profkit.launch.export import export_to
 from profkit.launch.importer import import_raw
 from profkit.launch.manifest import failed_manifest, first_manifest, last_manifest
 from profkit.launch.nsys import Nsys, build_nsys_argv
-from profkit.launch.processes import run_child
+from profkit.launch.nsys_run import is_full, require_room, run_in_nsys
+from profkit.launch.processes import run_child, uninterrupted
 from profkit.launch.ranks import explain_failure, join_results, take_results
 from profkit.models.memory import predict_memory
 from profkit.models.step_work import model_work
@@ -31,7 +32,9 @@ Progress = Callable[[str], AbstractContextManager[object]]
 AnyWorkload = Workload | CallableWorkload
 
 _RESULT = "worker.json"
+_RESULTS = "worker*.json"
 _INTERRUPTED = 130
+_CAPTURES = ("trace.*", "snapshot.*")
 
 # nsys says this and exits 0: seen when its CUPTI is older than the driver.
 _LOSSY = b"Errors occurred while processing the raw events"
@@ -106,6 +109,8 @@ def record_run(
         profiled = (
             _record_kineto(run, workload, progress) if nsys is None else _record_nsys(run, workload, nsys, progress)
         )
+        if profiled["work"] is not None:
+            write_json(run / WORK, profiled["work"])
     except _TargetFailed as failure:
         mark_failed(run, {**failed_manifest(manifest, failure.reason), "exit_status": failure.exit_status})
         return Recorded(run, failure.exit_status, has_snapshot=(run / SNAPSHOT).exists())
@@ -125,28 +130,48 @@ def record_run(
 
 def _write_work(run: Path, workload: Workload, measured: dict[str, Any]) -> None:
     """Write what arithmetic says of a built-in model's ranges, now that it is known where the model runs."""
-    tf32 = measured["device"] == "cuda" and bool(measured["conditions"]["cuda_matmul_allow_tf32"])
     each: dict[tuple[str, ...], Workload] = {
         (context_range(one.context),) if workload.contexts else (): one for one in workload.with_each_context()
     }
-    write_json(run / WORK, model_work(each, tf32=tf32))
+    write_json(run / WORK, model_work(each, tf32=uses_tf32(measured)))
+
+
+def uses_tf32(measured: dict[str, Any]) -> bool:
+    """Return whether fp32 products were done in TF32, by a worker's account of itself."""
+    conditions = measured["conditions"]
+    precision = conditions["cuda_matmul_fp32_precision"]
+    if precision is None:  # before torch 2.9
+        precision = "ieee" if conditions["float32_matmul_precision"] == "highest" else "tf32"
+    return bool(measured["device"] == "cuda" and precision == "tf32")
 
 
 def give_up(run: Path, manifest: dict[str, Any], error: BaseException) -> None:
     """Mark a run that did not come to its end."""
     interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
     content = failed_manifest(manifest, "interrupted" if interrupted else str(error))
+    with uninterrupted():
+        if interrupted:
+            content["exit_status"] = error.code if isinstance(error, SystemExit) else _INTERRUPTED
+            _clear_unexported(run)
+        mark_failed(run, content)
     if interrupted:
-        content["exit_status"] = _INTERRUPTED
-    mark_failed(run, content)
+        kept = ", ".join(sorted(path.name for pattern in _CAPTURES for path in run.glob(pattern)))
+        error.add_note(f"{run} is marked failed and keeps {kept or 'no capture'}")
+
+
+def _clear_unexported(run: Path) -> None:
+    """Remove what nsys was interrupted at: nobody can say how much of the capture it holds."""
+    if not (run / NSYS_EXPORT).exists():
+        for left in (run / NSYS_REPORT, (run / NSYS_REPORT).with_suffix(".qdstrm")):
+            left.unlink(missing_ok=True)
 
 
 def mark_failed(run: Path, manifest: dict[str, Any]) -> None:
     """Write the last manifest of a run that failed, and clear away what was half written."""
-    for partial in run.glob("partial.*"):
+    for partial in (*run.glob("partial.*"), *run.glob(_RESULTS)):
         partial.unlink()
     # On a full disk the manifest stays what it was, `incomplete`: what went wrong first is what has to be told.
-    with suppress(OSError):
+    with suppress(OSError, RunError):
         write_manifest(run, manifest)
 
 
@@ -163,6 +188,7 @@ def _record_kineto(run: Path, workload: AnyWorkload, progress: Progress) -> dict
 
 def _record_nsys(run: Path, workload: AnyWorkload, nsys: Nsys, progress: Progress) -> dict[str, Any]:
     report = run / NSYS_REPORT
+    require_room(run)
     with (
         (run / LOG).open("w+b") as log,
         own_outputs() as outputs,
@@ -197,6 +223,10 @@ def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
     if raw.exists() and not report.exists():
         import_raw(raw, report, nsys.path, log)
     if not report.exists():
+        if is_full(run):
+            raise ToolError(
+                f"{run}: the disk is full, and nsys left no report; free some space, or name another with -o"
+            )
         raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
     export_to(nsys, report, run / NSYS_EXPORT, log)
     if not nsys.options.keep_report:
@@ -217,7 +247,8 @@ def _run(argv: list[str], order: Order, variables: dict[str, str], log: IO[bytes
     """Run ``argv``, a worker or a profiler around it, with ``variables`` set, and return what the worker found out."""
     # torch would otherwise print lines of its own profiler's to standard error.
     environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **variables}
-    status = run_child(argv, environment, log, order.output_fds or ())
+    fds = order.output_fds or ()
+    status = run_child(argv, environment) if log is None else run_in_nsys(argv, environment, log, fds)
     results = take_results(Path(order.result_path))
     if status != 0:
         raise _TargetFailed(status, explain_failure(results))

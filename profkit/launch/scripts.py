@@ -15,6 +15,7 @@ from profkit.launch.conditions import Conditions, warn_of_run
 from profkit.launch.directory import make_run_directory, write_manifest
 from profkit.launch.manifest import first_manifest, script_manifest
 from profkit.launch.nsys import Nsys, build_nsys_argv
+from profkit.launch.nsys_run import require_room, run_in_nsys
 from profkit.launch.processes import run_child
 from profkit.launch.ranks import take_failures
 from profkit.launch.record import Progress, collect_report, give_up, lossy_warnings, mark_failed, own_outputs
@@ -164,6 +165,7 @@ def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool
 
 def _run_in_nsys(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys, progress: Progress) -> int:
     report = run / NSYS_REPORT
+    require_room(run)
     with (
         (run / LOG).open("w+b") as log,
         own_outputs() as outputs,
@@ -177,7 +179,7 @@ def _run_in_nsys(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys
             cuda=may_use_cuda(os.environ),
             temporary=tempfile.gettempdir(),
         )
-        status = run_child(argv, {**build_environment(os.environ, wanted), "TMPDIR": scratch}, log, outputs)
+        status = run_in_nsys(argv, {**build_environment(os.environ, wanted), "TMPDIR": scratch}, log, outputs)
         if any(run.glob(RESULT_GLOB)):
             with progress("exporting what Nsight Systems recorded"):
                 collect_report(run, nsys, log)

@@ -31,8 +31,9 @@ class Attachment:
     """Steps ``warmup_steps`` to ``warmup_steps + steps - 1`` of the script, counted from 0, are recorded into ``run``.
 
     ``depth`` of the modules' ranges; ``annotate`` False opens none; ``stop`` ends the script after the last one;
-    ``step_on`` is the class of the optimizer that counts. The recorder ``memory`` begins with CUDA's first use instead
-    of at a step, as ``memory`` says; the others record no allocator.
+    ``step_on`` is the class of the optimizer that counts; ``flops`` counts what the step before the recorded ones does.
+    The recorder ``memory`` begins with CUDA's first use instead of at a step, as ``memory`` says; the others record no
+    allocator.
     """
 
     run: str
@@ -43,6 +44,7 @@ class Attachment:
     annotate: bool = True
     stop: bool = False
     step_on: str | None = None
+    flops: bool = False
     memory: MemoryOptions | None = None
 
     def to_json(self) -> str:

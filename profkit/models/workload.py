@@ -61,8 +61,8 @@ class Workload:
 class CallableWorkload:
     """A callable of the user's, ``package.module:name``, that returns a step; and how often the step is called.
 
-    ``depth`` of the modules' ranges; ``annotate`` False opens none but the steps'. ``device`` is where its steps ran
-    when that is known, else ``auto``.
+    ``depth`` of the modules' ranges; ``annotate`` False opens none but the steps'; ``flops`` counts what the last
+    warm-up step does. ``device`` is where its steps ran when that is known, else ``auto``.
     """
 
     target: str
@@ -70,6 +70,7 @@ class CallableWorkload:
     steps: int = 3
     depth: int = 3
     annotate: bool = True
+    flops: bool = False
     device: Device = "auto"
 
     ranks: ClassVar[int] = 1

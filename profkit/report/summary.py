@@ -8,6 +8,7 @@ from pathlib import Path
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace, read_trace
 from profkit.analysis.selection import split_path
+from profkit.analysis.self_check import SelfCheck
 from profkit.ranges import PHASES, STEP, WARMUP, context_range
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.kernels import render_kernels
@@ -98,7 +99,14 @@ def render_run_summary(run: Path) -> str:
         return f"{tree}\n\n{verdict}; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
     table = render_kernels(opened.kernels(), opened.self_check, top=_SUMMARY_TOP)
     phases = render_phases(opened, manifest["workload"].get("contexts", ()))
-    return "\n\n".join(part for part in (phases, table, clean, verdict) if part)
+    table = beside_phases(table, phases, opened.self_check)
+    return "\n\n".join(part for part in (table, clean, verdict) if part)
+
+
+def beside_phases(table: str, phases: str, check: SelfCheck) -> str:
+    """Return the phases before the table of kernels, or after it where that is headed by a failed self-check."""
+    parts = (table, phases) if check.failed else (phases, table)
+    return "\n\n".join(part for part in parts if part)
 
 
 def _has_warmup(opened: OpenedTrace) -> bool:
