@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -94,3 +95,18 @@ def test_what_a_killed_tool_had_started_is_ended(tmp_path: Path) -> None:
     said = "was killed (SIGKILL): what it had started was ended, its capture is lost; what it said is in"
     assert str(error.value) == f"{sys.executable} {said} {tmp_path / 'log'}"
     assert not _alive(int(pids.read_text()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
+def test_a_child_is_ended_that_was_only_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come when the program runs already and Popen has not returned yet."""
+    real, started = subprocess.Popen, []
+
+    def interrupted(*arguments: Any, **options: Any) -> NoReturn:
+        started.append(real(*arguments, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_child([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+    assert started[0].wait(10) == -signal.SIGTERM

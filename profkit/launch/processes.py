@@ -58,29 +58,29 @@ def run_tool(
 def _run(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None, pass_fds: Sequence[int]) -> int:
     """Run ``argv`` and return its exit status; -n if signal n ended it."""
     mark = uuid.uuid4().hex
-    with (
-        sigterm_raises(),
-        subprocess.Popen(
-            argv,
-            env={**environment, _MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        ) as child,
-    ):
+    child = None
+    with sigterm_raises():
         try:
+            child = subprocess.Popen(
+                argv,
+                env={**environment, _MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
             status = child.wait()
             if status < 0:
                 _end_all(child, mark)
         except BaseException:
+            # Also of a child that was being started: it may run already.
             _end_all(child, mark)
             raise
     return status
 
 
-def _end_all(child: subprocess.Popen[bytes], mark: str) -> None:
+def _end_all(child: subprocess.Popen[bytes] | None, mark: str) -> None:
     """Ask, then force; a second Ctrl-C meanwhile must not leave half of them alive."""
     with uninterrupted():
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -89,7 +89,7 @@ def _end_all(child: subprocess.Popen[bytes], mark: str) -> None:
                 alive = list(_marked(mark))
                 for process in alive:
                     _send(os.kill, process, number)
-                if child.poll() is None:
+                if child is not None and child.poll() is None:
                     _send(os.killpg, child.pid, number)
                 elif not alive:
                     return
@@ -125,23 +125,13 @@ def _send(kill: Callable[[int, int], None], process: int, number: signal.Signals
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into an exception while a child runs, so that the child is ended before we are.
-
-    Ctrl-C is one already; within the block a second one is none.
-    """
+    """Turn SIGTERM into an exception while a child runs, so that the child is ended before we are."""
 
     def leave(_number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + signal.SIGTERM)
 
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    terminates, interrupts = signal.signal(signal.SIGTERM, leave), signal.getsignal(signal.SIGINT)
-    if interrupts is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, terminates)
-        signal.signal(signal.SIGINT, interrupts)
+        signal.signal(signal.SIGTERM, before)
