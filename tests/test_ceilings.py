@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import profkit.analysis.datasheet as datasheets
 from profkit.analysis.ceilings import Copy, Gemm, read_ceilings
 from profkit.analysis.datasheet import find_datasheet
 from profkit.errors import RunError
+from profkit.report.ceilings import render_ceilings
 
 CEILINGS: dict[str, Any] = {
     "version": 1,
@@ -104,3 +106,106 @@ def test_the_table_is_consistent() -> None:
         if "tf32" in peaks:
             assert peaks["bf16"] / peaks["tf32"] == pytest.approx(2, rel=0.03)
         assert 300 <= row["gigabytes_per_s"] <= 8000
+
+
+def _rendered(tmp_path: Path, name: str, style: Any = "table") -> str:
+    content = copy.deepcopy(CEILINGS)
+    content["device"]["name"] = name
+    ceilings = read_ceilings(_write(tmp_path / "ceilings.json", content))
+    assert ceilings is not None
+    return render_ceilings(ceilings, style)
+
+
+def test_the_measured_stands_beside_the_datasheet(tmp_path: Path) -> None:
+    lines = _rendered(tmp_path, "NVIDIA H200").splitlines()
+    assert lines[2].split() == ["bf16", "8192×8192×8192", "800.0", "750.0", "TFLOP/s", "989.5", "80.8%"]
+    assert lines[3].split() == ["copy", "1,024", "MiB", "4.000", "3.900", "TB/s", "4.800", "83.3%"]
+    assert "NVIDIA H200, at 1755 MHz of 1980 under load, torch 2.13.0, driver 580.159.03" in lines[5]
+    assert max(map(len, lines)) <= 120
+
+
+def test_of_an_unknown_gpu_the_datasheets_figures_are_left_open(tmp_path: Path) -> None:
+    assert _rendered(tmp_path, "NVIDIA Unheard Of").splitlines()[2].split()[-2:] == ["–", "–"]
+    assert "not in profkit's table" in _rendered(tmp_path, "NVIDIA Unheard Of")
+    rows = json.loads(_rendered(tmp_path, "NVIDIA Unheard Of", "json"))["rows"]
+    assert [(row["datasheet_per_s"], row["share"]) for row in rows] == [(None, None)] * 2
+    assert _rendered(tmp_path, "NVIDIA Unheard Of", "csv").splitlines()[1].endswith("FLOP/s,,")
+
+
+def _measured_small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    torch = pytest.importorskip("torch")
+    from profkit.capture import ceilings
+
+    monkeypatch.setattr(ceilings, "_CPU_LENGTH", 64)
+    monkeypatch.setattr(ceilings, "_CPU_COPY_BYTES", 2**16)
+    monkeypatch.setattr(ceilings, "_MEASURED_S", 0.001)
+    return ceilings.measure(torch.device("cpu"))
+
+
+def test_a_cpu_is_measured_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _measured_small(monkeypatch)
+    assert [one["dtype"] for one in measured["gemm"]] == ["fp32", "bf16"]
+    for one in measured["gemm"]:
+        assert (one["m"], one["n"], one["k"]) == (64, 64, 64)
+        assert one["best_flops_per_s"] >= one["median_flops_per_s"] > 0
+    assert measured["copy"]["bytes"] == 2**16
+    assert measured["copy"]["best_bytes_per_s"] >= measured["copy"]["median_bytes_per_s"] > 0
+
+
+def test_rates_are_operations_and_bytes_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from profkit.capture import ceilings
+
+    monkeypatch.setattr(ceilings, "_time", lambda _run, _device: [0.5, 1.0, 2.0])
+    measured = _measured_small(monkeypatch)
+    assert measured["gemm"][0]["best_flops_per_s"] == 2 * 64**3 / 0.5
+    assert measured["gemm"][0]["median_flops_per_s"] == 2 * 64**3
+    assert measured["copy"]["best_bytes_per_s"] == 2 * 2**16 / 0.5
+
+
+def test_a_slow_product_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from profkit.capture import ceilings
+
+    monkeypatch.setattr(ceilings, "_times_on_cpu", lambda _run: iter([5.0, 5.0]))
+    assert ceilings._time(lambda: None, torch.device("cpu")) == [5.0]
+    monkeypatch.setattr(ceilings, "_times_on_cpu", lambda _run: iter([0.001] * 99))
+    assert len(ceilings._time(lambda: None, torch.device("cpu"))) == ceilings._MOST_MEASURED
+
+
+def test_the_command_measures_and_keeps_what_it_measured(profkit: Callable[..., Any], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "manifest.json").write_text("{}")
+    done = profkit("ceilings", "--device", "cpu", "-o", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    ceilings = read_ceilings(tmp_path)
+    assert ceilings is not None
+    assert ceilings.torch == torch.__version__
+    assert ceilings.driver is None
+    assert done.stdout == render_ceilings(ceilings) + "\n"
+
+
+def test_a_device_that_is_not_there_and_a_directory_that_is_no_run(profkit: Callable[..., Any], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    done = profkit("ceilings", "--device", "cpu", "-o", tmp_path)
+    assert done.returncode == 1
+    assert "no profkit run" in done.stderr
+    if not torch.cuda.is_available():
+        done = profkit("ceilings", "--device", "cuda")
+        assert done.returncode == 1
+        assert "sees no CUDA GPU; nothing was measured" in done.stderr
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_near_its_datasheet() -> None:
+    torch = pytest.importorskip("torch")
+    from profkit.capture import ceilings
+
+    measured = ceilings.measure(torch.device("cuda"))
+    sheet = find_datasheet(measured["device"]["name"])
+    rates = {one["dtype"]: one["best_flops_per_s"] for one in measured["gemm"]}
+    assert rates["bf16"] > rates["tf32"] > rates["fp32"]
+    assert measured["device"]["clock_mhz"] <= measured["device"]["clock_max_mhz"]
+    if sheet is not None:
+        assert all(0.3 < rate / sheet.flops_per_s[dtype] < 1.1 for dtype, rate in rates.items())
+        assert 0.5 < measured["copy"]["best_bytes_per_s"] / sheet.bytes_per_s < 1.05

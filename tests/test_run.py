@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.ceilings import read_ceilings
 from profkit.analysis.work import read_work
 from tests.doubts import without_doubts
 
@@ -45,7 +46,7 @@ def _manifest(run: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def kineto_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     where = tmp_path_factory.mktemp("kineto")
-    arguments = (*FAST, "-o", "my run", "--steps", "2", "--warmup", "1")
+    arguments = (*FAST, "-o", "my run", "--steps", "2", "--warmup", "1", "--ceilings")
     done = _profkit(*arguments, cwd=where, SECRET="hunter2", OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     return where / "my run", done
@@ -53,7 +54,15 @@ def kineto_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproce
 
 def test_a_run_holds_trace_work_and_manifest_and_no_more(kineto_run: tuple[Path, Any]) -> None:
     run, _ = kineto_run
-    assert sorted(path.name for path in run.iterdir()) == ["manifest.json", "trace.json.gz", "work.json"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "ceilings.json",
+        "manifest.json",
+        "trace.json.gz",
+        "work.json",
+    ]
+    ceilings = read_ceilings(run)
+    assert ceilings is not None
+    assert ceilings.find("fp32") is not None
     work = read_work(run)
     assert work is not None
     ffn = work.find(("forward", "layer 1", "ffn"))

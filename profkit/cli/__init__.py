@@ -20,6 +20,7 @@ _COMMANDS = {
     "run": ("profkit.cli.run", "Run a target under a profiler and keep what it recorded in a run directory."),
     "kernels": ("profkit.cli.kernels", "Say which kernels spent the GPU's time, in the capture or inside a range."),
     "efficiency": ("profkit.cli.efficiency", "Say how well the GPUs' time was used, and what bounds each range."),
+    "ceilings": ("profkit.cli.ceilings", "Measure what this machine's GPU can do at most, beside its datasheet."),
     "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
     "compare": ("profkit.cli.compare", "Say what changed between two captures, and whether it is more than noise."),

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from profkit.cli.run_options import (
+    ceiling_options,
     command_options,
     hook_options,
     memory_options,
@@ -51,6 +52,7 @@ _COMPILED_CONTEXTS = 8
 @memory_options
 @hook_options
 @command_options
+@ceiling_options
 @click.option(
     "-o", "output", type=click.Path(path_type=Path), help="The run directory to make  [default: runs/TIME-TARGET]"
 )
@@ -70,6 +72,7 @@ def run(
     flops: bool,
     stop: bool,
     step_on: str | None,
+    ceilings: bool,
     memory: bool,
     memory_only: bool,
     memory_stacks: Stacks,
@@ -104,7 +107,7 @@ def run(
         remembered = replace(wanted, recorder="memory", memory=allocator, flops=False)
         passes = (*[remembered] * (memory or memory_only), *[wanted] * (not memory_only))
         words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
-        return run_script(words, passes, nsys, output, command)
+        return run_script(words, passes, nsys, output, command, ceilings=ceilings)
     warmup_steps = _WARMUP if warmup is None else warmup
     if kind == "callable":
         _check_countable(flops, warmup_steps)
@@ -113,7 +116,7 @@ def run(
         workload = _model_workload(
             target[0], warmup_steps=warmup_steps, steps=steps, ranks=ranks, memory=memory, **model
         )
-    return run_steps(workload, nsys, output, command, memory=allocator if memory else None)
+    return run_steps(workload, nsys, output, command, memory=allocator if memory else None, ceilings=ceilings)
 
 
 def _check_countable(flops: bool, warmup_steps: int) -> None:

@@ -97,6 +97,18 @@ def recorder_options(command: Command) -> Command:
     )
 
 
+def ceiling_options(command: Command) -> Command:
+    """Add whether the device itself is measured too."""
+    return _with(
+        command,
+        click.option(
+            "--ceilings",
+            is_flag=True,
+            help="Afterwards measure what the device can do at most, as `profkit ceilings` does, into the run.",
+        ),
+    )
+
+
 def step_options(command: Command) -> Command:
     """Add how many steps are run and measured."""
     return _with(

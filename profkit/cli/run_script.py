@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from profkit.cli.ceilings import measure_to
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.run_steps import PROFILERS, say_what_a_report_holds
 from profkit.launch.nsys import Nsys
@@ -21,7 +22,13 @@ _TWICE = (
 
 
 def run_script(
-    words: tuple[str, ...], wanted: Sequence[Attachment], nsys: Nsys | None, output: Path | None, command: list[str]
+    words: tuple[str, ...],
+    wanted: Sequence[Attachment],
+    nsys: Nsys | None,
+    output: Path | None,
+    command: list[str],
+    *,
+    ceilings: bool = False,
 ) -> int:
     """Run the command, print what was recorded of it, and return its exit status; 1 if it left nothing to record."""
     if len(wanted) > 1:
@@ -36,6 +43,8 @@ def run_script(
         click.echo(f"profkit: {words[0]} failed with exit status {status}{kept}; see {where}/manifest.json", err=True)
     if recorded.reason is not None:
         click.echo(f"profkit: {recorded.reason}", err=True)
+    if ceilings and recorded.reason is None:
+        measure_to(recorded.run, "auto")
     if recorded.exit_status == 0:
         _show(recorded)
     _tell_next(recorded, where)

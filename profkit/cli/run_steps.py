@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
+from profkit.cli.ceilings import measure_to
 from profkit.cli.progress import shown_after_a_second
 from profkit.launch.nsys import Nsys
 from profkit.launch.record import AnyWorkload, Recorded, record_run, require_torch
-from profkit.models.workload import MemoryOptions, Workload
+from profkit.models.workload import CallableWorkload, MemoryOptions, Workload
 from profkit.ranges import context_range
 
 PROFILERS = ("torch.profiler", "Nsight Systems")
@@ -30,6 +31,7 @@ def run_steps(
     command: list[str],
     *,
     memory: MemoryOptions | None,
+    ceilings: bool = False,
 ) -> int:
     """Run the steps, print what was recorded of them and what to ask next, and return the target's exit status."""
     require_torch()
@@ -47,6 +49,8 @@ def run_steps(
         return recorded.exit_status
     for warning in recorded.warnings:
         click.echo(f"profkit: warning: {warning}", err=True)
+    if ceilings:
+        measure_to(recorded.run, "auto" if isinstance(workload, CallableWorkload) else workload.device)
     _show(recorded)
     say_what_a_report_holds(recorded.run)
     click.echo(f"\nThe run is {where}. Next:")

@@ -1,0 +1,57 @@
+"""``profkit ceilings``: what this machine's GPU can do at most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from profkit.analysis.ceilings import build_ceilings
+from profkit.cli.outputs import write_result
+from profkit.cli.progress import shown_after_a_second
+from profkit.errors import RunError
+from profkit.launch.ceilings import measure_ceilings
+from profkit.launch.directory import write_json
+from profkit.launch.record import require_torch
+from profkit.models.workload import Device
+from profkit.report.ceilings import render_ceilings
+from profkit.report.formats import FORMATS, Format
+from profkit.run_directory import CEILINGS, read_manifest
+
+
+@click.command()
+@click.option(
+    "--device",
+    type=click.Choice(get_args(Device)),
+    default="auto",
+    show_default=True,
+    help="auto: CUDA if there is a GPU.",
+)
+@click.option(
+    "-o", "output", type=click.Path(path_type=Path), help=f"Also keep it: a file, or a run directory's {CEILINGS}."
+)
+@click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
+def ceilings(device: Device, output: Path | None, style: Format) -> None:
+    """Measure what this machine's device can do at most: matrix products in fp32, TF32, BF16 and FP16, and a copy.
+
+    It takes some seconds and wants the GPU for itself. Beside it stands what NVIDIA's datasheet says of that GPU.
+    """
+    require_torch()
+    if output is not None and output.is_dir():
+        read_manifest(output)
+    measured = measure_to(output, device)
+    write_result(render_ceilings(build_ceilings(measured), style), None)
+
+
+def measure_to(output: Path | None, device: Device) -> dict[str, object]:
+    """Measure, keep the result in ``output`` (a file or a run directory) if one is named, and return it."""
+    with shown_after_a_second("measuring what the device can do"):
+        measured = measure_ceilings(device)
+    if output is not None:
+        path = output / CEILINGS if output.is_dir() else output
+        try:
+            write_json(path, measured)
+        except OSError as error:
+            raise RunError(f"{path}: {error.strerror}; name another file with -o") from None
+    return measured
