@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,7 +76,10 @@ def measure_cell(
     if not force and needed is not None and free is not None and needed > free:
         reason = f"predicted {format_bytes(needed)}, free {format_bytes(free)}; --force tries it"
         return {"status": NOT_RUN, "reason": reason, "predicted_peak_bytes": needed}
-    return {"status": OK, "reason": None, "predicted_peak_bytes": needed, **measure(cell, device)}
+    row = {"status": OK, "reason": None, "predicted_peak_bytes": needed, **measure(cell, device)}
+    # What cannot be kept breaks this cell here, and not the grid.
+    json.dumps(row, allow_nan=False)
+    return row
 
 
 @contextmanager

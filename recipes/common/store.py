@@ -80,7 +80,7 @@ def open_store(
         "runs": [] if before is None else before["runs"],
     }
     manifest["runs"].append({"command": ["python", "-m", f"recipes.{recipe}", *sys.argv[1:]], "started_utc": _now()})
-    store = Store(directory, keys, [] if before is None else _read_rows(directory / CELLS), manifest)
+    store = Store(directory, keys, [] if before is None else _read_rows(directory / CELLS, keys), manifest)
     _write_manifest(directory, manifest)
     return store
 
@@ -110,13 +110,16 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _read_rows(path: Path) -> list[Row]:
+def _read_rows(path: Path, keys: Sequence[str]) -> list[Row]:
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         return []
     except ValueError:
         _refuse(path)
+    if not all(isinstance(row, dict) and {"status", *keys} <= row.keys() for row in rows):
+        _refuse(path)
+    return rows
 
 
 def _refuse(path: Path) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ def measure(cell: Cell, _device: Device) -> Row:
         raise ValueError("two\nlines")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "endless":
+        return {"square": math.inf}
     return {"square": int(str(cell["number"])) ** 2, "process": os.getpid()}
 
 
@@ -54,7 +57,7 @@ RECIPE = Recipe(
 @click.command()
 @recipe_options
 @click.option("--numbers", type=Numbers(), default="1,2,3")
-@click.option("--how", type=Names(("well", "slow", "broken", "killed", "large")), default="well")
+@click.option("--how", type=Names(("well", "slow", "broken", "killed", "large", "endless")), default="well")
 def main(options: Options, numbers: tuple[int, ...], how: tuple[str, ...]) -> int:
     # One cell goes wrong at most: the last one.
     cells = [{"number": number, "how": how[-1] if number == max(numbers) else how[0]} for number in numbers]

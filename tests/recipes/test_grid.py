@@ -82,13 +82,16 @@ def test_interrupted_in_a_cell_it_keeps_the_others_and_goes_on_from_there(recipe
     [
         ("broken", "failed(ValueError: two)", 1),
         ("killed", "failed(killed: perhaps the memory of the host was full)", 1),
+        ("endless", "failed(ValueError: Out of range float values are not JSON compliant", 1),
         ("large", "not run", 0),
     ],
 )
 def test_a_cell_that_goes_wrong_is_shown_as_such(recipe: Run, tmp_path: Path, how: str, status: str, code: int) -> None:
     done = recipe("--how", f"well,{how}", "--numbers", "2,3")
     assert done.returncode == code
-    assert [(row["square"], row["status"]) for row in _rows(tmp_path)] == [("4", "ok"), ("", status)]
+    well, other = _rows(tmp_path)
+    assert (well["square"], well["status"], other["square"]) == ("4", "ok", "")
+    assert other["status"].startswith(status)  # what Python says of infinity ends differently in its versions
     if how == "large":
         assert "predicted 1.000 TiB" not in done.stderr
         assert "--force tries it" in done.stderr

@@ -53,8 +53,9 @@ def test_a_strange_manifest_is_refused(tmp_path: Path, content: str) -> None:
         _open(tmp_path)
 
 
-def test_a_strange_row_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"a": 1, "stat', "1", '{"status": "ok"}', '{"a": 1}'])
+def test_a_strange_row_is_refused(tmp_path: Path, content: str) -> None:
     _open(tmp_path)
-    (tmp_path / "cells.jsonl").write_text('{"a": 1, "stat')
+    (tmp_path / "cells.jsonl").write_text(content)
     with pytest.raises(RunError, match=r"cells\.jsonl: not what a recipe writes"):
         _open(tmp_path)
