@@ -237,6 +237,19 @@ def test_an_operator_without_a_formula_is_named() -> None:
     assert _count(lambda: torch.linalg.qr(torch.randn(4, 4)))[("",)]["missing"] == ["aten::linalg_qr"]
 
 
+def test_what_is_exchanged_with_other_ranks_is_moved_and_no_arithmetic() -> None:
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        gradient = torch.ones(4, 4)
+        rows = _count(lambda: distributed.all_reduce(gradient))
+    finally:
+        distributed.destroy_process_group()
+    assert rows[("",)]["missing"] == []
+    assert (rows[()]["other_flops"], rows[()]["least_bytes"]) == (0, 2 * 4 * 4 * 4)
+
+
 def test_a_formula_of_torchs_that_fails_does_not_end_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> int:
         raise AssertionError

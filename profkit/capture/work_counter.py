@@ -44,6 +44,8 @@ class _Operator:
         self.given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         self.operands = list(_tensors(self.given.values()))
         self.written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+        if getattr(func, "namespace", "") == "c10d":
+            self.written = names[:1]  # as all of these do, though their schemas do not say so
         changed = list(_tensors(self.given.get(name) for name in self.written))
         known = {id(one) for one in self.operands}
         self.outputs = list(_tensors([returned]))

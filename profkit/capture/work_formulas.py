@@ -2,7 +2,7 @@
 
 Outside of matrix products an operator takes, for each element,
 
-- nothing, if it moves, makes, selects or compares values, or its result is no floating point;
+- nothing, if it moves, makes, selects, compares or exchanges values, or its result is no floating point;
 - one operation for an elementwise function, whatever the function: exp and a sum are alike (tanh, gelu, sigmoid too);
 - one for each element that goes into a reduction;
 - what `PER_ELEMENT` of `profkit.capture.operator_tables` says of operators that do several of these at once.
@@ -107,7 +107,7 @@ def _attention_flops(name: str, given: dict[str, Any]) -> int:
 
 
 def _factor(func: Any, name: str) -> int | None:
-    if name in MOVES:
+    if name in MOVES or "c10d" in getattr(func, "namespace", ""):
         return 0
     if name in PER_ELEMENT:
         return PER_ELEMENT[name]
