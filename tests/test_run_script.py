@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.opened import read_trace
 from profkit.analysis.work import read_work
 from tests.doubts import without_doubts
 
@@ -412,6 +413,15 @@ def test_nsys_records_an_unedited_script(place: Path, run: Callable[..., Any]) -
     assert [text for text in texts if text.startswith("step ")] == ["step 2", "step 3"]
     for name in ("forward", "backward", "optimizer", "model", "0"):
         assert texts.count(name) == (4 if name in {"model", "0"} else 2), name
+
+
+@pytest.mark.nsys
+def test_the_counted_step_is_none_of_those_that_nsys_recorded(place: Path, run: Callable[..., Any]) -> None:
+    done = run("--nsys", "--flops", "--warmup", "2", "--steps", "2", "--", sys.executable, "train.py", "0.1", "5")
+    assert done.returncode == 0, done.stderr
+    tree = read_trace(place / "run").ranges()
+    steps = {row.path: row.instances for row in tree.ranges if row.name.startswith("step ")}
+    assert steps == {"warmup/step 1": 1, "step 2": 1, "step 3": 1}
 
 
 @pytest.mark.nsys

@@ -26,6 +26,7 @@ from profkit.capture.local_ranks import describe_rank, recorded_together_by_nsys
 from profkit.capture.script_memory import ScriptMemory
 from profkit.capture.step_samples import StepSamples
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, VARIABLE, Attachment
+from profkit.ranges import WARMUP, annotate
 from profkit.run_directory import KINETO_TRACE, WORK
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Session:
         self._start_ns = 0
         self._samples = StepSamples()
         self._recording: ExitStack | None = None
+        self._unrecorded = ExitStack()
         self._counter: WorkCounter | None = None
         self._name = _process_name()
         self._over = False
@@ -133,6 +135,8 @@ class Session:
 
         if self.order.annotate and self.hooks is not None:
             self.hooks.start()
+        # Where nsys records the whole process it sees this step too: not as one of those that were asked for.
+        self._unrecorded.enter_context(annotate(WARMUP))
         self._counter = WorkCounter()
         self._counter.start()
 
@@ -140,6 +144,7 @@ class Session:
         if self._counter is None:
             return
         self._counter.stop()
+        self._unrecorded.close()
         _write_json(Path(self.order.run) / WORK, self._counter.content())
         self._counter = None
 
