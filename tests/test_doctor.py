@@ -367,8 +367,8 @@ profile) for a in "$@"; do case $a in --output=*) echo report > "${a#*=}.nsys-re
 export) for a in "$@"; do case $a in --output=*) PYTHON - "${a#*=}" <<'END'
 import sqlite3, sys
 c = sqlite3.connect(sys.argv[1])
+c.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
 if RANGES:
-    c.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
     c.execute("CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER)")
     c.executemany("INSERT INTO NVTX_EVENTS VALUES (?, 9, 59, 'profkit doctor', NULL)", [(i,) for i in range(RANGES)])
     c.commit()
