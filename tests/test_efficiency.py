@@ -173,6 +173,23 @@ def test_a_run_gives_every_range_its_work_by_its_path(tmp_path: Path) -> None:
     assert numbered["step 1/forward/layer 1"].flops == 1_500
 
 
+def test_ranges_of_a_scripts_own_around_its_steps_do_not_hide_their_work(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("epoch 0", 0, 1_000)
+    builder.range("step 0", 10, 900)
+    builder.range("forward", 20, 800)
+    builder.kernel(30, 100)
+    run = _run(tmp_path)
+    (run / "trace.sqlite").unlink()
+    builder.write(run / "trace.sqlite")
+    rows = _rows(read_trace(run).efficiency())
+    assert {path: row.flops for path, row in rows.items()} == {
+        "epoch 0": None,
+        "epoch 0/step 0": 9_100,
+        "epoch 0/step 0/forward": 3_000,
+    }
+
+
 def test_mfu_is_of_unprofiled_time_and_the_datasheets_peak(tmp_path: Path) -> None:
     result = read_trace(_run(tmp_path)).efficiency()
     assert result.mfu == _rows(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 989.5e12))
