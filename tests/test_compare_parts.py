@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit.analysis.categories import categorize
@@ -109,6 +109,7 @@ KERNELS = st.sampled_from([SGEMM, NVJET, ADD, MUL, SUM, FUSED, FUSED_SUM, FLASH]
 SIDES = st.sets(st.tuples(PLACES, KERNELS)).map(lambda keys: samples(*sorted(keys)))
 
 
+@settings(deadline=None)
 @given(SIDES, SIDES)
 def test_every_kernel_is_in_one_part(before: StepSamples, after: StepSamples) -> None:
     matches = match_parts(before, after)
@@ -120,6 +121,7 @@ def test_every_kernel_is_in_one_part(before: StepSamples, after: StepSamples) ->
         assert (match.categories[0] == match.categories[1]) or match.kind not in ("same", "renamed")
 
 
+@settings(deadline=None)
 @given(SIDES)
 def test_a_capture_is_the_same_as_itself(one: StepSamples) -> None:
     assert {match.kind for match in match_parts(one, one)} <= {"same"}

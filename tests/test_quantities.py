@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit.cli.quantities import parse_bytes, parse_milliseconds, parse_percent, parse_share
@@ -45,6 +45,7 @@ def test_what_is_no_size(text: str) -> None:
         parse_bytes(text)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**60))
 def test_plain_bytes_are_themselves(size: int) -> None:
     assert parse_bytes(str(size)) == size
@@ -86,6 +87,7 @@ def test_what_is_no_share(text: str) -> None:
 PARSERS = st.sampled_from([parse_bytes, parse_percent, parse_milliseconds, parse_share])
 
 
+@settings(deadline=None)
 @given(PARSERS, st.text(st.characters(codec="utf-8"), max_size=20))
 def test_any_text_is_a_quantity_or_is_refused(parse: Callable[[str], object], text: str) -> None:
     said = ""
