@@ -43,8 +43,9 @@ class Block(nn.Module):
         self.up, self.relu, self.down = nn.Linear(1024, 4096), nn.ReLU(inplace=True), nn.Linear(4096, 1024)
 
     def forward(self, x):
-        x += self.down(self.relu(self.up(x)))
-        return x
+        y = self.down(self.relu(self.up(x)))
+        y += x
+        return y
 
 
 class Model(nn.Module):
@@ -136,7 +137,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def run(place: Path) -> Run:
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         done = subprocess.run(
             [sys.executable, *words], capture_output=True, text=True, check=False, cwd=place, env=environment
         )
