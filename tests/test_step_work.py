@@ -32,6 +32,7 @@ def _formula(workload: Workload) -> dict[tuple[str, ...], dict[str, Any]]:
 
 
 def _counted(workload: Workload, device: str = "cpu") -> dict[str, Any]:
+    torch._dynamo.utils.counters.clear()  # other tests in this process compile
     step = TrainingStep(workload, torch.device(device))
     step._run_phases()
     counter = WorkCounter()
