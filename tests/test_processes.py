@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit.analysis.attribution import attribute_work
@@ -37,6 +37,7 @@ def _rank(folder: Path, number: int, durations: list[int]) -> Trace:
     return read_nsys(builder.write(folder / f"{number}.sqlite"))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 1000), max_size=5), min_size=1, max_size=4))
 def test_what_each_did_stays_its_own(durations: list[list[int]]) -> None:
     with TemporaryDirectory() as folder:

@@ -128,6 +128,27 @@ def test_a_step_lost_from_a_cpu_trace_fails(tmp_path: Path) -> None:
     assert _failed(read_trace(run).self_check) == ["step-count"]
 
 
+@pytest.mark.parametrize(("of_other", "says"), [(3, []), (2, ["2 of one of its processes"]), (0, ["0 of one"])])
+def test_each_rank_must_hold_every_step(tmp_path: Path, of_other: int, says: list[str]) -> None:
+    builder = NsysBuilder()
+    for pid, steps in ((100, 3), (200, of_other)):
+        for step in range(steps):
+            builder.range(f"step {step}", 1000 * step, 1000 * step + 900, pid=pid)
+            builder.kernel(1000 * step + 10, 5, name="k", pid=pid)
+    each = [
+        {"process": f"rank{rank}", "rank": rank, "pid": pid, "state": "complete"} for rank, pid in ((0, 100), (1, 200))
+    ]
+    script = {"status": "complete", "workload": {"steps": 3, "annotate": True}, "processes": each}
+    opened = read_trace(_run(tmp_path, builder.write(tmp_path / "made.sqlite"), script))
+    found = opened.self_check.of("failed")
+    assert [one.code for one in found] == ["step-count"] * len(says)
+    assert all(part in one.message for one, part in zip(found, says, strict=True))
+    assert not opened.of_rank(0).self_check.failed
+    each[1]["state"] = "cut short"
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(script))
+    assert not read_trace(tmp_path / "run").self_check.failed, "it is known to have made fewer"
+
+
 def _model_of_no_layer(place: Path, kernels: list[str], steps: int = 1, **workload: Any) -> SelfCheck:
     """Check a run whose model is its head alone, each of whose forward passes launches ``kernels``."""
     builder = NsysBuilder()

@@ -194,7 +194,7 @@ def test_memory_only_is_exact_and_changes_no_loss(place: Path, run: Run, how: st
     assert [step.name for step in opened.device().timeline.steps] == ["step 0", "step 1", "step 2", "step 3"]
     by_category = {row.category: row for row in result.composition.by_category}
     for category in ("parameters", "optimizer state"):
-        assert by_category[category].evidence == "identity"
+        assert set(by_category[category].evidence) == {"identity"}
     assert result.composition.evidence["none"] < 0.05 * result.totals.allocated_peak_bytes
 
 
@@ -212,7 +212,8 @@ def test_backward_blocks_carry_their_modules(place: Path, run: Run) -> None:
 @pytest.mark.parametrize("recorder", ["--kineto", "--nsys"])
 def test_memory_and_a_trace_are_two_passes(place: Path, run: Run, recorder: str) -> None:
     plain = run("train.py", "plain")
-    done = run(*_profkit("--memory", recorder), "train.py", "plain")
+    # Two steps before the measured ones: the first is never timed.
+    done = run(*_profkit("--memory", recorder, "--warmup", "2"), "train.py", "plain")
     if recorder == "--nsys" and "there is no Nsight Systems here" in done.stderr:
         pytest.skip("no nsys")
     assert done.returncode == 0, done.stderr

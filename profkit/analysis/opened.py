@@ -58,8 +58,9 @@ class OpenedTrace:
             UsageError: there is no such rank.
         """
         trace = only_process(self.trace, self.ranks.process_of(rank))
+        alone = replace(self._run, pids=())
         opened = OpenedTrace(
-            trace, thread_only=self._thread_only, log=self._log, run=self._run, ranks=self.ranks.only(rank)
+            trace, thread_only=self._thread_only, log=self._log, run=alone, ranks=self.ranks.only(rank)
         )
         opened.rank = rank
         opened.run_directory = self.run_directory

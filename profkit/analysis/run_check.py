@@ -25,6 +25,8 @@ _LINEARS_PER_LAYER = 7
 _BATCHED_PER_LAYER = 2
 """Attention scores, and the values weighted by them."""
 
+_COMPLETE = "complete"
+
 # cuBLAS adds up the parts of a product that was split along its inner dimension in a kernel of its own.
 _ADDS_SPLIT_PARTS = re.compile(r"splitKreduce|execute_split_k_kernel", re.IGNORECASE)
 
@@ -35,12 +37,14 @@ class KnownRun:
 
     ``steps`` is how many step ranges the process that counts must have; None if that is not known (no ranges were
     asked for, or the script was cut short). ``layers`` is of a built-in model, None for a command. ``even`` says that
-    each step must launch as many kernels as any other.
+    each step must launch as many kernels as any other. ``pids`` are the processes each of which made all of the steps,
+    where there were several.
     """
 
     steps: int | None
     layers: int | None
     even: bool
+    pids: tuple[int, ...] = ()
 
 
 UNKNOWN_RUN = KnownRun(steps=None, layers=None, even=False)
@@ -51,8 +55,9 @@ def know_run(manifest: Mapping[str, Any]) -> KnownRun:
     workload, preset = manifest.get("workload"), manifest.get("preset")
     if manifest.get("status") != "complete" or not isinstance(workload, dict):
         return UNKNOWN_RUN
+    pids = _pids_of_whole(manifest)
     if "preset_name" not in workload:
-        return KnownRun(workload.get("steps") if workload.get("annotate") else None, None, even=False)
+        return KnownRun(workload.get("steps") if workload.get("annotate") else None, None, even=False, pids=pids)
     # The first step makes the optimizer's state; CUDA graphs of compiled code run from the third.
     settled = 3 if workload.get("compile_mode") == "reduce-overhead" else 1
     steps, contexts = workload.get("steps"), workload.get("contexts")
@@ -60,7 +65,17 @@ def know_run(manifest: Mapping[str, Any]) -> KnownRun:
         steps=steps * len(contexts) if isinstance(steps, int) and contexts else steps,
         layers=preset.get("num_layers") if isinstance(preset, dict) else None,
         even=workload.get("warmup_steps", 0) >= settled,
+        pids=pids,
     )
+
+
+def _pids_of_whole(manifest: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the processes that recorded every step, where there were several; a script's say whether they did."""
+    processes = manifest.get("processes")
+    if not isinstance(processes, list) or len(processes) < 2:
+        return ()
+    whole = (one for one in processes if isinstance(one, dict) and one.get("state", _COMPLETE) == _COMPLETE)
+    return tuple(one["pid"] for one in whole if isinstance(one.get("pid"), int))
 
 
 def products_per_forward(layers: int) -> int:
@@ -77,12 +92,20 @@ def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
     if run.steps is None or attribution.trace.has_invisible_ranges:
         return []
     steps = find_measured(attribution).get(STEP, np.empty(0, dtype=np.int64))
-    by_process = rows_by_value(attribution.trace.ranges.process[steps])
-    found = max((len(rows) for rows in by_process.values()), default=0)
+    trace = attribution.trace
+    rows = rows_by_value(trace.ranges.process[steps])
+    counts = {process: len(found) for process, found in rows.items()}
+    ours = {pid: process for process, pid in trace.process_ids.items() if pid in run.pids}
+    if ours:  # else the numbers are of another namespace
+        found = min(counts.get(ours[pid], 0) if pid in ours else 0 for pid in run.pids)
+        where = " of one of its processes" if len(run.pids) > 1 else ""
+    else:
+        found, where = max(counts.values(), default=0), ""
     # A script may have ranges of its own under the same name.
     if found == run.steps or (run.layers is None and found > run.steps):
         return []
-    return [Finding("failed", "step-count", f"the run made {run.steps:,} steps, and the capture holds {found:,}")]
+    message = f"the run made {run.steps:,} steps, and the capture holds {found:,}{where}"
+    return [Finding("failed", "step-count", message)]
 
 
 def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:

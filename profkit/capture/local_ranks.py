@@ -22,6 +22,10 @@ from profkit.models.attachment import meeting_name
 _PATIENCE_S = 10.0
 _POLL_S = 0.001
 
+# nsys tells the other processes in its own time: on an H200 1.2 ms after cudaProfilerStart had returned in the first,
+# another's range that was already open was lost.
+_SETTLING_S = 0.2
+
 
 def describe_rank() -> dict[str, Any]:
     """Return this process's pid and, where a launcher said so, its rank among all and on this machine."""
@@ -45,11 +49,13 @@ def recorded_together_by_nsys(run: Path, device: torch.device) -> Iterator[None]
     if together.number == 0:
         with recorded_by_nsys(device):
             together.meet("started")
+            time.sleep(_SETTLING_S)
             yield
             torch.cuda.synchronize()
             together.meet("done")
     else:
         together.meet("started")
+        time.sleep(_SETTLING_S)
         yield
         torch.cuda.synchronize()
         together.meet("done")
