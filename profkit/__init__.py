@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from profkit.version import __version__
 
 if TYPE_CHECKING:
-    from profkit.analysis.comparison import compare as compare
-    from profkit.analysis.memory_opened import read_snapshot as read_snapshot
+    from profkit.analysis.compare.comparison import compare as compare
+    from profkit.analysis.memory.opened import read_snapshot as read_snapshot
     from profkit.analysis.opened import read_trace as read_trace
     from profkit.analysis.step_times import read_step_times as read_step_times
     from profkit.ranges import annotate as annotate
 
 _HOMES = {
     "annotate": "profkit.ranges",
-    "compare": "profkit.analysis.comparison",
-    "read_snapshot": "profkit.analysis.memory_opened",
+    "compare": "profkit.analysis.compare.comparison",
+    "read_snapshot": "profkit.analysis.memory.opened",
     "read_step_times": "profkit.analysis.step_times",
     "read_trace": "profkit.analysis.opened",
 }

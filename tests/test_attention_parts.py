@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.attention_parts import PARTS
+from profkit.analysis.efficiency.attention_parts import PARTS
 from profkit.analysis.opened import read_trace
 from profkit.errors import TraceError
 from tests.efficiency_runs import SMALL, make_small_run

@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from profkit.analysis import bootstrap
-from profkit.analysis.bootstrap import FEWEST, Statistic, bootstrap_differences, judge_change
+from profkit.analysis.compare import bootstrap
+from profkit.analysis.compare.bootstrap import FEWEST, Statistic, bootstrap_differences, judge_change
 
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis import budgets as budgets_module
-from profkit.analysis.budget_lines import BudgetLine
-from profkit.analysis.budgets import Budgets, check_budgets
-from profkit.analysis.capture import open_capture
-from profkit.analysis.efficiency_result import EfficiencyResult
+from profkit.analysis.compare import budgets as budgets_module
+from profkit.analysis.compare.budget_lines import BudgetLine
+from profkit.analysis.compare.budgets import Budgets, check_budgets
+from profkit.analysis.compare.capture import open_capture
+from profkit.analysis.efficiency.result import EfficiencyResult
 from profkit.errors import UsageError
 from profkit.run_directory import NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import profkit.analysis.datasheet as datasheets
-from profkit.analysis.ceilings import Copy, Gemm, read_ceilings
-from profkit.analysis.datasheet import find_datasheet
+import profkit.analysis.efficiency.datasheet as datasheets
+from profkit.analysis.efficiency.ceilings import Copy, Gemm, read_ceilings
+from profkit.analysis.efficiency.datasheet import find_datasheet
 from profkit.errors import RunError
 from profkit.report.ceilings import render_ceilings
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.clean_compare import compare_clean, read_clean_steps
+from profkit.analysis.compare.clean_compare import compare_clean, read_clean_steps
 
 
 def manifest(times: list[int], source: str = "clean", **more: Any) -> dict[str, Any]:

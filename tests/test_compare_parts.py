@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit.analysis.categories import categorize
-from profkit.analysis.compare_parts import Match, match_parts, nearest
-from profkit.analysis.step_samples import Key, RangePath, StepSamples
+from profkit.analysis.compare.compare_parts import Match, match_parts, nearest
+from profkit.analysis.compare.step_samples import Key, RangePath, StepSamples
 from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM
 
 FLASH = "pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>(Flash_fwd_params)"

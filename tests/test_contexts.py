@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.efficiency.work import read_work
 from profkit.analysis.opened import read_trace
-from profkit.analysis.work import read_work
 from profkit.models.flops import forward_flops
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Order, Workload

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.analysis.efficiency_result import EfficiencyResult, EfficiencyRow
-from profkit.analysis.gpu_time import GpuParts
+from profkit.analysis.efficiency.gpu_time import GpuParts
+from profkit.analysis.efficiency.range_work import Amount
+from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
+from profkit.analysis.efficiency.run_facts import Peaks
+from profkit.analysis.efficiency.verdicts import Roofline, build_roofline, judge
 from profkit.analysis.opened import read_trace
-from profkit.analysis.range_work import Amount
-from profkit.analysis.run_facts import Peaks
-from profkit.analysis.verdicts import Roofline, build_roofline, judge
 from profkit.errors import TraceError, UsageError
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.busy import disjoint_pieces, union_ns
-from profkit.analysis.gpu_steps import GpuStep, summarize_steps
-from profkit.analysis.gpu_time import GpuParts, build_gpu_times, sum_parts
-from profkit.analysis.host_time import LONGEST_PAUSE_NS, build_host_times
-from profkit.analysis.intervals import Stretches, gaps, intersect, subtract, unite
+from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
+from profkit.analysis.efficiency.gpu_time import GpuParts, build_gpu_times, sum_parts
+from profkit.analysis.efficiency.host_time import LONGEST_PAUSE_NS, build_host_times
+from profkit.analysis.efficiency.intervals import Stretches, gaps, intersect, subtract, unite
+from profkit.analysis.efficiency.windows import find_windows
 from profkit.analysis.opened import read_trace
 from profkit.analysis.selection import select_ranges, select_work
-from profkit.analysis.windows import find_windows
 from profkit.trace.columns import Trace
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of

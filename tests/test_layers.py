@@ -61,6 +61,25 @@ def test_imports_point_down(path: Path) -> None:
         assert target == layer or target in ALLOWED[layer], f"{path}:{line}: {layer} may not import {target}"
 
 
+# The rooms of analysis: which of the others, and of the modules beside them, each may not import.
+CLOSED = {
+    "memory": {"checks", "efficiency", "compare", "opened", "attribution"},
+    "checks": {"memory", "efficiency", "compare", "opened"},
+    "efficiency": {"memory", "compare", "opened"},
+}
+
+
+@pytest.mark.parametrize("room", CLOSED)
+def test_rooms_of_analysis_keep_apart(room: str) -> None:
+    paths = sorted((PACKAGE / "analysis" / room).glob("*.py"))
+    assert len(paths) > 1
+    for path in paths:
+        for line, module in _imports(path):
+            parts = module.split(".")
+            if parts[:2] == ["profkit", "analysis"]:
+                assert parts[2] not in CLOSED[room], f"{path}:{line}: {room} may not import {parts[2]}"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_capture_wing_names_torch(path: Path) -> None:
     if _layer(path) in {"capture", "models"}:

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.analysis.memory_compare import Comparison
-from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.compare import Comparison
+from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
 from profkit.cli.memory import memory
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB

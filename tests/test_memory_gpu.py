@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.memory_opened import read_snapshot
+from profkit.analysis.memory.opened import read_snapshot
 from profkit.models.workload import MemoryOrder, Order, Workload
 from profkit.run_directory import LEDGER, SNAPSHOT
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.memory_layout import find_free_blocks
-from profkit.analysis.memory_oom import OomVerdict
-from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.layout import find_free_blocks
+from profkit.analysis.memory.oom import OomVerdict
+from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.memory_captures import capture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from profkit.analysis.memory_opened import read_snapshot
-from profkit.analysis.memory_predicted import PhaseComparison, PredictedMemory, read_prediction
+from profkit.analysis.memory.opened import read_snapshot
+from profkit.analysis.memory.predicted import PhaseComparison, PredictedMemory, read_prediction
 from profkit.cli.memory import memory as command
 from profkit.errors import RunError
 from profkit.models.memory import StepAccount, predict_memory

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import profkit
-from profkit.analysis.memory_bins import bin_history
-from profkit.analysis.memory_ledger import find_capacity
-from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
-from profkit.analysis.memory_result import MemoryResult
+from profkit.analysis.memory.bins import bin_history
+from profkit.analysis.memory.ledger import find_capacity
+from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.result import MemoryResult
 from profkit.errors import SnapshotError, UsageError
 from profkit.report.memory import render_memory
 from profkit.run_directory import LEDGER

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.capture import open_capture
-from profkit.analysis.provenance import Provenance, compare_provenance
+from profkit.analysis.compare.capture import open_capture
+from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.errors import RunError, TraceError
 from profkit.run_directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT

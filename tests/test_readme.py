@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from profkit.analysis.memory_opened import read_snapshot
+from profkit.analysis.memory.opened import read_snapshot
 from profkit.analysis.opened import read_trace
 from profkit.cli import _COMMANDS
 from tests.conftest import ROOT

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run, products_per_forward
+from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.opened import read_trace
-from profkit.analysis.run_check import UNKNOWN_RUN, know_run, products_per_forward
-from profkit.analysis.self_check import SelfCheck
 from profkit.models.presets import PRESETS
 from tests.nsys_builder import NsysBuilder
 

@@ -19,8 +19,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
-from profkit.analysis.memory_result import MemoryResult
+from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.result import MemoryResult
 
 pytestmark = pytest.mark.gpu
 

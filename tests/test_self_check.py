@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from profkit.analysis.checks.self_check import SelfCheck, check_capture
 from profkit.analysis.opened import read_trace
-from profkit.analysis.self_check import SelfCheck, check_capture
 from profkit.errors import TraceError
 from tests.nsys_builder import NsysBuilder
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.work import RunWork, read_work
+from profkit.analysis.efficiency.work import RunWork, read_work
 from profkit.models.flops import flops_by_path
 from profkit.models.presets import PRESETS
 from profkit.models.step_work import model_work

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from profkit.analysis.memory_bins import OTHER_STACKS, Bins, bin_history
-from profkit.analysis.memory_opened import OpenedSnapshot, read_snapshot
-from profkit.analysis.memory_summary import NOT_SELECTED, Filter
+from profkit.analysis.memory.bins import OTHER_STACKS, Bins, bin_history
+from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.summary import NOT_SELECTED, Filter
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
 from profkit.report.timeline_html import build_data, render_page

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.work import RangeWork, read_work
+from profkit.analysis.efficiency.work import RangeWork, read_work
 from profkit.errors import RunError
 
 WORK: dict[str, Any] = {

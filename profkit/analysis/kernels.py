@@ -9,9 +9,9 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution, Ledger
 from profkit.analysis.busy import busy_ns, union_ns
+from profkit.analysis.checks.limits import refuse_impossible_times
 from profkit.analysis.kernel_filter import Instances, KernelFilter, choose_work
 from profkit.analysis.kernel_rows import Grouping, KernelRow, build_rows
-from profkit.analysis.limits import refuse_impossible_times
 from profkit.analysis.ranks import RankRow, Ranks, compare_ranks, slowest_rank
 from profkit.analysis.selection import (
     DIRECT_EVIDENCE,

@@ -7,18 +7,18 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from profkit.analysis.attention_parts import AttentionResult, measure_attention
 from profkit.analysis.attribution import Attribution, attribute_work
-from profkit.analysis.efficiency import measure_efficiency
-from profkit.analysis.efficiency_result import EfficiencyResult
+from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, know_run
+from profkit.analysis.checks.self_check import SelfCheck, check_capture
+from profkit.analysis.efficiency.attention_parts import AttentionResult, measure_attention
+from profkit.analysis.efficiency.result import EfficiencyResult
+from profkit.analysis.efficiency.run_facts import read_run_facts
+from profkit.analysis.efficiency.summary import measure_efficiency
 from profkit.analysis.kernel_filter import KernelFilter
 from profkit.analysis.kernel_rows import Grouping
 from profkit.analysis.kernels import KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.ranks import Ranks, explain_no_rank, find_ranks
-from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun, know_run
-from profkit.analysis.run_facts import read_run_facts
-from profkit.analysis.self_check import SelfCheck, check_capture
 from profkit.errors import TraceError, UsageError
 from profkit.run_directory import LOG, find_trace, is_of_run, rank_traces, read_manifest, read_ranks
 from profkit.trace.columns import Trace

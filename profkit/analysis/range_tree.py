@@ -10,8 +10,8 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.busy import union_ns
+from profkit.analysis.checks.limits import refuse_impossible_times
 from profkit.analysis.launches import Launches
-from profkit.analysis.limits import refuse_impossible_times
 from profkit.analysis.range_nodes import RangeNodes, build_nodes
 from profkit.analysis.selection import explain_no_ranges, outermost
 from profkit.analysis.warnings import Caution, warn_of_placement

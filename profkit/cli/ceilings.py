@@ -7,7 +7,7 @@ from typing import get_args
 
 import click
 
-from profkit.analysis.ceilings import build_ceilings
+from profkit.analysis.efficiency.ceilings import build_ceilings
 from profkit.cli.outputs import write_result
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import RunError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.budgets import Budgets, check_budgets
-from profkit.analysis.capture import OpenedCapture, open_capture
+from profkit.analysis.compare.budgets import Budgets, check_budgets
+from profkit.analysis.compare.capture import OpenedCapture, open_capture
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.capture import OpenedCapture, open_capture
-from profkit.analysis.comparison import CaptureComparison, compare_captures, refuse_other_measure
-from profkit.analysis.provenance import compare_provenance
+from profkit.analysis.compare.capture import OpenedCapture, open_capture
+from profkit.analysis.compare.comparison import CaptureComparison, compare_captures, refuse_other_measure
+from profkit.analysis.compare.provenance import compare_provenance
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings

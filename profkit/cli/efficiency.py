@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.efficiency_evidence import find_evidence
+from profkit.analysis.efficiency.evidence import find_evidence
 from profkit.analysis.warnings import Caution
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.memory_opened import PEAK, OpenedSnapshot, read_snapshot
-from profkit.analysis.memory_result import MemoryResult
-from profkit.analysis.memory_summary import Filter
+from profkit.analysis.memory.opened import PEAK, OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.summary import Filter
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second

@@ -1,4 +1,7 @@
-"""What ``work.json`` says of a run's ranges, as plain data; `profkit.analysis.work` reads it and defines its words."""
+"""What ``work.json`` says of a run's ranges, as plain data.
+
+`profkit.analysis.efficiency.work` reads it and defines its words.
+"""
 
 from __future__ import annotations
 

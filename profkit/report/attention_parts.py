@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from profkit.analysis.attention_parts import PARTS, AttentionPart, AttentionResult
-from profkit.analysis.self_check import SelfCheck
+from profkit.analysis.checks.self_check import SelfCheck
+from profkit.analysis.efficiency.attention_parts import PARTS, AttentionPart, AttentionResult
 from profkit.report.formats import (
     Column,
     Format,

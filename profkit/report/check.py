@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from textwrap import fill
 
-from profkit.analysis.baseline import BASELINE
-from profkit.analysis.budget_lines import BudgetLine, Unit
-from profkit.analysis.budgets import MIN_MFU, BudgetCheck
+from profkit.analysis.compare.baseline import BASELINE
+from profkit.analysis.compare.budget_lines import BudgetLine, Unit
+from profkit.analysis.compare.budgets import MIN_MFU, BudgetCheck
 from profkit.report.formats import (
     Column,
     Format,

@@ -7,10 +7,10 @@ from pathlib import PurePath
 from textwrap import fill
 from typing import Literal
 
-from profkit.analysis.bootstrap import LEVEL
-from profkit.analysis.clean_compare import CleanChange, CleanComparison
-from profkit.analysis.comparison import CaptureComparison
-from profkit.analysis.time_compare import Change, KernelTotal, Line, Part, TimeComparison
+from profkit.analysis.compare.bootstrap import LEVEL
+from profkit.analysis.compare.clean_compare import CleanChange, CleanComparison
+from profkit.analysis.compare.comparison import CaptureComparison
+from profkit.analysis.compare.time_compare import Change, KernelTotal, Line, Part, TimeComparison
 from profkit.report.compare_csv import render_compare_csv
 from profkit.report.formats import (
     Column,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profkit.analysis.comparison import CaptureComparison
-from profkit.analysis.time_compare import KernelTotal, Part, TimeComparison
+from profkit.analysis.compare.comparison import CaptureComparison
+from profkit.analysis.compare.time_compare import KernelTotal, Part, TimeComparison
 from profkit.report.formats import Column, Table, render_csv
 from profkit.report.memory_compare import render_comparison
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profkit.analysis.efficiency_result import EfficiencyResult, EfficiencyRow, Inflation
-from profkit.analysis.gpu_time import GpuParts
-from profkit.analysis.self_check import SelfCheck
+from profkit.analysis.checks.self_check import SelfCheck
+from profkit.analysis.efficiency.gpu_time import GpuParts
+from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow, Inflation
 from profkit.ranges import STEP
 from profkit.report.formats import (
     Column,

@@ -8,9 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernel_rows import KernelRow
 from profkit.analysis.kernels import KernelsResult
-from profkit.analysis.self_check import SelfCheck
 from profkit.report.formats import make_visible, shorten
 from profkit.report.kernel_names import simplify_name
 from profkit.report.kernels import count_line, sort_rows, subject

@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from pathlib import PurePath
 
-from profkit.analysis.memory_oom import OomVerdict
-from profkit.analysis.memory_opened import PEAK
-from profkit.analysis.memory_result import MemoryResult, Totals
-from profkit.analysis.memory_summary import LargeRow
+from profkit.analysis.memory.oom import OomVerdict
+from profkit.analysis.memory.opened import PEAK
+from profkit.analysis.memory.result import MemoryResult, Totals
+from profkit.analysis.memory.summary import LargeRow
 from profkit.report.formats import (
     WIDTH,
     Column,

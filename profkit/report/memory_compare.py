@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from profkit.analysis.memory_compare import Comparison, Part
+from profkit.analysis.memory.compare import Comparison, Part
 from profkit.report.formats import (
     Column,
     Format,

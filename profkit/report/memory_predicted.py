@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from profkit.analysis.memory_predicted import CategoryComparison, PhaseComparison, PredictedLine, PredictedMemory
+from profkit.analysis.memory.predicted import CategoryComparison, PhaseComparison, PredictedLine, PredictedMemory
 from profkit.report.formats import WIDTH, Column, Table, render_table
 from profkit.report.memory_units import format_bytes
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profkit.analysis.memory_opened import read_snapshot
+from profkit.analysis.memory.opened import read_snapshot
 from profkit.report.memory import render_memory
 from profkit.run_directory import read_manifest
 

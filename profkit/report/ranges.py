@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.range_tree import RangeRow, RangesResult
-from profkit.analysis.self_check import SelfCheck
 from profkit.report.formats import (
     Column,
     Format,

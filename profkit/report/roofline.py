@@ -15,9 +15,9 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
-from profkit.analysis.efficiency_result import EfficiencyResult, EfficiencyRow
-from profkit.analysis.run_facts import Peaks
-from profkit.analysis.self_check import SelfCheck
+from profkit.analysis.checks.self_check import SelfCheck
+from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
+from profkit.analysis.efficiency.run_facts import Peaks
 from profkit.errors import TraceError
 from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from profkit.analysis.self_check import SelfCheck
+from profkit.analysis.checks.self_check import SelfCheck
 from profkit.report.formats import make_visible
 from profkit.report.units import format_count
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace, read_trace
 from profkit.analysis.selection import split_path
-from profkit.analysis.self_check import SelfCheck
 from profkit.ranges import PHASES, STEP, WARMUP, context_range
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.kernels import render_kernels

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from profkit.analysis.memory_bins import bin_history
-from profkit.analysis.memory_result import MemoryResult
-from profkit.analysis.memory_summary import DeviceMemory, Filter
+from profkit.analysis.memory.bins import bin_history
+from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.summary import DeviceMemory, Filter
 from profkit.errors import UsageError
 
 Stacking = Literal["category", "stack", "allocation"]

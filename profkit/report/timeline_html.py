@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.memory_bins import Bins, Series, Shape
-from profkit.analysis.memory_result import MemoryResult
-from profkit.analysis.memory_summary import DeviceMemory
+from profkit.analysis.memory.bins import Bins, Series, Shape
+from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.summary import DeviceMemory
 from profkit.report.files import write_whole
 from profkit.report.memory import grave_lines, head_lines
 from profkit.report.timeline_colours import (

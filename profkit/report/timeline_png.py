@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from profkit.analysis.memory_bins import Bins
-from profkit.analysis.memory_result import MemoryResult
-from profkit.analysis.memory_summary import DeviceMemory
+from profkit.analysis.memory.bins import Bins
+from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.summary import DeviceMemory
 from profkit.report.formats import make_visible, shorten
 from profkit.report.memory_units import format_bytes
 from profkit.report.pictures import plain_text, write_png

@@ -1,0 +1,1 @@
+"""Whether a capture can be trusted."""

@@ -1,0 +1,150 @@
+"""Self-check of a run against what its manifest knows: how many steps it made, and which products a model has to make.
+
+A capture that lost the same part of every step looks even, and passes every check of the capture alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.categories import OTHER, categorize
+from profkit.analysis.checks.findings import Finding
+from profkit.analysis.checks.step_check import find_measured
+from profkit.analysis.launches import Launches
+from profkit.ranges import FORWARD, STEP
+from profkit.trace.columns import Bools, Ints, distinct_values, rows_by_value
+
+_LINEARS_PER_LAYER = 7
+"""Query, key, value and output of attention, three of SwiGLU."""
+_BATCHED_PER_LAYER = 2
+"""Attention scores, and the values weighted by them."""
+
+_COMPLETE = "complete"
+
+# cuBLAS adds up the parts of a product that was split along its inner dimension in a kernel of its own.
+_ADDS_SPLIT_PARTS = re.compile(r"splitKreduce|execute_split_k_kernel", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """What a run's manifest says of its steps.
+
+    ``steps`` is how many step ranges the process that counts must have; None if that is not known (no ranges were
+    asked for, or the script was cut short). ``layers`` is of a built-in model, None for a command. ``even`` says that
+    each step must launch as many kernels as any other. ``pids`` are the processes each of which made all of the steps,
+    where there were several.
+    """
+
+    steps: int | None
+    layers: int | None
+    even: bool
+    pids: tuple[int, ...] = ()
+
+
+UNKNOWN_RUN = KnownRun(steps=None, layers=None, even=False)
+
+
+def know_run(manifest: Mapping[str, Any]) -> KnownRun:
+    """Return what the manifest of a run says of its steps; manifests of older versions say less."""
+    workload, preset = manifest.get("workload"), manifest.get("preset")
+    if manifest.get("status") != "complete" or not isinstance(workload, dict):
+        return UNKNOWN_RUN
+    pids = _pids_of_whole(manifest)
+    if "preset_name" not in workload:
+        return KnownRun(workload.get("steps") if workload.get("annotate") else None, None, even=False, pids=pids)
+    # The first step makes the optimizer's state; CUDA graphs of compiled code run from the third.
+    settled = 3 if workload.get("compile_mode") == "reduce-overhead" else 1
+    steps, contexts = workload.get("steps"), workload.get("contexts")
+    return KnownRun(
+        steps=steps * len(contexts) if isinstance(steps, int) and contexts else steps,
+        layers=preset.get("num_layers") if isinstance(preset, dict) else None,
+        even=workload.get("warmup_steps", 0) >= settled,
+        pids=pids,
+    )
+
+
+def _pids_of_whole(manifest: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the processes that recorded every step, where there were several; a script's say whether they did."""
+    processes = manifest.get("processes")
+    if not isinstance(processes, list) or len(processes) < 2:
+        return ()
+    whole = (one for one in processes if isinstance(one, dict) and one.get("state", _COMPLETE) == _COMPLETE)
+    return tuple(one["pid"] for one in whole if isinstance(one.get("pid"), int))
+
+
+def products_per_forward(layers: int) -> int:
+    """Return how many matrix products a forward pass of the built-in model makes: nine a layer and the head."""
+    return (_LINEARS_PER_LAYER + _BATCHED_PER_LAYER) * layers + 1
+
+
+def check_run(attribution: Attribution, run: KnownRun) -> list[Finding]:
+    """Compare the capture with what was run."""
+    return [*_check_step_count(attribution, run), *_check_products(attribution, run)]
+
+
+def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
+    if run.steps is None or attribution.trace.has_invisible_ranges:
+        return []
+    steps = find_measured(attribution).get(STEP, np.empty(0, dtype=np.int64))
+    trace = attribution.trace
+    rows = rows_by_value(trace.ranges.process[steps])
+    counts = {process: len(found) for process, found in rows.items()}
+    ours = {pid: process for process, pid in trace.process_ids.items() if pid in run.pids}
+    if ours:  # else the numbers are of another namespace
+        found = min(counts.get(ours[pid], 0) if pid in ours else 0 for pid in run.pids)
+        where = " of one of its processes" if len(run.pids) > 1 else ""
+    else:
+        found, where = max(counts.values(), default=0), ""
+    # A script may have ranges of its own under the same name.
+    if found == run.steps or (run.layers is None and found > run.steps):
+        return []
+    message = f"the run made {run.steps:,} steps, and the capture holds {found:,}{where}"
+    return [Finding("failed", "step-count", message)]
+
+
+def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
+    trace = attribution.trace
+    members = find_measured(attribution).get(FORWARD)
+    if run.layers is None or members is None or trace.measure != "gpu-kernel" or not len(trace.work):
+        return []
+    rows, instance = Launches(trace.work, attribution.work).under(trace.ranges, members, np.arange(len(members)))
+    if trace.work.is_graph[rows].any():  # a graph traced whole does not show its kernels
+        return []
+    is_product, is_nameless = _products_and_nameless(attribution)
+    made, nameless = (
+        np.bincount(instance[marked[trace.work.name[rows]]], minlength=len(members))
+        for marked in (is_product, is_nameless)
+    )
+    return _compare_products(made, nameless, products_per_forward(run.layers))
+
+
+def _compare_products(made: Ints, nameless: Ints, due: int) -> list[Finding]:
+    """Compare the products of each forward pass with what it owes; kernels of no known category may be products too."""
+    said = f"a forward pass of this model makes {due:,} matrix products"
+    missing = due - made
+    lost = np.flatnonzero(missing > nameless)
+    if len(lost):
+        worst = int(made[lost].min())
+        message = f"{said}; {len(lost):,} of {len(made):,} hold fewer, down to {worst:,}: kernels are missing"
+        return [Finding("failed", "missing-products", message)]
+    if missing.any():
+        message = f"{said}, and by their kernels' names they hold {made.min():,} to {made.max():,}"
+        return [Finding("warning", "unknown-products", f"{message}: some names are not known, or a helper's is")]
+    return []
+
+
+def _products_and_nameless(attribution: Attribution) -> tuple[Bools, Bools]:
+    """Return which names are a matrix product's own kernel, and which are of no known category."""
+    names = attribution.trace.names
+    products, nameless = np.zeros((2, len(names)), dtype=np.bool_)
+    for index in distinct_values(attribution.trace.work.name).tolist():
+        category = categorize(names[index])
+        products[index] = category.name == "gemm" and not _ADDS_SPLIT_PARTS.search(names[index])
+        nameless[index] = category == OTHER
+    return products, nameless

@@ -1,0 +1,143 @@
+"""A capture is on trial until it passes its self-check.
+
+nsys exits 0 with 94 % of the kernels missing; what it says of itself stands in its diagnostics, and what it does not
+say shows in the data: launches without kernels, graph launches without graphs, ranges without ends, instances of one
+range with unequal work. Of a run of profkit's own, what was run is known too. Each check is a `Finding`: `failed` (the
+capture must not be trusted as a whole), `warning` (odd, and named) or `note` (what every healthy capture of this kind
+carries).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.checks.findings import Finding, Verdict
+from profkit.analysis.checks.launch_check import check_launches
+from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
+from profkit.analysis.checks.step_check import check_idle_instances, check_steps
+from profkit.analysis.selection import explain_no_ranges
+from profkit.trace.columns import Trace
+
+# Said by every capture between cudaProfilerStart and cudaProfilerStop, whole ones among them.
+_USUAL_DIAGNOSTICS = re.compile(
+    r"might have been collected|No \w+ events collected|was launched by the profiler|nvtxDomainDestroy|"
+    r"IP samples|backtrace|sampling period|API was ignored",
+    re.IGNORECASE,
+)
+_WHAT = r"\b(?:events?|CUDA|CUPTI)\b"
+_HOW = r"\b(?:lost|drop(?:ped)?|discard(?:ed)?|overflow(?:ed)?|incomplete|missing|failed to)\b"
+# Samples or strings may be lost without harm to what is counted here.
+_LOSS_DIAGNOSTICS = re.compile(rf"{_WHAT}[^.;\n]*{_HOW}|{_HOW}[^.;\n]*{_WHAT}", re.IGNORECASE)
+LOSS_IN_LOG = re.compile(r"Errors? occurred while processing the raw events|events? (were|was) (lost|dropped)", re.I)
+
+_CLOCK_TOLERANCE_NS = 1_000_000
+# A kernel may outlast the calls that were recorded, but not by ten times and a minute.
+_LONGER_THAN_CALLS = 10
+_LONGEST_BESIDE_NS = 60_000_000_000
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The verdict on a capture."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Return whether any check failed."""
+        return any(finding.verdict == "failed" for finding in self.findings)
+
+    def of(self, verdict: Verdict) -> list[Finding]:
+        """Return the findings of one verdict."""
+        return [finding for finding in self.findings if finding.verdict == verdict]
+
+
+def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNOWN_RUN) -> SelfCheck:
+    """Return what can be said for and against trusting a capture.
+
+    Args:
+        attribution: the trace with its work placed.
+        log: what the profiler printed while it recorded and imported, where a run directory kept it.
+        run: what the run's manifest says of its steps.
+    """
+    trace = attribution.trace
+    findings = [
+        *_check_log(log),
+        *_check_diagnostics(trace),
+        *_check_values(trace),
+        *check_launches(trace),
+        *_check_ranges(trace),
+        *check_idle_instances(trace),
+        *check_steps(attribution, even=run.even),
+        *check_run(attribution, run),
+    ]
+    order = {"failed": 0, "warning": 1, "note": 2}
+    return SelfCheck(tuple(sorted(findings, key=lambda finding: order[finding.verdict])))
+
+
+def _check_log(log: str) -> list[Finding]:
+    match = LOSS_IN_LOG.search(log)
+    if not match:
+        return []
+    return [Finding("failed", "log", f"the profiler's log says “{match[0]}”: events are missing")]
+
+
+def _check_diagnostics(trace: Trace) -> list[Finding]:
+    findings = []
+    for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
+        findings.append(Finding("failed", "diagnostic", f"the profiler reports an error: {text}"))
+    for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "warning"):
+        verdict: Verdict = "warning"
+        if _LOSS_DIAGNOSTICS.search(text):
+            verdict = "failed"
+        elif _USUAL_DIAGNOSTICS.search(text):
+            verdict = "note"
+        findings.append(Finding(verdict, "diagnostic", f"the profiler says: {text}"))
+    return findings
+
+
+def _check_values(trace: Trace) -> list[Finding]:
+    """Look for what cannot be: work that ends before it starts, outlasts the capture, or starts before its launch."""
+    work, findings = trace.work, []
+    backwards = int((work.end_ns < work.start_ns).sum())
+    backwards += int((trace.copies.end_ns < trace.copies.start_ns).sum())
+    backwards += int((trace.ranges.end_ns < trace.ranges.start_ns).sum())
+    if backwards:
+        findings.append(Finding("failed", "negative-time", f"{backwards:,} rows end before they start"))
+    too_long = _count_too_long(trace)
+    if too_long:
+        findings.append(Finding("failed", "impossible-duration", f"{too_long:,} kernels outlast the capture itself"))
+    launched = work.launch_thread >= 0
+    early = int((launched & (work.start_ns < work.launch_ns - _CLOCK_TOLERANCE_NS)).sum())
+    if early and trace.measure == "gpu-kernel":
+        findings.append(
+            Finding("failed", "before-launch", f"{early:,} kernels start over 1 ms before the call that launched them")
+        )
+    return findings
+
+
+def _count_too_long(trace: Trace) -> int:
+    """Count the kernels that are by far longer than the time in which CUDA calls were recorded."""
+    calls, work = trace.calls, trace.work
+    if not len(calls) or not len(work):
+        return 0
+    span_ns = int(calls.end_ns.max()) - int(calls.start_ns.min())
+    return int((work.end_ns - work.start_ns > _LONGER_THAN_CALLS * span_ns + _LONGEST_BESIDE_NS).sum())
+
+
+def _check_ranges(trace: Trace) -> list[Finding]:
+    findings = []
+    open_ranges = np.flatnonzero(trace.ranges.is_open)
+    if len(open_ranges):
+        names = dict.fromkeys(trace.names[int(trace.ranges.name[i])] for i in open_ranges)
+        some = ", ".join(repr(name) for name in list(names)[:3])
+        findings.append(
+            Finding("warning", "open-range", f"{len(open_ranges):,} ranges never ended ({some}); they count to the end")
+        )
+    if trace.has_invisible_ranges:
+        findings.append(Finding("warning", "invisible-ranges", explain_no_ranges(trace)))
+    return findings

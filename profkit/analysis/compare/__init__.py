@@ -1,0 +1,1 @@
+"""Two captures beside each other, and one against budgets."""

@@ -1,0 +1,177 @@
+"""Compare two captures, in time, in their unprofiled steps and in memory: the result of ``profkit compare``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from profkit.analysis.compare.capture import OpenedCapture, open_capture
+from profkit.analysis.compare.clean_compare import CleanComparison, compare_clean, read_clean_steps
+from profkit.analysis.compare.provenance import Provenance, compare_provenance
+from profkit.analysis.compare.step_samples import has_measured_steps, sample_steps
+from profkit.analysis.compare.time_compare import TimeComparison, compare_times
+from profkit.analysis.memory.compare import Comparison
+from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.warnings import Caution
+from profkit.errors import UsageError
+
+
+@dataclass(frozen=True)
+class CaptureComparison:
+    """What changed from one capture to another; each part is None where not both captures hold what it takes.
+
+    ``time`` is the profiled kernel time per step, ``clean`` the time of unprofiled steps, ``memory`` the allocated
+    peak. ``warnings`` say which part is missing on which side, and what to know of those that are there. The JSON of
+    ``profkit compare --format json`` has the same fields, down to these::
+
+        {"before", "after", "provenance": {"differences": [{"fact", "before", "after", "disturbs"}], "unknown_…": []},
+         "time": null | {"unit": "step" | "capture", "samples": [before, after], "kernel_time": CHANGE, "busy", "wall",
+                         "by_phase": [{"name", "change": CHANGE}], "by_range", "by_category", "rounding_ns",
+                         "parts": [{"range", "category", "kind", "change": CHANGE, "before": [{"name", "count",
+                                    "total_ns"}], "after"}], "left_out_ns", …},
+         "clean": null | {"labels", "samples", "changes": [{"name", "before_ns", …}]},
+         "memory": null | {that of ``profkit memory --against``}, "warnings": [{"code", "message"}]}
+
+    CHANGE is ``{"before_ns", "after_ns"}`` over all samples, and ``{"change_ns", "low_ns", "high_ns", "verdict"}`` per
+    sample.
+    """
+
+    before: str
+    after: str
+    provenance: Provenance
+    time: TimeComparison | None
+    clean: CleanComparison | None
+    memory: Comparison | None
+    warnings: tuple[Caution, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON-ready data; nanoseconds and bytes are integers."""
+        data = asdict(self)
+        if self.time is not None:
+            data["time"]["rounding_ns"] = self.time.rounding_ns
+        if self.memory is not None:
+            data["memory"] = self.memory.to_dict()
+        return data
+
+
+def compare(
+    before: str | Path, after: str | Path, *, range: str | None = None, force: bool = False
+) -> CaptureComparison:
+    """Return what changed between two traces, snapshots or run directories; the same as ``profkit compare``.
+
+    Args:
+        before: a trace, a snapshot or a run directory.
+        after: another one, of the same kind.
+        range: compare the kernel time under this range alone.
+        force: compare captures of different provenance too; what differs stands in ``provenance``.
+
+    Raises:
+        CaptureError: one cannot be read.
+        RunError: a directory is no run.
+        UsageError: they hold nothing that both could be compared by, their provenance differs, or an unknown range.
+    """
+    return compare_captures(open_capture(before), open_capture(after), range=range, force=force)
+
+
+def compare_captures(
+    before: OpenedCapture, after: OpenedCapture, *, range: str | None = None, force: bool = False
+) -> CaptureComparison:
+    """Return what changed between two opened captures; see `compare`."""
+    refuse_other_measure(before, after)
+    provenance = compare_provenance(before, after)
+    if not force:
+        refuse_disturbed(provenance, before, after)
+    traces = [_with_work(one.trace) for one in (before, after)]
+    steps = [None if one.manifest is None else read_clean_steps(one.manifest) for one in (before, after)]
+    time = clean = memory = None
+    if traces[0] is not None and traces[1] is not None:
+        time = _compare_time(traces[0], traces[1], range)
+    if range is None:
+        if steps[0] is not None and steps[1] is not None:
+            clean = compare_clean(steps[0], steps[1])
+        if before.snapshot is not None and after.snapshot is not None:
+            memory = before.snapshot.against(after.snapshot)
+    if time is None and clean is None and memory is None:
+        raise UsageError(_explain_nothing(before, after, range))
+    return CaptureComparison(
+        before=str(before.path),
+        after=str(after.path),
+        provenance=provenance,
+        time=time,
+        clean=clean,
+        memory=memory,
+        warnings=(
+            *_warn_of_missing("kernel times", *traces),
+            *_warn_of_missing("unprofiled steps", *steps),
+            *_warn_of_missing("memory snapshot", before.snapshot, after.snapshot),
+            *(() if time is None else time.warnings),
+            *(() if memory is None else memory.warnings),
+        ),
+    )
+
+
+def refuse_other_measure(before: OpenedCapture, after: OpenedCapture) -> None:
+    """Raise where one trace measures GPU kernels and the other CPU operators: no force makes them comparable.
+
+    Raises:
+        UsageError: they do.
+    """
+    traces = [_with_work(one.trace) for one in (before, after)]
+    measures = [None if one is None else one.trace.measure for one in traces]
+    if None not in measures and measures[0] != measures[1]:
+        named = {"gpu-kernel": "the time of GPU kernels", "cpu-operator": "the self time of CPU operators"}
+        said = [named[measure] for measure in measures if measure is not None]
+        raise UsageError(
+            f"{before.path} measures {said[0]} and {after.path} {said[1]}: there is nothing in common to compare"
+        )
+
+
+def refuse_disturbed(provenance: Provenance, before: OpenedCapture, after: OpenedCapture) -> None:
+    """Raise where captures differ in what a comparison would take for a change of the program.
+
+    Raises:
+        UsageError: they do; what differs is named.
+    """
+    found = provenance.disturbances
+    if found:
+        facts = ", ".join(difference.fact for difference in found)
+        raise UsageError(
+            f"{before.path} and {after.path} differ in {facts}, which alone may change times: record both alike, or"
+            " compare them all the same with --force"
+        )
+
+
+def _with_work(trace: OpenedTrace | None) -> OpenedTrace | None:
+    """Return the trace if it has anything to compare: GPU kernels, or CPU operators."""
+    return trace if trace is not None and len(trace.trace.work) else None
+
+
+def _compare_time(before: OpenedTrace, after: OpenedTrace, range: str | None) -> TimeComparison:
+    by_step = all(has_measured_steps(one.attribution) for one in (before, after))
+    return compare_times(*(sample_steps(one.attribution, range, by_step=by_step) for one in (before, after)))
+
+
+def _warn_of_missing(what: str, before: object, after: object) -> tuple[Caution, ...]:
+    """Return a warning if one side alone has something."""
+    if (before is None) == (after is None):
+        return ()
+    return (Caution("one-sided", f"{what}: only {'after' if before is None else 'before'} has any; not compared"),)
+
+
+def _explain_nothing(before: OpenedCapture, after: OpenedCapture, range: str | None) -> str:
+    if range is not None:
+        return f"--range {range}: only the kernel times of two traces are compared by range"
+    holdings = [", ".join(_list_holdings(one)) or "nothing to compare" for one in (before, after)]
+    return f"{before.path} holds {holdings[0]}, {after.path} {holdings[1]}: there is nothing in common to compare"
+
+
+def _list_holdings(capture: OpenedCapture) -> list[str]:
+    held = []
+    if _with_work(capture.trace) is not None:
+        held.append("kernel times")
+    elif capture.trace is not None:
+        held.append("a trace without GPU kernels")
+    if capture.manifest is not None and read_clean_steps(capture.manifest) is not None:
+        held.append("unprofiled steps")
+    return held + (["a memory snapshot"] if capture.snapshot is not None else [])

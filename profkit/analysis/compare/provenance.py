@@ -1,0 +1,162 @@
+"""Where two captures come from, and what of that a comparison could take for a change of the program.
+
+What differs is told line by line. Some differences disturb: another profiler, GPU, driver, library, workload or
+precision changes times for reasons of its own, and a capture that fails its self-check lacks times. Others are stated
+alone: how the model was compiled, the revision of the code, what was annotated. They are what one compares.
+What one capture says and the other does not is unknown, and stays so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.compare.clean_compare import read_clean_steps
+from profkit.trace.columns import Trace, distinct_values, rows_by_value
+
+# Facts of a manifest by where they may stand in it; those of the first list disturb a comparison, the others do not.
+_DISTURBING: dict[str, tuple[tuple[str, ...], ...]] = {
+    "driver": (("driver",),),
+    "torch": (("versions", "torch"),),
+    "CUDA": (("versions", "cuda"),),
+    "device": (("device",),),
+    "workload": (("target",),),
+    "batch": (("workload", "batch"),),
+    "context": (("workload", "context"),),
+    "contexts": (("workload", "contexts"),),
+    "passes": (("workload", "passes"),),
+    "precision (autocast)": (("workload", "dtype"), ("conditions", "autocast_dtypes")),
+    "float32 matmul precision (tf32)": (("float32_matmul_precision",),),
+    "cuBLAS tf32": (("conditions", "cuda_matmul_allow_tf32"), ("conditions", "cuda_matmul_fp32_precision")),
+    "cuDNN tf32": (("conditions", "cudnn_allow_tf32"),),
+}
+_STATED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "torch.compile": (("workload", "compile_mode"), ("conditions", "compiled", "graphs")),
+    "which GPU": (("conditions", "gpu_uuid"),),
+    "cuDNN benchmark": (("conditions", "cudnn_benchmark"),),
+    "deterministic algorithms": (("conditions", "deterministic_algorithms"),),
+    "CPU threads": (("conditions", "cpu_threads"),),
+    "seed": (("workload", "seed"),),
+    "annotation": (("workload", "annotate"),),
+    "annotation depth": (("workload", "depth"),),
+    "revision of the code": (("git_revision",),),
+    "profkit": (("versions", "profkit"),),
+    "python": (("versions", "python"),),
+    "state of the run": (("status",),),
+}
+# What one has to know to judge a difference of two captures.
+_EXPECTED = (
+    "GPU",
+    "driver",
+    "torch",
+    "CUDA",
+    "workload",
+    "precision (autocast)",
+    "float32 matmul precision (tf32)",
+)
+_OF_GPUS = ("GPU", "driver", "CUDA")
+_SELF_CHECK = "self-check"
+_IN_BRACKETS = re.compile(r"\s*\(.*")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One fact that is known of both captures and not the same; ``disturbs`` if the comparison needs force then."""
+
+    fact: str
+    before: str
+    after: str
+    disturbs: bool
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What differs, the disturbing first, and which facts are unknown of before, of after, or of both."""
+
+    differences: tuple[Difference, ...]
+    unknown_before: tuple[str, ...]
+    unknown_after: tuple[str, ...]
+    unknown_both: tuple[str, ...]
+
+    @property
+    def disturbances(self) -> list[Difference]:
+        """Return the differences for which a comparison needs force."""
+        return [difference for difference in self.differences if difference.disturbs]
+
+
+def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenance:
+    """Return what differs between where two captures come from."""
+    old, new = _state_facts(before), _state_facts(after)
+    differences = [
+        Difference(fact, old[fact], new[fact], fact not in _STATED)
+        for fact in old.keys() & new.keys()
+        if old[fact] != new[fact]
+    ]
+    differences += _judge_self_checks(before, after)
+    order = [*_DISTURBING, *_STATED]
+    differences.sort(key=lambda one: (not one.disturbs, one.fact in order and order.index(one.fact), one.fact))
+    lacks_old, lacks_new = (_list_unknown(one, facts) for one, facts in ((before, old), (after, new)))
+    return Provenance(
+        differences=tuple(differences),
+        unknown_before=tuple(fact for fact in lacks_old if fact not in lacks_new),
+        unknown_after=tuple(fact for fact in lacks_new if fact not in lacks_old),
+        unknown_both=tuple(fact for fact in lacks_old if fact in lacks_new),
+    )
+
+
+def _state_facts(capture: OpenedCapture) -> dict[str, str]:
+    """Return what a capture says of where it comes from."""
+    facts = dict(_state_trace(capture.trace.trace)) if capture.trace is not None else {}
+    if capture.manifest is None:
+        return facts
+    for fact, places in (_DISTURBING | _STATED).items():
+        value = next((found for keys in places if (found := _look_up(capture.manifest, keys)) is not None), None)
+        if value is not None:
+            facts[fact] = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    if "GPU" not in facts and capture.manifest.get("gpu") is not None:
+        facts["GPU"] = str(capture.manifest["gpu"])
+    clean = read_clean_steps(capture.manifest)
+    if clean is not None:
+        facts["unprofiled steps"] = clean.label
+    return facts
+
+
+def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
+    """Yield what a trace itself says."""
+    yield "profiler", _IN_BRACKETS.sub("", trace.product)
+    if trace.gpus:
+        yield "GPU", ", ".join(sorted(set(trace.gpus)))
+    if trace.measure == "gpu-kernel" and len(trace.work):
+        processes = rows_by_value(trace.work.process).values()
+        yield "GPUs at work", str(sum(len(distinct_values(trace.work.device[rows])) for rows in processes))
+        yield "CUDA graphs", "traced whole" if trace.work.is_graph.any() else "traced by kernel, if any"
+
+
+def _look_up(manifest: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    """Return what the manifest says under these keys, or else its first process; None if neither does."""
+    processes = manifest.get("processes")
+    for found in (manifest, processes[0] if isinstance(processes, list) and processes else None):
+        value: Any = found
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    return None
+
+
+def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Difference]:
+    """Return one difference if a capture failed its self-check, also if both did: their loss need not be the same."""
+    checks = [None if one.trace is None else one.trace.self_check for one in (before, after)]
+    if not any(check is not None and check.failed for check in checks):
+        return []
+    said = ["–" if check is None else check.of("failed")[0].message if check.failed else "passed" for check in checks]
+    return [Difference(_SELF_CHECK, said[0], said[1], True)]
+
+
+def _list_unknown(capture: OpenedCapture, facts: Mapping[str, str]) -> list[str]:
+    """Return which facts one has to know of a capture are not known; of a GPU only where there was one."""
+    on_cpu = facts.get("device") == "cpu" or (capture.trace is not None and capture.trace.trace.measure != "gpu-kernel")
+    return [fact for fact in _EXPECTED if fact not in facts and not (on_cpu and fact in _OF_GPUS)]

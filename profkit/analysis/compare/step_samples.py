@@ -1,0 +1,227 @@
+"""Kernel time step by step, split by range, category and kernel: the samples on which two captures are compared.
+
+A sample is one measured step (a range ``step`` or ``step N`` outside ``warmup``), over all processes: the k-th step of
+each, added up. A kernel belongs to the step in which it was launched. Within the step its place is the path of ranges
+around it, numbers taken for one kind (``forward/layer */ffn``), whatever lies around the step left off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.busy import union_ns
+from profkit.analysis.categories import categorize
+from profkit.analysis.checks.limits import refuse_impossible_times
+from profkit.analysis.checks.step_check import find_contexts, find_measured
+from profkit.analysis.kernel_filter import KernelFilter, choose_work
+from profkit.analysis.nesting import NO_RANGE
+from profkit.analysis.selection import (
+    Selection,
+    find_warmup,
+    kind_of,
+    lies_within,
+    outermost,
+    select_ranges,
+    select_work,
+)
+from profkit.ranges import STEP
+from profkit.trace.columns import Bools, Ints, Measure, distinct_values, rows_by_value
+
+RangePath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What kernel time is split by: the path of ranges within the step, the category, the kernel's full name."""
+
+    path: RangePath
+    category: str
+    kernel: str
+
+
+@dataclass(frozen=True, eq=False)
+class StepSamples:
+    """The kernel time of one capture, one row a sample and one column a key, in nanoseconds.
+
+    ``kernel_count`` counts each column's kernels over all samples. ``busy_ns`` is per sample the union per GPU, summed
+    over GPUs; ``wall_ns`` the step's time on the host while it was profiled (of several processes the longest), None
+    without steps. ``range`` is what they were limited to; ``paths`` are all of the capture. ``left_out_ns`` is the
+    kernel time in no sample: under other ranges, in the warm-up, outside every step; with the samples it sums to the
+    capture's.
+    """
+
+    measure: Measure
+    range: str | None
+    has_steps: bool
+    keys: tuple[Key, ...]
+    kernel_ns: Ints
+    kernel_count: Ints
+    busy_ns: Ints
+    wall_ns: Ints | None
+    paths: frozenset[RangePath]
+    left_out_ns: int
+    even: bool
+    """False where processes made different numbers of steps: then some samples hold fewer processes than others."""
+    has_contexts: bool = False
+    """True where steps of several contexts are taken together."""
+
+    @property
+    def size(self) -> int:
+        """Return how many samples there are."""
+        return len(self.kernel_ns)
+
+    @property
+    def total_ns(self) -> int:
+        """Return the kernel time of all samples."""
+        return int(self.kernel_ns.sum())
+
+
+def has_measured_steps(attribution: Attribution) -> bool:
+    """Return whether the capture has steps to take as samples."""
+    return bool(len(find_measured(attribution).get(STEP, ())))
+
+
+def sample_steps(attribution: Attribution, range: str | None = None, *, by_step: bool = True) -> StepSamples:
+    """Return the kernel time of each measured step.
+
+    Args:
+        attribution: the trace with its work placed.
+        range: only what lies under this range; busy time is then that of its work. Where whole steps lie within the
+            range (``context 128``), those are the samples, else all steps are.
+        by_step: take steps as samples; else one sample is all that lies outside ``warmup``.
+
+    Raises:
+        TraceError: the trace's times are impossible, or a range is asked of a trace without ranges.
+        UsageError: an unknown range.
+    """
+    trace = attribution.trace
+    refuse_impossible_times(trace)
+    members = _choose_steps(attribution, range)
+    sample, wall_ns, even = _number_samples(attribution, members) if by_step else _one_sample(attribution)
+    inside = sample >= 0
+    if range is not None:
+        inside &= choose_work(attribution, KernelFilter(range)).rows
+    rows = np.flatnonzero(inside)
+    size = 1 if wall_ns is None else len(wall_ns)
+    path_of_row, paths = _place_rows(attribution, rows, members)
+    keys, column = _number_keys(attribution, rows, path_of_row, paths)
+    kernel_ns = np.zeros((size, len(keys)), dtype=np.int64)
+    np.add.at(kernel_ns, (sample[rows], column), trace.work.duration_ns[rows])
+    return StepSamples(
+        measure=trace.measure,
+        range=range,
+        has_steps=by_step,
+        keys=keys,
+        kernel_ns=kernel_ns,
+        kernel_count=np.bincount(column, minlength=len(keys)),
+        busy_ns=_busy_per_sample(attribution, rows, sample[rows], size),
+        wall_ns=wall_ns if range is None else None,
+        paths=frozenset(paths),
+        left_out_ns=int(trace.work.duration_ns.sum()) - int(trace.work.duration_ns[rows].sum()),
+        even=even,
+        has_contexts=by_step and len(distinct_values(find_contexts(attribution)[members])) > 1,
+    )
+
+
+def join_path(path: Iterable[str]) -> str:
+    """Return a path as it is written: parts joined by slashes; a slash within a part is ``\\/``."""
+    return "/".join(part.replace("/", "\\/") for part in path)
+
+
+def _choose_steps(attribution: Attribution, range: str | None) -> Ints:
+    """Return the measured steps by their start: those that lie within the range if there are such, else all."""
+    steps = find_measured(attribution).get(STEP, np.empty(0, dtype=np.int64))
+    members = steps[np.argsort(attribution.trace.ranges.start_ns[steps], kind="stable")]
+    if range is None:
+        return members
+    within = lies_within(attribution, select_ranges(attribution, range))[members]
+    return members[within] if within.any() else members
+
+
+def _number_samples(attribution: Attribution, members: Ints) -> tuple[Ints, Ints, bool]:
+    """Return each row's sample (-1: in no step), each sample's wall time, and whether all processes made as many."""
+    trace = attribution.trace
+    top = outermost(trace.ranges, members)
+    number = np.full(len(trace.ranges), -1, dtype=np.int64)
+    counts = []
+    for mine in rows_by_value(trace.ranges.process[top]).values():
+        number[top[mine]] = np.arange(len(mine))
+        counts.append(len(mine))
+    duration = trace.ranges.end_ns[top] - trace.ranges.start_ns[top]
+    wall_ns = np.zeros(max(counts), dtype=np.int64)
+    np.maximum.at(wall_ns, number[top], duration)
+    selection = Selection(STEP, members, by_phase=True)
+    instance = select_work(attribution, trace.work, attribution.work, selection).instance
+    sample = np.where(instance >= 0, number[members[np.maximum(instance, 0)]], -1)
+    return sample, wall_ns, len(set(counts)) == 1
+
+
+def _one_sample(attribution: Attribution) -> tuple[Ints, None, bool]:
+    """Return one sample that holds everything outside ``warmup``."""
+    warmup = find_warmup(attribution.trace)
+    warm: Bools = np.zeros(len(attribution.trace.work), dtype=np.bool_)
+    if warmup is not None:
+        chosen = select_ranges(attribution, warmup)
+        warm = select_work(attribution, attribution.trace.work, attribution.work, chosen).rows
+    return np.where(warm, -1, 0), None, True
+
+
+def _place_rows(attribution: Attribution, rows: Ints, steps: Ints) -> tuple[Ints, list[RangePath]]:
+    """Return the path of each row, by number, and all paths; the first is that of the step itself."""
+    placed = attribution.work
+    own, host = placed.own[rows], placed.host[rows]
+    innermost = np.where(own >= 0, own, host)
+    path_of_range, paths = _number_paths(attribution, steps)
+    return path_of_range[np.maximum(innermost, NO_RANGE)], paths
+
+
+def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[RangePath]]:
+    """Return each range's path within its step, by number, and the paths."""
+    trace = attribution.trace
+    ranges = trace.ranges
+    # One more entry, which stands for no range.
+    number = np.zeros(len(ranges) + 1, dtype=np.int64)
+    is_step = np.zeros(len(ranges), dtype=np.bool_)
+    is_step[steps] = True
+    known: dict[tuple[int, str], int] = {}
+    paths: list[RangePath] = [()]
+    kinds = [kind_of(name) for name in trace.names]
+    names, parents, step = ranges.name.tolist(), attribution.parent.tolist(), is_step.tolist()
+    # Within equal starts the longer range is the outer one, so a parent is always seen before its children.
+    for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
+        if step[index]:
+            continue
+        above = int(number[parents[index]]) if parents[index] != NO_RANGE else 0
+        key = (above, kinds[names[index]])
+        if key not in known:
+            known[key] = len(paths)
+            paths.append((*paths[above], key[1]))
+        number[index] = known[key]
+    return number, paths
+
+
+def _number_keys(
+    attribution: Attribution, rows: Ints, path_of_row: Ints, paths: list[RangePath]
+) -> tuple[tuple[Key, ...], Ints]:
+    """Return the distinct keys of the rows, and each row's, by number."""
+    trace = attribution.trace
+    combined, column = np.unique(path_of_row * len(trace.names) + trace.work.name[rows], return_inverse=True)
+    keys = []
+    for number in combined.tolist():
+        path, name = divmod(number, len(trace.names))
+        kernel = trace.names[name]
+        keys.append(Key(paths[path], categorize(kernel, trace.measure).name, kernel))
+    return tuple(keys), column
+
+
+def _busy_per_sample(attribution: Attribution, rows: Ints, sample: Ints, size: int) -> Ints:
+    work = attribution.trace.work
+    devices = int(work.device.max()) + 1 if len(work) else 1
+    groups, unions = union_ns(sample * devices + work.device[rows], work.start_ns[rows], work.end_ns[rows])
+    busy = np.zeros(size, dtype=np.int64)
+    np.add.at(busy, groups // devices, unions)
+    return busy

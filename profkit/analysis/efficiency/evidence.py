@@ -1,0 +1,141 @@
+"""The raw rows behind a verdict: the longest times in which nothing ran, and the kernels that took the most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.efficiency.gpu_time import GpuTime, build_gpu_times
+from profkit.analysis.efficiency.intervals import subtract, unite
+from profkit.analysis.efficiency.summary import chosen_ranges
+from profkit.analysis.efficiency.windows import find_windows
+from profkit.analysis.range_nodes import RangeNodes, build_nodes
+from profkit.analysis.range_tree import work_by_node
+from profkit.trace.columns import Ints, Trace, Work, rows_by_value
+
+
+@dataclass(frozen=True)
+class IdleGap:
+    """A stretch in which a GPU had nothing to run, in the capture's own nanoseconds.
+
+    The host spent it launching, synchronising and outside CUDA. ``call`` is the CUDA call that took most of it, in
+    progress for ``call_ns`` of it; ``ended_by`` is the kernel, copy or set that ended it, launched by a call that began
+    at ``launch_ns``. None where there was none.
+    """
+
+    device: int
+    start_ns: int
+    end_ns: int
+    launching_ns: int
+    synchronising_ns: int
+    outside_cuda_ns: int
+    call: str | None
+    call_ns: int
+    ended_by: str | None
+    launch_ns: int | None
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """All kernels of one name under a range; ``first_ns`` is when the first of them began."""
+
+    name: str
+    count: int
+    total_ns: int
+    first_ns: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The longest gaps of a range and its largest kernels, the largest first."""
+
+    gaps: tuple[IdleGap, ...]
+    kernels: tuple[KernelTime, ...]
+
+
+def find_evidence(
+    attribution: Attribution, range: str | None = None, *, numbered: bool = False, most: int = 3
+) -> dict[str, Evidence]:
+    """Return the evidence for each row of `measure_efficiency`, by path, at most so many rows of each kind.
+
+    Raises:
+        TraceError, UsageError: as `measure_efficiency` does.
+    """
+    trace = attribution.trace
+    members = chosen_ranges(attribution, range)
+    nodes = build_nodes(attribution, numbered=numbered)
+    times = build_gpu_times(trace)
+    windows = find_windows(attribution, members, times)
+    node = nodes.of_range[members[windows.member]]
+    kernels = dict(_largest_kernels(attribution, nodes, members, most))
+    present = set(nodes.of_range[members].tolist())
+    found = {}
+    for at in (one for one in nodes.depth_first() if one.node in present):
+        gaps: list[IdleGap] = []
+        for device, time in times.items():
+            mine = (node == at.node) & (windows.device == device)
+            gaps += _longest_gaps(trace, device, time, (windows.start_ns[mine], windows.end_ns[mine]), most)
+        gaps.sort(key=lambda gap: gap.start_ns - gap.end_ns)
+        found[at.path] = Evidence(tuple(gaps[:most]), kernels.get(at.node, ()))
+    return found
+
+
+def _longest_gaps(trace: Trace, device: int, time: GpuTime, windows: tuple[Ints, Ints], most: int) -> Iterator[IdleGap]:
+    idle = subtract(unite(*windows), time.busy)
+    longest = np.argsort(idle.start_ns - idle.end_ns, kind="stable")[:most]
+    start, end = idle.start_ns[longest], idle.end_ns[longest]
+    launching, synchronising = (one.within(start, end).tolist() for one in (time.launching, time.synchronising))
+    for began, ended, launch, wait in zip(start.tolist(), end.tolist(), launching, synchronising, strict=True):
+        ended_by, launch_ns = _what_began(trace, device, ended)
+        call, call_ns = _longest_call(trace, began, ended)
+        yield IdleGap(
+            device=device,
+            start_ns=began,
+            end_ns=ended,
+            launching_ns=launch,
+            synchronising_ns=wait,
+            outside_cuda_ns=ended - began - launch - wait,
+            call=call,
+            call_ns=call_ns,
+            ended_by=ended_by,
+            launch_ns=launch_ns,
+        )
+
+
+def _what_began(trace: Trace, device: int, time_ns: int) -> tuple[str | None, int | None]:
+    """Return what began on a GPU at that very time and when it was launched; a range's end begins nothing."""
+    for table in (trace.work, trace.copies):
+        for row in np.flatnonzero((table.start_ns == time_ns) & (table.device == device)).tolist():
+            if isinstance(table, Work):
+                name = trace.names[int(table.name[row])]
+            else:
+                name = "a memory set" if table.is_memset[row] else "a memory copy"
+            return name, int(table.launch_ns[row]) if table.launch_thread[row] >= 0 else None
+    return None, None
+
+
+def _longest_call(trace: Trace, start_ns: int, end_ns: int) -> tuple[str | None, int]:
+    """Return the CUDA call, of any thread, that was in progress for most of a time, and for how long."""
+    calls = trace.calls
+    inside = np.minimum(calls.end_ns, end_ns) - np.maximum(calls.start_ns, start_ns)
+    if not len(inside) or inside.max() <= 0:
+        return None, 0
+    longest = int(inside.argmax())
+    return trace.names[int(calls.name[longest])], int(inside[longest])
+
+
+def _largest_kernels(
+    attribution: Attribution, nodes: RangeNodes, members: Ints, most: int
+) -> Iterator[tuple[int, tuple[KernelTime, ...]]]:
+    work, names = attribution.trace.work, attribution.trace.names
+    for rows, node in work_by_node(attribution, nodes, members):
+        for one, which in rows_by_value(node).items():
+            mine = rows[which]
+            found = []
+            for name, some in rows_by_value(work.name[mine]).items():
+                total_ns, first_ns = work.duration_ns[mine[some]].sum(), work.start_ns[mine[some]].min()
+                found.append(KernelTime(names[name], len(some), int(total_ns), int(first_ns)))
+            yield one, tuple(sorted(found, key=lambda kernel: (-kernel.total_ns, kernel.name))[:most])

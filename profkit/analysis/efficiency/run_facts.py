@@ -1,0 +1,122 @@
+"""What a run directory knows of its ranges beside the trace: their work, unprofiled times, the device and its peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from profkit.analysis.efficiency.ceilings import Ceilings, read_ceilings
+from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
+from profkit.analysis.efficiency.work import RunWork, read_work
+from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
+from profkit.errors import UsageError
+from profkit.run_directory import MANIFEST, read_manifest
+from profkit.trace.columns import Trace
+
+# torch.set_float32_matmul_precision: both others let cuBLAS take TF32 (torch/backends/cuda, allow_tf32).
+_TF32_PRECISIONS = ("high", "medium")
+
+VECTOR_DTYPE = "fp32"
+"""What all that is no matrix product is done in, autocast or not, on the GPU's ordinary units."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the GPU can do at most, per second: matrix products by dtype, and bytes moved.
+
+    ``source`` is ``measured`` (`profkit ceilings`, on a GPU of that name) or ``datasheet``.
+    """
+
+    source: str
+    gpu: str
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known beside the trace; of a bare trace little.
+
+    ``dtype`` is what matrix products were done in where their range does not say so itself. ``peaks`` are measured ones
+    if there are any, else the datasheet's; MFU is a share of ``datasheet``'s. ``step_times`` are those without a
+    profiler, beside those with one.
+    """
+
+    gpu: str | None
+    dtype: str | None
+    work: RunWork | None
+    peaks: Peaks | None
+    datasheet: Datasheet | None
+    step_times: StepTimes | None
+
+    def clean_times(self, phase: str, context: int | None) -> PhaseTimes | None:
+        """Return what a phase (or ``step``) took without a profiler."""
+        phases = self.step_times.phases if self.step_times is not None else ()
+        return next((one for one in phases if (one.phase, one.context) == (phase, context)), None)
+
+
+def read_run_facts(
+    trace: Trace, run: Path | None, *, ceilings: Path | None = None, dtype: str | None = None
+) -> RunFacts:
+    """Return what is known beside a trace.
+
+    Args:
+        trace: the capture.
+        run: the run directory that it is of, if any.
+        ceilings: a file of `profkit ceilings` (or a run directory with one) to use; else the run's own.
+        dtype: what matrix products were done in; wins over what the run says.
+
+    Raises:
+        RunError: a file of the run, or the ceilings, cannot be read.
+        UsageError: the ceilings were measured on another GPU.
+    """
+    manifest = read_manifest(run) if run is not None and (run / MANIFEST).exists() else {}
+    work = read_work(run) if run is not None else None
+    gpu = _gpu_name(trace, manifest)
+    sheet = find_datasheet(gpu)
+    measured = read_ceilings(ceilings) if ceilings is not None else read_ceilings(run) if run is not None else None
+    if measured is not None and gpu is not None and _bare(measured.device.name) != _bare(gpu):
+        raise UsageError(
+            f"{ceilings or run}: the ceilings were measured on {measured.device.name}, the capture is of {gpu};"
+            " measure on that GPU with `profkit ceilings`"
+        )
+    return RunFacts(
+        gpu=gpu,
+        dtype=dtype or (work.dtype if work is not None else None) or _dtype_of(manifest),
+        work=work,
+        peaks=_peaks(measured, sheet),
+        datasheet=sheet,
+        step_times=summarize_step_times(manifest),
+    )
+
+
+def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
+    if measured is not None:
+        products = {one.dtype: one.best_flops_per_s for one in measured.gemm}
+        return Peaks("measured", measured.device.name, products, measured.copy.best_bytes_per_s)
+    return None if sheet is None else Peaks("datasheet", sheet.name, sheet.flops_per_s, sheet.bytes_per_s)
+
+
+def _gpu_name(trace: Trace, manifest: Mapping[str, Any]) -> str | None:
+    """Return the one name that the GPUs of the capture have; None where they differ and no manifest says which."""
+    if isinstance(manifest.get("gpu"), str):
+        return str(manifest["gpu"])
+    names = set(trace.gpus)
+    return names.pop() if len(names) == 1 else None
+
+
+def _dtype_of(manifest: Mapping[str, Any]) -> str | None:
+    """Return what a run's matrix products were done in: autocast's type, else as float32 products are set to be."""
+    workload = manifest.get("workload")
+    asked = workload.get("dtype") if isinstance(workload, dict) else None
+    if asked is None or manifest.get("device") == "cpu":
+        return None
+    if asked == "fp32" and manifest.get("float32_matmul_precision") in _TF32_PRECISIONS:
+        return "tf32"
+    return str(asked)
+
+
+def _bare(gpu: str) -> str:
+    return gpu.removeprefix("NVIDIA ").strip()

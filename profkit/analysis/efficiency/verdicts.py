@@ -1,0 +1,130 @@
+"""What bounds a range, in one word, and the rule and numbers behind it.
+
+Two questions, in this order.
+
+1. Where does the range's time on the GPU go? Its span (`profkit.analysis.efficiency.gpu_time`) falls into four parts,
+   and the largest decides: idle while the host launches → *launch-bound*; idle while the host synchronises or is
+   outside CUDA → *host-bound*; only communication runs, or all that the range launched is communication →
+   *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: where
+   it is known how long the same phase takes without a profiler, the three idle parts are first shrunk by one factor,
+   so that busy time and idle time of the phase sum to its unprofiled time.
+2. Which of the GPU's peaks would the range meet first? By the roofline model (Williams, Waterman, Patterson 2009): its
+   FLOPs at the peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's
+   peak → *compute-bound*, else *memory-bound*. Without least bytes it is compute-bound if its FLOPs alone would take at
+   least half of its busy time; else nothing can be said. Least bytes are those of a perfect kernel: a range that is
+   compute-bound by them may still lose time to memory in what it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from profkit.analysis.efficiency.gpu_time import GpuParts
+from profkit.analysis.efficiency.range_work import Amount
+from profkit.analysis.efficiency.run_facts import VECTOR_DTYPE, Peaks
+
+Word = Literal["compute-bound", "memory-bound", "launch-bound", "communication-bound", "host-bound"]
+
+_SURELY = 0.5
+"""FLOPs that fill this share of the busy time at the peak leave no room for a larger bound."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One word, or None where nothing can be said; ``rule`` says in one line how it came about."""
+
+    word: Word | None
+    rule: str
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """How long a range's work would take at the peaks, in nanoseconds; None is unknown."""
+
+    compute_ns: float | None
+    memory_ns: float | None
+
+    @property
+    def bound_ns(self) -> float | None:
+        """Return the longer of the two; of FLOPs alone, theirs."""
+        if self.compute_ns is None or self.memory_ns is None:
+            return self.compute_ns
+        return max(self.compute_ns, self.memory_ns)
+
+
+def build_roofline(amount: Amount, peaks: Peaks | None) -> Roofline:
+    """Return how long the work would take if it met each peak alone."""
+    if peaks is None:
+        return Roofline(None, None)
+    compute = product_ns(amount, peaks)
+    vector = peaks.flops_per_s.get(VECTOR_DTYPE)
+    if compute is not None and amount.other_flops and vector:
+        compute += amount.other_flops / vector * 1e9
+    memory = None if amount.least_bytes is None else amount.least_bytes / peaks.bytes_per_s * 1e9
+    return Roofline(compute, memory)
+
+
+def product_ns(amount: Amount, peaks: Peaks | None) -> float | None:
+    """Return how long the matrix products alone would take at their dtypes' peaks; None where one is unknown."""
+    if amount.flops is None or peaks is None:
+        return None
+    done = {dtype: flops for dtype, flops in amount.flops_by_dtype.items() if flops}
+    if not done.keys() <= peaks.flops_per_s.keys():
+        return None
+    return sum(flops / peaks.flops_per_s[dtype] for dtype, flops in done.items()) * 1e9
+
+
+def judge(
+    parts: GpuParts | None, busy_ns: int, roofline: Roofline, *, idle_factor: float | None, only_communicates: bool
+) -> Verdict:
+    """Return what bounds a range.
+
+    Args:
+        parts: the range's time on its GPUs; None if it launched nothing.
+        busy_ns: the union of its own kernels.
+        roofline: how long its work would take at the peaks.
+        idle_factor: what is left of idle time without a profiler, where that is known.
+        only_communicates: whether all kernels of its own are communication; what else runs then is not its own.
+    """
+    if parts is None or not parts.span_ns:
+        return Verdict(None, "it launched no work on a GPU")
+    factor = 1.0 if idle_factor is None else idle_factor
+    shares: dict[Word | None, float] = {
+        "launch-bound": parts.launching_ns * factor,
+        "host-bound": (parts.synchronising_ns + parts.outside_cuda_ns) * factor,
+        "communication-bound": float(parts.exposed_communication_ns),
+        None: float(parts.computing_ns + parts.exposed_copy_ns),
+    }
+    whole = sum(shares.values())
+    word = max(shares, key=lambda key: shares[key])
+    share = f"{shares[word] / whole:.1%} of its time on the GPU"
+    if idle_factor is not None:
+        share += f", idle parts times {idle_factor:.2f} as without a profiler"
+    if word is not None:
+        return Verdict(word, f"the largest part, {share}, is {_MEANING[word]}")
+    busy = f"the largest part, {share}, is computing and copying"
+    if only_communicates:
+        return Verdict("communication-bound", "it launched nothing but communication, beside the work of other ranges")
+    if parts.exposed_copy_ns > parts.computing_ns:
+        return Verdict("memory-bound", f"{busy}, copying most of all")
+    return _judge_busy(busy, busy_ns, roofline)
+
+
+_MEANING = {
+    "launch-bound": "idle while the host is launching",
+    "host-bound": "idle while the host synchronises or is outside CUDA",
+    "communication-bound": "communication that nothing runs beside",
+}
+
+
+def _judge_busy(busy: str, busy_ns: int, roofline: Roofline) -> Verdict:
+    compute, memory = roofline.compute_ns, roofline.memory_ns
+    if compute is not None and memory is not None:
+        longer, shorter = ("FLOPs", "least bytes") if compute >= memory else ("least bytes", "FLOPs")
+        rule = f"{busy}; at the peaks its {longer} take longer than its {shorter}"
+        return Verdict("compute-bound" if compute >= memory else "memory-bound", rule)
+    if compute is not None and busy_ns and compute >= _SURELY * busy_ns:
+        return Verdict("compute-bound", f"{busy}; at the peak its FLOPs take {compute / busy_ns:.1%} of its busy time")
+    missing = "FLOPs (or their dtype's peak)" if compute is None else "least bytes"
+    return Verdict(None, f"{busy}; its {missing} are not known, so not which peak bounds it")

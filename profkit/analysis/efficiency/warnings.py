@@ -1,0 +1,69 @@
+"""What a reader of the efficiency table must know before trusting it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.efficiency.result import EfficiencyRow
+from profkit.analysis.efficiency.run_facts import RunFacts
+from profkit.analysis.selection import count_in_warmup, select_ranges
+from profkit.analysis.warnings import Caution, warn_of_placement
+from profkit.ranges import STEP
+
+
+def warn_of_efficiency(
+    attribution: Attribution, request: str | None, rows: Sequence[EfficiencyRow], facts: RunFacts
+) -> list[Caution]:
+    """Return what is odd about the ranges asked for, what their verdicts rest on, and what could not be counted."""
+    return [
+        *_warn_of_warmup(attribution, request),
+        *_warn_of_launch_bound(rows, facts),
+        *_warn_of_missing(facts),
+        *warn_of_placement(attribution),
+    ]
+
+
+def _warn_of_warmup(attribution: Attribution, request: str | None) -> list[Caution]:
+    if request is None:
+        return []
+    members = select_ranges(attribution, request).members
+    warm, name = count_in_warmup(attribution, members)
+    if not warm:
+        return []
+    return [
+        Caution(
+            "warmup",
+            f"{warm} of {len(members)} instances of {request!r} lie inside `{name}`; they have rows of their own, below"
+            f" {shlex.quote(name)}",
+        )
+    ]
+
+
+def _warn_of_launch_bound(rows: Sequence[EfficiencyRow], facts: RunFacts) -> list[Caution]:
+    """Return that a profiler makes launching slower, wherever that decided a verdict."""
+    bound = [row for row in rows if row.verdict == "launch-bound"]
+    if not bound:
+        return []
+    if all(row.idle_factor is None for row in bound):
+        return [
+            Caution(
+                "no-clean-twin",
+                "a profiler slows each launch, and how long the steps take without one is not known here: ranges said"
+                " to be launch-bound are less so, or not at all, unprofiled; `profkit run` times both",
+            )
+        ]
+    phases = facts.step_times.phases if facts.step_times is not None else ()
+    cost = next((one.cost for one in phases if one.phase == STEP), None)
+    said = "a profiler slows each launch" if cost is None else f"steps took {cost:+.0%} under the profiler"
+    message = f"{said}: verdicts rest on the unprofiled times, idle shares in the table on the profiled ones"
+    return [Caution("inflation", message)]
+
+
+def _warn_of_missing(facts: RunFacts) -> list[Caution]:
+    if facts.work is None or not facts.work.missing:
+        return []
+    return [
+        Caution("uncounted", f"operators without a formula, which count as no work: {', '.join(facts.work.missing)}")
+    ]

@@ -1,0 +1,205 @@
+"""The allocation timeline, binned: what the memory was made of at a few thousand moments instead of a million.
+
+A bin is a run of events of equal number, so that detail lies where something happens, not where the program sleeps.
+Each bin is represented by the moment in it at which most was allocated: the peak is among them, exactly, and at every
+one of them the series sum to what was allocated. Allocations that are alive at no such moment are in no series; the
+largest of the others are kept one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.memory.categories import CATEGORIES
+from profkit.analysis.memory.summary import NOT_SELECTED, DeviceMemory, Filter
+from profkit.snapshot.columns import Ints
+
+BIN_COUNT = 8192
+STACK_COUNT = 12
+SHAPE_COUNT = 1500
+
+OTHER_STACKS = "other stacks"
+
+_FEW = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Bytes of one category or stack at each sampled moment."""
+
+    name: str
+    bytes: Ints
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One large allocation: alive at samples ``first`` up to, not including, ``end``; times are None where unknown."""
+
+    bytes: int
+    requested_bytes: int
+    first: int
+    end: int
+    category: str
+    evidence: str
+    owner: str | None
+    label: str
+    stack: tuple[str, ...]
+    born_us: int | None
+    freed_us: int | None
+    born_event: int
+    freed_event: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Bins:
+    """The sampled moments of one device's history, and what was allocated at each."""
+
+    moments: Ints
+    times_us: Ints
+    """Of the moments, since the first event; the event's number where the file records no times."""
+    has_times: bool
+    allocated: Ints
+    lowest: Ints
+    """The least that was allocated within the bin."""
+    reserved: Ints
+    by_category: tuple[Series, ...]
+    by_stack: tuple[Series, ...]
+    shapes: tuple[Shape, ...]
+    peak: int
+    """Which sample is the peak."""
+    prefers_events: bool
+    """Whether most of the time nothing happens, so that the number of the event makes the better axis."""
+
+
+def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: int = BIN_COUNT) -> Bins:
+    """Return the binned timeline of one device."""
+    curves, replay = memory.history.curves, memory.history.replay
+    allocated = curves.allocated
+    edges = np.unique(np.linspace(0, len(allocated), min(bin_count, len(allocated)) + 1).astype(np.int64))
+    moments = _highest(allocated, edges)
+    known = memory.timeline.times_us
+    times = known[np.maximum(moments - 1, 0)] - known[0] if len(known) else moments
+    grouping = _Grouping(memory, moments, wanted or Filter())
+    peak = int(np.argmax(allocated[moments]))
+    return Bins(
+        moments=moments,
+        times_us=times,
+        has_times=memory.device.events.has_times and bool(replay.event_count),
+        allocated=allocated[moments],
+        lowest=np.minimum.reduceat(allocated, edges[:-1]),
+        reserved=curves.reserved[moments],
+        by_category=grouping.by_category(),
+        by_stack=grouping.by_stack(),
+        shapes=grouping.shapes(),
+        peak=peak,
+        prefers_events=_is_mostly_flat(times),
+    )
+
+
+class _Grouping:
+    """The allocations alive at some sampled moment (``rows``), and ways to put them together."""
+
+    def __init__(self, memory: DeviceMemory, moments: Ints, wanted: Filter) -> None:
+        replay = memory.history.replay
+        self._memory = memory
+        self._first = np.searchsorted(moments, replay.birth + 1, "left")
+        self._end = np.searchsorted(moments, replay.freed, "right")
+        self._count = len(moments)
+        self._rows = np.flatnonzero(self._first < self._end)
+        is_wanted = memory.selects(self._rows.tolist(), wanted)
+        self._sizes = memory.history.replay.size_bytes
+        self._claims = {
+            row: memory.classifier.claim_of(row)
+            for row, chosen in zip(self._rows.tolist(), is_wanted, strict=True)
+            if chosen
+        }
+
+    def by_category(self) -> tuple[Series, ...]:
+        """Return the series of the categories that occur, in their order of rank."""
+        names = [*CATEGORIES, NOT_SELECTED]
+        place = {name: number for number, name in enumerate(names)}
+        groups = [
+            place[self._claims[row].category if row in self._claims else NOT_SELECTED] for row in self._rows.tolist()
+        ]
+        sums = self._sum(np.array(groups, dtype=np.int64), len(names))
+        present = set(groups)
+        return tuple(Series(name, sums[number]) for number, name in enumerate(names) if number in present)
+
+    def by_stack(self) -> tuple[Series, ...]:
+        """Return the series of the stacks that hold most over all samples, then of all others together.
+
+        Stacks that begin with the same lines of the user's are one: a loop may be called from two places.
+        """
+        numbers: dict[str, int] = {}
+        frames: list[tuple[str, ...]] = []
+        groups = []
+        for row in self._rows.tolist():
+            facts = self._memory.stacks.of(row)
+            name = facts.label if row in self._claims else NOT_SELECTED
+            if name not in numbers:
+                numbers[name] = len(frames)
+                frames.append(facts.user_first if row in self._claims else ())
+            groups.append(numbers[name])
+        column = np.array(groups, dtype=np.int64)
+        held = self._sizes[self._rows] * (self._end - self._first)[self._rows].astype(np.float64)
+        names = list(numbers)
+        best = np.argsort(-np.bincount(column, held, len(names)), kind="stable")[:STACK_COUNT].tolist()
+        place = np.full(len(names), len(best), dtype=np.int64)
+        place[best] = np.arange(len(best))
+        sums = self._sum(place[column], len(best) + 1)
+        series = [Series(names[number], sums[order], frames[number]) for order, number in enumerate(best)]
+        return (*series, Series(OTHER_STACKS, sums[-1])) if len(names) > len(best) else tuple(series)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the largest allocations, the longer-lived first among equals, in the order of their birth."""
+        chosen = np.array(list(self._claims), dtype=np.int64)
+        life = self._end[chosen] - self._first[chosen]
+        order = np.lexsort((-life, -self._sizes[chosen]))[:SHAPE_COUNT]
+        return tuple(self._shape(row) for row in np.sort(chosen[order]).tolist())
+
+    def _shape(self, row: int) -> Shape:
+        replay, times = self._memory.history.replay, self._memory.timeline.times_us
+        claim, facts = self._claims[row], self._memory.stacks.of(row)
+        birth, freed = int(replay.birth[row]), int(replay.freed[row])
+        has_times = self._memory.device.events.has_times
+        is_freed = freed < replay.event_count
+        return Shape(
+            bytes=int(replay.size_bytes[row]),
+            requested_bytes=int(replay.requested_bytes[row]),
+            first=int(self._first[row]),
+            end=int(self._end[row]),
+            category=claim.category,
+            evidence=claim.evidence,
+            owner=claim.owner,
+            label=facts.label,
+            stack=facts.user_first,
+            born_us=int(times[birth] - times[0]) if birth >= 0 and has_times else None,
+            freed_us=int(times[freed] - times[0]) if is_freed and has_times else None,
+            born_event=birth,
+            freed_event=freed if is_freed else None,
+        )
+
+    def _sum(self, groups: Ints, count: int) -> Ints:
+        """Return per group and sample the bytes alive."""
+        changes = np.zeros((count, self._count + 1), dtype=np.int64)
+        np.add.at(changes, (groups, self._first[self._rows]), self._sizes[self._rows])
+        np.subtract.at(changes, (groups, self._end[self._rows]), self._sizes[self._rows])
+        return changes[:, :-1].cumsum(axis=1)
+
+
+def _highest(curve: Ints, edges: Ints) -> Ints:
+    """Return, of each stretch between two edges, where the curve first stands highest."""
+    tops = np.maximum.reduceat(curve, edges[:-1])
+    bins = np.repeat(np.arange(len(tops)), np.diff(edges))
+    is_top = np.flatnonzero(curve == tops[bins])
+    return is_top[np.unique(bins[is_top], return_index=True)[1]]
+
+
+def _is_mostly_flat(times_us: Ints) -> bool:
+    """Whether the longest hundredth of the gaps between samples takes up more than half of the time."""
+    gaps = np.sort(np.diff(times_us))
+    longest = gaps[-max(len(gaps) // 100, 1) :] if len(gaps) else gaps
+    return len(times_us) > _FEW and int(longest.sum()) > int(gaps.sum()) / 2

@@ -1,0 +1,215 @@
+"""What memory is for: the category of every allocation, with the evidence that says so.
+
+Evidence, the strongest first: ``identity`` (the ledger recorded whose tensor it is), ``metadata`` (the program marked
+the allocation), ``stack`` (only one kind of thing is allocated by these lines), ``lifetime`` (a guess from the phase
+in which it was born and the phase in which it died), ``none``.
+
+The guess, where nothing better is known: memory asked for in the forward pass and freed in the backward pass was saved
+for it (activations); freed before, it was a temporary. Asked for in the backward pass and freed within it, it was a
+temporary; what outlives it is a gradient. Asked for by the optimizer, it is its state if it outlives the step. The
+autograd thread has no Python frames: where the history has stacks and no phases, an alloc without one is backward's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from profkit.analysis.memory.owners import Owner, read_metadata
+from profkit.analysis.memory.peak import History
+from profkit.analysis.memory.phases import Timeline
+from profkit.analysis.memory.stacks import StackBook, StackFacts
+from profkit.ranges import BACKWARD, OPTIMIZER
+from profkit.snapshot.columns import ALLOC, Codes, Ints
+from profkit.snapshot.ledger import ROLES
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "temporaries",
+    "inputs",
+    "buffers",
+    "communication",
+    "autocast copies",
+    "workspace",
+    "unknown",
+)
+EVIDENCE = ("identity", "metadata", "stack", "lifetime", "none")
+
+# What cuBLAS and cuBLASLt are given as workspace by default, in bytes requested: 32 MiB (Hopper and later),
+# 4096 KiB × 2 + 16 KiB × 8 (before), and 1 MiB for cuBLASLt (aten/src/ATen/cuda/CublasHandlePool.cpp).
+_WORKSPACE_BYTES = frozenset({2**25, (4096 * 2 + 16 * 8) * 1024, 2**20})
+
+_MAIN, _BACKWARD, _OPTIMIZER, _UNKNOWN = range(4)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an allocation is for, how that is known, and whose it is (None where nobody said)."""
+
+    category: str
+    evidence: str
+    owner: str | None = None
+
+
+class Classifier:
+    """Tells the category of one device's allocations, one by one."""
+
+    def __init__(self, history: History, timeline: Timeline, stacks: StackBook, owners: dict[int, Owner]) -> None:
+        self._history = history
+        self._timeline = timeline
+        self._stacks = stacks
+        self._owners = owners
+        self._by_stack: dict[int, str | None] = {}
+
+    def claim_of(self, row: int) -> Claim:
+        """Return what an allocation (a row of the replay) is for."""
+        owner = self._owners.get(row)
+        if owner is not None and owner.role in ROLES:
+            return Claim(ROLES[owner.role], "identity", owner.name or None)
+        name = read_metadata(self._stacks.raw_of(row)) or (owner.name if owner else None)
+        number = self._stacks.number_of(row)
+        category = self._category_of_stack(number)
+        if category is not None:
+            return Claim(category, "stack", name)
+        category = self._category_of_life(row, self._stacks.facts[number])
+        if category is None:
+            return Claim("unknown", "none", name)
+        return Claim(category, "metadata" if name else "lifetime", name)
+
+    def _category_of_stack(self, number: int) -> str | None:
+        if number not in self._by_stack:
+            self._by_stack[number] = category_of_stack(self._stacks.facts[number])
+        return self._by_stack[number]
+
+    def _category_of_life(self, row: int, stack: StackFacts) -> str | None:
+        replay = self._history.replay
+        birth, freed = int(replay.birth[row]), int(replay.freed[row])
+        if birth < 0:
+            return None
+        is_kept = freed == replay.event_count
+        if is_kept and int(replay.requested_bytes[row]) in _WORKSPACE_BYTES and _is_in_library(stack):
+            return "workspace"
+        regime = _OPTIMIZER if _has_file(stack, "torch/optim/") else int(self._regimes[birth])
+        stays = freed >= int(self._regime_ends[birth])
+        if regime == _BACKWARD:
+            return "gradients" if stays and int(self._regime_ends[birth]) < replay.event_count else _temporary(is_kept)
+        if regime == _OPTIMIZER:
+            return "optimizer state" if stays else "temporaries"
+        if regime == _MAIN:
+            return self._category_of_forward(birth, freed, is_kept, stack)
+        return None
+
+    def _category_of_forward(self, birth: int, freed: int, is_kept: bool, stack: StackFacts) -> str | None:
+        """Tell what was asked for on the main thread outside the optimizer: the forward pass, data, all else.
+
+        What the user's own lines made, no library between, and what the backward pass did not free is data.
+        """
+        never = self._history.replay.event_count
+        backward = self._next_backward(birth)
+        outlives = backward < never and freed >= int(self._regime_ends[backward])
+        is_data = bool(stack.user) and stack.user == stack.python and self._has_modules
+        if is_data and (is_kept or outlives):
+            return "inputs"
+        if is_kept:
+            return "activations" if backward == never and len(self._backward_events) else None
+        return "activations" if freed > backward else "temporaries"
+
+    def _next_backward(self, event: int) -> int:
+        at = int(np.searchsorted(self._backward_events, event))
+        return int(self._backward_events[at]) if at < len(self._backward_events) else self._history.replay.event_count
+
+    @cached_property
+    def _has_modules(self) -> bool:
+        """Whether modules ran: only then does a stack without any tell something."""
+        rows = range(self._history.replay.start_count, len(self._history.replay))
+        return any(any(frame[0] == "_call_impl" for frame in self._stacks.of(row).python) for row in rows)
+
+    @cached_property
+    def _backward_events(self) -> Ints:
+        return np.flatnonzero(self._regimes == _BACKWARD)
+
+    @cached_property
+    def _regimes(self) -> Codes:
+        """Per event: whose work it fell into, by the phase it lies in, else by whether the last alloc had frames."""
+        events = self._history.device.events
+        allocs = np.flatnonzero(events.action == ALLOC)
+        raw = events.raw
+        has_frames = np.fromiter((bool(raw[event].get("frames")) for event in allocs.tolist()), np.bool_, len(allocs))
+        codes = np.full(len(events), _UNKNOWN, dtype=np.int8)
+        if has_frames.any():
+            last = np.searchsorted(allocs, np.arange(len(events)), "right") - 1
+            by_frames = np.where(has_frames, _MAIN, _BACKWARD).astype(np.int8)
+            codes = np.where(last >= 0, by_frames[np.maximum(last, 0)], _MAIN).astype(np.int8)
+        special = {BACKWARD: _BACKWARD, OPTIMIZER: _OPTIMIZER}
+        names = {phase.name for phase in self._timeline.phases}
+        if BACKWARD in names:
+            codes[:] = _MAIN
+        for phase in self._timeline.phases:
+            first, last_moment = self._timeline.moments_of(phase)
+            codes[first:last_moment] = special.get(phase.name, _MAIN)
+        return codes
+
+    @cached_property
+    def _regime_ends(self) -> Ints:
+        """Per event: the first later event that falls into other work."""
+        codes = self._regimes
+        borders = np.append(np.flatnonzero(np.diff(codes)) + 1, len(codes))
+        return borders[np.searchsorted(borders, np.arange(len(codes)), "right")]
+
+
+def category_of_stack(stack: StackFacts) -> str | None:
+    """Return the category that a stack alone proves, or None.
+
+    Only what lies within the innermost module call or line of the user's tells: a wrapper such as
+    DistributedDataParallel stands around everything. Native frames are named as their C++ functions are, so the rules
+    for them need ``stacks="all"``.
+    """
+    for frame in stack.frames:
+        name, file, _ = frame
+        for category, beginning, mark in _SIGNS:
+            if name.startswith(beginning) and mark in file:
+                return category
+        if name == "_call_impl" or frame in stack.user:
+            break
+    return None
+
+
+_SIGNS = (
+    ("optimizer state", "_init_group", "torch/optim/"),
+    ("parameters", "_apply", "torch/nn/modules/module"),
+    # Layers whose constructor makes parameters and nothing else (a batch norm's also makes buffers).
+    ("parameters", "__init__", "torch/nn/modules/linear"),
+    ("parameters", "__init__", "torch/nn/modules/conv"),
+    ("parameters", "__init__", "torch/nn/modules/sparse"),
+    ("parameters", "__init__", "torch/nn/modules/normalization"),
+    ("parameters", "", "torch/nn/init"),
+    ("parameters", "", "torch/nn/parameter"),
+    ("gradients", "_make_grads", ""),
+    ("gradients", "torch::autograd::AccumulateGrad", ""),
+    ("communication", "", "torch/distributed/"),
+    ("communication", "", "torch/nn/parallel/"),
+    ("communication", "c10d::", ""),
+    ("workspace", "at::cuda::getCUDABlas", ""),
+    ("workspace", "at::cuda::getCurrentCUDABlas", ""),
+    ("workspace", "at::cuda::setWorkspaceForHandle", ""),
+    ("autocast copies", "at::autocast::cached_cast", ""),
+)
+"""(category, how the function's name begins, what its file's path contains)"""
+
+
+def _temporary(is_kept: bool) -> str | None:
+    return None if is_kept else "temporaries"
+
+
+def _has_file(stack: StackFacts, mark: str) -> bool:
+    return any(mark in file for _, file, _ in stack.frames)
+
+
+def _is_in_library(stack: StackFacts) -> bool:
+    """Whether the innermost frame is a library's, or there is none: a workspace is never the user's own doing."""
+    return not stack.python or stack.python[0] not in stack.user

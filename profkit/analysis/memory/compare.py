@@ -1,0 +1,232 @@
+"""What explains the difference of two peaks: the allocations that made them up, matched, and the parts summed.
+
+Allocations of two runs are the same when the same lines asked for as many bytes as the same one of a row: by
+normalised stack (functions and files; line numbers shift with every edit), requested size, and ordinal among the like
+in their step; never by address. Every allocation at either peak falls under exactly one kind, so that the parts sum to
+the difference:
+
+``same``: at both peaks; ``padding``: at both, charged differently for the same request; ``larger`` and ``smaller``: at
+both, of another size;
+``new`` and ``gone``: the other run never made it; ``longer-lived`` and ``shorter-lived``: the other run made it too,
+and had freed it at the corresponding point (or not); ``moved peak``: the other run had it at the corresponding point,
+but its own peak lies elsewhere. The corresponding point is where the youngest allocation of one peak that the other run
+also made was made there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from profkit.analysis.memory.owners import read_metadata
+from profkit.analysis.memory.summary import DeviceMemory
+from profkit.analysis.warnings import Caution
+
+KINDS = ("new", "gone", "larger", "smaller", "longer-lived", "shorter-lived", "moved peak", "padding", "same")
+
+Key = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the allocations of one kind from one stack add to the difference (negative: take from it)."""
+
+    kind: str
+    bytes: int
+    count: int
+    stack: tuple[str, ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two peaks and what makes the difference; ``parts`` sum to ``difference_bytes``, the largest first."""
+
+    before: str
+    after: str
+    before_peak_bytes: int
+    after_peak_bytes: int
+    exact: bool
+    parts: tuple[Part, ...]
+    warnings: tuple[Caution, ...]
+
+    @property
+    def difference_bytes(self) -> int:
+        """Return how much higher the later peak is."""
+        return self.after_peak_bytes - self.before_peak_bytes
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Return the sum of each kind that occurs."""
+        sums: dict[str, int] = dict.fromkeys(KINDS, 0)
+        for part in self.parts:
+            sums[part.kind] += part.bytes
+        present = {part.kind for part in self.parts}
+        return {kind: size for kind, size in sums.items() if kind in present}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON-ready data."""
+        return asdict(self) | {"difference_bytes": self.difference_bytes, "by_kind": self.by_kind}
+
+
+class _Side:
+    """One run, with its allocations by what identifies them."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory = memory
+        self.replay = memory.history.replay
+        self.peak = memory.history.peak_moment
+        self.live = memory.live_rows(self.peak)
+        self._normalised: dict[int, Key] = {}
+
+    def origin(self, row: int) -> Key:
+        """Return the normalised stack of an allocation, its owner where named, and whether it is older than history."""
+        number = self.memory.stacks.number_of(row)
+        if number not in self._normalised:
+            frames = self.memory.stacks.facts[number].shown
+            self._normalised[number] = tuple((name, file.rpartition("/")[2]) for name, file, _ in frames)
+        is_from_before = int(self.replay.birth[row]) < 0
+        return self._normalised[number], read_metadata(self.memory.stacks.raw_of(row)), is_from_before
+
+    def size(self, row: int) -> int:
+        return int(self.replay.size_bytes[row])
+
+    def is_live(self, row: int, moment: int) -> bool:
+        return int(self.replay.birth[row]) < moment <= int(self.replay.freed[row])
+
+    @cached_property
+    def all_like(self) -> dict[Key, list[int]]:
+        """Origin and requested size → the allocations of the whole history, by birth."""
+        found: dict[Key, list[int]] = defaultdict(list)
+        for row, requested in enumerate(self.replay.requested_bytes.tolist()):
+            found[self.origin(row), requested].append(row)
+        return found
+
+    @cached_property
+    def ordinals(self) -> dict[int, int]:
+        """Allocation → how many of its like were made before it in its step."""
+        starts = np.array([step.start_us for step in self.memory.timeline.steps], dtype=np.int64)
+        times = self.memory.timeline.times_us
+        found: dict[int, int] = {}
+        for rows in self.all_like.values():
+            births = self.replay.birth[rows]
+            born = times[np.maximum(births, 0)] if len(times) else births
+            last, ordinal = None, 0
+            for row, step in zip(rows, np.searchsorted(starts, born, "right").tolist(), strict=True):
+                ordinal = ordinal + 1 if step == last else 0
+                last = step
+                found[row] = ordinal
+        return found
+
+    def like(self, other: _Side, row: int) -> list[int]:
+        """Return this side's allocations that are the same as one of the other side's."""
+        return self.all_like.get((other.origin(row), int(other.replay.requested_bytes[row])), [])
+
+
+def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, str]) -> Comparison:
+    """Return what explains the difference between the peaks of two runs."""
+    old, new = _Side(before), _Side(after)
+    pairs, only_old, only_new = _pair(old, new)
+    sums: dict[tuple[str, Key], list[int]] = defaultdict(lambda: [0, 0])
+    shown: dict[Key, tuple[_Side, int]] = {}
+    for kind, size, side, row in (
+        *((_kind_of_pair(old, a, new, b), new.size(b) - old.size(a), new, b) for a, b in pairs),
+        *((kind, new.size(row), new, row) for kind, row in _judge(new, only_new, old, ("new", "longer-lived"))),
+        *((kind, -old.size(row), old, row) for kind, row in _judge(old, only_old, new, ("gone", "shorter-lived"))),
+    ):
+        total = sums[kind, side.origin(row)]
+        total[0] += size
+        total[1] += 1
+        shown[side.origin(row)] = (side, row)
+    parts = [
+        Part(kind, size, count, shown[origin][0].memory.stacks.of(shown[origin][1]).user_first, _label(*shown[origin]))
+        for (kind, origin), (size, count) in sums.items()
+    ]
+    parts.sort(key=lambda part: (-abs(part.bytes), KINDS.index(part.kind), part.label))
+    exact = before.history.bounds is None and after.history.bounds is None
+    return Comparison(
+        before=names[0],
+        after=names[1],
+        before_peak_bytes=before.history.allocated_peak_bytes,
+        after_peak_bytes=after.history.allocated_peak_bytes,
+        exact=exact,
+        parts=tuple(parts),
+        warnings=() if exact else (Caution("bounded", "one of the peaks is not proven; see each on its own"),),
+    )
+
+
+def _label(side: _Side, row: int) -> str:
+    return side.memory.classifier.claim_of(row).owner or side.memory.stacks.of(row).label
+
+
+def _kind_of_pair(old: _Side, a: int, new: _Side, b: int) -> str:
+    difference = int(new.replay.requested_bytes[b]) - int(old.replay.requested_bytes[a])
+    if difference:
+        return "larger" if difference > 0 else "smaller"
+    return "same" if new.size(b) == old.size(a) else "padding"
+
+
+def _pair(old: _Side, new: _Side) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Pair the allocations of the peaks: same stack, size and ordinal; then stack and size; then stack alone."""
+    pairs: list[tuple[int, int]] = []
+    left, right = list(old.live), list(new.live)
+    left_made: list[int] = []
+    right_made: list[int] = []
+    for depth in (3, 2, 1):
+        waiting: dict[Key, list[int]] = defaultdict(list)
+        for row in left:
+            waiting[_key(old, row, depth)].append(row)
+        for queue in waiting.values():
+            queue.sort(key=lambda row: (old.ordinals[row], row), reverse=True)
+        unmatched = []
+        for row in sorted(right, key=lambda row: (new.ordinals[row], row)):
+            queue = waiting.get(_key(new, row, depth), [])
+            if queue:
+                pairs.append((queue.pop(), row))
+            else:
+                unmatched.append(row)
+        left, right = [row for queue in waiting.values() for row in queue], unmatched
+        if depth == 2:  # what the other run also made, somewhere, did not change its size: it is not at the peak
+            left_made, left = _split(left, lambda row: bool(new.like(old, row)))
+            right_made, right = _split(right, lambda row: bool(old.like(new, row)))
+    return pairs, left + left_made, right + right_made
+
+
+def _key(side: _Side, row: int, depth: int) -> Key:
+    return (side.origin(row), int(side.replay.requested_bytes[row]), side.ordinals[row])[:depth]
+
+
+def _split(rows: list[int], is_first: Callable[[int], bool]) -> tuple[list[int], list[int]]:
+    return [row for row in rows if is_first(row)], [row for row in rows if not is_first(row)]
+
+
+def _judge(side: _Side, rows: list[int], other: _Side, kinds: tuple[str, str]) -> list[tuple[str, int]]:
+    """Tell why allocations at one side's peak have no counterpart at the other's."""
+    never, lives_otherwise = kinds
+    moment = _corresponding(side, other)
+    found = []
+    for row in rows:
+        likes = other.like(side, row)
+        if not likes:
+            found.append((never, row))
+        elif any(other.is_live(like, moment) for like in likes):
+            found.append(("moved peak", row))
+        else:
+            found.append((lives_otherwise, row))
+    return found
+
+
+def _corresponding(side: _Side, other: _Side) -> int:
+    """Return the moment of the other run that corresponds to this side's peak, in the step of the other's own peak."""
+    peak_step = other.memory.timeline.step_at(other.peak - 1)
+    for row in sorted(side.live, key=lambda row: -int(side.replay.birth[row])):
+        for like in other.like(side, row):
+            birth = int(other.replay.birth[like])
+            if other.memory.timeline.step_at(birth) == peak_step and other.ordinals[like] == side.ordinals[row]:
+                return birth + 1
+    return other.peak

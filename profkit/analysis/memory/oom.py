@@ -1,0 +1,158 @@
+"""The verdict on an out-of-memory error: why the allocation failed, and by how many bytes.
+
+Before it gives up, the allocator has released every cached segment that holds nothing and has asked CUDA for a new
+one. So at the error: what CUDA still had free is less than the segment that was wanted (or the process has a limit of
+its own), and what PyTorch holds free lies in segments pinned by live blocks, in pieces too small, or in another pool or
+on another stream. The snapshot does not record the device's capacity; where the recorder wrote it down, memory outside
+PyTorch is what is neither free nor reserved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.memory.layout import FreeBlock, find_free_blocks
+from profkit.analysis.memory.rules import MIN_BLOCK_BYTES, SMALL_BYTES, segment_size_bytes
+from profkit.analysis.memory.summary import DeviceMemory
+from profkit.snapshot.columns import OOM
+
+_CONTEXT_BYTES = 2**30
+"""What a CUDA context, its kernels and libraries take at most; more outside PyTorch is somebody else's."""
+
+_PINS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A live block that keeps the segment of a free block from being given back."""
+
+    bytes: int
+    owner: str | None
+    label: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The largest free block of one pool and stream."""
+
+    bytes: int
+    pool: str
+    stream: int
+    is_usable: bool
+    """Whether it lies in the pool and on the stream of the request."""
+    pinned_by: tuple[Pin, ...]
+
+
+@dataclass(frozen=True)
+class OomVerdict:
+    """Why an allocation failed."""
+
+    cause: str
+    """``capacity``, ``fragmentation``, ``outside`` or ``outsized``."""
+    message: str
+    is_limited: bool
+    """Whether CUDA had enough free, so that a limit of the process's own was in the way (a memory fraction)."""
+    count: int
+    """How many such errors the history holds; this is the last."""
+    time_us: int | None
+    requested_bytes: int
+    """As rounded by the allocator."""
+    needed_bytes: int
+    """The new segment that it asked CUDA for."""
+    device_free_bytes: int
+    short_bytes: int
+    """By how much that fell short; where the process is limited, at most: all that is known of its limit is what
+    it once had reserved."""
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    outside_bytes: int | None
+    largest_free: tuple[Candidate, ...]
+
+
+def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVerdict | None:
+    """Return the verdict on the last out-of-memory error of the history; None if there was none."""
+    events = memory.device.events
+    where = np.flatnonzero(events.action == OOM)
+    if not len(where):
+        return None
+    event = int(where[-1])
+    wanted, device_free = int(events.size_bytes[event]), int(events.address[event])
+    is_expandable = memory.history.settings.expandable_segments
+    needed = wanted if is_expandable else segment_size_bytes(wanted)
+    curves = memory.history.curves
+    allocated, reserved = int(curves.allocated[event + 1]), int(curves.reserved[event + 1])
+    blocks = find_free_blocks(memory.history, event + 1)
+    free = sum(block.size_bytes for block in blocks)
+    outside = None if capacity_bytes is None else max(capacity_bytes - device_free - reserved, 0)
+    is_limited = device_free >= needed
+    if is_limited:
+        short = max(reserved + needed - int(curves.reserved.max()), MIN_BLOCK_BYTES)
+        cause = _cause(wanted, short, room=reserved + needed - MIN_BLOCK_BYTES, loose=free, outside=None)
+    else:
+        short = needed - device_free
+        cause = _cause(wanted, short, room=reserved + device_free, loose=free + device_free, outside=outside)
+    candidates = _candidates(memory, blocks, wanted, int(events.stream[event]))
+    return OomVerdict(
+        cause=cause,
+        message=_MESSAGES[cause] + (_LIMITED if is_limited else ""),
+        is_limited=is_limited,
+        count=len(where),
+        time_us=memory.history.time_us(event + 1),
+        requested_bytes=wanted,
+        needed_bytes=needed,
+        device_free_bytes=device_free,
+        short_bytes=short,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        free_bytes=free,
+        outside_bytes=outside,
+        largest_free=candidates,
+    )
+
+
+_MESSAGES = {
+    "outsized": "one outsized request: it would not fit if all else were freed",
+    "fragmentation": "fragmentation: enough is free, but in pieces, pools or streams that could not serve",
+    "outside": "memory outside PyTorch: without it the request would have fitted",
+    "capacity": "capacity: what is live and what was asked for do not fit together",
+}
+
+_LIMITED = ", within a limit of the process's own (a memory fraction): CUDA had more free"
+
+
+def _cause(wanted: int, short: int, *, room: int, loose: int, outside: int | None) -> str:
+    """Return the cause; ``room`` is the most that the process could have, ``loose`` what of it was free somewhere."""
+    if wanted > room:
+        return "outsized"
+    if loose >= wanted:
+        return "fragmentation"
+    if outside is not None and outside - _CONTEXT_BYTES >= short:
+        return "outside"
+    return "capacity"
+
+
+def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stream: int) -> tuple[Candidate, ...]:
+    """Return the largest free block of each pool and stream, the request's own first."""
+    largest: dict[tuple[bool, int], FreeBlock] = {}
+    for block in blocks:
+        largest.setdefault((block.is_large, block.stream), block)
+    own = (wanted > SMALL_BYTES, stream)
+    ordered = sorted(largest.items(), key=lambda item: (item[0] != own, -item[1].size_bytes))
+    return tuple(
+        Candidate(
+            block.size_bytes,
+            "large" if key[0] else "small",
+            key[1],
+            key == own,
+            tuple(_pin(memory, row) for row in block.pinned_by[:_PINS_SHOWN]),
+        )
+        for key, block in ordered
+    )
+
+
+def _pin(memory: DeviceMemory, row: int) -> Pin:
+    claim = memory.classifier.claim_of(row)
+    return Pin(int(memory.history.replay.size_bytes[row]), claim.owner, memory.stacks.of(row).label)

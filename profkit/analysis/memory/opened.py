@@ -1,0 +1,177 @@
+"""Open a memory snapshot and ask it things: the public, Python face of the analyses of memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from profkit.analysis.memory.compare import Comparison, compare_peaks
+from profkit.analysis.memory.fragmentation import measure_fragmentation
+from profkit.analysis.memory.leaks import check_leaks
+from profkit.analysis.memory.ledger import check_ledger, find_capacity
+from profkit.analysis.memory.oom import judge_oom
+from profkit.analysis.memory.predicted import Prediction, compare_prediction, read_prediction
+from profkit.analysis.memory.result import MemoryResult, Totals, describe_history, sum_up
+from profkit.analysis.memory.summary import DeviceMemory, Filter
+from profkit.analysis.memory.warnings import warn_of_memory
+from profkit.errors import SnapshotError, UsageError
+from profkit.run_directory import PREDICTED, find_snapshot, ledger_of
+from profkit.snapshot.columns import Snapshot
+from profkit.snapshot.ledger import Ledger, read_ledger
+from profkit.snapshot.reader import read_snapshot as read_columns
+
+PEAK = "peak"
+_PHASE = "phase:"
+_TIME = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|µs|ms|s|)$")
+_UNITS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
+
+
+class OpenedSnapshot:
+    """One snapshot, read and replayed; made by `read_snapshot`."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        ledger: Ledger | None = None,
+        phases: Mapping[str, str] | None = None,
+        prediction: Prediction | None = None,
+    ) -> None:
+        self.snapshot = snapshot
+        self.prediction = prediction
+        self.devices: dict[int, DeviceMemory] = {
+            device.index: DeviceMemory(device, snapshot.settings, ledger, phases) for device in snapshot.devices
+        }
+
+    def device(self, index: int | None = None) -> DeviceMemory:
+        """Return one device's history; by default the one with the highest allocated peak.
+
+        Raises:
+            UsageError: nothing was recorded of that device.
+        """
+        if index is None:
+            return max(self.devices.values(), key=lambda one: (one.history.allocated_peak_bytes, -one.device.index))
+        if index not in self.devices:
+            known = ", ".join(map(str, self.devices))
+            raise UsageError(f"--device {index}: nothing is recorded of that device; there is {known}")
+        return self.devices[index]
+
+    def against(self, after: OpenedSnapshot, *, device: int | None = None) -> Comparison:
+        """Return what explains the difference between this snapshot's peak and a later one's.
+
+        Raises:
+            UsageError: one of them recorded nothing of the device.
+        """
+        names = (self.snapshot.path, after.snapshot.path)
+        return compare_peaks(self.device(device), after.device(device), names)
+
+    def memory(
+        self,
+        *,
+        at: str = PEAK,
+        device: int | None = None,
+        stack: str | None = None,
+        min_bytes: int = 0,
+        capacity_bytes: int | None = None,
+    ) -> MemoryResult:
+        """Return how much was allocated, when it peaked, and what it was made of; as ``profkit memory`` prints it.
+
+        Args:
+            at: ``peak``; ``phase:NAME`` for the peak within a phase; or a time: ``1.5s`` or ``300ms`` after the first
+                event, or microseconds since the epoch.
+            device: the device's index; by default the one with the highest peak.
+            stack: tell only of allocations with this text in their stack or owner.
+            min_bytes: tell only of allocations at least so large.
+            capacity_bytes: the device's memory, for the verdict on an out-of-memory error; by default the ledger's.
+
+        Raises:
+            UsageError: an unknown device, phase or form of time.
+        """
+        memory = self.device(device)
+        moment = find_moment(memory, at)
+        composition = memory.compose(at, moment, Filter(stack, min_bytes))
+        totals, facts = sum_up(memory.history), describe_history(memory.history)
+        leaks, ledger = check_leaks(memory), check_ledger(memory)
+        others: tuple[Totals, ...] = tuple(sum_up(one.history) for one in self.devices.values() if one is not memory)
+        return MemoryResult(
+            snapshot=self.snapshot.path,
+            totals=totals,
+            history=facts,
+            composition=composition,
+            phases=memory.phase_peaks(),
+            fragmentation=measure_fragmentation(memory.history, moment),
+            oom=judge_oom(memory, capacity_bytes or find_capacity(memory)),
+            leaks=leaks,
+            ledger_check=ledger,
+            others=others,
+            predicted=None if self.prediction is None else compare_prediction(self.prediction, memory),
+            warnings=warn_of_memory(
+                self.snapshot,
+                memory,
+                totals=totals,
+                facts=facts,
+                composition=composition,
+                leaks=leaks,
+                ledger=ledger,
+            ),
+        )
+
+
+def read_snapshot(
+    path: str | Path, *, phases: Mapping[str, str] | None = None, rank: int | None = None
+) -> OpenedSnapshot:
+    """Open a snapshot (``.pickle``, ``.pickle.gz``) or a run directory, and replay it.
+
+    Nothing in the file is executed: it may hold data only.
+
+    Args:
+        path: the snapshot; in a run directory the ledger and the prediction beside it are read too.
+        phases: phase name → glob on the names of ``record_function`` annotations.
+        rank: of a run of several, this one's; by default that with the highest peak.
+
+    Raises:
+        SnapshotError: the file cannot be read or is no snapshot.
+        RunError: a directory that is no run, or one with a damaged prediction.
+        UsageError: the run has no snapshot of this rank, or ``path`` is no run.
+    """
+    path = Path(path)
+    ledger = prediction = None
+    if path.is_dir():
+        run, path = path, find_snapshot(path, rank)
+        ledger = read_ledger(ledger_of(path)) if ledger_of(path).exists() else None
+        prediction = read_prediction(run / PREDICTED)
+    elif rank is not None:
+        raise UsageError(f"--rank {rank}: {path} is one snapshot; name the run's directory")
+    return OpenedSnapshot(read_columns(path), ledger, phases, prediction)
+
+
+def find_moment(memory: DeviceMemory, at: str) -> int:
+    """Return the point on the curves that ``at`` names (`OpenedSnapshot.memory`)."""
+    history = memory.history
+    if at == PEAK:
+        return history.peak_moment
+    if at.startswith(_PHASE):
+        return _phase_moment(memory, at.removeprefix(_PHASE))
+    match = _TIME.fullmatch(at.strip())
+    if match is None:
+        raise UsageError(f"--at {at}: neither peak, phase:NAME nor a time such as 1.5s, 300ms or microseconds")
+    if history.time_us(1) is None:
+        raise SnapshotError(f"--at {at}: the snapshot records no times; only --at peak can be told")
+    first = int(memory.timeline.times_us[0])
+    unit = match["unit"]
+    value = float(match["value"]) * _UNITS[unit] + first if unit else float(match["value"])
+    if not first <= value <= int(memory.timeline.times_us[-1]):
+        span = (int(memory.timeline.times_us[-1]) - first) / 1e6
+        raise UsageError(f"--at {at}: outside the history, which lasts {span:.6f}s from {first} µs on")
+    return memory.timeline.moment_at(int(value))
+
+
+def _phase_moment(memory: DeviceMemory, name: str) -> int:
+    phases = [phase for phase in memory.timeline.phases if phase.name == name]
+    if not phases:
+        known = ", ".join(dict.fromkeys(phase.name for phase in memory.timeline.phases)) or "none"
+        raise UsageError(f"--at phase:{name}: no such phase; there is {known} (--phase NAME=GLOB names more)")
+    allocated = memory.history.curves.allocated
+    spans = [memory.timeline.moments_of(phase) for phase in phases]
+    peaks = [first + int(allocated[first : last + 1].argmax()) for first, last in spans]
+    return max(peaks, key=lambda moment: (int(allocated[moment]), -moment))

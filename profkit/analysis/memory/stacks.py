@@ -1,0 +1,137 @@
+"""Whose lines asked for the memory: the stacks of allocations, interned on demand and shortened for people.
+
+A stack is a list of frames from the innermost outwards. The pickle shares one dictionary among equal frames, so stacks
+are told apart by the identities of their frames: comparing names of hundreds of thousands of stacks would take longer
+than reading them. C++ frames (recorded with ``stacks="all"``) are kept for the rules that look for them, and left out
+of what is grouped and shown wherever there are Python frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from profkit.analysis.memory.allocator import Replay
+from profkit.snapshot.columns import Device, Stack
+
+NO_FRAMES = "(no frames)"
+
+_LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "torch/nn/", "torch/optim/", "torch/_")
+_NATIVE_ENDINGS = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc", ".c", ".so")
+# The allocator's own frames and torch's plumbing around them: every native stack begins with these.
+_PLUMBING = (
+    "torch::unwind",
+    "torch::CapturedTraceback",
+    "torch::cuda::",
+    "c10::cuda::CUDACachingAllocator",
+    "at::detail",
+)
+
+
+@dataclass(frozen=True)
+class StackFacts:
+    """One stack, split by whose code it is; frames are (function, file, line), innermost first."""
+
+    frames: Stack
+
+    @cached_property
+    def python(self) -> Stack:
+        """Frames of Python code."""
+        return tuple(frame for frame in self.frames if not _is_native(frame))
+
+    @cached_property
+    def user(self) -> Stack:
+        """Frames of the user's own Python code."""
+        return tuple(frame for frame in self.python if not any(mark in frame[1] for mark in _LIBRARIES))
+
+    @cached_property
+    def shown(self) -> Stack:
+        """What identifies the stack to a person: Python frames, or native ones where there are no others."""
+        return self.python or tuple(f for f in self.frames if not f[0].startswith(_PLUMBING)) or self.frames
+
+    @cached_property
+    def user_first(self) -> tuple[str, ...]:
+        """The shown frames as text, the user's own before the libraries', each innermost first."""
+        mine = set(self.user)
+        ordered = [frame for frame in self.shown if frame in mine] + [f for f in self.shown if f not in mine]
+        return tuple(format_frame(frame) for frame in ordered)
+
+    @cached_property
+    def label(self) -> str:
+        """One line: the user's innermost frame, in brackets the library's that it led to, then the user's callers."""
+        if not self.shown:
+            return NO_FRAMES
+        if not self.user:
+            return " ← ".join(map(_short, self.shown[:3]))
+        inner = f" ({_short(self.shown[0])})" if self.shown[0] != self.user[0] else ""
+        return " ← ".join([_short(self.user[0]) + inner, *map(_short, self.user[1:3])])
+
+
+class StackBook:
+    """The stacks of one device's allocations, numbered as they are first asked for; number 0 has no frames."""
+
+    def __init__(self, device: Device, replay: Replay) -> None:
+        self._device = device
+        self._replay = replay
+        self._numbers: dict[tuple[int, ...], int] = {(): 0}
+        self._by_frames: dict[Stack, int] = {(): 0}
+        self.facts: list[StackFacts] = [StackFacts(())]
+
+    def number_of(self, row: int) -> int:
+        """Return the number of the stack that asked for an allocation."""
+        raw = self.raw_of(row)
+        frames = raw.get("frames") or raw.get("forward_frames")  # the latter from anomaly mode
+        if not frames or not isinstance(frames, list):
+            return 0
+        key = tuple(map(id, frames))
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self._intern(frames)
+        return number
+
+    def of(self, row: int) -> StackFacts:
+        """Return the stack that asked for an allocation."""
+        return self.facts[self.number_of(row)]
+
+    def raw_of(self, row: int) -> dict[str, Any]:
+        """Return the pickle's own record of an allocation: its event, or its block at the dump; empty if neither."""
+        birth = int(self._replay.birth[row])
+        if birth >= 0:
+            return self._device.events.raw[birth]
+        block = int(self._replay.final_block[row])
+        return self._device.blocks.raw[block] if block >= 0 else {}
+
+    def _intern(self, frames: list[dict[str, Any]]) -> int:
+        stack = tuple(
+            (str(frame.get("name", "?")), str(frame.get("filename", "?")), _line(frame.get("line")))
+            for frame in frames
+            if isinstance(frame, dict)
+        )
+        number = self._by_frames.get(stack)
+        if number is None:
+            number = self._by_frames[stack] = len(self.facts)
+            self.facts.append(StackFacts(stack))
+        return number
+
+
+def format_frame(frame: tuple[str, str, int]) -> str:
+    """Return ``file:line function``, the file without the way to the installation's packages."""
+    name, file, line = frame
+    for mark in ("site-packages/", "dist-packages/"):
+        file = file.rpartition(mark)[2]
+    return f"{file}:{line} {name}"
+
+
+def _short(frame: tuple[str, str, int]) -> str:
+    name, file, line = frame
+    return f"{file.rpartition('/')[2] or file}:{line} {name}"
+
+
+def _is_native(frame: tuple[str, str, int]) -> bool:
+    file = frame[1]
+    return file in ("", "??") or file.endswith(_NATIVE_ENDINGS)
+
+
+def _line(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,258 @@
+"""The account of one device's memory: its peaks, what a moment was made of, and what must be known to trust it.
+
+The books close: the categories sum to what was allocated at the moment, and so do the stacks. Sizes are what the
+allocator charged, rounding and padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim, Classifier
+from profkit.analysis.memory.owners import Owner, match_ledger
+from profkit.analysis.memory.peak import History, replay_history
+from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
+from profkit.analysis.memory.stacks import StackBook, StackFacts
+from profkit.snapshot.columns import Device, Settings
+from profkit.snapshot.ledger import Ledger
+
+NOT_SELECTED = "(not selected)"
+
+LARGEST_COUNT = 10
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which allocations are told of; the others stay in the books as one line."""
+
+    stack: str | None = None
+    """Text that must occur in a frame of the stack (``file:line function``) or in the owner's name."""
+    min_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CategoryRow:
+    """Bytes of one category; ``evidence`` splits them by how the category is known."""
+
+    category: str
+    bytes: int
+    share: float
+    count: int
+    evidence: dict[str, int]
+
+
+@dataclass(frozen=True)
+class StackRow:
+    """Bytes that one stack had asked for."""
+
+    bytes: int
+    share: float
+    count: int
+    stack: tuple[str, ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class LargeRow:
+    """One allocation."""
+
+    bytes: int
+    requested_bytes: int
+    category: str
+    phase: str | None
+    owner: str | None
+    stack: tuple[str, ...]
+    label: str
+    is_from_before: bool
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What was allocated at one moment."""
+
+    what: str
+    """``peak``, ``phase:backward``, or the time that was asked for."""
+    moment: int
+    time_us: int | None
+    phase: str | None
+    allocated_bytes: int
+    requested_bytes: int
+    reserved_bytes: int
+    pending_bytes: int
+    by_category: tuple[CategoryRow, ...]
+    by_stack: tuple[StackRow, ...]
+    largest: tuple[LargeRow, ...]
+    evidence: dict[str, int]
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The highest that the allocated memory stood in the instances of a phase."""
+
+    name: str
+    instances: int
+    peak_bytes: int
+    time_us: int
+
+
+class DeviceMemory:
+    """One device's history with everything that is asked of it, computed when it is."""
+
+    def __init__(
+        self, device: Device, settings: Settings, ledger: Ledger | None = None, named: Mapping[str, str] | None = None
+    ) -> None:
+        self.device = device
+        self.ledger = ledger
+        self.history: History = replay_history(device, settings)
+        steps = [Phase(step.name, step.start_us, step.end_us) for step in ledger.steps] if ledger else []
+        self.timeline: Timeline = find_timeline(device, named, steps)
+
+    @cached_property
+    def stacks(self) -> StackBook:
+        """The stacks that were asked for so far."""
+        return StackBook(self.device, self.history.replay)
+
+    @cached_property
+    def classifier(self) -> Classifier:
+        """What tells the category of an allocation."""
+        return Classifier(self.history, self.timeline, self.stacks, self._owners[0])
+
+    @cached_property
+    def unmatched_entries(self) -> int:
+        """Ledger entries on this device that name no allocation of the history."""
+        return self._owners[1]
+
+    def live_rows(self, moment: int) -> list[int]:
+        """Return the allocations (rows of the replay) that made up a moment on the curves."""
+        replay = self.history.replay
+        return np.flatnonzero((replay.birth < moment) & (replay.freed >= moment)).tolist()
+
+    def compose(self, what: str, moment: int, wanted: Filter | None = None) -> Composition:
+        """Return what was allocated at a moment."""
+        wanted = wanted or Filter()
+        curves, replay = self.history.curves, self.history.replay
+        rows = self.live_rows(moment)
+        chosen = [
+            (row, self.classifier.claim_of(row))
+            for row, is_wanted in zip(rows, self.selects(rows, wanted), strict=True)
+            if is_wanted
+        ]
+        total = int(curves.allocated[moment])
+        rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
+        is_pending = (replay.freed < moment) & (replay.completed >= moment)
+        live = np.array(rows, dtype=np.int64)
+        return Composition(
+            what=what,
+            moment=moment,
+            time_us=self.history.time_us(moment),
+            phase=self.timeline.phase_at(moment - 1),
+            allocated_bytes=total,
+            requested_bytes=int(replay.requested_bytes[live].sum()),
+            reserved_bytes=int(curves.reserved[moment]),
+            pending_bytes=int(replay.size_bytes[is_pending].sum()),
+            by_category=self._by_category(chosen, total, rest),
+            by_stack=self._by_stack(chosen, total, rest),
+            largest=self._largest(chosen),
+            evidence=self._by_evidence(chosen),
+        )
+
+    def selects(self, rows: list[int], wanted: Filter) -> list[bool]:
+        """Return for each allocation whether a filter wants it."""
+        sizes, text = self.history.replay.size_bytes, wanted.stack
+        return [int(sizes[row]) >= wanted.min_bytes and (text is None or self._mentions(row, text)) for row in rows]
+
+    def phase_peaks(self) -> tuple[PhasePeak, ...]:
+        """Return each phase's peak, in the order in which they first occur."""
+        found: dict[str, PhasePeak] = {}
+        allocated = self.history.curves.allocated
+        for phase in self.timeline.phases:
+            first, last = self.timeline.moments_of(phase)
+            moment = first + int(allocated[first : last + 1].argmax())
+            peak, time_us = int(allocated[moment]), self.history.time_us(moment) or phase.start_us
+            old = found.get(phase.name)
+            if old is None:
+                found[phase.name] = PhasePeak(phase.name, 1, peak, time_us)
+            else:
+                best = (peak, time_us) if peak > old.peak_bytes else (old.peak_bytes, old.time_us)
+                found[phase.name] = PhasePeak(phase.name, old.instances + 1, *best)
+        return tuple(found.values())
+
+    def _mentions(self, row: int, text: str) -> bool:
+        owner = self.classifier.claim_of(row).owner or ""
+        return text in owner or any(text in frame for frame in self.stacks.of(row).user_first)
+
+    @cached_property
+    def _owners(self) -> tuple[dict[int, Owner], int]:
+        if self.ledger is None:
+            return {}, 0
+        return match_ledger(self.ledger, self.device.index, self.history.replay, self.timeline)
+
+    def _by_category(
+        self, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
+    ) -> tuple[CategoryRow, ...]:
+        sizes: dict[str, dict[str, int]] = {}
+        counts: dict[str, int] = {}
+        for row, claim in chosen:
+            evidence = sizes.setdefault(claim.category, {})
+            evidence[claim.evidence] = evidence.get(claim.evidence, 0) + int(self.history.replay.size_bytes[row])
+            counts[claim.category] = counts.get(claim.category, 0) + 1
+        found = [
+            CategoryRow(
+                category,
+                sum(evidence.values()),
+                _share(sum(evidence.values()), total),
+                counts[category],
+                {kind: evidence[kind] for kind in EVIDENCE if kind in evidence},
+            )
+            for category, evidence in sizes.items()
+        ]
+        found.sort(key=lambda one: (-one.bytes, CATEGORIES.index(one.category)))
+        if rest[1]:
+            found.append(CategoryRow(NOT_SELECTED, rest[0], _share(rest[0], total), rest[1], {}))
+        return tuple(found)
+
+    def _by_stack(self, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]) -> tuple[StackRow, ...]:
+        groups: dict[tuple[object, ...], tuple[StackFacts, int, int]] = {}
+        for row, _ in chosen:
+            facts = self.stacks.of(row)
+            _, size, count = groups.get(facts.shown, (facts, 0, 0))
+            groups[facts.shown] = (facts, size + int(self.history.replay.size_bytes[row]), count + 1)
+        found = [
+            StackRow(size, _share(size, total), count, facts.user_first, facts.label)
+            for facts, size, count in groups.values()
+        ]
+        found.sort(key=lambda one: (-one.bytes, one.label))
+        if rest[1]:
+            found.append(StackRow(rest[0], _share(rest[0], total), rest[1], (), NOT_SELECTED))
+        return tuple(found)
+
+    def _largest(self, chosen: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
+        replay = self.history.replay
+        chosen = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))[:LARGEST_COUNT]
+        return tuple(
+            LargeRow(
+                bytes=int(replay.size_bytes[row]),
+                requested_bytes=int(replay.requested_bytes[row]),
+                category=claim.category,
+                phase=self.timeline.phase_at(int(replay.birth[row])),
+                owner=claim.owner,
+                stack=self.stacks.of(row).user_first,
+                label=self.stacks.of(row).label,
+                is_from_before=int(replay.birth[row]) < 0,
+            )
+            for row, claim in chosen
+        )
+
+    def _by_evidence(self, chosen: list[tuple[int, Claim]]) -> dict[str, int]:
+        found = dict.fromkeys(EVIDENCE, 0)
+        for row, claim in chosen:
+            found[claim.evidence] += int(self.history.replay.size_bytes[row])
+        return found
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
