@@ -372,7 +372,7 @@ def test_ctrl_c_leaves_nothing_half_written(place: Path) -> None:
         started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=30)
     assert started.returncode == 130
-    assert said.splitlines()[-1] == "profkit: interrupted"
+    assert said.splitlines()[-1] == "profkit: interrupted; run is marked failed and keeps no capture"
     assert _files(place) == ["manifest.json"]
 
 
