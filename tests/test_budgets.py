@@ -103,6 +103,15 @@ def test_a_share_is_of_a_category_or_a_range(tmp_path: Path, name: str, share: f
         assert found.detail.endswith("2,000 ns of kernel time of 2 steps")
 
 
+def test_a_category_says_that_a_range_of_nearly_its_name_is_another_thing(tmp_path: Path) -> None:
+    step = {"computing softmax": [("reduce_kernel", 150)], "loss": [("cunn_SoftMaxForward", 50)]}
+    path = write_steps(tmp_path / "t.sqlite", [step, step])
+    found = line(path, Budgets(max_shares=(("softmax", 0.3),)))
+    assert (found.held, found.measured) == (True, pytest.approx(0.25))
+    assert found.detail.endswith("of 2 steps; by kernels' names, unlike range:computing softmax")
+    assert not line(path, Budgets(max_shares=(("range:computing softmax", 0.3),))).held
+
+
 def test_a_name_that_can_mean_two_things_is_refused(tmp_path: Path) -> None:
     path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
     with pytest.raises(UsageError, match="write category:gemm or range:gemm"):
@@ -229,6 +238,8 @@ def test_no_measurable_slowdown_against_a_baseline(
     assert (step.held, peak.held, peak.subject) == (held, True, "peak")
     assert step.detail.startswith(said)
     assert step.detail.endswith("medians of 6 and 6 unprofiled steps")
+    assert step.limit == pytest.approx(30_017_500 * (1 + allowed), abs=1)
+    assert ("% over" in step.detail) == (allowed > 0)
 
 
 def test_without_unprofiled_steps_kernel_time_is_held_against_the_baseline(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ class OpenedTrace:
         Raises:
             TraceError: there is no GPU work, or there are no ranges to choose from.
             RunError: a file of the run, or the ceilings, cannot be read.
-            UsageError: an unknown range, or ceilings of another GPU.
+            UsageError: an unknown range, ceilings of another GPU, or a ``dtype`` that the run contradicts.
         """
         facts = read_run_facts(
             self.trace, self.run_directory, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype

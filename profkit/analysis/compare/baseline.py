@@ -64,12 +64,15 @@ def _judge_change(
     name: str, sizes: tuple[int, int, int, int | None], verdict: Verdict, counts: str, allowed: float
 ) -> BudgetLine:
     before, after, change, low = sizes
+    limit = round((1 + allowed) * before)
     if verdict == "unknown":
-        return broken(BASELINE, "ns", before, f"{counts}: an interval needs {FEWEST} a side", name)
+        return broken(BASELINE, "ns", limit, f"{counts}: an interval needs {FEWEST} a side", name)
     slower = verdict == "more" and low is not None and low > allowed * before
     said = {"more": "measurably slower", "less": "measurably faster"}.get(verdict, verdict)
     detail = f"{said} by {abs(change):,} ns" if verdict in ("more", "less") else said
-    return BudgetLine(BASELINE, name, after, before, "ns", not slower, f"{detail}; {counts}")
+    if allowed:
+        detail += f"; {allowed:.1%} over {before:,} ns is let through"
+    return BudgetLine(BASELINE, name, after, limit, "ns", not slower, f"{detail}; {counts}")
 
 
 def _judge_peak(run: OpenedSnapshot, baseline: OpenedSnapshot) -> BudgetLine:

@@ -10,6 +10,7 @@ from profkit.analysis.compare.budget_lines import BudgetLine, broken
 from profkit.analysis.compare.step_samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.selection import select_ranges
 from profkit.errors import TraceError, UsageError
+from profkit.trace.columns import distinct_values
 
 MAX_SHARE = "max-share"
 
@@ -40,6 +41,8 @@ def judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLine
     share = part_ns / whole.total_ns
     of = f"{whole.size} steps" if by_step else "the capture, which has no steps"
     detail = f"{kind} {bare!r}: {part_ns:,} of {whole.total_ns:,} ns of kernel time of {of}"
+    if kind == "category":
+        detail += _name_ranges_alike(attribution, bare)
     return BudgetLine(MAX_SHARE, name, share, limit, "share", share <= limit, detail)
 
 
@@ -68,6 +71,17 @@ def _has_range(attribution: Attribution, name: str) -> bool:
         return bool(len(select_ranges(attribution, name).members))
     except (TraceError, UsageError):
         return False
+
+
+def _name_ranges_alike(attribution: Attribution, category: str) -> str:
+    """Return which ranges are named after a category, whose kernels are told by their own names alone.
+
+    An eager softmax is a chain of elementwise kernels and reductions: its range takes time that its category does not.
+    """
+    trace = attribution.trace
+    names = {trace.names[i] for i in distinct_values(trace.ranges.name).tolist()} - {category}
+    alike = sorted(name for name in names if category in name)
+    return f"; by kernels' names, unlike range:{alike[0]}" if alike else ""
 
 
 def _explain_nothing(name: str) -> str:

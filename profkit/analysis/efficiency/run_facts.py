@@ -66,11 +66,11 @@ def read_run_facts(
         trace: the capture.
         run: the run directory that it is of, if any.
         ceilings: a file of `profkit ceilings` (or a run directory with one) to use; else the run's own.
-        dtype: what matrix products were done in; wins over what the run says.
+        dtype: what matrix products were done in, where the run does not say.
 
     Raises:
         RunError: a file of the run, or the ceilings, cannot be read.
-        UsageError: the ceilings were measured on another GPU.
+        UsageError: the ceilings were measured on another GPU, or the run says another ``dtype``.
     """
     manifest = read_manifest(run) if run is not None and (run / MANIFEST).exists() else {}
     work = read_work(run) if run is not None else None
@@ -82,9 +82,12 @@ def read_run_facts(
             f"{ceilings or run}: the ceilings were measured on {measured.device.name}, the capture is of {gpu};"
             " measure on that GPU with `profkit ceilings`"
         )
+    recorded = (work.dtype if work is not None else None) or _dtype_of(manifest)
+    if None not in (dtype, recorded) and dtype != recorded:
+        raise UsageError(f"{run}: this run says that its matrix products were done in {recorded}, not in {dtype}")
     return RunFacts(
         gpu=gpu,
-        dtype=dtype or (work.dtype if work is not None else None) or _dtype_of(manifest),
+        dtype=recorded or dtype,
         work=work,
         peaks=_peaks(measured, sheet),
         datasheet=sheet,
