@@ -204,6 +204,13 @@ def test_the_file_of_a_run_knows_its_run(tmp_path: Path) -> None:
     assert read_trace(run / "else.sqlite").efficiency().mfu is None
 
 
+def test_a_dtype_is_for_runs_that_do_not_say_theirs(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    assert read_trace(run).efficiency(dtype="bf16").mfu == read_trace(run).efficiency().mfu is not None
+    with pytest.raises(UsageError, match="were done in bf16, not in fp32"):
+        read_trace(run).efficiency(dtype="fp32")
+
+
 def test_of_a_bare_trace_payloads_are_flops_and_what_is_not_known_is_none(tmp_path: Path) -> None:
     result = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
     rows = _rows(result)
@@ -250,6 +257,17 @@ def test_launch_bound_ranges_are_warned_of(tmp_path: Path) -> None:
     (warning,) = run.warnings
     assert warning.code == "inflation"
     assert "steps took -38% under the profiler" in warning.message
+
+
+def test_unprofiled_steps_that_vary_widely_are_warned_of(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    manifest = json.loads((run / "manifest.json").read_text())
+    for slow, expected in ((1_000, []), (1_600, ["uneven-clean-steps"])):
+        manifest["clean"] = {"steps": [{"step_ns": slow}, {"step_ns": 800}]}
+        (run / "manifest.json").write_text(json.dumps(manifest))
+        found = read_trace(run).efficiency().warnings
+        assert [one.code for one in found if one.code != "inflation"] == expected
+    assert found[-1].message.startswith("2 unprofiled steps vary widely, by 47% of their mean")
 
 
 def test_ceilings_of_another_gpu_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ from profkit.analysis.selection import count_in_warmup, select_ranges
 from profkit.analysis.warnings import Caution, warn_of_placement
 from profkit.ranges import STEP
 
+_WIDE = 0.3
+"""The standard deviation, as a share of the mean, past which `profkit run` calls times wide too."""
+
 
 def warn_of_efficiency(
     attribution: Attribution, request: str | None, rows: Sequence[EfficiencyRow], facts: RunFacts
@@ -20,6 +23,7 @@ def warn_of_efficiency(
     return [
         *_warn_of_warmup(attribution, request),
         *_warn_of_launch_bound(rows, facts),
+        *_warn_of_spread(facts),
         *_warn_of_missing(facts),
         *warn_of_placement(attribution),
     ]
@@ -59,6 +63,21 @@ def _warn_of_launch_bound(rows: Sequence[EfficiencyRow], facts: RunFacts) -> lis
     said = "a profiler slows each launch" if cost is None else f"steps took {cost:+.0%} under the profiler"
     message = f"{said}: verdicts rest on the unprofiled times, idle shares in the table on the profiled ones"
     return [Caution("inflation", message)]
+
+
+def _warn_of_spread(facts: RunFacts) -> list[Caution]:
+    """Return which unprofiled steps took so unlike times that their median says little: verdicts and MFU rest on it."""
+    phases = facts.step_times.phases if facts.step_times is not None else ()
+    wide = [one for one in phases if one.phase == STEP and (one.clean.relative_deviation or 0.0) > _WIDE]
+    return [
+        Caution(
+            "uneven-clean-steps",
+            f"{one.clean.count} unprofiled steps{'' if one.context is None else f' at context {one.context}'} vary"
+            f" widely, by {one.clean.relative_deviation:.0%} of their mean (standard deviation): verdicts and MFU rest"
+            " on their median, and are no surer; time more steps (`profkit run --warmup`)",
+        )
+        for one in wide
+    ]
 
 
 def _warn_of_missing(facts: RunFacts) -> list[Caution]:
