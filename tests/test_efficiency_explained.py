@@ -97,5 +97,17 @@ def test_every_range_is_explained_with_its_sums(profkit: Callable) -> None:
     assert profkit("efficiency", SMALL, "--explain", "--format", "csv").returncode == 2
 
 
+def test_kernel_time_by_category_sums_up(profkit: Callable) -> None:
+    opened = read_trace(SMALL)
+    evidence = find_evidence(opened.attribution)["step */forward"]
+    counted = opened.kernels("forward", by="category")
+    assert dict(evidence.categories) == {row.name: row.total_ns for row in counted.kernels}
+    assert len(evidence.kernels) == 3
+    found = re.findall(r"kernel time ([\d,]+) = (.*)", profkit("efficiency", SMALL, "--explain").stdout)
+    assert len(found) == 12
+    for total, parts in found:
+        assert _number(total) == sum(_number(part.split()[-1]) for part in parts.split(" + "))
+
+
 def _number(text: str) -> int:
     return int(text.replace(",", ""))

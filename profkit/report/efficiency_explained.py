@@ -65,6 +65,10 @@ def _numbers(row: EfficiencyRow) -> Iterator[str]:
 def _rows(row: EfficiencyRow, evidence: Evidence | None, full_names: bool) -> Iterator[str]:
     if evidence is None:
         return
+    if evidence.categories:
+        total_ns = sum(time_ns for _, time_ns in evidence.categories)
+        parts = " + ".join(f"{name} {time_ns:,}" for name, time_ns in evidence.categories)
+        yield f"kernel time {total_ns:,} = {parts}"
     if row.verdict in _IDLE_WORDS:
         yield from (_gap_words(gap, full_names) for gap in evidence.gaps)
         return

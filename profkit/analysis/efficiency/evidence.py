@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
+from profkit.analysis.categories import categorize
 from profkit.analysis.efficiency.gpu_time import GpuTime, build_gpu_times
 from profkit.analysis.efficiency.intervals import subtract, unite
 from profkit.analysis.efficiency.summary import chosen_ranges
 from profkit.analysis.efficiency.windows import find_windows
 from profkit.analysis.range_nodes import RangeNodes, build_nodes
 from profkit.analysis.range_tree import work_by_node
-from profkit.trace.columns import Ints, Trace, Work, rows_by_value
+from profkit.trace.columns import Ints, Measure, Trace, Work, rows_by_value
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,14 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The longest gaps of a range and its largest kernels, the largest first."""
+    """The longest gaps of a range, its largest kernels, and its kernel time by category, the largest first.
+
+    A range that is compute-bound by its least bytes may spend its time in kernels that are not: the categories tell.
+    """
 
     gaps: tuple[IdleGap, ...]
     kernels: tuple[KernelTime, ...]
+    categories: tuple[tuple[str, int], ...]
 
 
 def find_evidence(
@@ -70,7 +75,7 @@ def find_evidence(
     times = build_gpu_times(trace)
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members[windows.member]]
-    kernels = dict(_largest_kernels(attribution, nodes, members, most))
+    kernels = dict(_kernels(attribution, nodes, members))
     present = set(nodes.of_range[members].tolist())
     found = {}
     for at in (one for one in nodes.depth_first() if one.node in present):
@@ -79,8 +84,17 @@ def find_evidence(
             mine = (node == at.node) & (windows.device == device)
             gaps += _longest_gaps(trace, device, time, (windows.start_ns[mine], windows.end_ns[mine]), most)
         gaps.sort(key=lambda gap: gap.start_ns - gap.end_ns)
-        found[at.path] = Evidence(tuple(gaps[:most]), kernels.get(at.node, ()))
+        largest = kernels.get(at.node, ())
+        found[at.path] = Evidence(tuple(gaps[:most]), largest[:most], _sum_categories(largest, trace.measure))
     return found
+
+
+def _sum_categories(kernels: Sequence[KernelTime], measure: Measure) -> tuple[tuple[str, int], ...]:
+    total_ns: dict[str, int] = {}
+    for kernel in kernels:
+        name = categorize(kernel.name, measure).name
+        total_ns[name] = total_ns.get(name, 0) + kernel.total_ns
+    return tuple(sorted(total_ns.items(), key=lambda one: (-one[1], one[0])))
 
 
 def _longest_gaps(trace: Trace, device: int, time: GpuTime, windows: tuple[Ints, Ints], most: int) -> Iterator[IdleGap]:
@@ -127,8 +141,8 @@ def _longest_call(trace: Trace, start_ns: int, end_ns: int) -> tuple[str | None,
     return trace.names[int(calls.name[longest])], int(inside[longest])
 
 
-def _largest_kernels(
-    attribution: Attribution, nodes: RangeNodes, members: Ints, most: int
+def _kernels(
+    attribution: Attribution, nodes: RangeNodes, members: Ints
 ) -> Iterator[tuple[int, tuple[KernelTime, ...]]]:
     work, names = attribution.trace.work, attribution.trace.names
     for rows, node in work_by_node(attribution, nodes, members):
@@ -138,4 +152,4 @@ def _largest_kernels(
             for name, some in rows_by_value(work.name[mine]).items():
                 total_ns, first_ns = work.duration_ns[mine[some]].sum(), work.start_ns[mine[some]].min()
                 found.append(KernelTime(names[name], len(some), int(total_ns), int(first_ns)))
-            yield one, tuple(sorted(found, key=lambda kernel: (-kernel.total_ns, kernel.name))[:most])
+            yield one, tuple(sorted(found, key=lambda kernel: (-kernel.total_ns, kernel.name)))
