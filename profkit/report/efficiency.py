@@ -115,6 +115,7 @@ def books(result: EfficiencyResult) -> list[str]:
     if result.work_source is not None:
         lines.append(f"TFLOP/s are over busy time; FLOPs are {_SOURCES[result.work_source]}")
         lines.append(f"peak: how near to {_peak_words(result)}")
+        lines.append("bound by compute or memory: what a perfect kernel of the same work would meet first")
     else:
         lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
     lines += [_inflation_words(one) for one in result.inflation if one.phase == STEP]
