@@ -102,6 +102,20 @@ with torch.no_grad():
 """
 
 
+FROM_INPUT = """
+import sys
+import torch
+
+count = int(sys.stdin.readline())
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range(count):
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("rest:", sys.stdin.read().strip(), flush=True)
+"""
+
+
 def _environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
 
@@ -289,6 +303,63 @@ def test_a_scripts_own_status_passes_through(place: Path, run: Callable[..., Any
     done = run("--", sys.executable, "seven.py")
     assert done.returncode == 7
     assert _manifest(place)["exit_status"] == 7
+
+
+@pytest.mark.parametrize("profiler", ["--kineto", pytest.param("--nsys", marks=pytest.mark.nsys)])
+def test_a_script_reads_our_standard_input(place: Path, profiler: str) -> None:
+    (place / "asks.py").write_text(FROM_INPUT)
+    done = subprocess.run(
+        _command(profiler, "--warmup", "2", "--steps", "2", "--", sys.executable, "asks.py"),
+        input="4\nhello\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=place,
+        env=_environment(),
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("rest: hello\n")
+
+
+def test_each_run_of_a_script_reads_a_file_from_the_same_place(place: Path) -> None:
+    (place / "asks.py").write_text(FROM_INPUT)
+    (place / "answers").write_text("skipped\n4\nhello\n")
+    with (place / "answers").open("rb", buffering=0) as answers:
+        answers.seek(len("skipped\n"))
+        done = subprocess.run(
+            _command("--memory", "--warmup", "2", "--steps", "2", "--", sys.executable, "asks.py"),
+            stdin=answers,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=place,
+            env=_environment(),
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rest: hello\n") == 2
+
+
+def test_the_self_checks_warnings_stand_under_its_verdict(place: Path, run: Callable[..., Any]) -> None:
+    uneven = TRAIN.replace(
+        "    loss.backward()", "    loss = loss + sum(loss * 0 for _ in range(number))\n    loss.backward()"
+    )
+    (place / "uneven.py").write_text(uneven)
+    done = run("--", sys.executable, "uneven.py", "0.1", "9")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.partition("self-check passed with ")[2].splitlines()
+    count = int(said[0].split()[0])
+    assert count > 0
+    assert all(line.startswith("  ! ") and "per instance" in line for line in said[1 : 1 + count])
+    assert said[1 + count] == ""
+
+
+def test_an_optimizer_that_never_stepped_is_named(run: Callable[..., Any]) -> None:
+    done = run("--step-on", "AdamWx", "--", sys.executable, "train.py", "0.1", "9")
+    assert done.returncode == 1
+    assert "no optimizer of class AdamWx made a step" in done.stderr
+    assert "--warmup" not in done.stderr
 
 
 @pytest.mark.parametrize(

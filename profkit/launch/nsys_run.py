@@ -36,15 +36,22 @@ def is_full(folder: Path) -> bool:
 
 
 def run_in_nsys(
-    argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes], pass_fds: Sequence[int] = ()
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: IO[bytes],
+    pass_fds: Sequence[int] = (),
+    *,
+    reads_input: bool = False,
 ) -> int:
     """Run nsys around its target to the end and return the target's exit status.
+
+    nsys hands its standard input on to the target: an empty one, or ours if the target ``reads_input``.
 
     Raises:
         ToolError: nsys was killed, or it did not understand how it was called.
     """
     said_from = log.tell()
-    status = run_tool(argv, environment, log, pass_fds)
+    status = run_tool(argv, environment, log, pass_fds, reads_input=reads_input)
     if status != 0:
         log.seek(said_from)
         refused = _REFUSED.match(log.read())

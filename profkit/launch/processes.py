@@ -24,15 +24,18 @@ def run_child(
     environment: Mapping[str, str],
     output: IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
+    *,
+    reads_input: bool = False,
 ) -> int:
     """Run ``argv`` to its end and return its exit status; 128 + n if signal n ended it.
 
-    Standard output and error go to ``output``, or where ours go. On Ctrl-C, on SIGTERM and on any other exception
+    Standard output and error go to ``output``, or where ours go; standard input is empty, or ours if it
+    ``reads_input``. On Ctrl-C, on SIGTERM and on any other exception
     every process that the child started is ended too, daemons of a profiler included: nsys puts its agent and the
     target into sessions of their own, so a process group is not enough, and they are known by an environment variable.
     So are they when a signal ended the child itself. A second Ctrl-C changes nothing.
     """
-    status = _run(argv, environment, output, pass_fds)
+    status = _run(argv, environment, output, pass_fds, reads_input)
     return status if status >= 0 else 128 - status
 
 
@@ -41,13 +44,15 @@ def run_tool(
     environment: Mapping[str, str],
     output: IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
+    *,
+    reads_input: bool = False,
 ) -> int:
     """Do as `run_child`, for a program that is a tool of ours and no target.
 
     Raises:
         ToolError: a signal ended it.
     """
-    status = _run(argv, environment, output, pass_fds)
+    status = _run(argv, environment, output, pass_fds, reads_input)
     if status < 0:
         name = signal.Signals(-status).name
         log = f"; what it said is in {output.name}" if output is not None and isinstance(output.name, str) else ""
@@ -55,7 +60,13 @@ def run_tool(
     return status
 
 
-def _run(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None, pass_fds: Sequence[int]) -> int:
+def _run(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    output: IO[bytes] | None,
+    pass_fds: Sequence[int],
+    reads_input: bool,
+) -> int:
     """Run ``argv`` and return its exit status; -n if signal n ended it."""
     mark = uuid.uuid4().hex
     child = None
@@ -64,7 +75,7 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] 
             child = subprocess.Popen(
                 argv,
                 env={**environment, _MARK: mark},
-                stdin=subprocess.DEVNULL,
+                stdin=None if reads_input else subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=pass_fds,

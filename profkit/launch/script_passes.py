@@ -48,6 +48,11 @@ def why_no_step(processes: list[dict[str, Any]], wanted: Attachment) -> str | No
         )
     if processes[0]["state"] != NOT_REACHED:
         return None
+    if wanted.step_on is not None and processes[0]["steps_seen"] == 0:
+        return (
+            f"nothing was recorded: no optimizer of class {wanted.step_on} made a step; --step-on takes the bare name "
+            "of the class whose steps count (AdamW)"
+        )
     return (
         f"nothing was recorded: the script made {processes[0]['steps_seen']} steps, and recording was to begin after "
         f"{wanted.warmup_steps}; lower --warmup"

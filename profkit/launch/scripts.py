@@ -26,6 +26,8 @@ from profkit.run_directory import LOG, NSYS_REPORT, holds_snapshot
 
 _CHILD = Path(__file__).parent.parent / "capture" / "child"
 
+_STDIN = 0
+
 _TIMES = ("attached", "profiled", "during")
 
 # nsys writes its own lines to the standard streams; the command's go where the launcher's go.
@@ -59,7 +61,8 @@ def record_script(
 ) -> RecordedScript:
     """Run the command ``words`` with profkit attached into a new run directory; see `Attachment` for what is recorded.
 
-    It is run once for each of ``wanted``, in that order, as long as all goes well. Whatever its end, what was recorded
+    It is run once for each of ``wanted``, in that order, as long as all goes well, and reads our standard input each
+    time: a file from the same place, a pipe only once. Whatever its end, what was recorded
     by then is kept, and the manifest says how it ended.
 
     Args:
@@ -73,11 +76,13 @@ def record_script(
     run = make_run_directory(output, command_name(words))
     manifest = _begin_manifest(run, words, wanted, nsys, command)
     done: list[Pass] = []
-    conditions = Conditions(os.environ)
+    conditions, input_start = Conditions(os.environ), _input_position()
     try:
         for one in wanted:
             if done and not done[-1].may_go_on:
                 break
+            if done and input_start is not None:
+                os.lseek(_STDIN, input_start, os.SEEK_SET)
             done.append(_make_pass(run, words, one, nsys, progress))
             manifest = _told_by(done[-1], manifest)
     except BaseException as error:
@@ -89,6 +94,14 @@ def record_script(
     conditions.close()
     happened = (*(failures if last.exit_status else ()), *conditions.warnings(last.processes))
     return _conclude(run, {**manifest, **conditions.to_dict()}, done, wanted, happened)
+
+
+def _input_position() -> int | None:
+    """Return how far our standard input has been read if it can be read again, None of a pipe or a terminal."""
+    try:
+        return os.lseek(_STDIN, 0, os.SEEK_CUR)
+    except OSError:
+        return None
 
 
 def _begin_manifest(
@@ -110,7 +123,7 @@ def _make_pass(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys |
     if wanted.recorder == "nsys" and nsys is not None:
         status = _run_in_nsys(run, words, wanted, nsys, progress)
     else:
-        status = run_child(words, build_environment(os.environ, wanted))
+        status = run_child(words, build_environment(os.environ, wanted), reads_input=True)
     processes = _take_results(run)
     return Pass(wanted, status, processes, why_nothing(run, processes, wanted))
 
@@ -179,7 +192,8 @@ def _run_in_nsys(run: Path, words: Sequence[str], wanted: Attachment, nsys: Nsys
             cuda=may_use_cuda(os.environ),
             temporary=tempfile.gettempdir(),
         )
-        status = run_in_nsys(argv, {**build_environment(os.environ, wanted), "TMPDIR": scratch}, log, outputs)
+        environment = {**build_environment(os.environ, wanted), "TMPDIR": scratch}
+        status = run_in_nsys(argv, environment, log, outputs, reads_input=True)
         if any(run.glob(RESULT_GLOB)):
             with progress("exporting what Nsight Systems recorded"):
                 collect_report(run, nsys, log)

@@ -18,6 +18,11 @@ def failure_lines(check: SelfCheck) -> list[str]:
     return [UNTRUSTED, *(f"  ✗ {make_visible(finding.message)}" for finding in check.of("failed"))]
 
 
+def warning_lines(check: SelfCheck) -> list[str]:
+    """Return a line for each warning, to stand under the verdict."""
+    return [f"  ! {make_visible(finding.message)}" for finding in check.of("warning")]
+
+
 def verdict_line(check: SelfCheck) -> str:
     """Return the verdict in one line."""
     failed, warned = len(check.of("failed")), len(check.of("warning"))

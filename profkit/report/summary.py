@@ -13,7 +13,7 @@ from profkit.ranges import PHASES, STEP, WARMUP, context_range
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.kernels import render_kernels
 from profkit.report.ranges import render_ranges
-from profkit.report.self_check import verdict_line
+from profkit.report.self_check import verdict_line, warning_lines
 from profkit.report.units import format_ns, format_share
 from profkit.run_directory import read_manifest
 
@@ -96,10 +96,12 @@ def render_run_summary(run: Path) -> str:
     if not len(opened.trace.work):
         tree = render_ranges(opened.ranges(numbered=False), opened.self_check, numbered=False)
         tree = "\n\n".join(part for part in (tree, clean) if part)
-        return f"{tree}\n\n{verdict}; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
+        verdict += "; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
+        return "\n".join((f"{tree}\n\n{verdict}", *warning_lines(opened.self_check)))
     table = render_kernels(opened.kernels(), opened.self_check, top=_SUMMARY_TOP)
     phases = render_phases(opened, manifest["workload"].get("contexts", ()))
     table = beside_phases(table, phases, opened.self_check)
+    verdict = "\n".join((verdict, *warning_lines(opened.self_check)))
     return "\n\n".join(part for part in (table, clean, verdict) if part)
 
 
