@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +11,13 @@ import torch
 from torch import Tensor
 
 from profkit.analysis.sample_statistics import summarize_samples
-from profkit.cli.quantities import parse_bytes
 from recipes.attention.arithmetic import saved_bytes, work_out
 from recipes.attention.implementations import Attention, find_attention
 from recipes.attention.names import BATCH, COMPILED, DTYPES, MIB, SDPA, WRITTEN
-from recipes.common.machine import free_bytes
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
+from recipes.common.shortage import run_short
 
 WARMUP = 5
-_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
-_OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
 
 
 def predict_bytes(cell: Cell, _device: Device) -> int:
@@ -50,33 +45,15 @@ def measure_cell(cell: Cell, device: Device) -> Row:
     run = _Run(device, find_attention(name), (BATCH, seq_len, d_model), dtype, passes)
     row: Row = {"status": OK}
     for phase, measure in (("forward", run.measure_forward), ("backward", run.measure_backward)):
-        shortage = _run_short(measure, device)
+        shortage = run_short(measure, device)
         if shortage is not None:
             row |= {"status": out_of_memory(phase), **shortage}
             if phase == "backward":
-                _run_short(run.time_forward, device)
+                run_short(run.time_forward, device)
             break
     if name not in (COMPILED, SDPA):
         row["accounting"] = _account(name, seq_len, d_model, dtype)
     return {**row, **run.found, **run.summarize()}
-
-
-def _run_short(work: Callable[[], object], device: Device) -> Row | None:
-    """Do ``work``; return what was asked for and what was free if it ran out of memory, else None."""
-    try:
-        work()
-        return None
-    except (RuntimeError, MemoryError) as error:
-        message = str(error)
-        if not isinstance(error, MemoryError) and not _OUT_OF_MEMORY.search(message):
-            raise
-        free = free_bytes(device)
-    # Out here the error is gone, and with it the frames that hold tensors.
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    tried = _TRIED.search(message)
-    return {"requested_bytes": parse_bytes(tried[1].replace("bytes", "")) if tried else None, "free_bytes": free}
 
 
 @dataclass

@@ -9,16 +9,20 @@ import click
 
 
 class Numbers(click.ParamType):
-    """``256,1024,4096``: positive whole numbers, rising."""
+    """``256,1024,4096``: whole numbers of ``least`` and more, rising."""
 
     name = "N,N,…"
+
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+        self._bound = f"above {least - 1}" if least else "from 0"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         parts = str(value).split(",")
-        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            self.fail(f"{value}: not whole numbers above 0 with commas between them", param, ctx)
+        if not all(part.strip().isdecimal() and int(part) >= self._least for part in parts):
+            self.fail(f"{value}: not whole numbers {self._bound} with commas between them", param, ctx)
         numbers = tuple(int(part) for part in parts)
         if list(numbers) != sorted(set(numbers)):
             rising = ",".join(map(str, sorted(set(numbers))))

@@ -56,12 +56,14 @@ def find_borrowed_shares(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
 
 
 def find_slower_in_bf16(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
-    """Note rows that are slower in bf16 than in float32, and why that may be."""
+    """Note rows that are slower in bf16 than in float32, or else than in TF32, and why that may be."""
     times = _times_by_dtype(tables)
     for (labels, table_name), seconds in times[0].items():
-        wide = min((found for (other, _), found in times[1].items() if other == labels), default=None)
-        if wide is None or seconds <= wide[0]:
+        faster = [found for (other, *_), found in times[1].items() if other == labels and found[0] < seconds]
+        if not faster:
             continue
+        # Slower than float32 is slower than TF32 too.
+        wide = min(faster, key=lambda found: (found[1], found[0]))
         what = ", ".join(f"{key} {value}" for key, value in labels)
         bound = any(
             other != labels
@@ -84,9 +86,9 @@ Labels = tuple[tuple[str, str], ...]
 
 def _times_by_dtype(
     tables: Sequence[BenchmarkTable],
-) -> tuple[dict[tuple[Labels, str], float], dict[tuple[Labels, str], tuple[float, bool]]]:
+) -> tuple[dict[tuple[Labels, str], float], dict[tuple[Labels, str, bool], tuple[float, bool]]]:
     narrow: dict[tuple[Labels, str], float] = {}
-    wide: dict[tuple[Labels, str], tuple[float, bool]] = {}
+    wide: dict[tuple[Labels, str, bool], tuple[float, bool]] = {}
     for table in tables:
         dtype = next((heading for heading in table.headings if heading.lower() in ("dtype", "precision")), None)
         forward = table.columns("time", "forward")
@@ -101,7 +103,7 @@ def _times_by_dtype(
             if name in _NARROW:
                 narrow[labels, table.name] = seconds
             elif name in _WIDE:
-                wide[labels, table.name] = (seconds, name == "tf32")
+                wide[labels, table.name, name == "tf32"] = (seconds, name == "tf32")
     return narrow, wide
 
 

@@ -1,0 +1,213 @@
+"""The grid, cells measured on the CPU, cells that run out of memory, and what is said about the rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from profkit.analysis.efficiency.datasheet import find_datasheet
+from profkit.errors import UsageError
+from recipes.common.recipe import Device, GridName
+from recipes.end_to_end import RECIPE, choose_settings
+from recipes.whole_model import measure
+from recipes.whole_model.cells import FULL, KEYS, build_cells, of_product, of_reports
+from recipes.whole_model.report import remark, report
+from tests.conftest import ROOT
+
+
+def _cell(**changed: Any) -> dict[str, Any]:
+    setting = {"size": "tiny", "context": 16, "passes": "train", "dtype": "fp32", "mode": "eager", "warmup": 1}
+    return {**setting, "batch": 2, "steps": 4, **changed}
+
+
+def test_the_reports_grid_has_each_printed_cell_once() -> None:
+    cells = of_reports()
+    assert len(set(cells)) == len(cells)
+    # 20 sizes and contexts; 15 in bf16 or compiled; 10 with less warm-up; 20 of forward or the whole step, eager and
+    # compiled; of bf16 7 more of forward and backward less 2 that are there, and 7 whole steps.
+    assert len(cells) == 20 + 15 + 10 + 20 + 5 + 7
+    assert ("2.7B", 1024, "forward-backward", "fp32", "eager", 5) in cells
+    assert {warmup for *_, dtype, mode, warmup in cells if (dtype, mode) != ("fp32", "eager")} == {5}
+
+
+def test_the_full_grid_varies_the_warmup_for_fp32_eager_alone() -> None:
+    cells = of_product(FULL)
+    assert len(set(cells)) == len(cells) == 5 * 4 * 3 * (3 * 2 + 2)
+    assert {setting[3:5] for setting in cells if setting[5] != 5} == {("fp32", "eager")}
+    assert {setting[5] for setting in cells[: 5 * 4 * 3 * 6]} == {5}
+
+
+@pytest.mark.parametrize(
+    ("grid", "device", "given", "said"),
+    [
+        ("full", "cpu", {"dtype": ("tf32",)}, "--dtype tf32: only CUDA"),
+        ("reports", "cuda", {"dtype": ("tf32",)}, "print no such cell"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(grid: GridName, device: Device, given: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        choose_settings(grid, device, given)
+
+
+def test_values_restrict_the_reports_and_replace_in_a_product() -> None:
+    given = {"size": ("small",), "context": (256,), "warmup": (0, 1, 5), "dtype": ("fp32",), "mode": ("eager",)}
+    both = ("small", 256, "forward-backward", "fp32", "eager")
+    kept = choose_settings("reports", "cuda", given)
+    assert [setting[5] for setting in kept if setting[:5] == both] == [5, 0, 1]
+    assert choose_settings("small", "cpu", {"context": (7,), **given, "passes": ("train",)})[0][0] == "small"
+    assert "tf32" not in {setting[3] for setting in choose_settings("full", "cpu", {})}
+
+
+def test_a_cell_on_the_cpu() -> None:
+    row: dict[str, Any] = measure.measure_cell(_cell(), "cpu")
+    assert row["status"] == "ok"
+    for part in ("forward", "loss", "backward", "optimizer", "forward_backward", "step"):
+        samples = row[f"{part}_samples_ms"]
+        assert len(samples) == 4
+        assert 0 < row[f"{part}_min_ms"] == min(samples) <= row[f"{part}_ms"] <= max(samples)
+        assert row[f"{part}_std_ms"] > 0
+    parts = zip(*(row[f"{part}_samples_ms"] for part in ("forward", "loss", "backward")), strict=True)
+    assert row["forward_backward_samples_ms"] == [sum(each) for each in parts]
+    assert all(
+        whole > both + optimizer
+        for whole, both, optimizer in zip(
+            *(row[f"{part}_samples_ms"] for part in ("step", "forward_backward", "optimizer")), strict=True
+        )
+    )
+    assert row["tokens_per_s"] == pytest.approx(2 * 16 / (row["step_ms"] / 1e3))
+    # By hand: 2 · 10,000 · 128 of the vocabulary, 2 layers of 4 · 128² + 3 · 128 · 512 + 2 · 128, the last gain.
+    assert row["parameters"] == 2_560_000 + 2 * (65_536 + 196_608 + 256) + 128
+    assert (row["mfu"], row["peak_MiB"], row["compiled_graphs"]) == (None, None, 0)
+
+
+def test_forward_alone_has_no_other_part() -> None:
+    row = measure.measure_cell(_cell(passes="forward", dtype="bf16"), "cpu")
+    assert row["forward_ms"]
+    assert not {"backward_ms", "optimizer_ms", "forward_backward_ms"} & row.keys()
+
+
+def test_mfu_is_of_the_dtype_and_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    sheet = find_datasheet("NVIDIA H200")
+    assert sheet is not None
+    run = measure._Run(_cell(dtype="bf16"), "cuda")
+    assert run._rates(10**12, [9.0, 10.0, 30.0])["mfu"] == pytest.approx(1e12 / 0.01 / 989.5e12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Nobody's GPU")
+    assert run._rates(10**12, [10.0])["mfu"] is None
+
+
+def _short(*_arguments: Any, **_named: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+
+
+@pytest.mark.parametrize(
+    ("phase", "owner", "name"),
+    [
+        ("model", torch, "randint"),
+        ("forward", functional, "embedding"),
+        ("backward", torch.Tensor, "backward"),
+        ("optimizer", torch.optim.AdamW, "step"),
+    ],
+)
+def test_running_out_of_memory_is_told_with_its_phase(
+    monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str
+) -> None:
+    monkeypatch.setattr(owner, name, _short)
+    row: dict[str, Any] = measure.measure_cell(_cell(), "cpu")
+    assert (row["status"], row["requested_bytes"]) == (f"OOM({phase})", 2 << 30)
+    assert "forward_ms" not in row
+
+
+def _row(changed: dict[str, Any], forward: list[float], backward: list[float]) -> dict[str, Any]:
+    samples = {"forward": forward, "loss": [0.1] * len(forward), "backward": backward}
+    samples["forward_backward"] = [one + 0.1 + two for one, two in zip(forward, backward, strict=True)]
+    samples["step"] = [each + 0.01 for each in samples["forward_backward"]]
+    cell = _cell(**{"passes": "forward-backward", "size": "small", "context": 128, "warmup": 5, **changed})
+    found = {"compiled_graphs": 0, "allocator_retries": 0, **measure.summarize(samples)}
+    return {**cell, "status": "ok", **found}
+
+
+def _clean() -> list[dict[str, Any]]:
+    return [
+        _row({"context": 128}, [10.0, 10.1, 10.2, 10.3], [20.0, 20.3, 20.1, 20.7]),
+        _row({"context": 256}, [21.0, 21.1, 21.2, 21.4], [43.0, 43.3, 43.1, 43.9]),
+        _row({"context": 512}, [45.0, 45.1, 45.2, 45.5], [93.0, 93.3, 93.1, 93.9]),
+    ]
+
+
+def test_a_clean_table_has_no_remark() -> None:
+    assert remark(_clean()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "forward", "backward", "said"),
+    [
+        ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "forward: the first sample is an outlier"),
+        ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "deviation is over 30% of the mean"),
+        ({"dtype": "bf16"}, [12.0, 12.1, 12.2, 12.1], [21.0, 21.3, 21.1, 21.2], "slower in bf16.*autocast casts"),
+        ({"size": "tiny"}, [0.3, 0.31, 0.3, 0.32], [3.0, 3.1, 3.0, 3.2], "forward is under 1 ms in 1 of 4"),
+    ],
+)
+def test_what_stands_out_is_said(changed: Any, forward: list[float], backward: list[float], said: str) -> None:
+    messages = remark([*_clean(), _row(changed, forward, backward)])
+    assert any(re.search(said, message) for message in messages), messages
+    assert not any("takes" in message and "times as long" in message for message in messages)
+
+
+def test_the_ratio_is_judged_over_the_table() -> None:
+    rows = [_row({"context": size}, [10.0, 10.1, 10.2], [34.0, 34.1, 34.2]) for size in (128, 256, 512)]
+    assert any("3.38 times as long as forward" in message for message in remark(rows))
+
+
+def test_bf16_is_compared_with_tf32_where_it_beats_fp32() -> None:
+    bf16, fp32, tf32 = ([each, each + 0.1, each + 0.2] for each in (10.0, 20.0, 5.0))
+    rows = [_row({"dtype": name}, times, times) for name, times in (("fp32", fp32), ("tf32", tf32), ("bf16", bf16))]
+    (message,) = [message for message in remark(rows) if "slower in bf16" in message]
+    assert "against 5.1 ms" in message
+    assert "the baseline is TF32" in message
+    rows[0] = _row({"dtype": "fp32"}, [9.0, 9.1, 9.2], [9.0, 9.1, 9.2])
+    (message,) = [message for message in remark(rows) if "slower in bf16" in message]
+    assert "against 9.1 ms" in message
+
+
+def test_what_happened_inside_is_said() -> None:
+    rows = _clean()
+    rows[1] |= {"compiled_graphs": 2}
+    (message,) = remark(rows)
+    assert message.startswith("graphs were compiled within the timed steps in 1 of 3 rows: 2 at small 256")
+
+
+def test_a_report_of_nothing_measured() -> None:
+    cells = build_cells(of_reports(), 4, 10)
+    said = report([{**cell, "status": "not run"} for cell in cells], {})
+    assert "| 128 | not run |" in said.markdown
+    assert said.pictures.keys() == {"times.png", "warmup.png"}
+
+
+def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.end_to_end", "--device", "cpu", "-o", str(tmp_path / "out")]
+    command += ["--context", "16,1048576", "--mode", "eager", "--dtype", "fp32", "--passes", "train"]
+    done = subprocess.run(
+        [*command, "--warmup", "0", "--steps", "3"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "out" / "end_to_end.csv").open(newline="") as file:
+        measured, too_large = csv.DictReader(file)
+    assert list(measured) == [column.key for column in RECIPE.columns]
+    assert (measured["status"], measured["peak_MiB"], measured["warmup"]) == ("ok", "", "0")
+    assert (too_large["status"], too_large["forward_ms"]) == ("not run", "")
+    assert too_large["reason"].startswith("predicted ")
+    first = json.loads((tmp_path / "out" / "cells.jsonl").read_text().splitlines()[0])
+    assert len(first["step_samples_ms"]) == 3
+    assert {key: str(first[key]) for key in KEYS} == {key: measured[key] for key in KEYS}
+    for name in ("times.png", "warmup.png", "manifest.json", "end_to_end.md"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
