@@ -355,6 +355,27 @@ def test_the_self_checks_warnings_stand_under_its_verdict(place: Path, run: Call
     assert said[1 + count] == ""
 
 
+@pytest.mark.parametrize(
+    ("limit_bytes", "said"),
+    [
+        (50_000, "nothing was recorded: [Errno"),
+        (500, "what was recorded cannot be kept: [Errno"),
+    ],
+)
+def test_what_cannot_be_written_leaves_the_script_alone(
+    place: Path, run: Callable[..., Any], limit_bytes: int, said: str
+) -> None:
+    # No file may grow beyond the limit: a full disk refuses in the same way.
+    limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))\n"
+    (place / "limited.py").write_text(limit + TRAIN)
+    done = run("--", sys.executable, "limited.py", "0.1", "12")
+    assert done.stdout.splitlines()[11].startswith("11 0x"), "it trains to its end"
+    assert "Traceback" not in done.stderr
+    assert said in done.stderr
+    assert done.returncode == 1
+    assert _manifest(place)["exit_status"] == 0
+
+
 def test_an_optimizer_that_never_stepped_is_named(run: Callable[..., Any]) -> None:
     done = run("--step-on", "AdamWx", "--", sys.executable, "train.py", "0.1", "9")
     assert done.returncode == 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter_ns
@@ -162,20 +163,28 @@ class Session:
 
     def _finish(self, state: str) -> None:
         self._over = True
+        failure = None
         self._samples.end()
         if self.hooks is not None:
             self.hooks.stop()
         if self._recording is not None:
-            self._recording.close()
-            self._recording = None
+            recording, self._recording = self._recording, None
+            try:
+                recording.close()
+            except OSError as error:  # a full disk, say: the script trains on, and the launcher tells
+                failure = str(error)
         if self.memory is not None:
             self.memory.finish()
-        self._write_result(state)
+        try:
+            self._write_result(state, failure)
+        except OSError as error:  # no file is left to tell by
+            sys.stderr.write(f"profkit: {self.order.run}: what was recorded cannot be kept: {failure or error}\n")
 
-    def _write_result(self, state: str) -> None:
+    def _write_result(self, state: str, failure: str | None) -> None:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         content: dict[str, Any] = {
             "state": state,
+            "failure": failure,
             "process": self._name,
             **describe_rank(),
             "steps_seen": self._begun,

@@ -39,10 +39,10 @@ def _export(profiler: profile, path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent))
         with plain.open("rb") as source, gzip.open(partial, "wb") as target:
             shutil.copyfileobj(source, target)
+        os.replace(partial, path)
     finally:
-        for left in (plain, Path(f"{plain}.tmp")):  # Kineto's own name for what is half written
+        for left in (partial, plain, Path(f"{plain}.tmp")):  # Kineto's own name for what is half written
             left.unlink(missing_ok=True)
-    os.replace(partial, path)
 
 
 def _is_whole(trace: Path) -> bool:

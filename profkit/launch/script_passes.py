@@ -35,7 +35,8 @@ def why_nothing(run: Path, processes: list[dict[str, Any]], wanted: Attachment) 
     has_trace = (
         bool(rank_traces(run)) or (run / (KINETO_TRACE if wanted.recorder == "kineto" else NSYS_EXPORT)).exists()
     )
-    left = None if has_trace else "nothing was recorded: the recorder left no trace"
+    failure = processes[0].get("failure") if processes else None
+    left = None if has_trace else f"nothing was recorded: {failure or 'the recorder left no trace'}"
     return why_no_step(processes, wanted) or left
 
 
