@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.nn import functional
 
 from profkit.analysis.efficiency.datasheet import find_datasheet
 from profkit.errors import UsageError
 from recipes.common.recipe import Device, GridName
-from recipes.end_to_end import RECIPE, choose_settings
+from recipes.end_to_end import RECIPE, choose_settings, main
 from recipes.whole_model import measure
 from recipes.whole_model.cells import FULL, KEYS, build_cells, of_product, of_reports
 from recipes.whole_model.report import remark, report
@@ -58,6 +59,22 @@ def test_what_cannot_be_measured_is_refused(grid: GridName, device: Device, give
         choose_settings(grid, device, given)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--warmup", "5,0"), "in rising order: 0,5"),
+        (("--warmup", "-1"), "not whole numbers from 0"),
+        (("--context", "0"), "not whole numbers above 0"),
+        (("--size", "huge"), "huge: there are tiny, small"),
+        (("--steps", "2"), "x>=3"),
+    ],
+)
+def test_values_that_no_grid_has(given: tuple[str, str], said: str) -> None:
+    done = CliRunner().invoke(main, [*given, "--device", "cpu"])
+    assert done.exit_code == 2
+    assert said in done.output
+
+
 def test_values_restrict_the_reports_and_replace_in_a_product() -> None:
     given = {"size": ("small",), "context": (256,), "warmup": (0, 1, 5), "dtype": ("fp32",), "mode": ("eager",)}
     both = ("small", 256, "forward-backward", "fp32", "eager")
@@ -93,6 +110,15 @@ def test_forward_alone_has_no_other_part() -> None:
     row = measure.measure_cell(_cell(passes="forward", dtype="bf16"), "cpu")
     assert row["forward_ms"]
     assert not {"backward_ms", "optimizer_ms", "forward_backward_ms"} & row.keys()
+
+
+def test_an_mps_phase_is_waited_for_before_its_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    run = measure._Run(_cell(), "mps")
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(run.watch.phase))
+    run.device = "cpu"  # where the step can run here
+    run.measure()
+    assert waits == ["forward", "loss", "backward", "optimizer"] * 5
 
 
 def test_mfu_is_of_the_dtype_and_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
