@@ -368,7 +368,7 @@ def test_what_cannot_be_written_leaves_the_script_alone(
     # No file may grow beyond the limit: a full disk refuses in the same way.
     limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))\n"
     (place / "limited.py").write_text(limit + TRAIN)
-    done = run("--", sys.executable, "limited.py", "0.1", "12")
+    done = run("--flops", "--", sys.executable, "limited.py", "0.1", "12")
     assert done.stdout.splitlines()[11].startswith("11 0x"), "it trains to its end"
     assert "Traceback" not in done.stderr
     assert said in done.stderr

@@ -65,6 +65,7 @@ class Session:
         self._start_ns = 0
         self._samples = StepSamples()
         self._recording: ExitStack | None = None
+        self._failure: str | None = None
         self._unrecorded = ExitStack()
         self._counter: WorkCounter | None = None
         self._name = _process_name()
@@ -146,7 +147,10 @@ class Session:
             return
         self._counter.stop()
         self._unrecorded.close()
-        _write_json(Path(self.order.run) / WORK, self._counter.content())
+        try:
+            _write_json(Path(self.order.run) / WORK, self._counter.content())
+        except OSError as error:
+            self._failure = str(error)
         self._counter = None
 
     def _begin(self) -> None:
@@ -163,7 +167,6 @@ class Session:
 
     def _finish(self, state: str) -> None:
         self._over = True
-        failure = None
         self._samples.end()
         if self.hooks is not None:
             self.hooks.stop()
@@ -172,19 +175,20 @@ class Session:
             try:
                 recording.close()
             except OSError as error:  # a full disk, say: the script trains on, and the launcher tells
-                failure = str(error)
+                self._failure = str(error)
         if self.memory is not None:
             self.memory.finish()
         try:
-            self._write_result(state, failure)
+            self._write_result(state)
         except OSError as error:  # no file is left to tell by
-            sys.stderr.write(f"profkit: {self.order.run}: what was recorded cannot be kept: {failure or error}\n")
+            why = self._failure or error
+            sys.stderr.write(f"profkit: {self.order.run}: what was recorded cannot be kept: {why}\n")
 
-    def _write_result(self, state: str, failure: str | None) -> None:
+    def _write_result(self, state: str) -> None:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         content: dict[str, Any] = {
             "state": state,
-            "failure": failure,
+            "failure": self._failure,
             "process": self._name,
             **describe_rank(),
             "steps_seen": self._begun,

@@ -45,7 +45,7 @@ def why_no_step(processes: list[dict[str, Any]], wanted: Attachment) -> str | No
     if not processes or processes[0]["steps_seen"] < 0:
         return (
             "nothing was recorded: no training step was seen (no optimizer's step, no call of a module) in a Python "
-            "that has torch and profkit"
+            "that has torch and profkit, or what was seen could not be kept"
         )
     if processes[0]["state"] != NOT_REACHED:
         return None
@@ -64,10 +64,15 @@ def shortfalls(one: Pass, *, is_last: bool) -> list[str]:
     """Return what is to be said of a pass although it recorded something, or others did."""
     if one.wanted.memory is not None:
         return ([] if is_last or one.reason is None else [one.reason]) + _memory_shortfalls(one)
-    if not one.processes or one.processes[0]["state"] != CUT_SHORT:
+    if not one.processes:
         return []
+    failure = one.processes[0].get("failure")
+    unkept = [f"not all that was recorded could be kept: {failure}"] if failure and one.reason is None else []
+    if one.processes[0]["state"] != CUT_SHORT:
+        return unkept
     whole = len(one.processes[0]["profiled"])
-    return [f"the script ended while it was recorded: {whole} whole steps of the {one.wanted.steps} that were wanted"]
+    cut = f"the script ended while it was recorded: {whole} whole steps of the {one.wanted.steps} that were wanted"
+    return [*unkept, cut]
 
 
 def _why_no_snapshot(processes: list[dict[str, Any]]) -> str:
