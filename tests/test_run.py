@@ -332,9 +332,9 @@ class TestNsys:
         assert "cannot be scrubbed" not in done.stdout
         assert "trace.nsys-rep" not in [path.name for path in (tmp_path / "run").iterdir()]
         with closing(sqlite3.connect(f"file:{tmp_path / 'run' / 'trace.sqlite'}?mode=ro", uri=True)) as database:
-            assert database.execute("select min(end - start) > 900000 from OSRT_API where end > start").fetchone() == (
-                1,
-            )
+            # By default nsys records calls from a microsecond on; a quiet machine may have none of a millisecond.
+            short = "select count(*) from OSRT_API where end > start and end - start < 900000"
+            assert database.execute(short).fetchone() == (0,)
 
     def test_a_flag_that_nsys_refuses_is_quoted(self, tmp_path: Path) -> None:
         done = _profkit("--nsys", "--nsys-args", "--gpuctxsw=perhaps", *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
