@@ -11,7 +11,7 @@ import pytest
 
 from profkit.analysis.efficiency.attention_parts import PARTS
 from profkit.analysis.opened import read_trace
-from profkit.errors import TraceError
+from profkit.errors import TraceError, UsageError
 from tests.efficiency_runs import SMALL, make_small_run
 from tests.nsys_builder import NsysBuilder
 
@@ -53,6 +53,33 @@ def test_of_a_bare_trace_the_products_alone_are_known() -> None:
     assert result.work_source == "payload"
 
 
+def test_within_a_range_its_own_instances_count(tmp_path: Path) -> None:
+    """Two contexts, each with its own ranges: neither gets the other's, and what is asked for exists."""
+    builder = NsysBuilder()
+    for at, context in ((0, 128), (1_000, 256)):
+        builder.range(f"context {context}", at, at + 900)
+        builder.range("forward", at + 10, at + 800)
+        for number, part in enumerate(PARTS):
+            begin = at + 100 * (number + 1)
+            builder.range(part, begin, begin + 90)
+            builder.kernel(begin + 10, context + number)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    for context in (128, 256):
+        result = opened.attention(f"context {context}")
+        assert [(part.instances, part.kernel_time_ns) for part in result.parts] == [
+            (1, context),
+            (1, context + 1),
+            (1, context + 2),
+        ]
+        assert result.range == f"context {context}"
+    assert [part.instances for part in opened.attention().parts] == [2, 2, 2]
+    with pytest.raises(UsageError, match="no range 'context 512'; nearest"):
+        opened.attention("context 512")
+    builder.range("backward", 2_000, 2_900)
+    with pytest.raises(TraceError, match="of the forward pass within 'backward'"):
+        read_trace(builder.write(tmp_path / "more.sqlite")).attention("backward")
+
+
 def test_warmup_and_backward_do_not_count(tmp_path: Path) -> None:
     builder = NsysBuilder()
     for at, around in ((0, "warmup"), (1_000, "forward"), (2_000, "backward")):
@@ -86,4 +113,7 @@ def test_it_is_printed_in_every_format(profkit: Callable) -> None:
     assert csv[2] == ",computing softmax,24,1168652,,2.1268945736208376,"
     for style in ("markdown", "latex"):
         assert "softmax ratio" in profkit("efficiency", SMALL, "--attention", "--format", style).stdout
-    assert profkit("efficiency", SMALL, "--attention", "--range", "forward").returncode == 2
+    layer = profkit("efficiency", SMALL, "--attention", "--range", "layer 3").stdout
+    assert [line.split()[0] for line in layer.splitlines() if line[:5].strip().isdecimal()] == ["3"]
+    assert "kernel time of the forward pass within 'layer 3', all steps" in layer
+    assert profkit("efficiency", SMALL, "--attention", "--explain").returncode == 2

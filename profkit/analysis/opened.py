@@ -136,14 +136,20 @@ class OpenedTrace:
         )
         return measure_efficiency(self.attribution, facts, self.ranks, range, numbered=numbered)
 
-    def attention(self) -> AttentionResult:
+    def attention(self, range: str | None = None) -> AttentionResult:
         """Return what the parts of attention took in the forward pass: time against FLOPs, of all and each layer.
 
+        The same as ``profkit efficiency --attention``; ``.to_pandas()`` of the result is its table.
+
+        Args:
+            range: only within this range, as for `kernels`: ``context 256`` of a run of several, one layer.
+
         Raises:
-            TraceError: the trace has no ranges of those parts.
+            TraceError: the trace has no ranges of those parts (there).
             RunError: a file of the run cannot be read.
+            UsageError: an unknown range.
         """
-        return measure_attention(self.attribution, read_run_facts(self.trace, self.run_directory))
+        return measure_attention(self.attribution, read_run_facts(self.trace, self.run_directory), range)
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""

@@ -59,14 +59,14 @@ def efficiency(
     else (host), nothing but communication (communication), or work, and then by the peak that it would meet first
     (compute, memory).
     """
-    _refuse_misfits(name, explain, attention, style, plot)
+    _refuse_misfits(explain, attention, style, plot)
     refuse_overwriting([path for path in (trace, ceilings) if path is not None], [output, plot])
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)
         check = opened.self_check
         warnings: tuple[Caution, ...] = ()
         if attention:
-            text = render_attention(opened.attention(), check, style, full_names=full_names)
+            text = render_attention(opened.attention(name), check, style, full_names=full_names)
         else:
             result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
             text, warnings = render_efficiency(result, check, style, full_names=full_names), result.warnings
@@ -86,10 +86,10 @@ def efficiency(
         raise CheckError(f"{trace}: the capture failed its self-check")
 
 
-def _refuse_misfits(name: str | None, explain: bool, attention: bool, style: Format, plot: Path | None) -> None:
+def _refuse_misfits(explain: bool, attention: bool, style: Format, plot: Path | None) -> None:
     """Refuse what could not be answered, before a large capture is read for it."""
-    if attention and (explain or plot is not None or name is not None):
-        raise UsageError("--attention is a table of its own; leave --range, --explain and --plot out")
+    if attention and (explain or plot is not None):
+        raise UsageError("--attention is a table of its own; leave --explain and --plot out")
     if explain and style not in ("table", "markdown"):
         raise UsageError(f"--explain: --format {style} holds the rules already; take table or markdown")
     if plot is not None and plot.suffix.lower() != ".png":

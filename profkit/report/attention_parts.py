@@ -57,7 +57,8 @@ def render_attention(
 
 
 def _notes(result: AttentionResult) -> list[str]:
-    lines = ["kernel time of the forward pass, all steps together; ratios are to the scores"]
+    where = "" if result.range is None else f" within {result.range!r}"
+    lines = [f"kernel time of the forward pass{where}, all steps together; ratios are to the scores"]
     if result.work_source == "payload":
         lines.append("FLOPs are what the ranges carry: matrix products alone; a softmax's are in a run's work.json")
     elif result.work_source is not None:

@@ -20,7 +20,7 @@ from profkit.analysis.efficiency.run_facts import RunFacts
 from profkit.analysis.launches import Launches
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.range_nodes import build_nodes
-from profkit.analysis.selection import find_warmup
+from profkit.analysis.selection import find_warmup, lies_within, select_ranges
 from profkit.errors import TraceError
 from profkit.ranges import BACKWARD, SCORES, SOFTMAX, VALUE_PRODUCT
 from profkit.trace.columns import Bools, Ints, Trace
@@ -52,9 +52,10 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """The parts over all layers, then layer by layer, outside ``warmup``."""
+    """The parts over all layers, then layer by layer, outside ``warmup``; of those within ``range``, if one was named."""
 
     trace: str
+    range: str | None
     work_source: str | None
     parts: tuple[AttentionPart, ...]
 
@@ -69,21 +70,25 @@ class AttentionResult:
         return pd.DataFrame([asdict(part) for part in self.parts], columns=list(AttentionPart.__dataclass_fields__))
 
 
-def measure_attention(attribution: Attribution, facts: RunFacts) -> AttentionResult:
-    """Return what the parts of attention took.
+def measure_attention(attribution: Attribution, facts: RunFacts, range: str | None = None) -> AttentionResult:
+    """Return what the parts of attention took, all of them or those within ``range``.
 
     Raises:
-        TraceError: the trace has no ranges of the three parts, or impossible times.
+        TraceError: the trace has no ranges of the three parts (there), or impossible times.
+        UsageError: an unknown range.
     """
     trace = attribution.trace
     refuse_impossible_times(trace)
     part_of = _parts(trace)
     forward = ~_lies_in(attribution, BACKWARD) & ~_lies_in(attribution, find_warmup(trace))
+    if range is not None:
+        forward &= lies_within(attribution, select_ranges(attribution, range))
     members = np.flatnonzero((part_of >= 0) & forward)
     if not len(members):
+        where = "" if range is None else f" of the forward pass within {range!r}"
         raise TraceError(
-            f"{trace.path}: holds no ranges {', '.join(map(repr, PARTS))}, which profkit's built-in models open where"
-            " they run uncompiled"
+            f"{trace.path}: holds no ranges {', '.join(map(repr, PARTS))}{where}, which profkit's built-in models open"
+            " where they run uncompiled"
         )
     works = RangeWorks(trace, build_nodes(attribution, numbered=True), facts)
     layer_of = _layers(attribution, members)
@@ -94,7 +99,7 @@ def measure_attention(attribution: Attribution, facts: RunFacts) -> AttentionRes
     for layer in (None, *sorted(set(layer_of.tolist()) - {-1})):
         inside = np.ones(len(members), dtype=np.bool_) if layer is None else layer_of == layer
         found += _compare(layer, members[inside], part_of[members[inside]], time_ns[inside], works)
-    return AttentionResult(trace.path, works.source(members), tuple(found))
+    return AttentionResult(trace.path, range, works.source(members), tuple(found))
 
 
 def _compare(layer: int | None, members: Ints, part_of: Ints, time_ns: Ints, works: RangeWorks) -> list[AttentionPart]:
