@@ -92,7 +92,7 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
     """
     effort = Effort(None if options.budget_s is None else time.monotonic() + options.budget_s, options.force)
     machine = _require_device(options.device)
-    directory = options.output or RESULTS / recipe.name
+    directory = results_directory(recipe.name, options)
     store = open_store(directory, recipe.name, recipe.cell_keys, machine, restart=options.restart)
     state = "interrupted"
     try:
@@ -106,6 +106,11 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
     click.echo(render_table(build_table(shown, rows, recipe.exact), full=True))
     click.echo(f"\n{directory / recipe.name}.md", err=True)
     return 1 if any(str(row["status"]).startswith("failed(") for row in rows) else 0
+
+
+def results_directory(recipe: str, options: Options) -> Path:
+    """Return where the results of a recipe go, and where those of an earlier run are."""
+    return options.output or RESULTS / recipe
 
 
 def _require_device(device: Device) -> dict[str, object]:

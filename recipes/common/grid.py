@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from profkit.report.memory_units import format_bytes
 from recipes.common.isolated import CellFailed, OutOfTime, run_isolated
 from recipes.common.machine import free_bytes
-from recipes.common.recipe import NOT_RUN, OK, Cell, Device, Recipe, Row, failed, is_settled
+from recipes.common.recipe import NOT_RUN, OK, Cell, Device, Recipe, Row, Together, failed, identify, is_settled
 from recipes.common.store import Store
 
 
@@ -38,15 +38,25 @@ def run_grid(recipe: Recipe, cells: Sequence[Cell], device: Device, store: Store
     """
     waiting = [cell for cell in cells if not _is_done(store, cell)]
     with _progress(len(waiting), len(cells)) as tell:
-        for cell in waiting:
+        for group in _group(waiting, recipe):
             left_s = effort.left_s()
             began = time.monotonic()
             if left_s == 0.0:
-                row: Row = {"status": NOT_RUN, "reason": "the time was over"}
+                rows: Sequence[Row] = [{"status": NOT_RUN, "reason": "the time was over"}] * len(group)
             else:
-                row = _measure(recipe, cell, device, left_s, effort.force)
-            store.add({**cell, "device": device, **row})
-            tell(cell, row, time.monotonic() - began)
+                rows = _measure(recipe, group, device, left_s, effort.force)
+            for cell, row in zip(group, rows, strict=True):
+                store.add({**cell, "device": device, **row})
+                tell(cell, row, (time.monotonic() - began) / len(group))
+
+
+def _group(cells: Sequence[Cell], recipe: Recipe) -> list[list[Cell]]:
+    """Return the cells that are measured at once, where each group's first one stands."""
+    keys = recipe.measure.keys if isinstance(recipe.measure, Together) else recipe.cell_keys
+    groups: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(identify(cell, keys), []).append(cell)
+    return list(groups.values())
 
 
 def _is_done(store: Store, cell: Cell) -> bool:
@@ -54,32 +64,50 @@ def _is_done(store: Store, cell: Cell) -> bool:
     return row is not None and is_settled(row)
 
 
-def _measure(recipe: Recipe, cell: Cell, device: Device, limit_s: float | None, force: bool) -> Row:
+def _measure(
+    recipe: Recipe, cells: Sequence[Cell], device: Device, limit_s: float | None, force: bool
+) -> Sequence[Row]:
+    given = [dict(cell) for cell in cells]
     try:
-        return run_isolated(measure_cell, recipe.measure, recipe.predict, dict(cell), device, force, limit_s=limit_s)
+        return run_isolated(measure_cells, recipe.measure, recipe.predict, given, device, force, limit_s=limit_s)
     except OutOfTime:
-        return {"status": NOT_RUN, "reason": "the time was over"}
+        row: Row = {"status": NOT_RUN, "reason": "the time was over"}
     except CellFailed as error:
-        return {"status": failed(str(error)), "reason": str(error), "traceback": error.details}
+        row = {"status": failed(str(error)), "reason": str(error), "traceback": error.details}
+    return [row] * len(cells)
 
 
-def measure_cell(
-    measure: Callable[[Cell, Device], Row],
+def measure_cells(
+    measure: Callable[[Cell, Device], Row] | Together,
     predict: Callable[[Cell, Device], int | None] | None,
-    cell: Cell,
+    cells: Sequence[Cell],
     device: Device,
     force: bool,
-) -> Row:
-    """Measure one cell, unless it is known that it cannot fit; runs in the cell's process."""
-    needed = None if predict is None else predict(cell, device)
-    free = None if needed is None else free_bytes(device)
-    if not force and needed is not None and free is not None and needed > free:
-        reason = f"predicted {format_bytes(needed)}, free {format_bytes(free)}; --force tries it"
-        return {"status": NOT_RUN, "reason": reason, "predicted_peak_bytes": needed}
-    row = {"status": OK, "reason": None, "predicted_peak_bytes": needed, **measure(cell, device)}
-    # What cannot be kept breaks this cell here, and not the grid.
-    json.dumps(row, allow_nan=False)
-    return row
+) -> list[Row]:
+    """Measure some cells, but for those that are known not to fit; runs in the cells' process."""
+    needed = [None if predict is None else predict(cell, device) for cell in cells]
+    free = free_bytes(device) if any(needed) else None
+    refused = [None if force else _refuse(size, free) for size in needed]
+    fitting = [cell for cell, row in zip(cells, refused, strict=True) if row is None]
+    if isinstance(measure, Together):
+        measured = iter(measure.measure(fitting, device) if fitting else ())
+    else:
+        measured = iter([measure(cell, device) for cell in fitting])
+    rows = [
+        {"predicted_peak_bytes": size, **(row or {"status": OK, "reason": None, **next(measured)})}
+        for size, row in zip(needed, refused, strict=True)
+    ]
+    # What cannot be kept breaks these cells here, and not the grid.
+    json.dumps(rows, allow_nan=False)
+    return rows
+
+
+def _refuse(needed: int | None, free: int | None) -> Row | None:
+    """Return the row of a cell that is known not to fit, or None."""
+    if needed is None or free is None or needed <= free:
+        return None
+    reason = f"predicted {format_bytes(needed)}, free {format_bytes(free)}; --force tries it"
+    return {"status": NOT_RUN, "reason": reason}
 
 
 @contextmanager

@@ -34,23 +34,34 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Together:
+    """How cells are measured several at once: those that agree in ``keys``, in one process.
+
+    ``measure(cells, device)`` returns a row for each. Of cells that are there already none is measured again.
+    """
+
+    keys: Sequence[str]
+    measure: Callable[[Sequence[Cell], Device], Sequence[Row]]
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One question and how it is answered.
 
     ``measure(cell, device)`` runs in a process of the cell's own and returns the columns that it measured; what it
     returns beside them (raw samples) is kept with the cell and left out of the tables. It may set ``status``, else that
-    is ``ok``. ``predict(cell)`` returns the bytes that the cell will need at its peak, or None where that is unknown;
-    a cell that cannot fit is not tried. Both must be functions of a module, for another process finds them by name.
-    Floats of the columns in ``exact`` are printed to their last digit; those in ``brief``, or all if
-    there are none, are shown on the screen. ``derive(rows)`` adds columns that take several
-    rows to work out.
+    is ``ok``. It is `Together` where one measurement is of several cells. ``predict(cell)`` returns the bytes that the
+    cell will need at its peak, or None where that is unknown; a cell that cannot fit is not tried. Both must be
+    functions of a module, for another process finds them by name. Floats of the columns in ``exact`` are printed to
+    their last digit; those in ``brief``, or all if there are none, are shown on the screen. ``derive(rows)`` adds
+    columns that take several rows to work out.
     """
 
     name: str
     question: str
     columns: Sequence[Column]
     cell_keys: Sequence[str]
-    measure: Callable[[Cell, Device], Row]
+    measure: Callable[[Cell, Device], Row] | Together
     report: Callable[[Sequence[Row], Mapping[str, object]], Report]
     predict: Callable[[Cell, Device], int | None] | None = None
     exact: frozenset[str] = frozenset()

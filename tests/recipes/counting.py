@@ -1,4 +1,7 @@
-"""A recipe for the tests: its cells count how often they were measured, and each can go wrong in a way of its own."""
+"""A recipe for the tests: its cells count how often they were measured, and each can go wrong in a way of its own.
+
+With ``--together`` those of one ``how`` are measured at once.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -15,7 +19,7 @@ import click
 from profkit.report.formats import Column
 from recipes.common.axes import Names, Numbers
 from recipes.common.command import Options, exit_with, recipe_options, run_recipe
-from recipes.common.recipe import OK, Cell, Device, Recipe, Report, Row
+from recipes.common.recipe import OK, Cell, Device, Recipe, Report, Row, Together
 
 COUNTS = "COUNTING_LOG"
 
@@ -33,6 +37,10 @@ def measure(cell: Cell, _device: Device) -> Row:
     if how == "endless":
         return {"square": math.inf}
     return {"square": int(str(cell["number"])) ** 2, "process": os.getpid()}
+
+
+def measure_together(cells: Sequence[Cell], device: Device) -> list[Row]:
+    return [measure(cell, device) for cell in cells]
 
 
 def predict(cell: Cell, _device: Device) -> int | None:
@@ -58,10 +66,12 @@ RECIPE = Recipe(
 @recipe_options
 @click.option("--numbers", type=Numbers(), default="1,2,3")
 @click.option("--how", type=Names(("well", "slow", "broken", "killed", "large", "endless")), default="well")
-def main(options: Options, numbers: tuple[int, ...], how: tuple[str, ...]) -> int:
+@click.option("--together", is_flag=True)
+def main(options: Options, numbers: tuple[int, ...], how: tuple[str, ...], together: bool) -> int:
     # One cell goes wrong at most: the last one.
     cells = [{"number": number, "how": how[-1] if number == max(numbers) else how[0]} for number in numbers]
-    return run_recipe(RECIPE, cells, options)
+    recipe = replace(RECIPE, measure=Together(("how",), measure_together)) if together else RECIPE
+    return run_recipe(recipe, cells, options)
 
 
 if __name__ == "__main__":

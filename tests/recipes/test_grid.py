@@ -98,6 +98,22 @@ def test_a_cell_that_goes_wrong_is_shown_as_such(recipe: Run, tmp_path: Path, ho
         assert _measured(tmp_path) == ["2 well True"]
 
 
+def test_cells_measured_together_share_a_process_and_one_refused_or_broken_is_told_apart(
+    recipe: Run, tmp_path: Path
+) -> None:
+    """The cells of a group that are there are not measured again; a group that broke is shown in each of its cells."""
+    done = recipe("--together", "--how", "well,broken", "--numbers", "1,2,3")
+    assert done.returncode == 1
+    assert [row["status"] for row in _rows(tmp_path)] == ["ok", "ok", "failed(ValueError: two)"]
+    more = recipe("--together", "--how", "well,large", "--numbers", "1,2,3,4,5")
+    assert more.returncode == 1  # what broke before is still there
+    raw = [json.loads(line) for line in (tmp_path / "out" / "cells.jsonl").read_text().splitlines()]
+    process = {(row["number"], row["how"]): row.get("process") for row in raw}
+    assert process[1, "well"] == process[2, "well"] != process[3, "well"] == process[4, "well"]
+    assert process[5, "large"] is None
+    assert _measured(tmp_path) == [f"{cell} True" for cell in ("1 well", "2 well", "3 broken", "3 well", "4 well")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -52,7 +52,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """The parts over all layers, then layer by layer, outside ``warmup``; of those within ``range``, if one was named."""
+    """The parts over all layers, then layer by layer, outside ``warmup``; only those within ``range``, if named."""
 
     trace: str
     range: str | None
