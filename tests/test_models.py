@@ -194,6 +194,21 @@ def test_ranges_of_a_forward_pass() -> None:
     }
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_checkpoints_change_no_gradient_and_run_layers_again(layers: int) -> None:
+    preset = Preset("three", 32, 64, 3, 2, 50)
+    models = [TransformerLM(preset, 8), TransformerLM(preset, 8, layers)]
+    models[1].load_state_dict(models[0].state_dict())
+    tokens, runs = torch.randint(50, (2, 8)), Counter[int]()
+    for number, layer in enumerate(models[1].layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: runs.update([number]))
+    for model in models:
+        model(tokens).square().sum().backward()
+    for plain, checkpointed in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(plain.grad, checkpointed.grad)
+    assert runs == {0: 2, 1: 2, 2: 2}
+
+
 def test_the_model_compiles_to_one_full_graph() -> None:
     graphs = []
 

@@ -192,10 +192,45 @@ def test_every_allocation_of_a_real_step(batch: int, dtype: str, passes: str, mo
     """
     monkeypatch.setitem(PRESETS, "odd", ODD)
     account = StepAccount(workload("odd", dtype, passes, batch=batch, context=CONTEXT), 0)
+    assert _in_runs(_told(account)) == _in_runs(_profiled_step(ODD, batch, dtype, passes))
+
+
+@pytest.mark.parametrize("passes", ["forward", "train"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layers", [1, 2, 3, 7])
+def test_every_allocation_of_a_step_with_checkpoints(
+    layers: int, dtype: str, passes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three layers one, two, all, or more than there are run again together."""
+    preset = replace(ODD, num_layers=3)
+    monkeypatch.setitem(PRESETS, "odd", preset)
+    checkpointed = workload("odd", dtype, passes, batch=2, context=CONTEXT, checkpoint_layers=layers)
+    told = _in_runs(_told(StepAccount(checkpointed, 0)))
+    assert told == _in_runs(_profiled_step(preset, 2, dtype, passes, layers))
+
+
+def test_what_a_checkpoint_keeps_is_its_layers_input() -> None:
+    kept = {
+        layers: {line.name: line.bytes for line in predict_memory(_checkpointed(layers)).saved} for layers in (0, 1, 5)
+    }
+    stream = 4 * 256 * 768 * 4
+    outside = {"final norm: scaled", "log-softmax", "embedded tokens", "stream after ffn"}
+    for layers in (1, 5):
+        # The first one keeps the embedded tokens; behind the last the final norm keeps its input.
+        assert kept[layers]["stream after ffn"] == -(-12 // layers) * stream
+        assert kept[layers]["embedded tokens"] == stream
+        assert not any(name.startswith(("attention", "ffn", "w1", "exponentials")) for name in kept[layers])
+        assert outside <= kept[layers].keys()
+    assert kept[0]["stream after ffn"] == 12 * stream
+
+
+def _checkpointed(layers: int) -> Workload:
+    return workload("small", "fp32", "train", checkpoint_layers=layers)
+
+
+def _told(account: StepAccount) -> list[tuple[int, int]]:
     _, start = account.tape.phases[1]
-    told = [(sign, block.bytes) for sign, block in account.tape.events[start:]]
-    seen = _profiled_step(batch, dtype, passes)
-    assert _in_runs(told) == _in_runs(seen)
+    return [(sign, block.bytes) for sign, block in account.tape.events[start:]]
 
 
 def _in_runs(events: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
@@ -204,9 +239,19 @@ def _in_runs(events: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
     return [(sign, sorted(size for _, size in run)) for sign, run in itertools.groupby(large, key=lambda one: one[0])]
 
 
-def _profiled_step(batch: int, dtype: str, passes: str) -> list[tuple[int, int]]:
-    model = TransformerLM(ODD, CONTEXT)
-    tokens = torch.randint(ODD.vocab_size, (batch, CONTEXT + 1))
+class CastingLM(TransformerLM):
+    """Casts as CUDA does in the layers also when a checkpoint runs them again, in backward."""
+
+    def _run(self, *args: Any) -> Any:
+        with CudaCasts():
+            return super()._run(*args)
+
+
+def _profiled_step(
+    preset: Preset, batch: int, dtype: str, passes: str, checkpoint_layers: int = 0
+) -> list[tuple[int, int]]:
+    model = (CastingLM if dtype == "bf16" else TransformerLM)(preset, CONTEXT, checkpoint_layers)
+    tokens = torch.randint(preset.vocab_size, (batch, CONTEXT + 1))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
     def step() -> None:

@@ -71,7 +71,7 @@ class TrainingStep:
         self.device = device
         preset = workload.preset
         with device:
-            self.module = TransformerLM(preset, workload.context)
+            self.module = TransformerLM(preset, workload.context, workload.checkpoint_layers)
             if workload.ranks > 1:  # the same parameters, and a batch of its own
                 torch.manual_seed(workload.seed + distributed.get_rank())
             tokens = torch.randint(preset.vocab_size, (workload.batch, workload.context + 1))

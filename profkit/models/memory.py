@@ -6,6 +6,9 @@ For eager execution every allocation of a step is written down in order (`profki
 much while the optimizer runs. A phase's peak is the highest sum within it, and the step's peak is the highest of the
 phases', not the sum of all kinds. Bytes are those that the program asks for; the allocator's padding comes on top.
 
+Between activation checkpoints (``checkpoint_layers``) forward keeps the input of the layers alone; backward writes
+their forward pass a second time, up to the last product, which torch leaves out (torch/utils/checkpoint.py).
+
 Compiled code saves what the compiler finds cheap to save and fuses what it likes: its activations and temporaries are
 not predicted, only what stands outside of it.
 """
@@ -16,7 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from profkit.models.memory_backward import GRADIENTS, BackwardPass, Loss
-from profkit.models.memory_forward import INDEX_BYTES, LOGITS, POSITIONS, ForwardPass
+from profkit.models.memory_forward import ForwardPass
+from profkit.models.memory_graph import INDEX_BYTES, LOGITS, POSITIONS
 from profkit.models.memory_tape import ACTIVATIONS, TEMPORARIES, Block, Line, Peak, Tape, group
 from profkit.models.presets import Preset
 from profkit.models.workload import Workload
@@ -153,7 +157,12 @@ class StepAccount:
         tape.begin(FORWARD)
         if not self.is_later:
             self._workspace("main thread")
-        forward = ForwardPass(tape, self._preset.num_layers, is_bf16=is_bf16)
+        forward = ForwardPass(
+            tape,
+            self._preset.num_layers,
+            is_bf16=is_bf16,
+            checkpoint_layers=self._workload.checkpoint_layers,
+        )
         made = forward.run()
         made.logits.category = ACTIVATIONS if self._trains else made.logits.category
         if not self._trains:

@@ -8,10 +8,11 @@ threads share out goes through a buffer (aten/src/ATen/native/cuda/Reduce.cuh).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from profkit.models.memory_forward import (
+from profkit.models.memory_graph import (
     HALF_STREAM,
     INDEX_BYTES,
     INNER,
@@ -24,6 +25,7 @@ from profkit.models.memory_forward import (
     Attention,
     Ffn,
     Forward,
+    Group,
     Linear,
     Norm,
 )
@@ -59,6 +61,7 @@ class BackwardPass:
         self._d_model = d_model
         self._is_bf16 = is_bf16
         self._low = 2 if is_bf16 else 4
+        self._is_again = False
         self.gradients: list[Block] = []
 
     def run(self, forward: Forward, loss: Loss, before_products: Callable[[], None]) -> None:
@@ -69,14 +72,42 @@ class BackwardPass:
         before_products()
         gradient = self._linear(forward.head, gradient)
         stream = self._norm(forward.norm, gradient, None, "final norm")
-        for layer in reversed(forward.layers):
-            gradient = self._ffn(layer.ffn, stream)
-            stream = self._norm(layer.ffn_norm, gradient, stream, "ffn norm")
-            gradient = self._attention(layer.attention, stream)
-            stream = self._norm(layer.attention_norm, gradient, stream, "attention norm")
+        for group in reversed(forward.groups):
+            stream = self._group(group, stream)
         indices = tape.new_copy("indices in order", POSITIONS, INDEX_BYTES)
         self.gradients.append(tape.new("embedding", VOCABULARY, 4, GRADIENTS))
         tape.drop(*indices, stream, seed)
+
+    def _group(self, group: Group, stream: Block) -> Block:
+        """Return the gradient of some layers' input; a checkpoint's run again when the first of the saved is wanted."""
+        branch = self._enter_branch(stream, "ffn output")
+        self._is_again = group.input is not None
+        layers = group.layers()
+        for layer in reversed(layers):
+            if layer is not layers[-1]:
+                branch = self._enter_branch(stream, "ffn output")
+            gradient = self._ffn(layer.ffn, branch)
+            stream = self._norm(layer.ffn_norm, gradient, stream, "ffn norm")
+            gradient = self._attention(layer.attention, self._enter_branch(stream, "attention output"))
+            stream = self._norm(layer.attention_norm, gradient, stream, "attention norm")
+        if group.input is not None:
+            self._tape.drop(group.input)
+        self._is_again = False
+        return stream
+
+    @contextmanager
+    def _node(self, *saved: Block) -> Iterator[None]:
+        """Enclose the sums by which the engine brings a node's gradients into its inputs' shapes; drop what was saved.
+
+        That goes after them with the node; made again for a checkpoint, it went with the node's function.
+        """
+        self._tape.drop(*saved * self._is_again)
+        yield
+        self._tape.drop(*saved * (not self._is_again))
+
+    def _enter_branch(self, stream: Block, output: str) -> Block:
+        """Return the gradient of what a branch added to the stream: the stream's own, in the branch's width."""
+        return self._tape.new(f"gradient of {output}, bf16", STREAM, 2) if self._is_bf16 else stream
 
     def _loss(self, loss: Loss) -> Block:
         tape = self._tape
@@ -130,13 +161,15 @@ class BackwardPass:
         tape = self._tape
         by_gain = tape.new(f"{name}: gradient by the gain", STREAM, 4)
         scaled = tape.new(f"{name}: gradient of the scaled", STREAM, 4)
-        self.gradients.append(tape.new(f"{name} gain", "d", 4, GRADIENTS))
-        self._sum_rows()
-        tape.drop(by_gain, gradient, norm.scaled)
+        with self._node(norm.scaled):
+            self.gradients.append(tape.new(f"{name} gain", "d", 4, GRADIENTS))
+            self._sum_rows()
+        tape.drop(by_gain, gradient)
         by_scale = tape.new(f"{name}: gradient by the scale", STREAM, 4)
         hidden = tape.new("gradient of the stream", STREAM, 4)
-        scale = tape.new(f"{name}: gradient of the scale", POSITIONS, 4)
-        tape.drop(by_scale, scaled, norm.hidden, norm.scale)
+        with self._node(norm.hidden, norm.scale):
+            scale = tape.new(f"{name}: gradient of the scale", POSITIONS, 4)
+        tape.drop(by_scale, scaled)
         stream = self._add(stream, hidden)
         powers = [tape.new(f"{name}: rsqrt's derivative", POSITIONS, 4) for _ in range(3)]
         tape.drop(powers[1], powers[0], scale, norm.scale)
@@ -165,9 +198,8 @@ class BackwardPass:
             counters = self._tape.new("counters of a sum over rows", f"{columns}", 4)
             self._tape.drop(counters, buffer)
 
-    def _ffn(self, ffn: Ffn, stream: Block) -> Block:
+    def _ffn(self, ffn: Ffn, gradient: Block) -> Block:
         tape, low = self._tape, self._low
-        gradient = tape.new("gradient of ffn output, bf16", STREAM, 2) if self._is_bf16 else stream
         product = self._linear(ffn.w2, gradient, free=self._is_bf16)
         up = tape.new("gradient of w3 output", INNER, low)
         gated = tape.new("gradient of gate · sigmoid", INNER, low)
@@ -180,9 +212,8 @@ class BackwardPass:
         tape.drop(by_sigmoid, ffn.sigmoid, through)
         return self._linear(ffn.w1, gate, met=normed)
 
-    def _attention(self, of: Attention, stream: Block) -> Block:
+    def _attention(self, of: Attention, gradient: Block) -> Block:
         tape, low = self._tape, self._low
-        gradient = tape.new("gradient of attention output, bf16", STREAM, 2) if self._is_bf16 else stream
         merged = self._linear(of.output, gradient, free=self._is_bf16)
         copies = tape.new_copy("gradient of the mixed values", STREAM, low)
         mixed = copies[0] if copies else merged
@@ -211,8 +242,9 @@ class BackwardPass:
         parts = [tape.new("the quotient's derivative", SCORES, 4) for _ in range(4)]
         tape.drop(parts[2], parts[1], parts[0])
         powers = tape.new("gradient of the exponentials", SCORES, 4)
-        sums = tape.new("gradient of their sums", ROWS, 4)
-        tape.drop(parts[3], weights, of.powers, of.sums, sums)
+        with self._node(of.powers, of.sums):
+            sums = tape.new("gradient of their sums", ROWS, 4)
+        tape.drop(parts[3], weights, sums)
         exponents = tape.new("gradient of the exponents", SCORES, 4)
         tape.drop(powers, of.powers)
         exponents = self._cast(exponents, "gradient of the shifted scores", SCORES, self._low)

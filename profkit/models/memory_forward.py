@@ -13,105 +13,37 @@ nothing for sums, scalings by a number and views, nor the factor whose partner (
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from profkit.models.memory_graph import (
+    AUTOCAST_COPIES,
+    HALF_STREAM,
+    INDEX_BYTES,
+    INNER,
+    LOGITS,
+    POSITIONS,
+    ROWS,
+    SCORES,
+    SQUARE,
+    STREAM,
+    VOCABULARY,
+    WIDE,
+    Attention,
+    Ffn,
+    Forward,
+    Group,
+    Layer,
+    Linear,
+    Norm,
+)
 from profkit.models.memory_tape import Block, Tape
-
-AUTOCAST_COPIES = "autocast copies"
-
-STREAM = "b t d"
-INNER = "b t f"
-SCORES = "b h t t"
-ROWS = "b h t"
-POSITIONS = "b t"
-LOGITS = "b t v"
-SQUARE = "d d"
-WIDE = "d f"
-VOCABULARY = "v d"
-HALF_STREAM = "b t d /2"
-
-INDEX_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Norm:
-    """What the backward of RMSNorm needs."""
-
-    hidden: Block
-    scale: Block
-    scaled: Block
-
-
-@dataclass(frozen=True)
-class Linear:
-    """What the backward of a linear map needs: its input, and its weight where that is a cast copy.
-
-    ``is_cast`` says that the input was cast, so that its gradient is cast back.
-    """
-
-    name: str
-    weight_shape: str
-    input: Block
-    weight: Block | None
-    is_cast: bool
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What the backward of attention needs."""
-
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
-    rotated_query: Block
-    rotated_key: Block
-    mask: Block
-    powers: Block
-    sums: Block
-    weights: Block
-    values: Block
-
-
-@dataclass(frozen=True)
-class Ffn:
-    """What the backward of SwiGLU needs."""
-
-    w1: Linear
-    w2: Linear
-    w3: Linear
-    gate: Block
-    sigmoid: Block
-    gated: Block
-    up: Block
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What the backward of one layer needs."""
-
-    attention_norm: Norm
-    attention: Attention
-    ffn_norm: Norm
-    ffn: Ffn
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What the forward pass left behind."""
-
-    layers: tuple[Layer, ...]
-    norm: Norm
-    head: Linear
-    logits: Block
 
 
 class ForwardPass:
     """Writes the forward pass onto a tape; ``copies`` are the weights that autocast holds until it ends."""
 
-    def __init__(self, tape: Tape, num_layers: int, *, is_bf16: bool) -> None:
+    def __init__(self, tape: Tape, num_layers: int, *, is_bf16: bool, checkpoint_layers: int = 0) -> None:
         self._tape = tape
         self._num_layers = num_layers
+        self._checkpoint_layers = checkpoint_layers
         self._is_bf16 = is_bf16
         self.low = 2 if is_bf16 else 4
         self._copies: list[Block] = []
@@ -122,21 +54,59 @@ class ForwardPass:
         indices = tape.new_copy("indices in order", POSITIONS, INDEX_BYTES)
         hidden = tape.new("embedded tokens", STREAM, 4)
         tape.drop(*indices)
-        layers = []
-        for _ in range(self._num_layers):
-            hidden, layer = self._layer(hidden)
-            layers.append(layer)
+        groups = []
+        size = self._checkpoint_layers or 1
+        for first in range(0, self._num_layers, size):
+            hidden, group = self._group(hidden, min(size, self._num_layers - first))
+            groups.append(group)
         normed, norm = self._norm(hidden, "final norm")
         logits, head = self._linear(normed, "head", VOCABULARY, LOGITS, "logits")
         tape.drop(normed, hidden)
-        return Forward(tuple(layers), norm, head, logits)
+        return Forward(tuple(groups), norm, head, logits)
 
     def end_autocast(self) -> None:
         """Let go of the cast weights that autocast held."""
         self._tape.drop(*self._copies)
         self._copies.clear()
 
-    def _layer(self, hidden: Block) -> tuple[Block, Layer]:
+    def _group(self, hidden: Block, count: int) -> tuple[Block, Group]:
+        """Write some layers; between two checkpoints they save nothing, and their input is kept."""
+        tape = self._tape
+        if self._checkpoint_layers:
+            tape.save(hidden)
+            keeps_graph, tape.keeps_graph = tape.keeps_graph, False
+            after, _ = self._layers(hidden, count)
+            tape.keeps_graph = keeps_graph
+            group = Group(lambda: self._again(hidden, count), hidden)
+        else:
+            after, layers = self._layers(hidden, count)
+            group = Group(lambda: layers)
+        assert after is not None
+        tape.drop(hidden)
+        return after, group
+
+    def _again(self, hidden: Block, count: int) -> tuple[Layer, ...]:
+        """Write the second forward pass of a checkpoint, under an autocast of its own.
+
+        It ends ahead of its last product: all that backward needs is there by then.
+        """
+        _, layers = self._layers(hidden, count, ends_early=True)
+        self.end_autocast()
+        return layers
+
+    def _layers(self, hidden: Block, count: int, *, ends_early: bool = False) -> tuple[Block | None, tuple[Layer, ...]]:
+        """Write layers one after the other; ``hidden`` stays with the caller."""
+        layers: list[Layer] = []
+        after: Block | None = hidden
+        while len(layers) < count:
+            before = after
+            assert before is not None
+            after, layer = self._layer(before, ends_early=ends_early and len(layers) == count - 1)
+            layers.append(layer)
+            self._tape.drop(*[before] * (before is not hidden))
+        return after, tuple(layers)
+
+    def _layer(self, hidden: Block, *, ends_early: bool) -> tuple[Block | None, Layer]:
         tape = self._tape
         normed, attention_norm = self._norm(hidden, "attention norm")
         added, attention = self._attention(normed)
@@ -144,10 +114,10 @@ class ForwardPass:
         middle = tape.new("stream after attention", STREAM, 4)
         tape.drop(added)
         normed, ffn_norm = self._norm(middle, "ffn norm")
-        added, ffn = self._ffn(normed)
+        output, ffn = self._ffn(normed, ends_early=ends_early)
         tape.drop(normed)
-        after = tape.new("stream after ffn", STREAM, 4)
-        tape.drop(added, middle, hidden)
+        after = None if output is None else tape.new("stream after ffn", STREAM, 4)
+        tape.drop(*(block for block in (output, middle) if block is not None))
         return after, Layer(attention_norm, attention, ffn_norm, ffn)
 
     def _norm(self, hidden: Block, name: str) -> tuple[Block, Norm]:
@@ -169,6 +139,13 @@ class ForwardPass:
         return normed, Norm(hidden, scale, scaled)
 
     def _linear(self, source: Block, name: str, weight_shape: str, shape: str, result: str) -> tuple[Block, Linear]:
+        operands = self._operands(source, name, weight_shape)
+        output = self._tape.new(result, shape, self.low)
+        self._tape.drop(*[operands.input] * operands.is_cast)
+        return output, operands
+
+    def _operands(self, source: Block, name: str, weight_shape: str) -> Linear:
+        """Write what a linear map takes and saves, up to the product itself; a cast input is left to be dropped."""
         tape, weight = self._tape, None
         is_cast = self._is_bf16 and source.width_bytes == 4
         operand = source
@@ -178,11 +155,8 @@ class ForwardPass:
             tape.save(weight)
         if is_cast:
             operand = tape.new(f"{name}: input in bf16", source.shape, 2)
-        output = tape.new(result, shape, self.low)
         tape.save(operand)
-        if is_cast:
-            tape.drop(operand)
-        return output, Linear(name, weight_shape, operand, weight, is_cast)
+        return Linear(name, weight_shape, operand, weight, is_cast)
 
     def _attention(self, normed: Block) -> tuple[Block, Attention]:
         tape = self._tape
@@ -255,7 +229,7 @@ class ForwardPass:
         tape.drop(sums, masked, powers)
         return weights, mask, powers, sums
 
-    def _ffn(self, normed: Block) -> tuple[Block, Ffn]:
+    def _ffn(self, normed: Block, *, ends_early: bool) -> tuple[Block | None, Ffn]:
         tape = self._tape
         gate, w1 = self._linear(normed, "w1", WIDE, INNER, "gate")
         sigmoid = tape.new("sigmoid of the gate", INNER, self.low)
@@ -267,6 +241,7 @@ class ForwardPass:
         product = tape.new("w2: input", INNER, self.low)
         tape.save(gated, up)
         tape.drop(gated, up)
-        output, w2 = self._linear(product, "w2", WIDE, STREAM, "ffn output")
+        w2 = self._operands(product, "w2", WIDE)
+        output = None if ends_early else tape.new("ffn output", STREAM, self.low)
         tape.drop(product, gate)
         return output, Ffn(w1, w2, w3, gate, sigmoid, gated, up)

@@ -55,11 +55,14 @@ class Peak:
 
 
 class Tape:
-    """What was allocated and freed, phase by phase; ``keeps_graph`` is False under ``torch.no_grad``."""
+    """What was allocated and freed, phase by phase.
+
+    ``keeps_graph`` is False under ``torch.no_grad`` and where a checkpoint keeps nothing: what is saved has no holder.
+    """
 
     def __init__(self, lengths: Mapping[str, int], *, keeps_graph: bool) -> None:
         self._lengths = lengths
-        self._keeps_graph = keeps_graph
+        self.keeps_graph = keeps_graph
         self.phases: list[tuple[str, int]] = []
         self.events: list[tuple[int, Block]] = []
         """(+1 or -1, block)"""
@@ -80,7 +83,7 @@ class Tape:
 
     def save(self, *blocks: Block) -> None:
         """Let a node of autograd's graph hold these until its backward has run: they are activations then."""
-        if self._keeps_graph:
+        if self.keeps_graph:
             for block in blocks:
                 block.holders += 1
                 block.is_saved = True

@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from profkit.models import flops
 from profkit.models.presets import Preset
@@ -27,11 +28,15 @@ from profkit.ranges import (
 
 
 class TransformerLM(nn.Module):
-    """Tokens ``(batch, position)`` → logits of the next token ``(batch, position, vocabulary)``."""
+    """Tokens ``(batch, position)`` → logits of the next token ``(batch, position, vocabulary)``.
 
-    def __init__(self, preset: Preset, context: int) -> None:
+    ``checkpoint_layers`` is that of `profkit.models.workload.Workload`.
+    """
+
+    def __init__(self, preset: Preset, context: int, checkpoint_layers: int = 0) -> None:
         super().__init__()
         self.preset = preset
+        self.checkpoint_layers = checkpoint_layers
         self.embedding = nn.Embedding(preset.vocab_size, preset.d_model)
         rotate = RotaryEmbedding(preset.head_dim, context)
         self.layers = nn.ModuleList(Layer(preset, rotate) for _ in range(preset.num_layers))
@@ -43,10 +48,21 @@ class TransformerLM(nn.Module):
         positions = tokens.shape[1]
         mask = self.causal[:positions, :positions]
         hidden = self.embedding(tokens)
-        for number, layer in enumerate(self.layers):
-            with annotate(layer_range(number), flops=flops.layer_flops(hidden, self.preset)):
-                hidden = layer(hidden, mask)
+        size = self.checkpoint_layers or 1
+        for first in range(0, len(self.layers), size):
+            group = range(first, min(first + size, len(self.layers)))
+            if self.checkpoint_layers:
+                # Nothing in a layer is random.
+                hidden = checkpoint(self._run, group, hidden, mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = self._run(group, hidden, mask)
         return self.head(self.norm(hidden))
+
+    def _run(self, group: range, hidden: Tensor, mask: Tensor) -> Tensor:
+        for number in group:
+            with annotate(layer_range(number), flops=flops.layer_flops(hidden, self.preset)):
+                hidden = self.layers[number](hidden, mask)
+        return hidden
 
 
 class Layer(nn.Module):

@@ -27,7 +27,9 @@ class Workload:
 
     ``tf32``: fp32 with matrix products in TF32; ``bf16``: autocast with fp32 weights; ``auto`` takes CUDA where it is.
     With several ``contexts`` the steps run with each of them in turn, and ``context`` is the longest. With several
-    ``ranks`` as many processes of one machine train it together, each on a batch of its own.
+    ``ranks`` as many processes of one machine train it together, each on a batch of its own. ``checkpoint_layers`` is
+    how many layers at a time keep no more than their input for backward, which runs them again; 0: each keeps all that
+    its backward needs. FLOPs are those of the model, whatever runs again.
     """
 
     preset_name: str
@@ -42,6 +44,7 @@ class Workload:
     device: Device = "auto"
     contexts: tuple[int, ...] = ()
     ranks: int = 1
+    checkpoint_layers: int = 0
 
     @property
     def preset(self) -> Preset:
