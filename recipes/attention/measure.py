@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from profkit.analysis.sample_statistics import summarize_samples
+from profkit.ranges import BACKWARD, FORWARD
 from recipes.attention.arithmetic import saved_bytes, work_out
 from recipes.attention.implementations import Attention, find_attention
 from recipes.attention.names import BATCH, COMPILED, DTYPES, MIB, SDPA, WRITTEN
+from recipes.attention.passes import Passes
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
+from recipes.common.samples import summarize_parts
 from recipes.common.shortage import run_short
 
 WARMUP = 5
@@ -42,105 +42,65 @@ def measure_cell(cell: Cell, device: Device) -> Row:
     name, seq_len, d_model, dtype = _read(cell)
     passes = int(str(cell["passes"]))
     torch.manual_seed(0)
-    run = _Run(device, find_attention(name), (BATCH, seq_len, d_model), dtype, passes)
+    run = _Run(find_attention(name), (BATCH, seq_len, d_model), dtype, device)
     row: Row = {"status": OK}
-    for phase, measure in (("forward", run.measure_forward), ("backward", run.measure_backward)):
+    for phase, measure in ((FORWARD, run.measure_forward), (BACKWARD, partial(run.measure_backward, passes))):
         shortage = run_short(measure, device)
         if shortage is not None:
             row |= {"status": out_of_memory(phase), **shortage}
-            if phase == "backward":
-                run_short(run.time_forward, device)
+            if phase == BACKWARD:
+                run_short(partial(run.measure_forward_alone, passes), device)
             break
     if name not in (COMPILED, SDPA):
         row["accounting"] = _account(name, seq_len, d_model, dtype)
     return {**row, **run.found, **run.summarize()}
 
 
-@dataclass
-class _Run:
+class _Run(Passes):
     """The passes of one cell, and what they showed so far: it stays when the memory is full."""
 
-    device: Device
-    attention: Attention
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    passes: int
-    inputs: list[Tensor] = field(default_factory=list)
-    found: Row = field(default_factory=dict)
-    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+    def __init__(self, attention: Attention, shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> None:
+        super().__init__(attention, shape, dtype, device)
+        self.found: Row = {}
 
     def measure_forward(self) -> None:
         """Make the inputs, warm forward up, read its memory and what it keeps."""
-        made = [torch.randn(self.shape, device=self.device, dtype=self.dtype) for _ in range(4)]
-        self.inputs, self.gradient = [each.requires_grad_() for each in made[:3]], made[3]
+        self.make_inputs()
         for _ in range(WARMUP):
-            self._forward()
-        self._synchronize()
+            self.forward()
+        self.synchronize()
         self.found["mem_after_inputs_MiB"] = _allocated(self.device)
-        self.found["forward_peak_MiB"] = self._peak_of(self._forward)
+        self.found["forward_peak_MiB"] = self._peak_of(self.forward)
         kept = saved_bytes(self.attention, self.inputs)
         self.found |= {"saved_activations_MiB": kept / MIB, "bytes_per_seq2": kept / self.shape[1] ** 2}
 
-    def measure_backward(self) -> None:
+    def measure_backward(self, pass_count: int) -> None:
         """Warm backward up, read its memory, time passes."""
         for _ in range(WARMUP):
-            self._backward(self._forward())
-        self._drop_gradients()
-        outputs = [self._forward()]
-        self._synchronize()
+            self.backward(self.forward())
+        self.drop_gradients()
+        outputs = [self.forward()]
+        self.synchronize()
         self.found["mem_before_backward_MiB"] = _allocated(self.device)
-        self.found["backward_peak_MiB"] = self._peak_of(lambda: self._backward(outputs.pop()))
+        self.found["backward_peak_MiB"] = self._peak_of(lambda: self.backward(outputs.pop()))
         self.found["mem_after_backward_MiB"] = _allocated(self.device)
-        for _ in range(self.passes):
-            self._drop_gradients()
-            with self._timed("forward"):
-                output = self._forward()
-            with self._timed("backward"):
-                self._backward(output)
-            del output
+        for _ in range(pass_count):
+            self.time_both()
 
-    def time_forward(self) -> None:
+    def measure_forward_alone(self, pass_count: int) -> None:
         """Time forward alone, for backward does not fit."""
         self.samples_ms.clear()
-        self._drop_gradients()
-        for _ in range(self.passes):
-            with self._timed("forward"):
-                output = self._forward()
-            del output
+        self.drop_gradients()
+        for _ in range(pass_count):
+            self.time_forward()
 
     def summarize(self) -> Row:
         """Return median, mean and deviation of the samples that there are, in milliseconds, and the samples."""
         samples = dict(self.samples_ms)
-        if {"forward", "backward"} <= samples.keys():
-            pairs = zip(samples["forward"], samples["backward"], strict=True)
+        if {FORWARD, BACKWARD} <= samples.keys():
+            pairs = zip(samples[FORWARD], samples[BACKWARD], strict=True)
             samples["forward_backward"] = [forward + backward for forward, backward in pairs]
-        found: Row = {f"{part}_samples_ms": values for part, values in samples.items()}
-        for part, values in samples.items():
-            statistics = summarize_samples(values)
-            found |= {
-                f"{part}_ms": statistics.median,
-                f"{part}_mean_ms": statistics.mean,
-                f"{part}_std_ms": statistics.standard_deviation,
-            }
-        return found
-
-    def _forward(self) -> Tensor:
-        return self.attention(*self.inputs)
-
-    def _backward(self, output: Tensor) -> None:
-        output.backward(self.gradient)
-
-    def _drop_gradients(self) -> None:
-        for each in self.inputs:
-            each.grad = None
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        self._synchronize()
-        began = time.perf_counter()
-        yield
-        self._synchronize()
-        self.samples_ms.setdefault(part, []).append((time.perf_counter() - began) * 1e3)
+        return summarize_parts(samples)
 
     def _peak_of(self, work: Callable[[], object]) -> float | None:
         if self.device != "cuda":
@@ -150,12 +110,6 @@ class _Run:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() / MIB
-
-    def _synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        elif self.device == "mps":
-            torch.mps.synchronize()
 
 
 def _allocated(device: Device) -> float | None:

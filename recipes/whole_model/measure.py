@@ -13,6 +13,7 @@ from profkit.capture.step import StepObserver, TrainingStep
 from profkit.models.memory import HOPPER_WORKSPACE_BYTES, predict_memory
 from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
+from recipes.common.samples import summarize_parts
 from recipes.common.shortage import run_short
 from recipes.whole_model.cells import workload_of
 
@@ -41,7 +42,7 @@ def measure_cell(cell: Cell, device: Device) -> Row:
     return {"status": OK, **run.found}
 
 
-class _Watch(StepObserver):
+class PhaseWatch(StepObserver):
     """Knows which phase is running, and waits at its end for a device that the step itself does not wait for."""
 
     def __init__(self, device: Device) -> None:
@@ -63,7 +64,7 @@ class _Run:
     def __init__(self, cell: Cell, device: Device) -> None:
         self.workload = workload_of(cell)
         self.device = device
-        self.watch = _Watch(device)
+        self.watch = PhaseWatch(device)
         self.found: Row = {}
 
     def measure(self) -> None:
@@ -77,7 +78,7 @@ class _Run:
         peak_bytes = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
         samples = split_samples(measured.times)
         self.found = {
-            **summarize(samples),
+            **summarize_parts(samples),
             **self._rates(sum(step.flops[phase] for phase in step.flops if phase in samples), samples["step"]),
             "parameters": step.parameter_count,
             "peak_MiB": None if peak_bytes is None else peak_bytes / MIB,
@@ -106,21 +107,6 @@ def split_samples(times: Sequence[Mapping[str, int]]) -> dict[str, list[float]]:
         both = zip(samples[FORWARD], samples[LOSS], samples[BACKWARD], strict=True)
         samples["forward_backward"] = [sum(parts) for parts in both]
     return samples
-
-
-def summarize(samples: Mapping[str, Sequence[float]]) -> Row:
-    """Return median, mean, deviation and minimum of each part, and the samples."""
-    found: Row = {}
-    for part, values in samples.items():
-        statistics = summarize_samples(values)
-        found |= {
-            f"{part}_ms": statistics.median,
-            f"{part}_mean_ms": statistics.mean,
-            f"{part}_std_ms": statistics.standard_deviation,
-            f"{part}_min_ms": min(values),
-            f"{part}_samples_ms": list(values),
-        }
-    return found
 
 
 def _happened(measured: Measured) -> Row:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from profkit.analysis.efficiency.datasheet import find_datasheet
 from profkit.errors import UsageError
 from recipes.common.recipe import Device, GridName
+from recipes.common.samples import summarize_parts
 from recipes.end_to_end import RECIPE, choose_settings, main
 from recipes.whole_model import measure
 from recipes.whole_model.cells import FULL, KEYS, build_cells, of_product, of_reports
@@ -158,7 +159,7 @@ def _row(changed: dict[str, Any], forward: list[float], backward: list[float]) -
     samples["forward_backward"] = [one + 0.1 + two for one, two in zip(forward, backward, strict=True)]
     samples["step"] = [each + 0.01 for each in samples["forward_backward"]]
     cell = _cell(**{"passes": "forward-backward", "size": "small", "context": 128, "warmup": 5, **changed})
-    found = {"compiled_graphs": 0, "allocator_retries": 0, **measure.summarize(samples)}
+    found = {"compiled_graphs": 0, "allocator_retries": 0, **summarize_parts(samples)}
     return {**cell, "status": "ok", **found}
 
 
