@@ -19,6 +19,7 @@ import pytest
 from profkit.analysis.opened import read_trace
 from profkit.cli import main, progress
 from profkit.report.kernel_plot import MOST_BARS, _draw, plot_kernels
+from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -161,6 +162,24 @@ def test_by_category_and_by_range(profkit: Run, trace: Path) -> None:
         ("step */backward", 12_500),
         ("step */forward", 6000),
     ]
+
+
+def test_by_the_operator_that_launched(profkit: Run, trace: Path) -> None:
+    recorded = ROOT / "traces" / "small-train.kineto.json.gz"
+    data = json.loads(profkit("kernels", recorded, "--range", "forward", "--by", "operator", "--format", "json").stdout)
+    rows = {row["name"]: row for row in data["kernels"]}
+    assert sum(row["total_ns"] for row in rows.values()) == data["kernel_time_ns"] == 17_835_338
+    # Two steps: seven projections in each of 12 layers and the head; twelve were split in two kernels.
+    assert rows["aten::mm"]["count"] == 2 * (12 * 7 + 1 + 12)
+    assert (rows["aten::bmm"]["count"], rows["aten::rsqrt"]["count"]) == (2 * 12 * 2, 2 * 25)
+    opened = read_trace(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz")
+    by_name, by_operator = (opened.kernels(by=by).kernels for by in ("kernel", "operator"))
+    assert [(row.name, row.count, row.total_ns) for row in by_name] == [
+        (row.name, row.count, row.total_ns) for row in by_operator
+    ]
+    done = profkit("kernels", trace, "--by", "operator")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "does not say which operators launched its kernels; record with torch.profiler" in done.stderr
 
 
 def test_thread_only_shows_what_other_tools_say(profkit: Run, trace: Path) -> None:
@@ -533,7 +552,7 @@ def test_rules_do_not_spoil_a_format_of_one_table(profkit: Run, trace: Path, sty
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.parametrize("by", ["category", "range"])
+@pytest.mark.parametrize("by", ["category", "range", "operator"])
 def test_rules_are_for_kernels(profkit: Run, trace: Path, by: str) -> None:
     assert profkit("kernels", trace, "--explain", "--by", by).returncode == 2
 

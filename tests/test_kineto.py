@@ -230,6 +230,21 @@ def test_backward_kernels_lead_to_their_forward_operator(tmp_path: Path) -> None
     assert set(trace.origins.thread.tolist()) == set(trace.main_threads)
 
 
+def test_kernels_know_the_innermost_operator_that_launched_them(tmp_path: Path) -> None:
+    trace = read(tmp_path, backward_events())
+    assert trace.work.operator is not None
+    names = dict(zip(work_names(trace), [[*trace.names, None][i] for i in trace.work.operator], strict=True))
+    node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    assert names == {
+        "k1": "aten::mm",
+        "k2": "aten::add_",
+        "k3": "MulBackward0",
+        "k4": node,
+        "k5": None,
+        "k6": "aten::mm",
+    }
+
+
 def test_a_recomputation_leads_to_its_own_forward(tmp_path: Path) -> None:
     node = "autograd::engine::evaluate_function: "
     trace = read(

@@ -87,6 +87,8 @@ def test_times_are_put_on_one_clock_and_backward_finds_its_own_forward(tmp_path:
     assert whole.work.sequence is not None
     assert whole.origins.thread[whole.work.sequence].tolist() == whole.ranges.thread.tolist()
     assert (whole.origins.start_ns[whole.work.sequence] - 102_000).tolist() == [0, 700_000]
+    assert whole.work.operator is not None
+    assert [whole.names[name] for name in whole.work.operator] == ["bwd", "bwd"]
 
 
 def test_kernels_and_operators_make_no_common_sum(tmp_path: Path) -> None:
@@ -99,5 +101,5 @@ def test_a_single_trace_keeps_its_columns(tmp_path: Path) -> None:
     trace = _rank(tmp_path, 0, [5, 6])
     whole = combine_traces([trace], "all")
     for field in fields(trace.work):
-        if field.name not in ("sequence", "name"):
+        if field.name not in ("sequence", "operator", "name"):
             assert getattr(whole.work, field.name).tolist() == getattr(trace.work, field.name).tolist(), field.name

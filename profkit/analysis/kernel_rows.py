@@ -1,4 +1,4 @@
-"""The lines of the share table: work grouped by kernel, category or range, and how much of it each rank did."""
+"""The lines of the share table: work grouped by kernel, category, range or operator, and what each rank did of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from profkit.analysis.attribution import AMBIGUOUS_HOST, NO_LAUNCH_RECORD, OUTSI
 from profkit.analysis.categories import categorize
 from profkit.analysis.range_tree import kind_paths
 from profkit.analysis.ranks import Ranks
-from profkit.trace.columns import Bools, Ints, distinct_values
+from profkit.errors import UsageError
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
-Grouping = Literal["kernel", "category", "range"]
+Grouping = Literal["kernel", "category", "range", "operator"]
 
 _PLACELESS = {
     OUTSIDE: "(outside every range)",
@@ -23,9 +24,12 @@ _PLACELESS = {
 }
 
 
+_NO_OPERATOR = "(in no operator)"
+
+
 @dataclass(frozen=True)
 class KernelRow:
-    """One line of the share table; ``name`` is a kernel, a category or a range path, as grouped.
+    """One line of the share table; ``name`` is a kernel, a category, a range path or an operator, as grouped.
 
     ``share`` is of the kernel and graph time of the selection, 0–1. ``per_instance_count`` is ``count`` over the
     range's outermost instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded. ``per_rank_ns``
@@ -105,6 +109,8 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
         paths = [kinds[i] if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
         distinct = sorted(set(paths))
         return lambda key: (distinct[key], ""), np.array([distinct.index(p) for p in paths], dtype=np.int64)[inverse]
+    if by == "operator":
+        return lambda key: (_NO_OPERATOR if key < 0 else trace.names[key], ""), _launching_operator(trace)[chosen]
     categories = {i: categorize(trace.names[i], trace.measure).name for i in distinct_values(name).tolist()}
     if by == "kernel":
         return lambda key: (trace.names[key], categories[key]), name
@@ -113,3 +119,15 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
     ids, inverse = np.unique(name, return_inverse=True)
     index = np.array([position[i] for i in ids.tolist()], dtype=np.int64)
     return lambda key: (distinct[key], distinct[key]), index[inverse]
+
+
+def _launching_operator(trace: Trace) -> Ints:
+    """Return the name of the innermost operator that launched each row of work, -1 for none; an operator is its own."""
+    if trace.measure == "cpu-operator":
+        return trace.work.name
+    if trace.work.operator is None:
+        raise UsageError(
+            f"{trace.path}: does not say which operators launched its kernels; record with torch.profiler, or take"
+            " another --by"
+        )
+    return trace.work.operator

@@ -98,12 +98,13 @@ class OpenedTrace:
             instance: only the n-th instance, counted from 0 in order of start.
             process: only this operating-system pid.
             device: only this CUDA device.
-            by: one line per kernel name, category, or innermost range.
+            by: one line per kernel name, category, innermost range, or (of a torch.profiler trace) innermost operator.
             per_instance: also return one row per instance.
 
         Raises:
             TraceError: there is no GPU work, or there are no ranges to choose from.
-            UsageError: an unknown range (the nearest names are in the message), process, device or instance.
+            UsageError: an unknown range (the nearest names are in the message), process, device or instance, or
+                ``by`` the operator in a trace that does not tell it.
         """
         wanted = KernelFilter(range, exclude, instance, process, device, self.rank)
         return summarize_kernels(self.attribution, wanted, self.ranks, by=by, per_instance=per_instance)

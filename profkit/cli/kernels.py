@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -32,7 +33,7 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
 @click.option("--process", type=int, metavar="PID", help="Only this process.")
 @click.option("--device", type=int, metavar="N", help="Only this GPU.")
-@click.option("--by", type=click.Choice(["kernel", "category", "range"]), default="kernel", show_default=True)
+@click.option("--by", type=click.Choice(get_args(Grouping)), default="kernel", show_default=True)
 @click.option("--sort", type=click.Choice(SORTS), default="total", show_default=True)
 @click.option("--top", type=click.IntRange(min=1), help=f"So many lines; a table shows {_DEFAULT_TOP} unless told.")
 @click.option("--explain", is_flag=True, help="Show the rule that gave each kernel its category.")

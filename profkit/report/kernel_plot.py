@@ -86,7 +86,7 @@ def _draw(result: KernelsResult, check: SelfCheck, top: int, sort: str) -> Figur
     axes.set_title(_title(result), fontsize=10, loc="left")
     if check.failed:
         figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
-    _add_legend(figure, [row.category for row in rows] if result.by != "range" else [])
+    _add_legend(figure, [row.category for row in rows] if result.by in ("kernel", "category") else [])
     return figure
 
 

@@ -186,7 +186,7 @@ def _build_table(
     named, compared = result.by == "kernel", are_compared(result)
     has_category = named and len(result.ranks) <= _RANKS_BESIDE_CATEGORY
     per_instance = result.instances is not None
-    heading = {"kernel": noun(result), "category": "category", "range": "range"}[result.by]
+    heading = noun(result) if named else result.by
     columns = [
         Column("share", "share"),
         Column("total", "total_ns"),

@@ -51,8 +51,10 @@ def read_kineto(path: Path) -> Trace:
     work, copies = gpu.work(rows["kernel"]), gpu.copies(rows["memcpy"], rows["memset"])
     gpu.note_ambiguous()
     if on_gpu:
-        sequence, origins = find_origins(reading, rows["flow"], operators, forest, work)
-        work = replace(work, sequence=sequence)
+        launched_in = forest.innermost_at(work.launch_ns, work.launch_thread)
+        sequence, origins = find_origins(reading, rows["flow"], operators, forest, launched_in)
+        # One more entry, so that a launch outside every operator (-1) finds no name.
+        work = replace(work, sequence=sequence, operator=np.append(operators.name, -1)[launched_in])
     else:
         work, origins = _cpu_work(operators, forest.self_ns), None
         _note_missing_gpu(reading, call_rows, len(copies))

@@ -115,13 +115,14 @@ class GpuReader:
 
 
 def find_origins(
-    reading: Reading, flows: list[Event], operators: HostRows, forest: OperatorForest, work: Work
+    reading: Reading, flows: list[Event], operators: HostRows, forest: OperatorForest, launched_in: Ints
 ) -> tuple[Ints, Origins]:
     """Return each kernel's forward operator as an index into `Origins` (or -1), and those operators.
 
     Kineto draws a flow from each forward operator to the backward operator of the same autograd sequence number; it
     ends in the operator inside the engine's node (`BACKWARD_NODE`). Both lead back, and so does everything launched
     under them, unless a closer one leads elsewhere (a checkpoint's recomputation holds a backward pass of its own).
+    ``launched_in`` is each kernel's innermost operator, or -1.
     """
     starts: dict[tuple[int, int], tuple[int, int]] = {}
     ends: dict[tuple[int, int], tuple[int, int]] = {}
@@ -143,7 +144,7 @@ def find_origins(
             leads_to[node] = origin
     # One more entry, so that a launch outside every operator (-1) finds none.
     leads_to = np.append(forest.inherit(leads_to), -1)
-    return leads_to[forest.innermost_at(work.launch_ns, work.launch_thread)], origins
+    return leads_to[launched_in], origins
 
 
 def _columns(places: list[tuple[int, int]]) -> tuple[Ints, Ints]:

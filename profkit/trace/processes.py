@@ -108,6 +108,8 @@ def _renumbered(trace: Trace, names: dict[str, int], processes: int, threads: in
                 columns[field.name] = np.where(column < 0, column, column + threads)
             elif field.name in ("name", "domain"):
                 columns[field.name] = name[column]
+            elif field.name == "operator" and column is not None:
+                columns[field.name] = np.where(column < 0, column, name[column])
         return replace(table, **columns)
 
     return replace(
