@@ -6,14 +6,11 @@ import stat
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, know_run
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
-from profkit.analysis.efficiency.attention_parts import AttentionResult, measure_attention
-from profkit.analysis.efficiency.result import EfficiencyResult
-from profkit.analysis.efficiency.run_facts import read_run_facts
-from profkit.analysis.efficiency.summary import measure_efficiency
 from profkit.analysis.kernel_filter import KernelFilter
 from profkit.analysis.kernel_rows import Grouping
 from profkit.analysis.kernels import KernelsResult, summarize_kernels
@@ -23,6 +20,11 @@ from profkit.errors import TraceError, UsageError
 from profkit.run_directory import LOG, find_trace, is_of_run, rank_traces, read_manifest, read_ranks
 from profkit.trace.columns import Trace
 from profkit.trace.processes import combine_traces, only_process
+
+# Efficiency is imported where it is asked for: it costs every other command 15 ms.
+if TYPE_CHECKING:
+    from profkit.analysis.efficiency.attention_parts import AttentionResult
+    from profkit.analysis.efficiency.result import EfficiencyResult
 
 _SQLITE = b"SQLite format 3\x00"
 _GZIP = b"\x1f\x8b"
@@ -132,6 +134,9 @@ class OpenedTrace:
             RunError: a file of the run, or the ceilings, cannot be read.
             UsageError: an unknown range, ceilings of another GPU, or a ``dtype`` that the run contradicts.
         """
+        from profkit.analysis.efficiency.run_facts import read_run_facts
+        from profkit.analysis.efficiency.summary import measure_efficiency
+
         facts = read_run_facts(
             self.trace, self.run_directory, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype
         )
@@ -150,6 +155,9 @@ class OpenedTrace:
             RunError: a file of the run cannot be read.
             UsageError: an unknown range.
         """
+        from profkit.analysis.efficiency.attention_parts import measure_attention
+        from profkit.analysis.efficiency.run_facts import read_run_facts
+
         return measure_attention(self.attribution, read_run_facts(self.trace, self.run_directory), range)
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from profkit.trace.columns import NO_LAUNCH, Bools, Ints, rows_by_value
 
@@ -18,7 +19,7 @@ class _Process:
     """One process's calls: ``rows`` by correlation id. Either ``table`` (id less ``low`` → row, -1: none) or sorted."""
 
     low: int
-    table: Ints | None
+    table: npt.NDArray[np.int32] | None
     ids: Ints
     rows: Ints
 
@@ -68,7 +69,7 @@ class LaunchIndex:
             table = np.full(high - low + 1, -1, dtype=np.int32)
             table[ids - low] = rows
             if np.array_equal(table[ids - low], rows):
-                return _Process(low, table.astype(np.int32), ids, rows)
+                return _Process(low, table, ids, rows)
         order = np.argsort(ids, kind="stable")
         return _Process(low, None, ids[order], rows[order])
 
