@@ -1,0 +1,170 @@
+"""One cell in its own process: its steps' times without a profiler, then what one more step ran, with one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import torch
+
+from profkit.capture.conditions import counted_since, read_counters
+from profkit.capture.kineto import recorded_by_kineto
+from profkit.capture.step import TrainingStep
+from recipes.attention.implementations import find_attention
+from recipes.attention.measure import predict_bytes as predict_attention_bytes
+from recipes.attention.names import DTYPES as DTYPE_NAMES
+from recipes.attention.passes import Passes
+from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
+from recipes.common.samples import summarize_parts
+from recipes.common.shortage import run_short
+from recipes.compilation.cells import ATTENTION, as_attention_cell, as_model_cell
+from recipes.compilation.work import read_work
+from recipes.whole_model.cells import COMPILED, FORWARD_ONLY, workload_of
+from recipes.whole_model.measure import PhaseWatch, split_samples
+from recipes.whole_model.measure import predict_bytes as predict_model_bytes
+
+WARMUP = 5
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13 prints two lines a recording
+
+
+class Steps(Protocol):
+    """What is repeated and timed: each call of ``run`` is one step, on a device that has done what came before."""
+
+    @property
+    def phase(self) -> str:
+        """The phase that runs, or that ran last."""
+
+    def build(self) -> None:
+        """Make what the steps need; nothing runs yet."""
+
+    def run(self) -> dict[str, float]:
+        """Run a step, and return the milliseconds of its phases and of the ``step``."""
+
+
+class ModelSteps:
+    """Steps of profkit's transformer."""
+
+    def __init__(self, cell: Cell, device: Device) -> None:
+        self._workload = workload_of(as_model_cell(cell))
+        self._device = device
+        self._watch = PhaseWatch(device)
+
+    @property
+    def phase(self) -> str:
+        return self._watch.phase
+
+    def build(self) -> None:
+        self._step = TrainingStep(self._workload, torch.device(self._device))
+        self._step.observe(self._watch)
+
+    def run(self) -> dict[str, float]:
+        return {part: samples[0] for part, samples in split_samples(self._step.run_measured()).items()}
+
+
+class AttentionSteps:
+    """Passes over written-out attention; forward alone is without autograd, as the model's is."""
+
+    def __init__(self, cell: Cell, device: Device) -> None:
+        own = as_attention_cell(cell)
+        shape = (int(str(cell["batch"])), int(str(own["seq_len"])), int(str(own["d_model"])))
+        dtype = getattr(torch, DTYPE_NAMES[str(own["dtype"])])
+        self._passes = Passes(find_attention(str(own["implementation"])), shape, dtype, device)
+        self._forward_only = cell["passes"] == FORWARD_ONLY
+
+    @property
+    def phase(self) -> str:
+        return self._passes.phase
+
+    def build(self) -> None:
+        torch.manual_seed(0)
+        self._passes.make_inputs()
+
+    def run(self) -> dict[str, float]:
+        if self._forward_only:
+            with torch.no_grad():
+                self._passes.time_forward()
+        else:
+            self._passes.time_both()
+        phases = {phase: samples.pop() for phase, samples in self._passes.samples_ms.items()}
+        return {**phases, "step": sum(phases.values())}
+
+
+def predict_bytes(cell: Cell, device: Device) -> int:
+    """Return the bytes that a cell asks for at its peak; for compiled code a lower bound."""
+    if cell["what"] == ATTENTION:
+        return predict_attention_bytes(as_attention_cell(cell), device)
+    return predict_model_bytes(as_model_cell(cell), device)
+
+
+def measure_cell(cell: Cell, device: Device) -> Row:
+    """Return times, and the kernels of one step; or the phase in which the memory ended.
+
+    The timed steps run without a profiler, after a warm-up in which all is compiled, from an empty cache: what the
+    first step took then holds all of that. One more step runs under torch.profiler; its times are the kernels' alone.
+    """
+    steps: Steps = AttentionSteps(cell, device) if cell["what"] == ATTENTION else ModelSteps(cell, device)
+    found: Row = {}
+    # Inductor's own processes may still hold files there, which are nothing to fail for.
+    temporary = TemporaryDirectory(prefix="compile_speedup.", ignore_cleanup_errors=True)
+    with temporary as directory, compiling_anew(Path(directory)):
+        if device == "cpu" and cell["mode"] == COMPILED:
+            name_generated_operators()
+        shortage = run_short(lambda: found.update(_measure(steps, cell, device, Path(directory))), device)
+    if shortage is not None:
+        return {"status": out_of_memory(steps.phase), **shortage}
+    return {"status": OK, **found}
+
+
+def _measure(steps: Steps, cell: Cell, device: Device, directory: Path) -> Row:
+    steps.build()
+    first = steps.run()
+    for _ in range(WARMUP - 1):
+        steps.run()
+    before = read_counters()
+    timed = [steps.run() for _ in range(int(str(cell["steps"])))]
+    during = counted_since(before)
+    samples = {part: [step[part] for step in timed] for part in timed[0]}
+    trace = directory / "step.json.gz"
+    with recorded_by_kineto(trace, torch.device(device)):
+        profiled = steps.run()
+    phases = [part for part in profiled if part not in ("step", "forward_backward")]
+    return {
+        **summarize_parts(samples),
+        "first_step_s": first["step"] / 1e3,
+        "compiled_graphs": during["compiled_graphs"],
+        "allocator_retries": during["allocator_retries"],
+        **read_work(trace, phases, is_aten_operator),
+    }
+
+
+def is_aten_operator(name: str) -> bool:
+    """Return whether ATen has an operator of this name."""
+    return hasattr(torch.ops.aten, name)
+
+
+def name_generated_operators() -> None:
+    """Let Inductor's C++ code tell the profiler of its kernels, as its GPU kernels are told of anyway."""
+    import torch._inductor.config as inductor
+
+    inductor.cpp.enable_kernel_profile = True
+
+
+@contextmanager
+def compiling_anew(directory: Path) -> Iterator[None]:
+    """Let Inductor and Triton keep what they compile in a new directory; others' would save them time."""
+    wanted = {name: str(directory / folder) for name, folder in _CACHES.items()} | _QUIET
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

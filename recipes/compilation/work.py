@@ -1,0 +1,114 @@
+"""What one profiled step ran: its kernels by phase, by who launched them, and what is fused in them.
+
+On a CPU the same of operators, by self time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from profkit import read_trace
+from recipes.common.recipe import Row
+
+_MATRIX_PRODUCTS = ("gemm", "attention")
+# Inductor: triton_poi_fused_add_mul_0; of its C++ graph_0_cpp_fused_add_mul_0, where that is told to the profiler.
+_GENERATED = re.compile(r"^(?:graph_\d+_)?(?:triton|cpp)_")
+_FUSED = re.compile(r"^(?:graph_\d+_)?(?:triton|cpp)_(?:\w+?_)?fused_(\w+?)_\d+$")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The launches of one kernel in one phase (or the calls of one operator, by self time)."""
+
+    phase: str
+    name: str
+    category: str
+    count: int
+    total_ns: int
+    fused: tuple[str, ...] = ()
+    """The operators in it, if Inductor made it."""
+
+    @property
+    def is_generated(self) -> bool:
+        return is_generated(self.name)
+
+    @property
+    def is_matrix_product(self) -> bool:
+        """Whether a library multiplies matrices in it."""
+        return self.category in _MATRIX_PRODUCTS and not self.is_generated
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The kernels that one operator launched in one phase; on a CPU the operator itself."""
+
+    phase: str
+    name: str
+    count: int
+    total_ns: int
+
+
+def is_generated(name: str) -> bool:
+    """Return whether Inductor made a kernel of this name."""
+    return _GENERATED.match(name) is not None
+
+
+def split_operators(name: str, is_operator: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the operators that a kernel of Inductor's says it fused: ``triton_poi_fused_mul_silu_0`` mul and silu.
+
+    Inductor joins the names of the operators with underscores, which names have too (``get_fused_kernel_name`` in
+    ``torch/_inductor/utils.py``): at each place the longest name that there is counts, and what is none is a word by
+    itself. Other kernels have none.
+    """
+    found = _FUSED.match(name)
+    words, operators = found[1].split("_") if found else [], list[str]()
+    while words:
+        ends = range(len(words), 1, -1)
+        end = next((end for end in ends if is_operator("_".join(words[:end]))), 1)
+        operators.append("_".join(words[:end]))
+        del words[:end]
+    return tuple(filter(None, operators))
+
+
+def read_work(path: Path, phases: Sequence[str], is_operator: Callable[[str], bool]) -> Row:
+    """Return what ran in a trace of one step: each phase's, the whole, and what speaks against the trace."""
+    opened = read_trace(path)
+    whole = opened.kernels()
+    work: list[dict[str, Any]] = []
+    launchers: list[dict[str, Any]] = []
+    for phase in phases:
+        for row in opened.kernels(phase).kernels:
+            fused = split_operators(row.name, is_operator)
+            place = {"phase": phase, "name": row.name, "category": row.category}
+            work.append({**place, "count": row.count, "total_ns": row.total_ns, "fused": fused})
+        for row in opened.kernels(phase, by="operator").kernels:
+            launchers.append({"phase": phase, "name": row.name, "count": row.count, "total_ns": row.total_ns})
+    return {
+        "measure": whole.measure,
+        "kernels": whole.kernel_count,
+        "kernel_ms": whole.kernel_time_ns / 1e6,
+        "generated_kernels": sum(each["count"] for each in work if is_generated(each["name"])),
+        "work": work,
+        "launchers": launchers,
+        "trace_failures": [finding.message for finding in opened.self_check.of("failed")],
+    }
+
+
+def kernels_of(row: Mapping[str, Any]) -> list[Kernel]:
+    """Return the kernels that a row holds."""
+    return [Kernel(**{**each, "fused": tuple(each["fused"])}) for each in row.get("work") or ()]
+
+
+def launchers_of(row: Mapping[str, Any]) -> list[Launcher]:
+    """Return the launching operators that a row holds."""
+    return [Launcher(**each) for each in row.get("launchers") or ()]
+
+
+def total(work: Iterable[Kernel | Launcher]) -> tuple[int, int]:
+    """Return how many launches, and their nanoseconds."""
+    entries = list(work)
+    return sum(each.count for each in entries), sum(each.total_ns for each in entries)

@@ -1,0 +1,356 @@
+"""The grid, cells measured on the CPU, what a trace and a pair give, and what is said about them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from profkit.errors import UsageError
+from recipes.common.recipe import GridName
+from recipes.common.samples import summarize_parts
+from recipes.compilation import measure
+from recipes.compilation.cells import KEYS, as_attention_cell, as_model_cell, build_cells, of_product, of_reports
+from recipes.compilation.pairs import (
+    Pair,
+    add_speedups,
+    compare_phases,
+    find_pairs,
+    list_fused,
+    measure_speedup,
+    steps_to_break_even,
+)
+from recipes.compilation.report import remark, report, say_kernels, say_speed
+from recipes.compilation.work import kernels_of, launchers_of, read_work, split_operators, total
+from recipes.compile_speedup import RECIPE, choose_cases, main
+from recipes.whole_model.cells import COMPILED, EAGER
+from tests.conftest import ROOT
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+
+def _cell(**changed: Any) -> dict[str, Any]:
+    case = {"what": "model", "d_model": 128, "size": "tiny", "length": 16, "passes": "train", "dtype": "fp32"}
+    return {**case, "mode": EAGER, "batch": 2, "steps": 3, **changed}
+
+
+def _attention(**changed: Any) -> dict[str, Any]:
+    own = {"what": "attention", "d_model": 16, "size": None, "length": 64, "passes": "forward-backward", "batch": 8}
+    return _cell(**{**own, **changed})
+
+
+def test_the_reports_grid_has_whole_pairs_the_most_telling_first() -> None:
+    cells = build_cells(of_reports(), 10)
+    # Five sizes, forward and the whole step; three widths of attention at three lengths.
+    assert len(cells) == 2 * (5 * 2 + 3 * 3)
+    assert len({tuple(cell.values()) for cell in cells}) == len(cells)
+    for eager, compiled in zip(cells[::2], cells[1::2], strict=True):
+        assert (eager["mode"], {**eager, "mode": COMPILED}) == (EAGER, compiled)
+    assert [cells[0][key] for key in ("what", "size", "length", "passes")] == ["model", "small", 256, "train"]
+    assert {cell["batch"] for cell in cells if cell["what"] == "attention"} == {8}
+
+
+def test_values_restrict_the_reports_and_replace_in_a_product() -> None:
+    chosen = choose_cases("reports", {"size": ("xl",), "seq_len": (1024,), "passes": ("train", "forward-backward")})
+    assert {(case[0], case[2], case[3]) for case in chosen} == {("model", "xl", 256), ("attention", None, 1024)}
+    assert choose_cases("small", {"what": ("model",), "size": ("small",), "passes": ("forward",)}) == [
+        ("model", 768, "small", 128, "forward", "fp32")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("grid", "given"),
+    [
+        ("reports", {"dtype": ("bf16",)}),
+        ("small", {"what": ("attention",), "passes": ("train",)}),
+    ],
+)
+def test_what_nothing_has_is_refused(grid: GridName, given: Any) -> None:
+    with pytest.raises(UsageError, match=f"--grid {grid}: nothing has all of these values"):
+        choose_cases(grid, given)
+
+
+def test_values_that_no_grid_has() -> None:
+    done = CliRunner().invoke(main, ["--what", "head", "--device", "cpu"])
+    assert (done.exit_code, "head: there are attention, model" in done.output) == (2, True)
+
+
+def test_a_cell_is_a_cell_of_the_other_recipes_too() -> None:
+    assert measure.predict_bytes(_attention(length=1024), "cpu") > measure.predict_bytes(
+        _attention(length=1024, mode=COMPILED), "cpu"
+    )
+    assert as_attention_cell(_attention(mode=COMPILED))["implementation"] == "compiled"
+    assert as_model_cell(_cell())["warmup"] == 0
+    assert measure.predict_bytes(_cell(), "cpu") > 4 * 4 * 2_900_000  # parameters, gradients, AdamW's two
+
+
+@pytest.mark.parametrize(
+    ("cell", "phases"),
+    [
+        (_cell(), PHASES),
+        (_cell(passes="forward"), ("forward",)),
+        (_attention(), ("forward", "backward")),
+        (_attention(passes="forward", dtype="bf16"), ("forward",)),
+    ],
+)
+def test_a_cell_on_the_cpu(cell: dict[str, Any], phases: tuple[str, ...]) -> None:
+    row: dict[str, Any] = measure.measure_cell(cell, "cpu")
+    assert row["status"] == "ok"
+    assert {f"{phase}_samples_ms" for phase in phases} < row.keys()
+    assert len(row["step_samples_ms"]) == 3
+    assert all(0 < row[f"{phase}_ms"] <= row["step_ms"] for phase in phases)
+    # Nothing had run before the first step.
+    assert row["first_step_s"] > 0
+    assert (row["measure"], row["compiled_graphs"], row["generated_kernels"]) == ("cpu-operator", 0, 0)
+    assert tuple(dict.fromkeys(each["phase"] for each in row["work"])) == phases
+    # What runs outside the phases is little: ``step`` and the taking of the loss.
+    inside = sum(each["count"] for each in row["work"])
+    assert 0.99 * row["kernels"] <= inside <= row["kernels"]
+    assert total(kernels_of(row)) == total(launchers_of(row))
+    assert any(each["name"] == "aten::bmm" for each in row["work"])
+    assert json.loads(json.dumps(row)) == {**row, "work": json.loads(json.dumps(row["work"]))}
+
+
+def test_forward_alone_runs_without_autograd() -> None:
+    row: dict[str, Any] = measure.measure_cell(_attention(passes="forward"), "cpu")
+    both: dict[str, Any] = measure.measure_cell(_attention(), "cpu")
+    names = {each["name"] for each in row["work"]}
+    assert names < {each["name"] for each in both["work"]}
+    assert not any("Backward" in name for name in names)
+
+
+def test_running_out_of_memory_is_told_with_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_arguments: Any, **_named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+
+    monkeypatch.setattr(torch.Tensor, "backward", short)
+    for cell in (_cell(), _attention()):
+        row: dict[str, Any] = measure.measure_cell(cell, "cpu")
+        assert (row["status"], row["requested_bytes"]) == ("OOM(backward)", 2 << 30)
+        assert "step_ms" not in row
+
+
+def test_what_is_compiled_is_compiled_anew_and_the_environment_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with measure.compiling_anew(tmp_path):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [
+        ("triton_poi_fused__unsafe_view_mul_silu_silu_backward_view_0", "_unsafe_view mul silu silu_backward view"),
+        ("triton_per_fused_add_mean_mul_pow_rsqrt_0", "add mean mul pow rsqrt"),
+        ("triton_red_fused__log_softmax_nll_loss_forward_5", "_log_softmax nll_loss_forward"),
+        ("triton_tem_fused_addmm_relu_3", "addmm relu"),
+        (
+            "graph_0_cpp_fused_add_bitwise_not_div_embedding_dense_backward_exp_masked_fill_9",
+            "add bitwise_not div embedding_dense_backward exp masked_fill",
+        ),
+        ("triton_poi_fused_nosuch_thing_add_1", "nosuch thing add"),
+        ("triton_poi_fused_0", ""),
+        ("triton_mm_12", ""),
+        ("void at::native::elementwise_kernel<128, 2>(int)", ""),
+    ],
+)
+def test_a_generated_kernel_tells_what_is_fused_in_it(name: str, operators: str) -> None:
+    assert " ".join(split_operators(name, measure.is_aten_operator)) == operators
+
+
+def _work(rows: list[tuple[str, str, str, int, int]]) -> list[dict[str, Any]]:
+    return [
+        {
+            **{"phase": phase, "name": name, "category": category, "count": count, "total_ns": total_ns},
+            "fused": split_operators(name, measure.is_aten_operator),
+        }
+        for phase, name, category, count, total_ns in rows
+    ]
+
+
+# Of one real step of a compiled model of that size, on an H200: some of its kernels, and no other.
+_COMPILED = [
+    ("forward", "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_cublas", "gemm", 144, 9_766_842),
+    ("forward", "triton_poi_fused__unsafe_view_mul_silu_0", "elementwise", 24, 197_854),
+    ("forward", "triton_per_fused_add_mean_mul_pow_rsqrt_1", "normalization", 50, 126_627),
+    ("forward", "triton_poi_fused_clone_transpose_2", "copy/cast", 24, 62_784),
+    ("forward", "void at::native::vectorized_gather_kernel<(int)16, long>(…)", "embedding/index", 2, 6_592),
+    ("backward", "triton_red_fused_mul_sum_0", "reduction", 50, 289_695),
+]
+_LAUNCHERS = [("forward", "aten::mm", 144, 9_766_842), ("forward", "CompiledFunction", 98, 387_265)]
+_LAUNCHERS += [("forward", "aten::gather", 2, 6_592), ("backward", "CompiledFunctionBackward", 50, 289_695)]
+
+
+def _pair(eager_ms: list[float] | None = None, compiled_ms: list[float] | None = None) -> Pair:
+    eager = read_work(ROOT / "traces" / "small-train.kineto.json.gz", PHASES, measure.is_aten_operator)
+    rows = [
+        {**eager, **summarize_parts({"step": eager_ms or [40.0, 40.2, 40.4, 40.1, 40.3]}), "first_step_s": 1.0},
+        {
+            **{"measure": "gpu-kernel", "kernels": 294, "kernel_ms": 10.450394, "trace_failures": []},
+            **{"work": _work(_COMPILED), "generated_kernels": 148, "first_step_s": 31.0},
+            "launchers": [dict(zip(("phase", "name", "count", "total_ns"), row, strict=True)) for row in _LAUNCHERS],
+            **summarize_parts({"step": compiled_ms or [30.0, 30.2, 30.4, 30.1, 30.3]}),
+        },
+    ]
+    cell = _cell(size="small", d_model=768, length=256, batch=4, steps=5)
+    common = {"status": "ok", "compiled_graphs": 0, "allocator_retries": 0, "device": "cuda"}
+    pairs = find_pairs(
+        [{**cell, "mode": mode, **common, **row} for mode, row in zip((EAGER, COMPILED), rows, strict=True)]
+    )
+    assert len(pairs) == 1
+    return pairs[0]
+
+
+def test_a_trace_of_a_gpu_gives_kernels_by_phase_and_by_who_launched_them() -> None:
+    pair = _pair()
+    kernels, launchers = kernels_of(pair.eager), launchers_of(pair.eager)
+    # What the trace's own README says of it.
+    assert total(each for each in kernels if each.phase == "backward") == (2422, 35_722_497)
+    assert total(each for each in launchers if each.phase == "backward") == (2422, 35_722_497)
+    assert pair.eager["kernels"] == total(kernels)[0] == 3830
+    assert pair.eager["kernel_ms"] == 59.321430
+    assert pair.eager["trace_failures"] == []
+    assert not any(each.is_generated for each in kernels)
+
+
+def test_the_parts_of_a_phase_sum_to_it() -> None:
+    changes = {change.phase: change for change in compare_phases(_pair())}
+    assert list(changes) == list(PHASES)
+    for change in changes.values():
+        for place in (0, 1):
+            assert change.eager[place] == change.eager_products[place] + change.eager_rest[place]
+            after = (change.compiled_products, change.generated, change.compiled_rest)
+            assert change.compiled[place] == sum(part[place] for part in after)
+    assert changes["forward"].generated == (24 + 50 + 24, 197_854 + 126_627 + 62_784)
+    assert changes["forward"].compiled_rest == (2, 6_592)
+    assert changes["forward"].compiled_products == (144, 9_766_842)
+    assert changes["loss"].compiled == (0, 0)
+
+
+def test_an_operator_is_found_in_the_kernels_that_name_it() -> None:
+    fused = {each.operator: each for each in list_fused(_pair(), "forward")}
+    # The two kernels that multiply tensors.
+    assert fused["mul"].eager == (292 + 48, 865_868 + 349_725)
+    assert [kernel.name.split("_")[1] for kernel in fused["mul"].kernels] == ["poi", "per"]
+    assert [kernel.count for kernel in fused["rsqrt"].kernels] == [50]
+    # Eager code copies where Inductor names the clone.
+    assert [kernel.fused for kernel in fused["copy"].kernels] == [("clone", "transpose")]
+    assert (fused["mm"].eager[0], fused["mm"].left[0], fused["mm"].kernels) == (194, 144, ())
+    assert "gather" not in fused
+
+
+def test_a_speedup_is_of_the_medians_and_its_interval_of_their_ratio() -> None:
+    pair = _pair()
+    speedup = measure_speedup(pair)
+    assert speedup is not None
+    assert speedup.times == 40.2 / 30.2
+    assert speedup.low is not None
+    assert speedup.high is not None
+    assert 40.0 / 30.4 <= speedup.low < speedup.times < speedup.high <= 40.4 / 30.0
+    assert measure_speedup(pair, "optimizer") is None
+    assert steps_to_break_even(pair) == math.ceil(30_000 / 10.0)
+
+
+def test_few_steps_have_no_interval_and_no_difference_is_made_up_for() -> None:
+    short = measure_speedup(_pair([40.0, 41.0], [30.0, 31.0]))
+    assert short is not None
+    assert (short.low, short.high, short.is_measurable) == (None, None, False)
+    assert "too few steps for an interval" in say_speed(_pair([40.0, 41.0], [30.0, 31.0]))
+    alike = _pair([30.0, 34.0, 31.0, 33.0, 32.1], [30.0, 34.0, 31.0, 33.0, 32.0])
+    assert steps_to_break_even(alike) is None
+    assert "no measurable difference" in say_speed(alike)
+    assert "no step being measurably faster" in say_speed(alike)
+
+
+def test_the_compiled_row_alone_gets_the_speedup() -> None:
+    pair = _pair()
+    rows = [pair.eager, pair.compiled, {**_cell(), "status": "not run"}]
+    add_speedups(rows)
+    assert not {"speedup"} & (rows[0].keys() | rows[2].keys())
+    assert (rows[1]["speedup"], rows[1]["optimizer_speedup"]) == (40.2 / 30.2, None)
+
+
+def test_what_is_said_carries_numbers_and_the_command() -> None:
+    pair = _pair()
+    options = "(`--what model --passes train --dtype fp32 --steps 5 --size small --context 256`)"
+    assert say_speed(pair).startswith(
+        "model small, context 256, batch 4, train, fp32: 40.20 ms a step eager, 30.20 ms compiled (medians of 5 and 5 "
+        "steps without a profiler), 1.33 times as fast (95 % interval "
+    )
+    assert say_speed(pair).endswith(f"31.00 s compiled, made up for after 3,000 steps. {options}")
+    said = say_kernels(pair)
+    assert "3,830 kernels of 59.32 ms in a step eager, 294 kernels of 10.45 ms compiled, one step each" in said
+    assert "the other 1,048, 3.809 ms became 98, 387.3 µs generated by Inductor and 2, 6.592 µs others; loss" in said
+    assert said.endswith(options)
+
+
+def test_what_spoils_the_numbers_is_said() -> None:
+    pair = _pair()
+    assert remark([pair.eager, pair.compiled]) == []
+    pair.compiled.update({"compiled_graphs": 2, "trace_failures": ["12 launches without kernels"]})
+    said = remark([pair.eager, pair.compiled])
+    assert said[0].startswith("graphs were compiled within the timed steps")
+    assert "in 1 of 2 rows: 2 at model small" in said[0]
+    assert said[1].endswith("its kernels are not to be trusted: 12 launches without kernels")
+
+
+def test_the_report_of_a_pair() -> None:
+    pair = _pair()
+    text = report([pair.eager, pair.compiled], {"device": "cuda"}).markdown
+    assert "python -m recipes.compile_speedup --device cuda --grid full" in text
+    assert r"| forward | triton_per\_…\_1 | 50 | 126.6 µs | add, mean, mul, pow, rsqrt |" in text
+    assert r"| forward | rsqrt | 50, 47.74 µs | none | 50 × triton_per\_…\_1 |" in text
+    assert "## Kernels of a step, before and after" in text
+
+
+def test_a_report_of_nothing_measured() -> None:
+    cells = build_cells([*of_reports(), *of_product({**_AXES})], 10)
+    said = report([{**cell, "status": "not run"} for cell in cells], {"device": "cuda"})
+    assert "No pair was measured." in said.markdown
+    assert "| train | not run |" in said.markdown
+    assert said.pictures.keys() == {"speedup.png", "kernels.png"}
+
+
+_AXES: dict[str, Any] = {
+    **{"what": ("attention", "model"), "passes": ("forward",), "dtype": ("bf16",), "d_model": (16,), "seq_len": (256,)},
+    **{"size": ("tiny",), "context": (128,)},
+}
+
+
+def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.compile_speedup", "--device", "cpu", "-o", str(tmp_path / "out")]
+    command += ["--what", "attention", "--passes", "forward", "--seq-len", "64,4194304", "--steps", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "USDT" not in done.stderr
+    with (tmp_path / "out" / "compile_speedup.csv").open(newline="") as file:
+        eager, compiled, too_large, _ = csv.DictReader(file)
+    assert list(eager) == [column.key for column in RECIPE.columns]
+    assert (eager["status"], compiled["status"], too_large["status"]) == ("ok", "ok", "not run")
+    assert (eager["speedup"], too_large["step_ms"]) == ("", "")
+    assert float(compiled["speedup"]) == pytest.approx(float(eager["step_ms"]) / float(compiled["step_ms"]))
+    # Scores, softmax and mix: Inductor makes one kernel of what is between the two products.
+    assert int(compiled["generated_kernels"]) >= 1
+    assert int(compiled["kernels"]) < int(eager["kernels"])
+    assert float(compiled["first_step_s"]) > 100 * float(compiled["step_ms"]) / 1e3
+    assert compiled["compiled_graphs"] == "0"
+    rows = [json.loads(line) for line in (tmp_path / "out" / "cells.jsonl").read_text().splitlines()]
+    (made,) = [each for each in rows[1]["work"] if each["fused"]]
+    assert {"exp", "max", "sub", "sum", "div"} <= set(made["fused"])
+    assert {key: str(rows[0][key] or "") for key in KEYS} == {key: eager[key] for key in KEYS}
+    for name in ("speedup.png", "kernels.png", "manifest.json", "compile_speedup.md"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
