@@ -1,0 +1,46 @@
+"""What nsight_questions says: the answers in short, then in a sentence a cell, with pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from recipes.common.recipe import OK, Report, Row
+from recipes.nsight.answers import find_answers, profiler_name, summarize
+from recipes.nsight.pictures import draw_ratios, draw_shares
+
+QUESTIONS = {
+    "a": "Do forward and backward take as long by the profiler as by Python's clock?",
+    "b": "Which kernel has the most time in forward, how often is it called, and is it the same with backward?",
+    "c": "Which kernels other than matrix products matter in forward?",
+    "d": "What share have matrix products in inference and in a training step, and what grew?",
+    "e": "What does a softmax take against the two matrix products around it, in time and in FLOPs?",
+}
+
+
+def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
+    """Return the answers to the five questions, those of a capture that failed its self-check left out."""
+    answered = [row for row in rows if row["status"] == OK]
+    setting, alike = choose_alike(answered)
+    sections = [f"## In short{setting}", _listed(summarize(alike))]
+    if answered:
+        sections.append("The commands are for the directory of results. Its captures were made by:")
+        sections.append(_listed(f"`{command}`" for command in dict.fromkeys(str(row["made_by"]) for row in answered)))
+    for letter, sentences in find_answers(answered).items():
+        sections += [f"## ({letter}) {QUESTIONS[letter]}", _listed(sentences)]
+    pictures = {"ratios.png": draw_ratios(alike), "shares.png": draw_shares(alike)}
+    return Report("\n\n".join(sections), pictures)
+
+
+def choose_alike(rows: Sequence[Row]) -> tuple[str, list[Row]]:
+    """Return the rows of the batch, steps and profiler that most have, and which these are: others do not compare."""
+    settings = Counter((row["batch"], row["steps"], row["profiler"]) for row in rows)
+    if not settings:
+        return "", []
+    chosen = settings.most_common(1)[0][0]
+    alike = [row for row in rows if (row["batch"], row["steps"], row["profiler"]) == chosen]
+    return f": batch {chosen[0]}, {chosen[1]} steps recorded by {profiler_name(alike[0])}", alike
+
+
+def _listed(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences) or "Not measured."

@@ -1,0 +1,106 @@
+"""What does Nsight Systems say of a training step: which kernels have the time, and does it agree with Python's clock?
+
+``python -m recipes.nsight_questions --device cpu``. profkit's transformer in fp32; one capture of all contexts for each
+size, in training and in inference. Five questions, each answered in a sentence with the command that shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from profkit.errors import ToolError, UsageError
+from profkit.launch.nsys import find_nsys
+from profkit.report.formats import Column
+from recipes.common.axes import Names, Numbers
+from recipes.common.command import Options, exit_with, recipe_options, results_directory, run_recipe
+from recipes.common.recipe import Cell, Device, Recipe, Row, Together
+from recipes.nsight.capture import CAPTURES
+from recipes.nsight.cells import GRIDS, KEYS, KINETO, NSYS, PROFILERS, SIZES, STEPS, TOGETHER, build_cells
+from recipes.nsight.report import report
+
+WORDS = ("size", "passes", "profiler", "device", "top_kernel", "both_top_kernel", "self_check", "status", "reason")
+BRIEF = frozenset({*KEYS[:3], "profiler", "forward_recorded_ms", "forward_clean_ms", "forward_ratio", "backward_ratio",
+                   "gemm_forward_share", "gemm_step_share", "status"})  # fmt: skip
+MEASURED = (
+    *(f"{phase}_{kind}" for phase in ("forward", "backward")
+      for kind in ("recorded_ms", "python_ms", "clean_ms", "ratio")),
+    *("forward_kernel_ms", "top_kernel", "top_share", "top_calls"),
+    *("both_top_kernel", "both_top_share", "both_top_calls", "same_kernel"),
+    *("gemm_forward_share", "gemm_step_share"),
+    *(f"{part}_{kind}" for part in ("softmax", "scores", "values") for kind in ("us", "flops")),
+    *("predicted_peak_bytes", "self_check"),
+)  # fmt: skip
+
+
+def measure(cells: Sequence[Cell], device: Device, captures: Path) -> list[Row]:
+    """Measure the cells of one capture; torch is loaded in their process alone."""
+    from recipes.nsight.measure import measure_cells
+
+    return measure_cells(cells, device, captures)
+
+
+def predict(cell: Cell, device: Device) -> int:
+    """Return the bytes that a cell asks for at its peak."""
+    from recipes.nsight.measure import predict_bytes
+
+    return predict_bytes(cell, device)
+
+
+RECIPE = Recipe(
+    name="nsight_questions",
+    question="What does Nsight Systems say of a training step: which kernels have the time, and does it agree with "
+    "Python's clock?",
+    columns=[Column(key, key, right=key not in WORDS) for key in (*KEYS, "device", *MEASURED, "status", "reason")],
+    cell_keys=KEYS,
+    measure=Together(TOGETHER, partial(measure, captures=Path(CAPTURES))),
+    predict=predict,
+    report=report,
+    brief=BRIEF,
+)
+
+
+def choose_profiler(wanted: str | None, device: Device) -> str:
+    """Return the profiler to record with: the wanted one, else nsys for a GPU where there is one.
+
+    Raises:
+        UsageError: the device is none that ``profkit run`` records.
+        ToolError: nsys is wanted and not there.
+    """
+    if device == "mps":
+        raise UsageError("--device mps: neither Nsight Systems nor profkit run records it; name cuda or cpu")
+    if wanted == KINETO or (wanted is None and device == "cpu"):
+        return KINETO
+    if find_nsys(os.environ) is not None:
+        return NSYS
+    if wanted == NSYS:
+        raise ToolError("--profiler nsys: nsys is not here; `profkit doctor` says how to get it, or leave it out")
+    click.echo("recipes: nsys is not here: torch.profiler records instead, and column profiler says so", err=True)
+    return KINETO
+
+
+@click.command(help=__doc__)
+@recipe_options
+@click.option("--size", type=Names(SIZES), help="Sizes of the model, instead of the grid's.")
+@click.option("--context", type=Numbers(), help="Lengths of the context, instead of the grid's; one capture has all.")
+@click.option("--batch", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), help="Recorded steps  [default: 3; 2 with --grid small]")
+@click.option("--profiler", type=click.Choice(PROFILERS), help="[default: nsys on a GPU, where it is; else kineto]")
+def main(options: Options, batch: int, steps: int | None, profiler: str | None, **given: Any) -> int:
+    sizes, contexts = GRIDS[options.grid]
+    sizes, contexts = given["size"] or sizes, given["context"] or contexts
+    chosen = choose_profiler(profiler, options.device)
+    cells = build_cells(sizes, contexts, batch, steps or STEPS[options.grid], chosen)
+    captures = results_directory(RECIPE.name, options) / CAPTURES
+    recipe = replace(RECIPE, measure=Together(TOGETHER, partial(measure, captures=captures)))
+    return run_recipe(recipe, cells, options)
+
+
+if __name__ == "__main__":
+    exit_with(main)
