@@ -1,0 +1,90 @@
+"""Who holds the memory of a model, by context, precision and how much of a step; and what do checkpoints save?
+
+``python -m recipes.memory_questions --device cpu``. profkit's transformer, batch 4. Each cell records CUDA's allocator
+from before the model is made through two steps, and replays it. What a block keeps is counted tensor by tensor, and
+every peak stands beside the one that arithmetic predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import click
+
+from profkit.report.formats import Column
+from recipes.common.axes import Names, Numbers
+from recipes.common.command import Options, exit_with, recipe_options, results_directory, run_recipe
+from recipes.common.recipe import Cell, Device, Recipe, Row
+from recipes.model_memory.cells import DTYPES, GRIDS, KEYS, SIZES, Files, build_cells, choose_timelines, name_of
+from recipes.model_memory.predicted import predict as predict_phases
+from recipes.model_memory.report import add_columns, report
+from recipes.whole_model.cells import PASSES
+
+WORDS = ("size", "passes", "dtype", "device", "peak_phase", "predicted_phase", "status", "reason")
+MEASURED = (
+    *("parameters", "peak_GiB", "peak_phase", "allocated_peak_bytes", "reserved_peak_bytes", "replay_difference_bytes"),
+    *("requested_peak_bytes", "predicted_peak_bytes", "difference_bytes", "predicted_phase", "added_up_bytes"),
+    *("residual_MiB", "saved_block_MiB", "saved_bytes", "predicted_saved_bytes", "requested_bytes", "free_bytes"),
+)
+BRIEF = frozenset(
+    {*KEYS[:5], "peak_GiB", "peak_phase", "predicted_peak_bytes", "difference_bytes", "saved_block_MiB", "status"}
+)
+
+
+def measure(cell: Cell, device: Device, files: Files) -> Row:
+    """Measure a cell; torch is loaded in its process alone."""
+    from recipes.model_memory.measure import measure_cell
+
+    return measure_cell(cell, device, files)
+
+
+def predict(cell: Cell, device: Device) -> int:
+    """Return the bytes that a cell asks for at its peak."""
+    return predict_phases(cell, device).peak.bytes
+
+
+RECIPE = Recipe(
+    name="memory_questions",
+    question="Who holds the memory of a model, by context, precision and how much of a step; and what do checkpoints "
+    "save?",
+    columns=[Column(key, key, right=key not in WORDS) for key in (*KEYS, "device", *MEASURED, "status", "reason")],
+    cell_keys=KEYS,
+    measure=partial(measure, files=Files()),
+    predict=predict,
+    report=report,
+    derive=add_columns,
+    brief=BRIEF,
+)
+
+
+@click.command(help=__doc__)
+@recipe_options
+@click.option("--size", type=Names(SIZES), help="Sizes of the model, instead of the grid's.")
+@click.option("--context", type=Numbers(), help="Lengths of the context, instead of the grid's.")
+@click.option("--passes", type=Names(PASSES), help="How much of a training step, instead of the grid's.")
+@click.option("--dtype", type=Names(DTYPES), help="fp32, or bf16 autocast, instead of the grid's.")
+@click.option(
+    "--checkpoint-layers", type=Numbers(least=0), help="Layers to a checkpoint, instead of the grid's; 0: none."
+)
+@click.option("--batch", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option(
+    "--keep-captures",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep each cell's snapshot there, as a run directory that `profkit memory` reads.",
+)
+def main(
+    options: Options, batch: int, keep_captures: Path | None, **given: Sequence[int] | Sequence[str] | None
+) -> int:
+    axes = {**GRIDS[options.grid], **{axis: values for axis, values in given.items() if values is not None}}
+    cells = build_cells(axes, batch)
+    directory = results_directory(RECIPE.name, options)
+    timelines = {name: directory / f"timeline-{name}.png" for name in map(name_of, choose_timelines(cells))}
+    files = Files(timelines, keep_captures)
+    return run_recipe(replace(RECIPE, measure=partial(measure, files=files)), cells, options)
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,102 @@
+"""The cells of memory_questions: which size, on what, how much of a step, how many layers to a checkpoint; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+from profkit.models.presets import PRESETS
+from profkit.models.workload import Dtype, Passes, Workload
+from recipes.common.recipe import Cell, GridName
+from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, PASSES, TRAIN
+
+KEYS = ("size", "context", "passes", "dtype", "checkpoint_layers", "batch")
+SIZES = tuple(PRESETS)
+DTYPES = ("fp32", "bf16")
+
+Axes = Mapping[str, Sequence[Any]]
+_WRITE_UPS: Axes = {
+    "size": ("2.7B",), "context": (128, 256, 512), "passes": PASSES, "dtype": DTYPES,
+    "checkpoint_layers": (1, 2, 4, 8, 16, 32),
+}  # fmt: skip
+GRIDS: Mapping[GridName, Axes] = {
+    "reports": _WRITE_UPS,
+    "small": {**_WRITE_UPS, "size": ("tiny",), "context": (128, 256), "checkpoint_layers": (1, 2)},
+    "full": {**_WRITE_UPS, "size": ("small", "medium", "large", "xl", "2.7B"), "context": (128, 256, 512, 1024)},
+}
+
+BUILDING = "model"
+"""What comes before the first phase: parameters, tables and the batch are made."""
+
+WARMUP_STEPS = 1
+STEPS = 1
+"""The second step is the one that is predicted: from it on AdamW's moments are there all the time."""
+
+_TELLING = (TRAIN, FORWARD_ONLY, FORWARD_BACKWARD)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where what is more than a row goes: ``timelines`` has a picture's path by the name of its cell."""
+
+    timelines: Mapping[str, Path] = field(default_factory=dict)
+    captures: Path | None = None
+
+
+def build_cells(axes: Axes, batch: int) -> list[Cell]:
+    """Return the cells, the most telling first: the largest size at its longest context.
+
+    Checkpoints are varied where activations are most: with backward, at the longest context, in the first dtype. 0 is
+    without any, and always there. With AdamW they come last: often the peak is the optimizer's then.
+    """
+    sizes = sorted(axes["size"], key=lambda size: -PRESETS[size].parameter_count)
+    contexts = sorted(axes["context"], reverse=True)
+    found: list[tuple[Any, ...]] = []
+    for context, size in product(contexts, sizes):
+        found += ((size, context, passes, dtype, 0) for dtype, passes in product(axes["dtype"], _kept(axes)))
+        if context == contexts[0]:
+            found += _checkpointed(axes, size, context, FORWARD_BACKWARD)
+    for size in sizes:
+        found += _checkpointed(axes, size, contexts[0], TRAIN)
+    return [dict(zip(KEYS, (*setting, batch), strict=True)) for setting in found]
+
+
+def _kept(axes: Axes) -> list[str]:
+    return [passes for passes in _TELLING if passes in axes["passes"]]
+
+
+def _checkpointed(axes: Axes, size: str, context: int, passes: str) -> Iterator[tuple[Any, ...]]:
+    for layers in axes["checkpoint_layers"]:
+        if passes in axes["passes"] and 0 < layers <= PRESETS[size].num_layers:
+            yield size, context, passes, axes["dtype"][0], layers
+
+
+def choose_timelines(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells whose timelines are drawn: the first of forward alone, and the first of the whole step."""
+    plain = [cell for cell in cells if not cell["checkpoint_layers"]]
+    firsts = {passes: next((cell for cell in plain if cell["passes"] == passes), None) for passes in _TELLING}
+    return [cell for passes in (FORWARD_ONLY, TRAIN) if (cell := firsts[passes]) is not None]
+
+
+def name_of(cell: Mapping[str, object]) -> str:
+    """Return a cell's name, fit for a file."""
+    layers = cell["checkpoint_layers"]
+    name = f"{cell['size']}-{cell['context']}-{cell['passes']}-{cell['dtype']}"
+    return f"{name}-checkpoint{layers}" if layers else name
+
+
+def workload_of(cell: Mapping[str, object]) -> Workload:
+    """Return what profkit's built-in model is to do for a cell."""
+    return Workload(
+        preset_name=str(cell["size"]),
+        batch=int(str(cell["batch"])),
+        context=int(str(cell["context"])),
+        warmup_steps=WARMUP_STEPS,
+        steps=STEPS,
+        dtype=cast("Dtype", cell["dtype"]),
+        passes=cast("Passes", cell["passes"]),
+        checkpoint_layers=int(str(cell["checkpoint_layers"])),
+    )
