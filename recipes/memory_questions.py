@@ -19,7 +19,7 @@ from recipes.common.axes import Names, Numbers
 from recipes.common.command import Options, exit_with, recipe_options, results_directory, run_recipe
 from recipes.common.recipe import Cell, Device, Recipe, Row
 from recipes.model_memory.cells import DTYPES, GRIDS, KEYS, SIZES, Files, build_cells, choose_timelines, name_of
-from recipes.model_memory.predicted import predict as predict_phases
+from recipes.model_memory.predicted import needed_bytes
 from recipes.model_memory.report import add_columns, report
 from recipes.whole_model.cells import PASSES
 
@@ -41,11 +41,6 @@ def measure(cell: Cell, device: Device, files: Files) -> Row:
     return measure_cell(cell, device, files)
 
 
-def predict(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell asks for at its peak."""
-    return predict_phases(cell, device).peak.bytes
-
-
 RECIPE = Recipe(
     name="memory_questions",
     question="Who holds the memory of a model, by context, precision and how much of a step; and what do checkpoints "
@@ -53,7 +48,7 @@ RECIPE = Recipe(
     columns=[Column(key, key, right=key not in WORDS) for key in (*KEYS, "device", *MEASURED, "status", "reason")],
     cell_keys=KEYS,
     measure=partial(measure, files=Files()),
-    predict=predict,
+    predict=needed_bytes,
     report=report,
     derive=add_columns,
     brief=BRIEF,

@@ -79,11 +79,13 @@ class _Run:
     def measure(self) -> None:
         """Record the steps where that can be, count what a block keeps, read the recording."""
         if self._device.type not in RECORDED_DEVICES:
-            self._count(TrainingStep(self._workload, self._device))
+            if not self._workload.checkpoint_layers:
+                self._count(TrainingStep(self._workload, self._device))
             return
         with sigterm_raises(), self._directory() as run:
             step = self._record(run)
-            self._count(step)
+            if not self._workload.checkpoint_layers:
+                self._count(step)
             self.found |= read_recorded(run)
             self._draw(run)
 
@@ -122,8 +124,6 @@ class _Run:
 
     def _count(self, step: TrainingStep) -> None:
         """Count in one more forward pass, loss included, what each block keeps, and look at what it hands on."""
-        if self._workload.checkpoint_layers:
-            return
         self._observer, self._phase = None, FORWARD
         is_trained = self._workload.passes != FORWARD_ONLY
         is_bf16 = self._workload.dtype == "bf16"

@@ -92,7 +92,8 @@ def draw_checkpoints(rows: Sequence[Row]) -> Figure | None:
     panel.set_xscale("log", base=2)
     panel.set_xticks(sizes, [str(size) for size in sizes])
     panel.minorticks_off()
-    panel.set_ylim(bottom=0)
+    everything = [row for row in rows if _setting(row) in settings]
+    panel.set_ylim(0, 1.06 * max(_int(row["predicted_peak_bytes"]) for row in everything) / _GIB)
     panel.set_xlabel("layers to a checkpoint")
     panel.set_ylabel("GiB (2³⁰ B), requested")
     panel.grid(True, color="#E5E5E5")

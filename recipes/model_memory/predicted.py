@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, cast
 
 from profkit.models.memory import HOPPER_WORKSPACE_BYTES, MemoryPrediction, predict_memory
+from profkit.ranges import FORWARD, LOSS
 from recipes.common.recipe import Cell, Device, Row
 from recipes.model_memory.cells import workload_of
 from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, TRAIN
@@ -21,6 +22,15 @@ _COPIES = {FORWARD_ONLY: 1, FORWARD_BACKWARD: 2, TRAIN: 4}
 def predict(cell: Cell, device: Device) -> MemoryPrediction:
     """Return what the second step needs; elsewhere than on CUDA without the workspaces of its libraries."""
     return predict_memory(workload_of(cell), HOPPER_WORKSPACE_BYTES if device == "cuda" else 0)
+
+
+def needed_bytes(cell: Cell, device: Device) -> int:
+    """Return the bytes that measuring a cell asks for: of its steps on CUDA, elsewhere of one forward pass alone."""
+    if device == "cuda":
+        return predict(cell, device).peak.bytes
+    passes = FORWARD_ONLY if cell["passes"] == FORWARD_ONLY else FORWARD_BACKWARD
+    peaks = predict({**cell, "passes": passes}, device).peaks
+    return max(peak.bytes for peak in peaks if peak.phase in (FORWARD, LOSS))
 
 
 def describe_prediction(cell: Cell, device: Device) -> Row:

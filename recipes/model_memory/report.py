@@ -60,6 +60,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
         "## Predicted against measured",
         *answer_predicted(rows),
         *_predicted(rows),
+        *_warnings(rows),
     ]
     pictures = {"peaks.png": draw_peaks(plain), "checkpoints.png": draw_checkpoints(rows)}
     return Report("\n\n".join(sections), {name: figure for name, figure in pictures.items() if figure is not None})
@@ -198,6 +199,17 @@ def _predicted(rows: Sequence[Row]) -> Iterator[str]:
     phases += [Column("measured", "requested_bytes"), Column("difference", "difference_bytes")]
     phases += [Column("with this new", "moment", right=False)]
     yield render_markdown(build_table([*keys, *phases], [line for row in rows for line in _phases_of(row)]))
+
+
+def _warnings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what profkit warned of when it read the recordings, each warning once, with the rows that have it."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        for message in cast("list[str]", row.get("warnings") or ()):
+            found.setdefault(message, []).append(row)
+    if found:
+        yield "## What the recordings warn of"
+        yield "\n".join(f"- {message} ({len(here)} of {len(rows)} rows)" for message, here in found.items())
 
 
 def _phases_of(row: Row) -> Iterator[Row]:
