@@ -35,6 +35,7 @@ MEASURED = (
     *("both_top_kernel", "both_top_share", "both_top_calls", "same_kernel"),
     *("gemm_forward_share", "gemm_step_share"),
     *(f"{part}_{kind}" for part in ("softmax", "scores", "values") for kind in ("us", "flops")),
+    "softmax_ratio",
     *("predicted_peak_bytes", "self_check"),
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from profkit.ranges import BACKWARD, FORWARD, SCORES, SOFTMAX, VALUE_PRODUCT
-from profkit.report.units import format_ns, format_share
+from profkit.report.units import format_count, format_ns, format_share
 from recipes.nsight.cells import INFERENCE, NSYS, TRAIN
 from recipes.nsight.read import GEMM, MATTERS, show_name
 
@@ -28,7 +28,7 @@ def find_answers(rows: Sequence[Measured]) -> dict[str, list[str]]:
         "b": [name_top(row) for row in trained],
         "c": [name_others(row) for row in trained],
         "d": [compare_shares(*pair) for pair in pair_rows(rows)],
-        "e": [compare_attention(row) for row in trained if row.get("softmax_us") is not None],
+        "e": [compare_attention(row) for row in trained],
     }
 
 
@@ -64,7 +64,9 @@ def name_top(row: Measured) -> str:
     """Return (b): the kernel with most time in forward, and over forward, loss and backward."""
     noun, forward, both = measure_noun(row), row["forward"], row["forward_backward"]
     first, there, other = forward["rows"][0], both["forwards_top"], both["rows"][0]
-    name = _code(first, row)
+    name, others = (_code(each, row) for each in (first, other))
+    if name == others and not row["same_kernel"]:  # they read alike, but for what is left out for reading
+        name, others = (f"`{each['name']}`" for each in (first, other))
     said = (
         f"{describe(row)}: {name} has the most {noun} time of forward, {_part(first, forward)} a forward "
         f"({format_share(first['share'])} of the {noun} time under `{forward['range']}`), in "
@@ -73,7 +75,7 @@ def name_top(row: Measured) -> str:
     if row["same_kernel"]:
         said += "the same"
     else:
-        said += f"another: {_code(other, row)}"
+        said += f"another: {others}"
     said += (
         f", {_part(other, both)} a step ({format_share(other['share'])} of the {noun} time under `{both['range']}` "
         f"without `{both['exclude']}`), in {_calls(other)}{_ties(both)}"
@@ -91,11 +93,11 @@ def name_others(row: Measured) -> str:
         f"{_code(each, row)} {format_share(each['share'])} ({each['category']}, {_calls(each)})" for each in others
     )
     rest = 1 - row["gemm_forward_share"]
+    found = f"there are {format_count(len(others), noun)}: {listed}" if others else "there is none"
     return (
         f"{describe(row)}: all but matrix products have {format_share(rest)} of the {noun} time under "
         f"`{forward['range']}` ({_ms(row['forward_kernel_ms'] * rest)} of {_ms(row['forward_kernel_ms'])} a forward); "
-        f"{len(others)} such {noun}s have {MATTERS:.0%} or more of it{': ' if listed else ''}{listed}. "
-        f"{_shown(_kernels(row, forward))}"
+        f"with {MATTERS:.0%} or more of it {found}. {_shown(_kernels(row, forward))}"
     )
 
 
@@ -141,8 +143,8 @@ def compare_attention(row: Measured) -> str:
     if all(flops):
         said += (
             f", and {format_share(flops[0] / sum(flops))} of their FLOPs ({flops[0]:,} against {flops[1]:,} and "
-            f"{flops[2]:,}): {softmax / scores:.3g} times the time of the scores for 1/{flops[1] / flops[0]:.3g} of "
-            "their FLOPs"
+            f"{flops[2]:,}): {row['softmax_ratio']:.3g} times the time of the scores, for "
+            f"1/{flops[1] / flops[0]:.3g} of their FLOPs"
         )
     command = ["profkit", "efficiency", row["capture"], "--attention", *(["--range", within] if within else [])]
     return f"{said}. {_shown(shlex.join(command))}"
@@ -150,7 +152,6 @@ def compare_attention(row: Measured) -> str:
 
 def summarize(rows: Sequence[Measured]) -> Iterator[str]:
     """Yield what all cells together answer, with the cells in which it is least and most."""
-    answers = find_answers(rows)
     trained = [row for row in rows if row["passes"] == TRAIN and row.get("forward")]
     for phase in (FORWARD, BACKWARD):
         timed = [row for row in rows if row["passes"] == TRAIN and row.get(f"{phase}_ratio") is not None]
@@ -179,9 +180,13 @@ def summarize(rows: Sequence[Measured]) -> Iterator[str]:
             f"{shares[1]} of that of a training step, less in {fell} of {len(pairs)} cells; what grows most is "
             f"{', '.join(grown)}."
         )
-    if answers["e"]:
-        parts = [{**row, "softmax_ratio": row["softmax_us"] / row["scores_us"]} for row in trained]
-        yield f"(e) A softmax takes {_extent(parts, 'softmax_ratio', '{:.3g}')} times as long as the scores before it."
+    if trained:
+        counted = [row for row in trained if row["softmax_flops"]]
+        parts = " or ".join(sorted({f"1/{row['scores_flops'] / row['softmax_flops']:.3g}" for row in counted}))
+        yield (
+            f"(e) A softmax takes {_extent(trained, 'softmax_ratio', '{:.3g}')} times as long as the scores before it"
+            f"{f', for {parts} of their FLOPs' if parts else ''}."
+        )
 
 
 def describe(row: Measured) -> str:

@@ -68,12 +68,12 @@ def read_times(opened: OpenedTrace, run: Path, context: int | None) -> Row:
     row: Row = {}
     for phase in (FORWARD, BACKWARD):
         walls_ns = measure_walls(opened, context, phase)
-        if not walls_ns or phase not in by_python:
+        told = by_python.get(phase)
+        if not walls_ns or told is None or told.profiled is None:
             continue
-        told = by_python[phase]
         row |= {
             f"{phase}_recorded_ms": median(walls_ns) / 1e6,
-            f"{phase}_python_ms": None if told.profiled is None else told.profiled.median / 1e6,
+            f"{phase}_python_ms": told.profiled.median / 1e6,
             f"{phase}_clean_ms": told.clean.median / 1e6,
             f"{phase}_ratio": median(walls_ns) / told.clean.median,
             f"{phase}_recorded_samples_ms": [each / 1e6 for each in walls_ns],
@@ -152,7 +152,10 @@ def _share_of(rows: Sequence[KernelRow], category: str) -> float:
 
 
 def read_attention(opened: OpenedTrace, context: int | None) -> Row:
-    """Return what a layer's softmax and the two products around it take in forward: kernel time in µs, and FLOPs."""
+    """Return what a layer's softmax and the two products around it take in forward: kernel time in µs, and FLOPs.
+
+    ``softmax_ratio`` is its time over that of the scores.
+    """
     result = opened.attention(name_range(context) or None)
     parts: dict[str, AttentionPart] = {part.part: part for part in result.parts if part.layer is None}
     row: Row = {"attention": {"range": result.range, "work_source": result.work_source}}
@@ -161,4 +164,5 @@ def read_attention(opened: OpenedTrace, context: int | None) -> Row:
         row[f"{column}_us"] = part.kernel_time_ns / part.instances / 1e3
         row[f"{column}_flops"] = None if part.operations is None else part.operations // part.instances
         row[f"{column}_instances"] = part.instances
+    row["softmax_ratio"] = parts[SOFTMAX].time_ratio
     return row

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from profkit.report.formats import render_markdown
 from recipes.common.recipe import OK, Report, Row
+from recipes.common.tables import build_pivot
 from recipes.nsight.answers import find_answers, profiler_name, summarize
+from recipes.nsight.cells import INFERENCE, TRAIN
 from recipes.nsight.pictures import draw_ratios, draw_shares
 
 QUESTIONS = {
@@ -17,19 +20,41 @@ QUESTIONS = {
     "e": "What does a softmax take against the two matrix products around it, in time and in FLOPs?",
 }
 
+TABLES = {
+    "a": [
+        ("forward_ratio", TRAIN, "`forward` of training, recorded over unprofiled"),
+        ("backward_ratio", TRAIN, "`backward` of training, recorded over unprofiled"),
+    ],
+    "b": [("top_calls", TRAIN, "Calls a forward of the one with the most time")],
+    "c": [("gemm_forward_share", TRAIN, "Share of matrix products in forward")],
+    "d": [
+        ("gemm_step_share", INFERENCE, "Share of matrix products in inference"),
+        ("gemm_step_share", TRAIN, "Share of matrix products in a training step"),
+    ],
+    "e": [("softmax_ratio", TRAIN, "A softmax's time over that of the scores before it")],
+}
+"""Of each question the columns shown by size and context: column, passes, title."""
+
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     """Return the answers to the five questions, those of a capture that failed its self-check left out."""
+    setting, alike = choose_alike(rows)
     answered = [row for row in rows if row["status"] == OK]
-    setting, alike = choose_alike(answered)
-    sections = [f"## In short{setting}", _listed(summarize(alike))]
+    compared = [row for row in alike if row["status"] == OK]
+    sections = [f"## In short{setting}", _listed(summarize(compared))]
     if answered:
         sections.append("The commands are for the directory of results. Its captures were made by:")
         sections.append(_listed(f"`{command}`" for command in dict.fromkeys(str(row["made_by"]) for row in answered)))
     for letter, sentences in find_answers(answered).items():
-        sections += [f"## ({letter}) {QUESTIONS[letter]}", _listed(sentences)]
-    pictures = {"ratios.png": draw_ratios(alike), "shares.png": draw_shares(alike)}
-    return Report("\n\n".join(sections), pictures)
+        sections += [f"## ({letter}) {QUESTIONS[letter]}", *_tables(letter, alike), _listed(sentences)]
+    return Report("\n\n".join(sections), {"ratios.png": draw_ratios(compared), "shares.png": draw_shares(compared)})
+
+
+def _tables(letter: str, rows: Sequence[Row]) -> Iterator[str]:
+    for key, passes, title in TABLES[letter]:
+        some = [row for row in rows if row["passes"] == passes]
+        if any(row.get(key) is not None for row in some):
+            yield f"{title}:\n\n{render_markdown(build_pivot(some, 'context', ['size'], key))}"
 
 
 def choose_alike(rows: Sequence[Row]) -> tuple[str, list[Row]]:

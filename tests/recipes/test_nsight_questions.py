@@ -92,7 +92,8 @@ def test_the_kernels_of_a_gpu_are_those_that_the_commands_print(small_row: dict[
     assert first["count"] == 168
     others = [each for each in forward["kernels"] if each["category"] != "gemm" and each["share"] >= 0.01]
     (named,) = find_answers([small_row])["c"]
-    assert f"{len(others)} such kernels have 1% or more of it" in named
+    assert f"with 1% or more of it there are {len(others)} kernels: `elementwise_kernel<" in named
+    assert "(elementwise, 146 calls)" in named
     rest = sum(each["total_ns"] for each in forward["kernels"] if each["category"] != "gemm") / 17_849_383
     assert f"have {rest:.1%} of the kernel time under `step */forward`" in named
 
@@ -114,7 +115,7 @@ def test_attention_and_times_are_those_that_the_commands_print(small_row: dict[s
         assert small_row[f"{column}_us"] == part["kernel_time_ns"] / 24 / 1e3
         assert small_row[f"{column}_flops"] == part["operations"] / 24
     assert "`computing softmax` takes 48.69 µs of kernel time" in answers["e"][0]
-    assert "2.13 times the time of the scores for 1/25.8 of their FLOPs" in answers["e"][0]
+    assert "2.13 times the time of the scores, for 1/25.8 of their FLOPs" in answers["e"][0]
     (words,) = _commands(answers["a"][0])
     walls = {row["path"]: row["wall_ns"] for row in ask(words)["ranges"]}
     recorded = (walls["step 0/forward"] + walls["step 1/forward"]) / 2e6
@@ -133,6 +134,16 @@ def test_a_forward_kernel_that_is_overtaken_is_told_with_its_place(small_row: di
     assert "30.0% of the kernel time under `step *` without `optimizer`" in said
     assert "has 19.8% there, place 2" in said
     assert "(with as much time: 1 more)" in said
+
+
+def test_kernels_that_read_alike_are_told_in_full(small_row: dict[str, Any]) -> None:
+    first, second = (f"sm80_xmma_gemm_stage{number}_execute" for number in (3, 4))
+    line = small_row["forward"]["rows"][0]
+    forward = {**small_row["forward"], "rows": [{**line, "name": first}]}
+    both = {**small_row["forward_backward"], "rows": [{**line, "name": second}]}
+    said = name_top({**small_row, "same_kernel": False, "forward": forward, "forward_backward": both})
+    assert f"`{first}` has the most kernel time of forward" in said
+    assert f"it is another: `{second}`" in said
 
 
 def _inference(row: dict[str, Any], **shares: float) -> dict[str, Any]:
@@ -263,7 +274,18 @@ def test_a_report_of_nothing_measured() -> None:
     cells = build_cells(["small"], [128], 4, 3, NSYS)
     said = report([{**cell, "status": "not run"} for cell in cells], {})
     assert said.markdown.count("Not measured.") == 6
+    assert "| 128 |" not in said.markdown
     assert said.pictures.keys() == {"ratios.png", "shares.png"}
+
+
+def test_the_tables_show_what_a_cell_without_an_answer_is(small_row: dict[str, Any]) -> None:
+    failed = {**CELL, "context": 512, "status": "failed(self-check: events are missing)"}
+    other = {**small_row, "batch": 8, "top_calls": 99.0}
+    text = report([small_row, failed, other], {}).markdown
+    assert "## In short: batch 4, 2 steps recorded by Nsight Systems" in text
+    assert "| 256 | 84 |\n| 512 | failed(self-check: events are missing) |" in text
+    assert "(a) `forward` in training took 1.5 (small, context 256) times as long under Nsight Systems" in text
+    assert "99" not in re.findall(r"Calls a forward.*?\n\n.*?\n\n", text, re.DOTALL)[0]
 
 
 def _run(directory: Path, *arguments: str) -> list[dict[str, str]]:
