@@ -18,7 +18,7 @@ from profkit.report.formats import Column
 from recipes.common.axes import Names, Numbers
 from recipes.common.command import Options, exit_with, recipe_options, results_directory, run_recipe
 from recipes.common.recipe import Cell, Device, Recipe, Row
-from recipes.model_memory.cells import DTYPES, GRIDS, KEYS, SIZES, Files, build_cells, choose_timelines, name_of
+from recipes.model_memory.cells import BATCH, DTYPES, GRIDS, KEYS, SIZES, Files, build_cells, choose_timelines, name_of
 from recipes.model_memory.predicted import needed_bytes
 from recipes.model_memory.report import add_columns, report
 from recipes.whole_model.cells import PASSES
@@ -64,7 +64,7 @@ RECIPE = Recipe(
 @click.option(
     "--checkpoint-layers", type=Numbers(least=0), help="Layers to a checkpoint, instead of the grid's; 0: none."
 )
-@click.option("--batch", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--batch", type=click.IntRange(min=1), default=BATCH, show_default=True)
 @click.option(
     "--keep-captures",
     type=click.Path(file_okay=False, path_type=Path),

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from profkit.report.memory_units import format_bytes
 from recipes.common.recipe import Row
-from recipes.model_memory.cells import name_of
+from recipes.model_memory.cells import describe_cell, describe_layers, name_of
 
 _UNMEASURED = "No peak was measured: of all devices only CUDA's allocator records its history."
 
@@ -84,7 +84,7 @@ def answer_largest(row: Row) -> Iterator[str]:
     first = largest[0]
     whose = f" of `{first['owner']}`" if first["owner"] else ""
     yield (
-        f"{_describe(row)}: the largest allocation at the peak, in {row['peak_phase']}, is "
+        f"{describe_cell(row)}: the largest allocation at the peak, in {row['peak_phase']}, is "
         f"{format_bytes(first['bytes'])} of {first['category']}{whose}; the {len(largest)} largest are "
         f"{format_bytes(together)}, {together / peak:.1%} of the {format_bytes(peak)} allocated then ({_command(row)})."
     )
@@ -122,9 +122,10 @@ def answer_checkpoints(group: Sequence[Row]) -> Iterator[str]:
     phase = lowest["peak_phase" if how == "measured" else "predicted_phase"]
     kept = [_int(row["predicted_saved_bytes"]) for row in (none, lowest)]
     command = _command(lowest) if how == "measured" else _rerun(lowest)
+    less = f"{(after - before) / before:+.1%}"
     yield (
-        f"{_describe(none)}: {format_bytes(before)} {how} at the peak without checkpoints; the lowest is "
-        f"{format_bytes(after)}, in {phase}, with one every {_layers(lowest)}, {(after - before) / before:+.1%}; what "
+        f"{describe_cell(none)}: {format_bytes(before)} {how} at the peak without checkpoints; the lowest is "
+        f"{format_bytes(after)}, in {phase}, with one every {describe_layers(lowest)}, {less}; what "
         f"is kept when the loss is made is predicted to go from {format_bytes(kept[0])} to {format_bytes(kept[1])} "
         f"({command})."
     )
@@ -141,7 +142,7 @@ def answer_predicted(rows: Sequence[Row]) -> Iterator[str]:
         sentences.append(
             f"Of {len(compared)} measured peaks {exact} were predicted to the byte, as requested from the allocator; "
             f"the largest difference is {off:,} B, {abs(off) / peak:.2%} of {format_bytes(peak)}, at "
-            f"{_describe(worst)}; `--predicted` shows it tensor by tensor ({_command(worst)})."
+            f"{describe_cell(worst)}; `--predicted` shows it tensor by tensor ({_command(worst)})."
         )
     off_by = [(row, _int(row["added_up_bytes"]) - _int(row["predicted_peak_bytes"])) for row in rows]
     high, low = max(off_by, key=lambda entry: entry[1]), min(off_by, key=lambda entry: entry[1])
@@ -162,7 +163,7 @@ def answer_predicted(rows: Sequence[Row]) -> Iterator[str]:
 def _signed(entry: tuple[Row, int]) -> str:
     row, off = entry
     share = off / _int(row["predicted_peak_bytes"])
-    return f"{'+' if off > 0 else ''}{format_bytes(off)} ({share:+.1%}, {_describe(row)})"
+    return f"{'+' if off > 0 else ''}{format_bytes(off)} ({share:+.1%}, {describe_cell(row)})"
 
 
 def _phases(row: Row) -> list[dict[str, Any]]:
@@ -181,16 +182,6 @@ def _rerun(row: Mapping[str, object]) -> str:
 def _command(row: Mapping[str, object]) -> str:
     """Return the commands that record a row again and show its memory."""
     return f"{_rerun(row).removesuffix('`')} --keep-captures captures`, then `profkit memory captures/{name_of(row)}`"
-
-
-def _describe(row: Mapping[str, object]) -> str:
-    more = f", a checkpoint every {_layers(row)}" if row["checkpoint_layers"] else ""
-    return f"{row['size']}, context {row['context']}, {row['passes']}, {row['dtype']}{more}"
-
-
-def _layers(row: Mapping[str, object]) -> str:
-    layers = _int(row["checkpoint_layers"])
-    return "layer" if layers == 1 else f"{layers} layers"
 
 
 def _list(sentences: Sequence[str]) -> str:

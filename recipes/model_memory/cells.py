@@ -15,6 +15,8 @@ from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, PASSES, TR
 
 KEYS = ("size", "context", "passes", "dtype", "checkpoint_layers", "batch")
 SIZES = tuple(PRESETS)
+BATCH = 4
+"""What the write-ups take; names of cells do not say it."""
 DTYPES = ("fp32", "bf16")
 
 Axes = Mapping[str, Sequence[Any]]
@@ -56,7 +58,7 @@ def build_cells(axes: Axes, batch: int) -> list[Cell]:
     contexts = sorted(axes["context"], reverse=True)
     found: list[tuple[Any, ...]] = []
     for context, size in product(contexts, sizes):
-        found += ((size, context, passes, dtype, 0) for dtype, passes in product(axes["dtype"], _kept(axes)))
+        found += ((size, context, passes, dtype, 0) for dtype, passes in product(axes["dtype"], _extents(axes)))
         if context == contexts[0]:
             found += _checkpointed(axes, size, context, FORWARD_BACKWARD)
     for size in sizes:
@@ -64,7 +66,7 @@ def build_cells(axes: Axes, batch: int) -> list[Cell]:
     return [dict(zip(KEYS, (*setting, batch), strict=True)) for setting in found]
 
 
-def _kept(axes: Axes) -> list[str]:
+def _extents(axes: Axes) -> list[str]:
     return [passes for passes in _TELLING if passes in axes["passes"]]
 
 
@@ -83,9 +85,22 @@ def choose_timelines(cells: Sequence[Cell]) -> list[Cell]:
 
 def name_of(cell: Mapping[str, object]) -> str:
     """Return a cell's name, fit for a file."""
-    layers = cell["checkpoint_layers"]
+    layers, batch = cell["checkpoint_layers"], cell["batch"]
     name = f"{cell['size']}-{cell['context']}-{cell['passes']}-{cell['dtype']}"
-    return f"{name}-checkpoint{layers}" if layers else name
+    return name + f"-checkpoint{layers}" * bool(layers) + f"-batch{batch}" * (batch != BATCH)
+
+
+def describe_cell(cell: Mapping[str, object]) -> str:
+    """Return a cell's name in words."""
+    more = f", a checkpoint every {describe_layers(cell)}" * bool(cell["checkpoint_layers"])
+    batch = f", batch {cell['batch']}" * (cell["batch"] != BATCH)
+    return f"{cell['size']}, context {cell['context']}, {cell['passes']}, {cell['dtype']}{batch}{more}"
+
+
+def describe_layers(cell: Mapping[str, object]) -> str:
+    """Return how far a cell's checkpoints are apart: ``layer``, ``2 layers``."""
+    layers = cell["checkpoint_layers"]
+    return "layer" if layers == 1 else f"{layers} layers"
 
 
 def workload_of(cell: Mapping[str, object]) -> Workload:

@@ -26,7 +26,7 @@ from profkit.run_directory import LEDGER, PREDICTED, SNAPSHOT
 from profkit.version import __version__
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
 from recipes.common.shortage import run_short
-from recipes.model_memory.cells import BUILDING, Files, name_of, workload_of
+from recipes.model_memory.cells import BUILDING, Files, describe_cell, name_of, workload_of
 from recipes.model_memory.predicted import predict
 from recipes.model_memory.recorded import draw_recorded, read_recorded
 from recipes.model_memory.saved import Part, SavedAccount, count_saved
@@ -142,9 +142,7 @@ class _Run:
     def _draw(self, run: Path) -> None:
         picture = self._files.timelines.get(name_of(self._cell))
         if picture is not None:
-            cell = self._cell
-            title = f"{cell['size']}, context {cell['context']}, {cell['passes']}, {cell['dtype']}"
-            draw_recorded(run, picture, title)
+            draw_recorded(run, picture, describe_cell(self._cell))
             self.found["timeline"] = picture.name
 
 

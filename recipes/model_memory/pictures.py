@@ -23,11 +23,12 @@ def draw_peaks(rows: Sequence[Row]) -> Figure | None:
     """Draw the largest size: a panel each extent of a step, a bar each context and precision, measured as a mark."""
     if not rows:
         return None
-    size = max(rows, key=lambda row: _int(row["parameters"]))["size"]
-    here = [row for row in rows if row["size"] == size]
+    largest = max(rows, key=lambda row: _int(row["parameters"]))
+    size, batch = largest["size"], largest["batch"]
+    here = [row for row in rows if (row["size"], row["batch"]) == (size, batch)]
     extents = [passes for passes in PASSES if any(row["passes"] == passes for row in here)]
     measured = ", and measured" * any(row.get("requested_peak_bytes") is not None for row in here)
-    title = f"{size}, batch {here[0]['batch']}: predicted peak by kind, with its phase{measured}"
+    title = f"{size}, batch {batch}: predicted peak by kind, with its phase{measured}"
     figure = new_figure(title, width=3.4 * len(extents) + 2.6)
     panels = figure.subplots(1, len(extents), squeeze=False, sharey=True)[0]
     for panel, passes in zip(panels, extents, strict=True):
@@ -108,7 +109,8 @@ def draw_checkpoints(rows: Sequence[Row]) -> Figure | None:
 
 
 def _setting(row: Row) -> tuple[str, ...]:
-    return str(row["size"]), f"context {row['context']}", str(row["passes"]), str(row["dtype"])
+    lengths = (f"batch {row['batch']}", f"context {row['context']}")
+    return str(row["size"]), *lengths, str(row["passes"]), str(row["dtype"])
 
 
 def _layers(row: Row) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from profkit.report.formats import Column, render_markdown
@@ -17,7 +17,7 @@ from recipes.model_memory.answers import (
     answer_residual,
     answer_saved,
 )
-from recipes.model_memory.cells import BUILDING, KEYS, choose_timelines, name_of
+from recipes.model_memory.cells import BUILDING, KEYS, choose_timelines, describe_cell
 from recipes.model_memory.pictures import draw_checkpoints, draw_peaks
 from recipes.model_memory.predicted import KINDS, REST, describe_prediction, kinds_at_peak
 from recipes.whole_model.cells import PASSES
@@ -42,7 +42,7 @@ def add_columns(rows: Sequence[Row]) -> None:
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     """Return the answers, each with its table, and pictures of peaks and of checkpoints."""
     plain = [row for row in rows if not row["checkpoint_layers"]]
-    largest = [row for row in map(_row_finder(rows), choose_timelines(_telling(plain))) if row is not None]
+    largest = cast("list[Row]", choose_timelines(_telling(plain)))
     sections = [
         "## Peaks, and the phase that each falls in",
         *answer_peaks(plain),
@@ -71,19 +71,15 @@ def _telling(rows: Sequence[Row]) -> list[Any]:
     return sorted(rows, key=lambda row: (-_int(row["context"]), -_int(row["parameters"])))
 
 
-def _row_finder(rows: Sequence[Row]) -> Callable[[Mapping[str, object]], Row | None]:
-    by_name = {name_of(row): row for row in rows}
-    return lambda cell: by_name.get(name_of(cell))
-
-
 def _peaks(rows: Sequence[Row]) -> Iterator[str]:
     is_measured = any(row.get("allocated_peak_bytes") is not None for row in rows)
     keys = ("allocated_peak_bytes", "peak_phase") if is_measured else ("predicted_peak_bytes", "predicted_phase")
+    what = "allocated at the peak" if is_measured else "requested at the predicted peak"
     told = [{**row, "peak": _told_peak(row, *keys)} for row in rows]
     told.sort(key=lambda row: PASSES.index(cast("Any", row["passes"])))
-    for size in dict.fromkeys(row["size"] for row in rows):
-        here = [row for row in told if row["size"] == size]
-        yield f"{size}, {'allocated at the peak' if is_measured else 'requested at the predicted peak'}, by context:"
+    for size, batch in dict.fromkeys((row["size"], row["batch"]) for row in rows):
+        here = [row for row in told if (row["size"], row["batch"]) == (size, batch)]
+        yield f"{size}, batch {batch}, {what}, by context:"
         yield render_markdown(build_pivot(here, "context", ["passes", "dtype"], "peak"))
     yield "![peaks](peaks.png)"
 
@@ -99,8 +95,8 @@ def _timelines(rows: Sequence[Row]) -> Iterator[str]:
     if not drawn:
         yield "None: only CUDA's allocator records its history."
     for row in drawn:
-        yield f"{_describe(row)}:"
-        yield f"![{_describe(row)}]({row['timeline']})"
+        yield f"{describe_cell(row)}:"
+        yield f"![{describe_cell(row)}]({row['timeline']})"
 
 
 def _largest(rows: Sequence[Row]) -> Iterator[str]:
@@ -223,10 +219,6 @@ def _phases_of(row: Row) -> Iterator[Row]:
             "requested_bytes": found.get("requested_bytes"),
             "difference_bytes": found.get("difference_bytes"),
         }
-
-
-def _describe(row: Mapping[str, object]) -> str:
-    return f"{row['size']}, context {row['context']}, {row['passes']}, {row['dtype']}"
 
 
 def _int(value: object) -> int:

@@ -23,7 +23,16 @@ from profkit.models.presets import PRESETS
 from profkit.run_directory import LEDGER, SNAPSHOT
 from recipes.memory_questions import RECIPE
 from recipes.model_memory import measure
-from recipes.model_memory.cells import GRIDS, KEYS, Files, build_cells, choose_timelines, name_of, workload_of
+from recipes.model_memory.cells import (
+    GRIDS,
+    KEYS,
+    Files,
+    build_cells,
+    choose_timelines,
+    describe_cell,
+    name_of,
+    workload_of,
+)
 from recipes.model_memory.predicted import needed_bytes
 from recipes.model_memory.recorded import draw_recorded, read_recorded
 from recipes.model_memory.report import add_columns, report
@@ -49,13 +58,20 @@ def test_the_reports_grid() -> None:
     assert name_of(cells[-1]) == "2.7B-512-train-fp32-checkpoint32"
 
 
+def test_a_name_tells_a_cell_from_all_others() -> None:
+    cells = [cell for batch in (4, 8) for cell in build_cells(GRIDS["reports"], batch)]
+    for name in (name_of, describe_cell):
+        assert len(set(map(name, cells))) == len(cells)
+    assert describe_cell(cells[6]) == "2.7B, context 512, forward-backward, fp32, a checkpoint every layer"
+
+
 def test_no_checkpoint_has_more_layers_than_there_are() -> None:
     cells = build_cells({**GRIDS["reports"], "size": ("tiny", "small"), "checkpoint_layers": (0, 1, 2, 12, 13)}, 4)
     layers = {size: {cell["checkpoint_layers"] for cell in cells if cell["size"] == size} for size in ("tiny", "small")}
     assert layers == {"tiny": {0, 1, 2}, "small": {0, 1, 2, 12}}
 
 
-class Played2(Played):
+class Left(Played):
     """A played step, and what it leaves where a recording would."""
 
     def leave(self, snapshot: Path, ledger: Path, folder: Path) -> None:
@@ -79,7 +95,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
             yield owners
         finally:
             owners.close()
-        Played2(playing["workload"], *playing["edits"]).leave(snapshot, ledger, tmp_path / "played")
+        Left(playing["workload"], *playing["edits"]).leave(snapshot, ledger, tmp_path / "played")
 
     monkeypatch.setattr(measure, "RECORDED_DEVICES", ("cpu",))
     monkeypatch.setattr(measure, "recorded_memory", recorded)
@@ -205,7 +221,9 @@ def test_each_sentence_has_its_number_and_its_command(tmp_path: Path) -> None:
     assert "Of 6 measured peaks 6 were predicted to the byte" in text
     assert "`torch.cuda.max_memory_allocated()` to the byte in 6 of 6 rows" in text
     assert re.search(r"without checkpoints; the lowest is [\d.]+ MiB, in \w+, with one every (2 layers|layer), -", text)
-    assert "--batch 2 -o again --keep-captures captures`, then `profkit memory captures/tiny-48-train-fp32`" in text
+    assert (
+        "--batch 2 -o again --keep-captures captures`, then `profkit memory captures/tiny-48-train-fp32-batch2`" in text
+    )
 
 
 def test_a_wrong_prediction_is_told(tmp_path: Path) -> None:
