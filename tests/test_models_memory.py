@@ -317,8 +317,14 @@ def _collect(event: Any, parents: tuple[Any, ...], found: list[tuple[int, Any, t
         Workload("large", dtype="bf16", passes="forward", batch=2, context=1024, device="cuda"),
         Workload("2.7B", dtype="bf16", batch=1, context=512, device="cuda"),
         Workload("small", dtype="bf16", compile_mode="default", device="cuda"),
+        Workload("small", passes="forward-backward", context=512, checkpoint_layers=1, device="cuda"),
+        Workload("medium", batch=8, context=512, checkpoint_layers=5, device="cuda"),
+        Workload("small", dtype="bf16", context=512, checkpoint_layers=4, device="cuda"),
     ],
-    ids=lambda one: f"{one.preset_name}-{one.dtype}-{one.passes}-{one.batch}-{one.context}-{one.compile_mode}",
+    ids=lambda one: (
+        f"{one.preset_name}-{one.dtype}-{one.passes}-{one.batch}-{one.context}-{one.compile_mode}"
+        f"-{one.checkpoint_layers}"
+    ),
 )
 def test_on_a_gpu_no_byte_of_any_phase_is_unexplained(tmp_path: Path, wanted: Workload) -> None:
     memory = MemoryOrder(str(tmp_path / SNAPSHOT), str(tmp_path / LEDGER))
