@@ -86,7 +86,7 @@ def measure_cells(
 ) -> list[Row]:
     """Measure some cells, but for those that are known not to fit; runs in the cells' process."""
     needed = [None if predict is None else predict(cell, device) for cell in cells]
-    free = free_bytes(device) if any(needed) else None
+    free = _free_bytes(measure, device) if any(needed) else None
     refused = [None if force else _refuse(size, free) for size in needed]
     fitting = [cell for cell, row in zip(cells, refused, strict=True) if row is None]
     if isinstance(measure, Together):
@@ -100,6 +100,13 @@ def measure_cells(
     # What cannot be kept breaks these cells here, and not the grid.
     json.dumps(rows, allow_nan=False)
     return rows
+
+
+def _free_bytes(measure: object, device: Device) -> int | None:
+    """Return how much memory is free, told so that what is measured next finds the device as it was."""
+    # Asking makes a CUDA context. What measures many at once starts programs of its own, and a context that this
+    # process held beside them would take their memory, and be another process on their GPU.
+    return run_isolated(free_bytes, device) if isinstance(measure, Together) else free_bytes(device)
 
 
 def _refuse(needed: int | None, free: int | None) -> Row | None:

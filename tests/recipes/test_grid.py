@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.common import grid
+from recipes.common.recipe import Together
 from tests.conftest import ROOT
 from tests.recipes.counting import COUNTS
 
@@ -144,3 +146,17 @@ def test_a_file_where_the_results_should_go_is_one_line(recipe: Run, tmp_path: P
     done = recipe()
     assert done.returncode == 2
     assert "is a file" in done.stderr
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+def test_where_programs_are_started_the_free_memory_is_asked_for_in_another_process(
+    monkeypatch: pytest.MonkeyPatch, is_together: bool
+) -> None:
+    """A process that asks holds a CUDA context from then on."""
+    elsewhere: list[object] = []
+    monkeypatch.setattr(grid, "run_isolated", lambda function, device: elsewhere.append((function, device)) or 10)
+    monkeypatch.setattr(grid, "free_bytes", ask := lambda _device: 10)
+    measure = Together(("number",), lambda _cells, _device: []) if is_together else lambda _cell, _device: {}
+    (row,) = grid.measure_cells(measure, lambda _cell, _device: 20, [{"number": 1}], "cuda", force=False)
+    assert row["reason"] == "predicted 20 B, free 10 B; --force tries it"
+    assert elsewhere == [(ask, "cuda")] * is_together
