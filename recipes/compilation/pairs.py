@@ -132,6 +132,12 @@ def compare_phases(pair: Pair) -> list[PhaseChange]:
     ]
 
 
+def outside_phases(row: Mapping[str, Any]) -> Totals:
+    """Return what a step ran between its phases: with theirs it is all that ran."""
+    count, total_ns = total(kernels_of(row))
+    return row["kernels"] - count, round(row["kernel_ms"] * 1e6) - total_ns
+
+
 def _compare_phase(phase: str, before: Sequence[Kernel], after: Sequence[Kernel]) -> PhaseChange:
     return PhaseChange(
         phase=phase,

@@ -21,6 +21,7 @@ from recipes.compilation.pairs import (
     find_pairs,
     list_fused,
     measure_speedup,
+    outside_phases,
     steps_to_break_even,
 )
 from recipes.compilation.pictures import draw_kernels, draw_speedups
@@ -91,9 +92,15 @@ def say_kernels(pair: Pair) -> str:
         f"{format_count(row['kernels'], noun)} of {format_ns(round(row['kernel_ms'] * 1e6))}"
         for row in (pair.eager, pair.compiled)
     )
-    phases = "; ".join(_say_phase(change, noun) for change in compare_phases(pair))
+    phases = "; ".join([*(_say_phase(change, noun) for change in compare_phases(pair)), *_say_rest(pair)])
     whole = f"{before} in a step eager, {after} compiled, one step each"
     return f"{name_pair(pair)}: {whole}. {phases}. ({name_options(pair)})"
+
+
+def _say_rest(pair: Pair) -> Iterator[str]:
+    before, after = outside_phases(pair.eager), outside_phases(pair.compiled)
+    if before[0] or after[0]:
+        yield f"between the phases: {_show(before)}, then {_show(after)}"
 
 
 def _say_phase(change: PhaseChange, noun: str) -> str:

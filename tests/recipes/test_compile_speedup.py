@@ -298,6 +298,13 @@ def test_what_is_said_carries_numbers_and_the_command() -> None:
     assert said.endswith(options)
 
 
+def test_what_runs_between_the_phases_is_said_so_that_all_adds_up() -> None:
+    pair = _pair()
+    assert "between the phases" not in say_kernels(pair)
+    pair.eager.update({"kernels": 3_834, "kernel_ms": 59.323430})
+    assert "; between the phases: 4, 2.000 µs, then none. (`" in say_kernels(pair)
+
+
 def test_what_spoils_the_numbers_is_said() -> None:
     pair = _pair()
     assert remark([pair.eager, pair.compiled]) == []
