@@ -98,11 +98,11 @@ class BenchmarkTable:
         }
 
     def describe(self, row: int) -> str:
-        """Return a row's labels in words: those that differ between the rows."""
+        """Return a row's labels in words: those that it has and that differ between the rows."""
         shown = [
             f"{heading} {value}"
             for heading, value in self.labels(row).items()
-            if len({other[heading] for other in self.rows}) > 1
+            if value and len({other[heading] for other in self.rows}) > 1
         ]
         return ", ".join(shown) or f"row {row + 1}"
 

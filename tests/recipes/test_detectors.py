@@ -231,3 +231,9 @@ def test_what_was_worked_out_is_no_label() -> None:
     table = build_table("t", rows)
     assert table.describe(1) == "seq_len 512"
     assert inspect_tables([table]) == []
+
+
+def test_a_row_is_called_by_the_labels_that_it_has() -> None:
+    rows: list[dict[str, object]] = [{"what": "attention", "size": None}, {"what": "model", "size": "small"}]
+    table = build_table("t", [{**row, "forward_ms": 1.5} for row in rows])
+    assert [table.describe(row) for row in (0, 1)] == ["what attention", "what model, size small"]
