@@ -55,9 +55,11 @@ def compare_times(row: Measured) -> str:
             f"in a process of their own): {row[f'{phase}_ratio']:.3g} times that"
         )
     run = row["capture"]
-    python_command = f'python -c "import profkit; print(profkit.read_step_times({run!r}).to_pandas())"'
-    commands = [f"profkit ranges {run} --numbered", python_command]
-    return f"{describe(row)}, {_DOING[row['passes']]}: {'; '.join(parts)}. {_shown(*commands)}"
+    # With all of its columns pandas would leave out these.
+    columns = "[['context', 'phase', 'clean_median', 'profiled_median']]"
+    times = f'python -c "import profkit; print(profkit.read_step_times({run!r}).to_pandas(){columns})"'
+    said = f"{describe(row)}, {_DOING[row['passes']]}: {'; '.join(parts)}"
+    return f"{said}. {_shown(f'profkit ranges {run} --numbered', times)}"
 
 
 def name_top(row: Measured) -> str:
@@ -82,7 +84,8 @@ def name_top(row: Measured) -> str:
     )
     if not row["same_kernel"]:
         said += f"; {name} has {format_share(there['share'])} there, place {there['place']}"
-    return f"{said}. {_shown(_kernels(row, forward), _kernels(row, both))}"
+    lines = None if row["same_kernel"] else there["place"]
+    return f"{said}. {_shown(_kernels(row, forward), _kernels(row, both, lines=lines))}"
 
 
 def name_others(row: Measured) -> str:
@@ -97,7 +100,8 @@ def name_others(row: Measured) -> str:
     return (
         f"{describe(row)}: all but matrix products have {format_share(rest)} of the {noun} time under "
         f"`{forward['range']}` ({_ms(row['forward_kernel_ms'] * rest)} of {_ms(row['forward_kernel_ms'])} a forward); "
-        f"with {MATTERS:.0%} or more of it {found}. {_shown(_kernels(row, forward))}"
+        f"with {MATTERS:.0%} or more of it {found}. "
+        f"{_shown(_kernels(row, forward, '--by category'), _kernels(row, forward, lines=len(forward['rows'])))}"
     )
 
 
@@ -225,9 +229,11 @@ def _calls(line: Mapping[str, Any]) -> str:
     return f"{count:g} call{'s' * (count != 1)}"
 
 
-def _kernels(row: Measured, table: Mapping[str, Any], more: str = "") -> str:
+def _kernels(row: Measured, table: Mapping[str, Any], more: str = "", lines: int | None = None) -> str:
+    """Return the command that prints a table, its first ``lines`` or as many as are usual."""
     words = ["profkit", "kernels", row["capture"], "--range", table["range"]]
     words += ["--exclude", table["exclude"]] if table["exclude"] else []
+    words += ["--top", str(lines)] if lines else []
     return f"{shlex.join(words)} {more}".strip()
 
 

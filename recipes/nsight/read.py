@@ -39,7 +39,7 @@ def read_row(opened: OpenedTrace, run: Path, context: int | None) -> Row:
     row: Row = {
         "capture": f"{run.parent.name}/{run.name}",
         "self_check": verdict_line(opened.self_check),
-        "findings": [f"{each.verdict}: {each.message}" for each in opened.self_check.findings],
+        "self_check_warnings": [each.message for each in opened.self_check.of("warning")],
         "versions": manifest["versions"],
         "recorder_warnings": manifest["warnings"],
     }

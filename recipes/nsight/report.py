@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 from profkit.report.formats import render_markdown
 from recipes.common.recipe import OK, Report, Row
@@ -19,6 +20,8 @@ QUESTIONS = {
     "d": "What share have matrix products in inference and in a training step, and what grew?",
     "e": "What does a softmax take against the two matrix products around it, in time and in FLOPs?",
 }
+
+_NONE = "Not measured."
 
 TABLES = {
     "a": [
@@ -41,12 +44,13 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     setting, alike = choose_alike(rows)
     answered = [row for row in rows if row["status"] == OK]
     compared = [row for row in alike if row["status"] == OK]
-    sections = [f"## In short{setting}", _listed(summarize(compared))]
+    sections = [f"## In short{setting}", _listed(summarize(compared)) or _NONE]
     if answered:
         sections.append("The commands are for the directory of results. Its captures were made by:")
         sections.append(_listed(f"`{command}`" for command in dict.fromkeys(str(row["made_by"]) for row in answered)))
     for letter, sentences in find_answers(answered).items():
-        sections += [f"## ({letter}) {QUESTIONS[letter]}", *_tables(letter, alike), _listed(sentences)]
+        sections += [f"## ({letter}) {QUESTIONS[letter]}", *_tables(letter, alike), _listed(sentences) or _NONE]
+    sections += ["## What the captures warn of", _listed(_warnings(rows)) or "Nothing."]
     return Report("\n\n".join(sections), {"ratios.png": draw_ratios(compared), "shares.png": draw_shares(compared)})
 
 
@@ -55,6 +59,16 @@ def _tables(letter: str, rows: Sequence[Row]) -> Iterator[str]:
         some = [row for row in rows if row["passes"] == passes]
         if any(row.get(key) is not None for row in some):
             yield f"{title}:\n\n{render_markdown(build_pivot(some, 'context', ['size'], key))}"
+
+
+def _warnings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what profkit doubts about each capture: its times, its GPU, and what its self-check found."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for key in ("recorder_warnings", "self_check_warnings"):
+            found.setdefault(str(row.get("capture")), []).extend(cast("list[str]", row.get(key) or []))
+    for capture, messages in found.items():
+        yield from (f"`{capture}`: {message}" for message in dict.fromkeys(messages))
 
 
 def choose_alike(rows: Sequence[Row]) -> tuple[str, list[Row]]:
@@ -68,4 +82,4 @@ def choose_alike(rows: Sequence[Row]) -> tuple[str, list[Row]]:
 
 
 def _listed(sentences: Iterable[str]) -> str:
-    return "\n".join(f"- {sentence}" for sentence in sentences) or "Not measured."
+    return "\n".join(f"- {sentence}" for sentence in sentences)

@@ -96,6 +96,11 @@ def test_the_kernels_of_a_gpu_are_those_that_the_commands_print(small_row: dict[
     assert "(elementwise, 146 calls)" in named
     rest = sum(each["total_ns"] for each in forward["kernels"] if each["category"] != "gemm") / 17_849_383
     assert f"have {rest:.1%} of the kernel time under `step */forward`" in named
+    categories, kernels = (ask(words) for words in _commands(named))
+    assert 1 - next(each["share"] for each in categories["kernels"] if each["name"] == "gemm") == pytest.approx(rest)
+    assert [each["name"] for each in kernels["kernels"] if each["category"] != "gemm"] == [
+        each["name"] for each in others
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,11 +131,28 @@ def test_attention_and_times_are_those_that_the_commands_print(small_row: dict[s
     assert "25.00 ms by Python's clock without a profiler (median of 3 steps" in answers["a"][0]
 
 
+def test_the_times_of_pythons_clock_are_those_that_the_command_prints(
+    small_run: Path, small_row: dict[str, Any]
+) -> None:
+    (command,) = re.findall(r"`python -c \"(.+)\"`", find_answers([small_row])["a"][0])
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=small_run.parent.parent, capture_output=True, text=True, check=True, env=_environment(),
+    )  # fmt: skip
+    assert done.stdout.split() == [
+        *("context", "phase", "clean_median", "profiled_median"),
+        *("0", "None", "forward", "25000000.0", "37000000.0"),
+        *("1", "None", "backward", "50000000.0", "62000000.0"),
+        *("2", "None", "step", "90000000.0", "105000000.0"),
+    ]
+
+
 def test_a_forward_kernel_that_is_overtaken_is_told_with_its_place(small_row: dict[str, Any]) -> None:
     other = {**small_row["forward_backward"]["rows"][1], "name": "wgrad_kernel", "share": 0.3}
     both = {**small_row["forward_backward"], "rows": [other], "forwards_top": {"place": 2, "share": 0.198}, "tied": 2}
     said = name_top({**small_row, "same_kernel": False, "forward_backward": both})
     assert "it is another: `wgrad_kernel`" in said
+    assert _commands(said)[1][-2:] == ["--top", "2"]
     assert "30.0% of the kernel time under `step *` without `optimizer`" in said
     assert "has 19.8% there, place 2" in said
     assert "(with as much time: 1 more)" in said
@@ -276,6 +298,13 @@ def test_a_report_of_nothing_measured() -> None:
     assert said.markdown.count("Not measured.") == 6
     assert "| 128 |" not in said.markdown
     assert said.pictures.keys() == {"ratios.png", "shares.png"}
+
+
+def test_what_a_capture_warns_of_is_told_once_with_its_name(small_row: dict[str, Any]) -> None:
+    assert report([small_row], {}).markdown.endswith("## What the captures warn of\n\nNothing.")
+    doubted = {**small_row, "recorder_warnings": ["the times vary widely"], "self_check_warnings": ["2 late kernels"]}
+    text = report([doubted, {**doubted, "context": 512}], {}).markdown
+    assert text.endswith("- `captures/small`: the times vary widely\n- `captures/small`: 2 late kernels")
 
 
 def test_the_tables_show_what_a_cell_without_an_answer_is(small_row: dict[str, Any]) -> None:
