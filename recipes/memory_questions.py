@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from profkit.errors import UsageError
 from profkit.report.formats import Column
 from recipes.common.axes import Names, Numbers
 from recipes.common.command import Options, exit_with, recipe_options, results_directory, run_recipe
@@ -55,6 +56,16 @@ RECIPE = Recipe(
 )
 
 
+def _require_checkpoints(cells: Sequence[Cell], wanted: Sequence[object]) -> None:
+    """Raise a `UsageError` if no cell has one of the wanted numbers of layers to a checkpoint."""
+    there = {cell["checkpoint_layers"] for cell in cells}
+    for layers in wanted:
+        if layers not in there:
+            raise UsageError(
+                f"--checkpoint-layers {layers}: nothing has it; a size has its layers at most, and forward alone none"
+            )
+
+
 @click.command(help=__doc__)
 @recipe_options
 @click.option("--size", type=Names(SIZES), help="Sizes of the model, instead of the grid's.")
@@ -75,6 +86,7 @@ def main(
 ) -> int:
     axes = {**GRIDS[options.grid], **{axis: values for axis, values in given.items() if values is not None}}
     cells = build_cells(axes, batch)
+    _require_checkpoints(cells, given["checkpoint_layers"] or ())
     directory = results_directory(RECIPE.name, options)
     timelines = {name: directory / f"timeline-{name}.png" for name in map(name_of, choose_timelines(cells))}
     files = Files(timelines, keep_captures)

@@ -30,11 +30,11 @@ def _growth(series: Sequence[Row]) -> str:
     first, last = series[0], series[-1]
     low, high = (_int(row["allocated_peak_bytes"]) for row in (first, last))
     at = f"{first['size']}, {first['passes']}, {first['dtype']}: {format_bytes(low)} allocated at the peak"
-    where = f"in {first['peak_phase'] or 'the making of the model'} at context {first['context']}"
+    where = f"in {_phase(first)} at context {first['context']}"
     if first is last:
         return f"{at} {where} ({_command(first)})."
     return (
-        f"{at} {where}, {format_bytes(high)} in {last['peak_phase']} at context {last['context']}: "
+        f"{at} {where}, {format_bytes(high)} in {_phase(last)} at context {last['context']}: "
         f"{high / low:.3g} times as much for {_int(last['context']) / _int(first['context']):.3g} times the context "
         f"({_command(last)})."
     )
@@ -84,7 +84,7 @@ def answer_largest(row: Row) -> Iterator[str]:
     first = largest[0]
     whose = f" of `{first['owner']}`" if first["owner"] else ""
     yield (
-        f"{describe_cell(row)}: the largest allocation at the peak, in {row['peak_phase']}, is "
+        f"{describe_cell(row)}: the largest allocation at the peak, in {_phase(row)}, is "
         f"{format_bytes(first['bytes'])} of {first['category']}{whose}; the {len(largest)} largest are "
         f"{format_bytes(together)}, {together / peak:.1%} of the {format_bytes(peak)} allocated then ({_command(row)})."
     )
@@ -119,7 +119,7 @@ def answer_checkpoints(group: Sequence[Row]) -> Iterator[str]:
         return
     lowest = min(with_some, key=lambda row: _int(row[key]))
     before, after = _int(none[key]), _int(lowest[key])
-    phase = lowest["peak_phase" if how == "measured" else "predicted_phase"]
+    phase = _phase(lowest) if how == "measured" else lowest["predicted_phase"]
     kept = [_int(row["predicted_saved_bytes"]) for row in (none, lowest)]
     command = _command(lowest) if how == "measured" else _rerun(lowest)
     less = f"{(after - before) / before:+.1%}"
@@ -149,13 +149,14 @@ def answer_predicted(rows: Sequence[Row]) -> Iterator[str]:
     sentences.append(
         "The peak is the highest phase's, not the sum of all kinds: parameters, gradients, AdamW's moments and what is "
         f"kept for backward, added up, would be off by {_signed(low)} to {_signed(high)} of the predicted peak, over "
-        f"{len(rows)} rows."
+        f"{len(rows)} rows (columns `added_up_bytes` and `predicted_peak_bytes`)."
     )
     replayed = [row for row in rows if row.get("replay_difference_bytes") is not None]
     if replayed:
         agree = sum(not row["replay_difference_bytes"] for row in replayed)
         sentences.append(
-            f"The replayed peak is `torch.cuda.max_memory_allocated()` to the byte in {agree} of {len(replayed)} rows."
+            f"The replayed peak is `torch.cuda.max_memory_allocated()` to the byte in {agree} of {len(replayed)} rows "
+            "(column `replay_difference_bytes`)."
         )
     yield _list(sentences)
 
@@ -164,6 +165,11 @@ def _signed(entry: tuple[Row, int]) -> str:
     row, off = entry
     share = off / _int(row["predicted_peak_bytes"])
     return f"{'+' if off > 0 else ''}{format_bytes(off)} ({share:+.1%}, {describe_cell(row)})"
+
+
+def _phase(row: Row) -> str:
+    """Return where a measured peak fell."""
+    return str(row["peak_phase"] or "the making of the model")
 
 
 def _phases(row: Row) -> list[dict[str, Any]]:

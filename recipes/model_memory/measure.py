@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from profkit.launch.directory import write_json, write_manifest
 from profkit.launch.processes import sigterm_raises
 from profkit.models.workload import MemoryOptions
 from profkit.ranges import FORWARD
-from profkit.run_directory import LEDGER, PREDICTED, SNAPSHOT
+from profkit.run_directory import LEDGER, MANIFEST, PREDICTED, SNAPSHOT, read_manifest
 from profkit.version import __version__
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
 from recipes.common.shortage import run_short
@@ -35,6 +36,7 @@ from recipes.whole_model.cells import FORWARD_ONLY
 RECORDED_DEVICES = ("cuda",)
 """Those whose allocator records its history."""
 LARGEST_PARTS = 5
+_UNDER_WAY = "incomplete"
 
 
 def measure_cell(cell: Cell, device: Device, files: Files) -> Row:
@@ -97,6 +99,8 @@ class _Run:
                 yield Path(made)
             return
         run = self._files.captures / name_of(self._cell)
+        if (run / MANIFEST).exists() and read_manifest(run).get("status") == _UNDER_WAY:
+            shutil.rmtree(run)  # what an interrupted run of this cell left
         run.mkdir(parents=True, exist_ok=True)
         if any(run.iterdir()):
             raise RunError(f"{run}: exists and is not empty; name another directory with --keep-captures")
@@ -107,7 +111,7 @@ class _Run:
         options = MemoryOptions()
         versions = {"profkit": __version__, "torch": torch.__version__}
         manifest = {"target": self._workload.target, "versions": versions, "workload": asdict(self._workload)}
-        write_manifest(run, {"status": "incomplete", **manifest})
+        write_manifest(run, {"status": _UNDER_WAY, **manifest})
         write_json(run / PREDICTED, predict(self._cell, "cuda").to_dict())
         with recorded_memory(
             run / SNAPSHOT, run / LEDGER, self._device, stacks=options.stacks, max_entries=options.max_entries

@@ -29,7 +29,8 @@ def draw_peaks(rows: Sequence[Row]) -> Figure | None:
     extents = [passes for passes in PASSES if any(row["passes"] == passes for row in here)]
     measured = ", and measured" * any(row.get("requested_peak_bytes") is not None for row in here)
     title = f"{size}, batch {batch}: predicted peak by kind, with its phase{measured}"
-    figure = new_figure(title, width=3.4 * len(extents) + 2.6)
+    most = max(sum(row["passes"] == passes for row in here) for passes in extents)
+    figure = new_figure(title, width=max(3.4, 0.57 * most) * len(extents) + 2.6)
     panels = figure.subplots(1, len(extents), squeeze=False, sharey=True)[0]
     for panel, passes in zip(panels, extents, strict=True):
         bars = sorted((row for row in here if row["passes"] == passes), key=_order)

@@ -43,11 +43,15 @@ def describe_memory(result: MemoryResult) -> Row:
 
 
 def _describe_predicted(result: MemoryResult) -> Row:
-    """Return each phase's requested bytes beside the predicted ones; of the highest what only one side has."""
+    """Return each phase's requested bytes beside the predicted ones, and the highest beside the highest.
+
+    ``difference_bytes`` is between the two peaks, be they of one phase or not.
+    """
     if result.predicted is None:
         return {}
     phases = result.predicted.phases
     highest = max(phases, key=lambda phase: phase.measured_bytes)
+    predicted = max((phase.predicted_bytes for phase in phases if phase.predicted_bytes is not None), default=None)
     return {
         "requested_phases": [
             {
@@ -60,7 +64,7 @@ def _describe_predicted(result: MemoryResult) -> Row:
             for phase in phases
         ],
         "requested_phase": highest.name,
-        "difference_bytes": highest.difference_bytes,
+        "difference_bytes": None if predicted is None else highest.measured_bytes - predicted,
         "padding_bytes": highest.padding_bytes,
     }
 

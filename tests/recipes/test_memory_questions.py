@@ -10,18 +10,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import profkit
 from profkit.capture.owners import OwnerLedger
-from profkit.errors import RunError
+from profkit.errors import RunError, UsageError
 from profkit.models.presets import PRESETS
 from profkit.run_directory import LEDGER, SNAPSHOT
-from recipes.memory_questions import RECIPE
+from recipes.memory_questions import RECIPE, main
 from recipes.model_memory import measure
 from recipes.model_memory.cells import (
     GRIDS,
@@ -34,7 +36,7 @@ from recipes.model_memory.cells import (
     workload_of,
 )
 from recipes.model_memory.predicted import needed_bytes
-from recipes.model_memory.recorded import draw_recorded, read_recorded
+from recipes.model_memory.recorded import describe_memory, draw_recorded, read_recorded
 from recipes.model_memory.report import add_columns, report
 from tests.conftest import ROOT
 from tests.memory_captures import capture
@@ -123,6 +125,18 @@ def test_a_recorded_cell(played: dict[str, Any], tmp_path: Path, changed: dict[s
     assert kept.totals.allocated_peak_bytes == row["allocated_peak_bytes"]
     with pytest.raises(RunError, match="exists and is not empty; name another directory with --keep-captures"):
         measure.measure_cell(cell, "cpu", files)
+
+
+def test_what_an_interrupted_recording_kept_gives_way_to_the_next(played: dict[str, Any], tmp_path: Path) -> None:
+    cell = _cell()
+    played["workload"] = workload_of(cell)
+    left = tmp_path / "captures" / name_of(cell)
+    left.mkdir(parents=True)
+    (left / "manifest.json").write_text('{"status": "incomplete"}')
+    (left / "partial.snapshot.pickle").write_text("")
+    assert measure.measure_cell(cell, "cpu", Files({}, tmp_path / "captures"))["status"] == "ok"
+    assert not (left / "partial.snapshot.pickle").exists()
+    assert json.loads((left / "manifest.json").read_text())["status"] == "complete"
 
 
 def test_a_difference_from_the_prediction_has_its_sign(played: dict[str, Any]) -> None:
@@ -244,6 +258,33 @@ def test_the_sum_of_all_kinds_is_not_the_peak() -> None:
     assert row["added_up_bytes"] == 4 * weights + row["predicted_saved_bytes"]
     assert row["predicted_peak_bytes"] == max(phase["bytes"] for phase in row["predicted_phases"])
     assert row["predicted_peak_bytes"] < row["added_up_bytes"]
+
+
+def test_the_difference_is_that_of_the_two_peaks_whatever_their_phases(tmp_path: Path) -> None:
+    Played(workload_of(_cell())).compare(tmp_path, workload_of(_cell()))
+    result = profkit.read_snapshot(tmp_path).memory()
+    assert result.predicted is not None
+    backward = next(phase for phase in result.predicted.phases if phase.name == "backward")
+    optimizer = replace(backward, name="optimizer", measured_bytes=backward.measured_bytes + 10, predicted_bytes=1)
+    moved = replace(result.predicted, phases=(backward, optimizer))
+    row = describe_memory(replace(result, predicted=moved))
+    assert (row["requested_phase"], row["difference_bytes"]) == ("optimizer", 10)
+
+
+def test_a_peak_before_the_first_phase_is_called_so(tmp_path: Path) -> None:
+    rows = _rows(tmp_path, _cell(), _cell(context=24))
+    for row in rows:
+        row["peak_phase"] = None
+    text = report(rows, {}).markdown
+    assert text.count("in the making of the model at context") == 2
+    assert "in None" not in text
+
+
+@pytest.mark.parametrize("asked", [["--checkpoint-layers", "3"], ["--checkpoint-layers", "1", "--passes", "forward"]])
+def test_checkpoints_that_nothing_has_are_refused(asked: list[str]) -> None:
+    done = CliRunner().invoke(main, ["--device", "cpu", *asked])
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception).startswith(f"--checkpoint-layers {asked[1]}: nothing has it")
 
 
 def test_a_report_of_nothing_measured() -> None:
