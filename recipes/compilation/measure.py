@@ -14,6 +14,7 @@ import torch
 from profkit.capture.conditions import counted_since, read_counters
 from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.step import TrainingStep
+from profkit.launch.processes import sigterm_raises
 from recipes.attention.implementations import find_attention
 from recipes.attention.measure import predict_bytes as predict_attention_bytes
 from recipes.attention.names import DTYPES as DTYPE_NAMES
@@ -111,7 +112,8 @@ def measure_cell(cell: Cell, device: Device) -> Row:
     found: Row = {}
     # Inductor's own processes may still hold files there, which are nothing to fail for.
     temporary = TemporaryDirectory(prefix="compile_speedup.", ignore_cleanup_errors=True)
-    with temporary as directory, compiling_anew(Path(directory)):
+    # A cell that is given up is ended by SIGTERM, and would leave what it has compiled there.
+    with sigterm_raises(), temporary as directory, compiling_anew(Path(directory)):
         if device == "cpu" and cell["mode"] == COMPILED:
             name_generated_operators()
         shortage = run_short(lambda: found.update(_measure(steps, cell, device, Path(directory))), device)

@@ -6,8 +6,11 @@ import csv
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +152,22 @@ def test_what_is_compiled_is_compiled_anew_and_the_environment_stays(
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
     assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_a_cell_that_is_given_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = []
+
+    def give_up(*_arguments: Any) -> Any:
+        made.extend(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(measure, "_measure", give_up)
+    with pytest.raises(SystemExit):
+        measure.measure_cell(_cell(), "cpu")
+    assert [folder.name.partition(".")[0] for folder in made] == ["compile_speedup"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
