@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from profkit.cli.memory import memory
 from profkit.errors import RunError, SnapshotError, UsageError
 from profkit.report.memory_units import format_after, format_bytes
-from tests.memory_captures import Training, capture
+from tests.memory_captures import MIB, Training, capture
 
 
 def run(*arguments: str | Path) -> Result:
@@ -81,6 +81,32 @@ def test_options(snapshot: Path) -> None:
     assert "at phase:forward" in out
     assert "(not selected)" in out
     assert "tail" in run(snapshot, "--phase", "tail=step *").stdout
+
+
+@pytest.mark.parametrize("style", ["table", "markdown", "latex", "csv"])
+def test_leaks_stand_in_every_format(tmp_path: Path, style: str) -> None:
+    path = Training(leaks=True, steps=4).write(tmp_path)
+    asked, plain = (run(path, *flags, "--format", style).output for flags in (["--leaks"], []))
+    stack = "train.py:30 remember"
+    assert asked.count(stack) > plain.count(stack)
+    if style == "csv":
+        rows = [row for row in csv.reader(asked.splitlines()) if row[0] == "left behind"]
+        # Once a step, and with the first step's state of the optimizer.
+        assert [(row[2], row[4], row[6]) for row in rows if stack in row[1]] == [
+            ("1024", "1", f"step {step}") for step in (1, 2, 3)
+        ]
+        assert sum(int(row[2]) for row in rows if row[6] == "step 1") == 1024 + 16 * MIB
+    else:
+        assert "suspected: 1.000 KiB in 1 allocations a step" in asked
+    assert "left behind" not in plain
+
+
+@pytest.mark.parametrize("option", [["--leaks"], ["--timeline", "t.html"], ["--at", "peak"], ["--min-size", "1"]])
+def test_a_comparison_drops_no_option_silently(snapshot: Path, option: list[str]) -> None:
+    done = run(snapshot, "--against", snapshot, *option)
+    assert isinstance(done.exception, UsageError)
+    assert option[0] in str(done.exception)
+    assert run(snapshot, "--against", snapshot).exit_code == 0
 
 
 @pytest.mark.parametrize("style", ["table", "markdown", "latex", "json"])

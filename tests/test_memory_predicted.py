@@ -189,7 +189,9 @@ def test_without_a_prediction_there_is_none(tmp_path: Path) -> None:
     Training().write_run(tmp_path)
     assert read_prediction(tmp_path / PREDICTED) is None
     assert read_snapshot(tmp_path).memory().predicted is None
-    assert "no prediction" in CliRunner().invoke(command, [str(tmp_path), "--predicted"]).stdout
+    for style in ("table", "json"):
+        done = CliRunner().invoke(command, [str(tmp_path), "--predicted", "--format", style])
+        assert (done.exit_code, done.stderr.count("no prediction")) == (0, 1)
 
 
 @pytest.mark.parametrize(

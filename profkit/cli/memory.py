@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from profkit.analysis.memory.opened import PEAK, OpenedSnapshot, read_snapshot
-from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.memory.summary import Filter
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
@@ -15,11 +15,13 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
 from profkit.errors import UsageError
 from profkit.report.formats import Format
-from profkit.report.memory import TOP_STACKS, other_warnings, render_leaks, render_memory
+from profkit.report.memory import TOP_STACKS, other_warnings, render_memory
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
 from profkit.report.memory_predicted import render_predicted
 from profkit.report.timeline import STACKINGS, Stacking, write_timeline
 from profkit.run_directory import find_snapshots
+
+_OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks", "predicted")
 
 
 @click.command()
@@ -75,6 +77,7 @@ def memory(
     refuse_overwriting([snapshot, *([against] if against is not None else [])], [output, timeline])
     opened = _open(snapshot, phases, rank)
     if against is not None:
+        _refuse_beside_against(click.get_current_context())
         comparison = opened.against(_open(against, phases, rank if against.is_dir() else None), device=device)
         write_warnings(warning.message for warning in comparison.warnings)
         write_result(render_comparison(comparison, style, top=top or TOP_PARTS, full_names=full_names), output)
@@ -86,18 +89,24 @@ def memory(
             chosen = opened.device(device)
             write_timeline(timeline, chosen, result, by=timeline_by, wanted=Filter(stack, min_size))
     write_warnings(other_warnings(result) if style != "json" else [])
-    text = render_memory(result, style, top=top or TOP_STACKS, full_names=full_names)
-    if leaks and style == "table":
-        text += "\n\n" + render_leaks(result, full_names=full_names)
-    if predicted and style == "table":
-        text += "\n\n" + _tell_predicted(result, full_names)
+    if predicted and result.predicted is None:
+        write_warnings(["no prediction: only a run of a built-in model with --memory has one"])
+    text = render_memory(result, style, top=top or TOP_STACKS, full_names=full_names, leaks=leaks)
+    if predicted and result.predicted is not None and style == "table":
+        text += "\n\n" + render_predicted(result.predicted, full_names=full_names)
     write_result(text, output)
 
 
-def _tell_predicted(result: MemoryResult, full_names: bool) -> str:
-    if result.predicted is None:
-        return "no prediction: only a run of a built-in model with --memory has one"
-    return render_predicted(result.predicted, full_names=full_names)
+def _refuse_beside_against(context: click.Context) -> None:
+    """Refuse what a comparison of two peaks would leave undone.
+
+    Raises:
+        UsageError: an option was given that speaks of one snapshot alone.
+    """
+    for name in _OF_ONE_SNAPSHOT:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--against compares two peaks, and {option} is of one snapshot; give them one by one")
 
 
 def _open(path: Path, phases: tuple[str, ...], rank: int | None) -> OpenedSnapshot:

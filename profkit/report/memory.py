@@ -23,13 +23,12 @@ from profkit.report.formats import (
     render_table,
     shorten,
 )
+from profkit.report.memory_leaks import leak_lines, leak_rows, leak_table
 from profkit.report.memory_predicted import predicted_rows, predicted_table
 from profkit.report.memory_units import format_after, format_bytes
 from profkit.report.units import format_share
 
 TOP_STACKS = 6
-
-_STEPS_SHOWN = 10
 
 _GRAVE = ("no-history", "contradiction", "bounded", "ledger-disagrees")
 """Warnings that head the output, because they say how far it can be trusted."""
@@ -40,30 +39,42 @@ _EXACT = tuple(
 
 
 def render_memory(
-    result: MemoryResult, style: Format = "table", *, top: int = TOP_STACKS, full_names: bool = False
+    result: MemoryResult,
+    style: Format = "table",
+    *,
+    top: int = TOP_STACKS,
+    full_names: bool = False,
+    leaks: bool = False,
 ) -> str:
-    """Return the account as text; ``top`` is how many stacks a table shows."""
+    """Return the account as text; ``top`` is how many stacks a table shows, ``leaks`` adds what steps left behind.
+
+    JSON has all of it in any case.
+    """
     if style == "json":
         return render_json(result.to_dict())
     if style == "csv":
-        return render_csv(_exact_table(result))
+        return render_csv(_exact_table(result, leaks))
     tables = [("by category", _category_table(result)), ("by stack", _stack_table(result, top))]
     tables.append(("largest", _largest_table(result)))
     if result.predicted is not None:
         tables.append(("predicted", predicted_table(result.predicted)))
+    left = leak_lines(result.leaks) if leaks else []
+    if leaks and result.leaks.steps:
+        tables.append(("left behind by steps", leak_table(result.leaks)))
     if style == "latex":
-        heads = [f"% {line}" for line in [*grave_lines(result), *head_lines(result)]]
+        heads = [f"% {line}" for line in [*grave_lines(result), *head_lines(result), *left]]
         return "\n".join([*heads, *(f"% {title}\n{render_latex(table)}" for title, table in tables)])
     if style == "markdown":
         parts = ["\n".join(f"- {escape_markdown(line)}" for line in [*grave_lines(result), *head_lines(result)])]
         parts += [
             f"**{escape_markdown(_moment(result))}, {title}**\n\n{render_markdown(table)}" for title, table in tables
         ]
-        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in foot_lines(result))])
+        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in [*foot_lines(result), *left])])
     parts = [*["\n".join(grave_lines(result))] * bool(grave_lines(result)), "\n".join(head_lines(result))]
     parts.append(f"{_moment(result)}\n{render_table(tables[0][1], full=full_names)}")
     parts += [render_table(table, full=full_names) for _, table in tables[1:]]
-    return "\n\n".join([*parts, "\n".join(foot_lines(result))])
+    feet = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in [*foot_lines(result), *left]]
+    return "\n\n".join([*parts, "\n".join(feet)])
 
 
 def grave_lines(result: MemoryResult) -> list[str]:
@@ -105,7 +116,7 @@ def foot_lines(result: MemoryResult) -> list[str]:
     lines = []
     if result.phases:
         peaks = ", ".join(f"{one.name} {format_bytes(one.peak_bytes)}" for one in result.phases)
-        lines += textwrap.wrap(f"phase peaks: {peaks}", WIDTH, subsequent_indent="  ")
+        lines.append(f"phase peaks: {peaks}")
     if at.allocated_bytes:
         shares = [f"{kind} {format_share(size / at.allocated_bytes)}" for kind, size in at.evidence.items() if size]
         lines.append("evidence for the categories: " + ", ".join(shares))
@@ -152,29 +163,6 @@ def oom_lines(oom: OomVerdict, start_us: int | None) -> list[str]:
             for pin in candidate.pinned_by
         ]
     return lines
-
-
-def render_leaks(result: MemoryResult, *, full_names: bool = False) -> str:
-    """Return what each step left behind, and by which stacks the last one did."""
-    steps = result.leaks.steps
-    if not steps:
-        return "leak check: the history has fewer than two whole steps"
-    columns = (
-        Column("left behind", "bytes"),
-        Column("began in", "began_in", right=False),
-        Column("alive after", "step", right=False),
-        Column("most of it from", "stack", right=False, flexible=True),
-    )
-    cells = [
-        (format_bytes(step.bytes), step.began_in, step.step, step.by_stack[0].label if step.by_stack else "")
-        for step in steps[-_STEPS_SHOWN:]
-    ]
-    suspects = [
-        f"suspected: {format_bytes(row.bytes)} in {row.count:,} allocations a step, {row.label}"
-        for row in result.leaks.suspects
-    ]
-    lines = suspects or ["no stack left bytes behind in each of the last two steps"]
-    return "\n\n".join([render_table(Table(columns, cells, []), full=full_names), "\n".join(map(make_visible, lines))])
 
 
 def _exactly(value: int) -> str:
@@ -257,7 +245,7 @@ def _phase(row: LargeRow) -> str:
     return "(before)" if row.is_from_before else row.phase or "—"
 
 
-def _exact_table(result: MemoryResult) -> Table:
+def _exact_table(result: MemoryResult, leaks: bool) -> Table:
     at = result.composition
     values: list[tuple[object, ...]] = [
         ("category", row.category, row.bytes, row.share, row.count, "", "", "") for row in at.by_category
@@ -269,4 +257,5 @@ def _exact_table(result: MemoryResult) -> Table:
         for row in at.largest
     ]
     values += predicted_rows(result.predicted) if result.predicted is not None else []
+    values += leak_rows(result.leaks) if leaks else []
     return Table(_EXACT, [], values)
