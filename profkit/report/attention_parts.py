@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.efficiency.attention_parts import PARTS, AttentionPart, AttentionResult
-from profkit.report.formats import (
-    Column,
-    Format,
-    Table,
-    escape_markdown,
-    make_visible,
-    render_csv,
-    render_json,
-    render_latex,
-    render_markdown,
-    render_table,
-)
+from profkit.report.document import Document, render_document
+from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
 from profkit.report.units import format_ns
 
@@ -44,16 +34,9 @@ def render_attention(
     if style == "csv":
         values = [[getattr(part, column.key) for column in _EXACT] for part in result.parts]
         return render_csv(Table(_EXACT, [], values))
-    failures, notes = failure_lines(check), _notes(result)
     tables = [_whole_table(result), *([layers] if (layers := _layer_table(result)).cells else [])]
-    if style == "latex":
-        drawn = "\n\n".join(map(render_latex, tables))
-        return "\n".join([*(f"% {make_visible(line)}" for line in [*failures, *notes]), drawn])
-    if style == "markdown":
-        listed = "\n".join(f"- {escape_markdown(line)}" for line in notes)
-        return "\n\n".join([*map(escape_markdown, failures), *map(render_markdown, tables), listed])
-    heads = ["\n".join(failures)] * check.failed
-    return "\n\n".join([*heads, *(render_table(one, full=full_names) for one in tables), "\n".join(notes)])
+    document = Document(tables, failure_lines(check), notes=_notes(result))
+    return render_document(document, style, full_names=full_names)
 
 
 def _notes(result: AttentionResult) -> list[str]:

@@ -7,19 +7,8 @@ from textwrap import fill
 from profkit.analysis.compare.baseline import BASELINE
 from profkit.analysis.compare.budget_lines import BudgetLine, Unit
 from profkit.analysis.compare.budgets import MIN_MFU, BudgetCheck
-from profkit.report.formats import (
-    Column,
-    Format,
-    Table,
-    escape_markdown,
-    make_visible,
-    render_csv,
-    render_json,
-    render_latex,
-    render_markdown,
-    render_table,
-    screen_width,
-)
+from profkit.report.document import Document, render_document
+from profkit.report.formats import Column, Format, Table, make_visible, render_csv, render_json, screen_width
 from profkit.report.memory_units import format_bytes
 from profkit.report.units import format_ns, format_share
 
@@ -41,12 +30,9 @@ def render_check(check: BudgetCheck, style: Format = "table", *, full_names: boo
         return render_csv(Table(tuple(Column(key, key) for key in _KEYS), [], values))
     table = Table(_COLUMNS, [_cells(line) for line in check.lines], [])
     details = [f"{label(line)}: {line.detail}" for line in check.lines]
-    if style == "latex":
-        return "\n".join([*(f"% {make_visible(line)}" for line in details), render_latex(table)])
-    if style == "markdown":
-        return "\n\n".join([render_markdown(table), "\n".join(f"- {escape_markdown(line)}" for line in details)])
-    wrapped = [fill(make_visible(line), screen_width(), subsequent_indent="  ") for line in details]
-    return "\n\n".join([render_table(table, full=full_names), "\n".join(wrapped)])
+    if style == "table":
+        details = [fill(make_visible(line), screen_width(), subsequent_indent="  ") for line in details]
+    return render_document(Document([table], notes=details), style, full_names=full_names)
 
 
 def label(line: BudgetLine) -> str:

@@ -8,18 +8,8 @@ from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow, Inflation
 from profkit.ranges import STEP
-from profkit.report.formats import (
-    Column,
-    Format,
-    Table,
-    escape_markdown,
-    make_visible,
-    render_csv,
-    render_json,
-    render_latex,
-    render_markdown,
-    render_table,
-)
+from profkit.report.document import Document, render_document
+from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.ranges import indent_name
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
 from profkit.report.units import format_count, format_ns, format_share, four_digits
@@ -81,19 +71,13 @@ def render_efficiency(
         return render_json({**data, "self_check": check_to_dict(check)})
     if style == "csv":
         return render_csv(_exact_table(result))
-    failures, heads, notes = failure_lines(check), head_lines(result), books(result)
-    beside = [_step_table(result)] if any(step.communication_ns for step in result.steps) else []
-    if style == "latex":
-        drawn = "\n\n".join(map(render_latex, [_build_table(result, _ALL), *beside]))
-        return "\n".join([*(f"% {make_visible(line)}" for line in [*failures, *heads, *notes]), drawn])
-    if style == "markdown":
-        parts = [*map(escape_markdown, failures), "\n".join(f"**{escape_markdown(line)}**" for line in heads)]
-        parts += map(render_markdown, [_build_table(result, _ALL), *beside])
-        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in notes)])
-    columns = (*_TIMES, *(_WORK if result.work_source is not None else (_LAUNCHES,)), _BOUND)
-    tables = [_build_table(result, columns, indented=True), *beside]
-    parts = ["\n".join(failures)] * check.failed + ["\n".join(heads)]
-    return "\n\n".join([*parts, *(render_table(one, full=full_names) for one in tables), "\n".join(notes)])
+    on_screen = (*_TIMES, *(_WORK if result.work_source is not None else (_LAUNCHES,)), _BOUND)
+    is_screen = style == "table"
+    tables = [_build_table(result, on_screen if is_screen else _ALL, indented=is_screen)]
+    if any(step.communication_ns for step in result.steps):
+        tables.append(_step_table(result))
+    document = Document(tables, failure_lines(check), head_lines(result), books(result))
+    return render_document(document, style, full_names=full_names)
 
 
 def head_lines(result: EfficiencyResult) -> list[str]:

@@ -7,18 +7,8 @@ from dataclasses import asdict, replace
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernel_rows import KernelRow
 from profkit.analysis.kernels import KernelsResult
-from profkit.report.formats import (
-    Column,
-    Format,
-    Table,
-    escape_markdown,
-    make_visible,
-    render_csv,
-    render_json,
-    render_latex,
-    render_markdown,
-    render_table,
-)
+from profkit.report.document import Document, render_document
+from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.kernel_names import simplify_name
 from profkit.report.ranks import (
     are_compared,
@@ -64,23 +54,11 @@ def render_kernels(
     instances = [build_instance_table(result)] if result.per_instance is not None else []
     if style == "csv":
         return render_csv(instances[0] if instances else _exact_table(result, shown))
-    failures = failure_lines(check)
     tables = [_build_table(result, shown, rest, full_names=full_names), *instances]
     if are_compared(result):
         tables.insert(0, build_rank_table(result))
-    if style == "latex":
-        heads = [*failures, *head_lines(result), *books(result)]
-        return "\n".join([*(f"% {make_visible(line)}" for line in heads), "\n\n".join(map(render_latex, tables))])
-    if style == "markdown":
-        parts = [
-            *map(escape_markdown, failures),
-            "\n".join(f"**{escape_markdown(line)}**" for line in head_lines(result)),
-        ]
-        parts += map(render_markdown, tables)
-        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in books(result))])
-    parts = ["\n".join(failures)] * check.failed + ["\n".join(head_lines(result))]
-    parts += [render_table(table, full=full_names) for table in tables]
-    return "\n\n".join([*parts, "\n".join(books(result))])
+    document = Document(tables, failure_lines(check), head_lines(result), books(result))
+    return render_document(document, style, full_names=full_names)
 
 
 def sort_rows(rows: tuple[KernelRow, ...], sort: str) -> list[KernelRow]:

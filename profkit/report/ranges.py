@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.range_tree import RangeRow, RangesResult
-from profkit.report.formats import (
-    Column,
-    Format,
-    Table,
-    escape_markdown,
-    make_visible,
-    render_csv,
-    render_json,
-    render_latex,
-    render_markdown,
-    render_table,
-)
+from profkit.report.document import Document, render_document
+from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
 from profkit.report.units import format_ns, format_share
 
@@ -50,17 +40,9 @@ def render_ranges(
         return render_json({**data, "self_check": check_to_dict(check)})
     if style == "csv":
         return render_csv(_build_table(result, with_domain=True))
-    failures = failure_lines(check)
     table = _build_table(result, indented=style == "table", with_domain=any(row.domain for row in result.ranges))
-    if style == "latex":
-        return "\n".join(
-            [*(f"% {make_visible(line)}" for line in [*failures, *books(result, numbered)]), render_latex(table)]
-        )
-    if style == "markdown":
-        parts = [*map(escape_markdown, failures), render_markdown(table)]
-        return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in books(result, numbered))])
-    drawn = render_table(table, full=full_names)
-    return "\n\n".join(["\n".join(failures)] * check.failed + [drawn, "\n".join(books(result, numbered))])
+    document = Document([table], failure_lines(check), notes=books(result, numbered))
+    return render_document(document, style, full_names=full_names)
 
 
 def books(result: RangesResult, numbered: bool) -> list[str]:
