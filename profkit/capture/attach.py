@@ -9,7 +9,6 @@ recording.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.local_ranks import describe_rank, recorded_together_by_nsys
 from profkit.capture.script_memory import ScriptMemory
 from profkit.capture.step_samples import StepSamples
+from profkit.capture.whole_files import write_json
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, VARIABLE, Attachment
 from profkit.ranges import WARMUP, annotate
 from profkit.run_directory import KINETO_TRACE, WORK
@@ -148,7 +148,7 @@ class Session:
         self._counter.stop()
         self._unrecorded.close()
         try:
-            _write_json(Path(self.order.run) / WORK, self._counter.content())
+            write_json(Path(self.order.run) / WORK, self._counter.content())
         except OSError as error:
             self._failure = str(error)
         self._counter = None
@@ -202,14 +202,7 @@ class Session:
             "during": self._samples.during,
             "memory": None if self.memory is None else self.memory.result(),
         }
-        _write_json(Path(self.order.run) / f"attached-{self._name}.json", content)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that appears whole or not at all."""
-    partial = path.with_name(f"partial.{path.name}")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(partial, path)
+        write_json(Path(self.order.run) / f"attached-{self._name}.json", content)
 
 
 def _process_name() -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
+from profkit.capture.whole_files import write_json
 from profkit.models.attachment import FAILURE_GLOB
 
 
@@ -16,7 +16,4 @@ def note_failure(run: Path) -> None:
     if rank is None or error is None:
         return
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    path = run / FAILURE_GLOB.replace("*", f"rank{rank}")
-    partial = path.with_name(f"partial.{path.name}")
-    partial.write_text(json.dumps({"rank": int(rank), "error": text}), encoding="utf-8")
-    os.replace(partial, path)
+    write_json(run / FAILURE_GLOB.replace("*", f"rank{rank}"), {"rank": int(rank), "error": text})

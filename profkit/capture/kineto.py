@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from profkit.capture.whole_files import partial_of
+
 
 @contextmanager
 def recorded_by_kineto(path: Path, device: torch.device) -> Iterator[None]:
@@ -31,7 +33,7 @@ def recorded_by_kineto(path: Path, device: torch.device) -> Iterator[None]:
 
 def _export(profiler: profile, path: Path) -> None:
     """Write the trace; torch's own way with ``.gz`` goes through TMPDIR, and is silent if that is full."""
-    partial = path.with_name(f"partial.{path.name}")
+    partial = partial_of(path)
     plain = path.with_name(f"partial.{path.name}.json")
     try:
         profiler.export_chrome_trace(str(plain))

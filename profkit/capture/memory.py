@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from profkit.capture.owners import OwnerLedger, now_us
+from profkit.capture.whole_files import partial_of
 from profkit.ranges import record_in_torch
 
 OUT_OF_MEMORY = "out of memory"
@@ -85,7 +86,7 @@ def call_when_full(full: Callable[[int], None]) -> None:
 
 def dump(path: Path) -> None:
     """Write the allocator's snapshot as a pickle; ``path`` appears whole or not at all."""
-    partial = path.with_name(f"partial.{path.name}")
+    partial = partial_of(path)
     with partial.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file, protocol=_PROTOCOL)
     os.replace(partial, path)

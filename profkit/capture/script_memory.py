@@ -24,6 +24,7 @@ from profkit.capture.hooks import Watcher
 from profkit.capture.memory import OUT_OF_MEMORY, call_when_full, dump, switch_off, switch_on
 from profkit.capture.module_names import Roots
 from profkit.capture.owners import OwnerLedger, now_us, when_saved
+from profkit.capture.whole_files import partial_of
 from profkit.models.workload import MemoryOptions
 from profkit.ranges import LOSS, step_range
 from profkit.run_directory import LEDGER, SNAPSHOT, name_of_rank
@@ -94,7 +95,7 @@ class ScriptMemory(Watcher):
         self._failure = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         self._stop()
         for path in self._files or ():
-            _partial(path).unlink(missing_ok=True)
+            partial_of(path).unlink(missing_ok=True)
 
     def result(self) -> dict[str, Any] | None:
         """Return what the launcher is to know; None if this process never used CUDA."""
@@ -182,10 +183,10 @@ class ScriptMemory(Watcher):
     def _open_files(self) -> None:
         """Open the ledger under this rank's name, or, where another process has that, under this process's."""
         names = [name_of_rank(name, int(os.environ.get("RANK", "0"))) for name in (SNAPSHOT, LEDGER)]
-        if (self._run / names[1]).exists() or _partial(self._run / names[1]).exists():
+        if (self._run / names[1]).exists() or partial_of(self._run / names[1]).exists():
             names = [name.replace(".", f".{os.getpid()}.", 1) for name in (SNAPSHOT, LEDGER)]
         self._files = self._run / names[0], self._run / names[1]
-        self.owners = OwnerLedger(_partial(self._files[1]), None, now_us(), None)
+        self.owners = OwnerLedger(partial_of(self._files[1]), None, now_us(), None)
 
     def _tell_before(self, name: str, tell: Callable[[], None]) -> None:
         """Have ``tell`` run before each of the script's calls of a function of torch's."""
@@ -236,8 +237,8 @@ class ScriptMemory(Watcher):
         assert self._files is not None
         self.owners.note_figures(moment)
         dump(self._files[0])
-        if _partial(self._files[1]).exists():
-            os.replace(_partial(self._files[1]), self._files[1])
+        if partial_of(self._files[1]).exists():
+            os.replace(partial_of(self._files[1]), self._files[1])
 
     def _stop(self) -> None:
         self._is_over = True
@@ -252,10 +253,6 @@ class ScriptMemory(Watcher):
             owners.close()
         except OSError as error:  # what could not be written before is tried again
             self._failure = self._failure or str(error)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f"partial.{path.name}")
 
 
 def _inputs(value: Any, name: str, nesting: int) -> Iterator[tuple[str, Tensor]]:

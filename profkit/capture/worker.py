@@ -9,7 +9,6 @@ status 1 or the error's own.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
@@ -35,6 +34,7 @@ from profkit.capture.outputs import take_outputs
 from profkit.capture.rank_group import joined, order_of_this_rank
 from profkit.capture.script_memory import ScriptMemory
 from profkit.capture.step import TrainingStep, choose_device
+from profkit.capture.whole_files import write_json
 from profkit.errors import ProfkitError, RunError, UsageError
 from profkit.models.workload import CallableWorkload, MemoryOrder, Order, Workload
 
@@ -156,7 +156,7 @@ def main() -> None:
     """Carry out the order on the command line."""
     order = take_outputs(order_of_this_rank(Order.from_json(sys.argv[1])))
     try:
-        _write_result(order, measure(order))
+        write_json(Path(order.result_path), measure(order))
     except ProfkitError as error:
         _fail(order, str(error), error.exit_code)
     except TargetRaisedError as error:
@@ -179,14 +179,6 @@ def main() -> None:
         _fail(order, f"{error.filename or Path(order.result_path).parent}: {error.strerror or error}")
 
 
-def _write_result(order: Order, content: dict[str, Any]) -> None:
-    """Leave what was found for the launcher; the file appears whole or not at all."""
-    path = Path(order.result_path)
-    partial = path.with_name(f"partial.{path.name}")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(partial, path)
-
-
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
@@ -198,7 +190,7 @@ def _fail_in_their_code(order: Order, error: Exception) -> NoReturn:
         trace = trace.tb_next
     lines = traceback.format_exception(type(error), error, trace)
     sys.stderr.write("".join(lines))
-    _write_result(order, {"error": lines[-1].strip()})
+    write_json(Path(order.result_path), {"error": lines[-1].strip()})
     sys.exit(1)
 
 
@@ -223,7 +215,7 @@ def _fail(order: Order, message: str, status: int = 1) -> NoReturn:
     whose = f"rank {os.environ['RANK']}: " if order.workload.ranks > 1 else ""
     sys.stderr.write(f"profkit: {whose}{message}\n")
     with suppress(OSError):  # a full disk may be the very reason
-        _write_result(order, {"error": message})
+        write_json(Path(order.result_path), {"error": message})
     sys.exit(status)
 
 
