@@ -29,7 +29,25 @@ RANK_FILES = "*.rank*.*"
 
 _RANK_TRACE = re.compile(r"trace\.rank(\d+)\.json\.gz")
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
+_NO_MANIFEST = "not a JSON manifest"
 _RANK_SNAPSHOT = re.compile(r"snapshot(?:\.rank(\d+))?\.pickle")
+
+
+def read_json(path: Path, malformed: str) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RunError: it cannot be read, or is not JSON, which ``malformed`` says.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise RunError(f"{path}: {malformed}") from None
 
 
 def read_manifest(run: Path) -> dict[str, Any]:
@@ -40,15 +58,11 @@ def read_manifest(run: Path) -> dict[str, Any]:
     """
     path = run / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path, _NO_MANIFEST)
     except FileNotFoundError:
         raise RunError(f"{run}: a directory, but no profkit run (it has no {MANIFEST})") from None
-    except OSError as error:
-        raise RunError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise RunError(f"{path}: not a JSON manifest") from None
     if not isinstance(manifest, dict):
-        raise RunError(f"{path}: not a JSON manifest")
+        raise RunError(f"{path}: {_NO_MANIFEST}")
     return manifest
 
 

@@ -10,7 +10,7 @@ from profkit.analysis.efficiency.evidence import find_evidence
 from profkit.analysis.warnings import Caution
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
-from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
+from profkit.cli.outputs import refuse_overwriting, require_png, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
 from profkit.report.attention_parts import render_attention
@@ -92,5 +92,4 @@ def _refuse_misfits(explain: bool, attention: bool, style: Format, plot: Path | 
         raise UsageError("--attention is a table of its own; leave --explain and --plot out")
     if explain and style not in ("table", "markdown"):
         raise UsageError(f"--explain: --format {style} holds the rules already; take table or markdown")
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot {plot}: the picture is a PNG; name it so")
+    require_png(plot)

@@ -13,7 +13,7 @@ from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
-from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
+from profkit.cli.outputs import refuse_overwriting, require_png, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
 from profkit.report.formats import Format
@@ -109,8 +109,7 @@ def _refuse_misfits(explain: bool, by: Grouping, style: Format, plot: Path | Non
         raise UsageError(f"--explain: rules are for kernels, not --by {by}")
     if explain and style not in ("table", "markdown"):
         raise UsageError(f"--explain: --format {style} holds one table; take table or markdown")
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot {plot}: the picture is a PNG; name it so")
+    require_png(plot)
 
 
 def _with_phases(text: str, opened: OpenedTrace, result: KernelsResult) -> str:

@@ -47,6 +47,16 @@ def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None])
             raise UsageError(f"{second}: two results would be written to this one file")
 
 
+def require_png(plot: Path | None) -> None:
+    """Let a picture be named as what it is.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise UsageError(f"--plot {plot}: the picture is a PNG; name it so")
+
+
 def write_result(text: str, output: Path | None) -> None:
     """Print the result, or write it to a file that is whole or not there.
 

@@ -20,7 +20,7 @@ from typing import Literal
 from profkit.launch.importer import find_importer, how_to_install, lacking_libraries
 from profkit.launch.nsys import Nsys, list_installed
 from profkit.launch.nsys_run import NO_ROOM_BYTES
-from profkit.launch.versions import CUPTI, cuda_of_driver, cupti_of, is_before, numbers
+from profkit.launch.versions import CUPTI, cuda_of_driver, cupti_of, driver_in, is_before, numbers
 
 State = Literal["ok", "note", "warning", "failed"]
 
@@ -204,9 +204,9 @@ def _short(nsys: Nsys) -> str:
 
 def driver_version(machine: Machine) -> str | None:
     """Return the NVIDIA driver's version, from the kernel module or from nvidia-smi."""
-    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", machine.text("proc/driver/nvidia/version") or "")
-    if found:
-        return found[0]
+    found = driver_in(machine.text("proc/driver/nvidia/version") or "")
+    if found is not None:
+        return found
     said = machine.output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return said.strip().splitlines()[0].strip() if said and said.strip() else None
 
@@ -227,15 +227,6 @@ def check_driver(machine: Machine, driver: str | None) -> Finding:
     if machine.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return Finding("GPU", "warning", f"{found}: hidden", "unset CUDA_VISIBLE_DEVICES")
     return Finding("GPU", "ok", found)
-
-
-def _gpu_names(machine: Machine) -> list[str]:
-    said = machine.output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
-    if said is not None and said.strip():
-        return [line.strip() for line in said.strip().splitlines()]
-    files = sorted(machine.root.glob("proc/driver/nvidia/gpus/*/information"))
-    found = [re.search(r"^Model:\s*(.+)$", machine.text(str(file)) or "", re.MULTILINE) for file in files]
-    return [model[1].strip() for model in found if model]
 
 
 def check_permission(machine: Machine) -> Finding:

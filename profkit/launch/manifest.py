@@ -6,7 +6,6 @@ The environment is left out on purpose: it holds people's secrets.
 from __future__ import annotations
 
 import platform
-import re
 import subprocess
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.launch.nsys import Nsys
+from profkit.launch.versions import driver_in
 from profkit.models.attachment import NOT_REACHED, Attachment
 from profkit.models.workload import CallableWorkload, Workload
 from profkit.version import __version__
@@ -103,12 +103,12 @@ def _now() -> str:
 
 
 def driver_version() -> str | None:
+    """Return the NVIDIA driver's version as its kernel module tells it, None where there is none."""
     try:
         text = _DRIVER.read_text()
     except FileNotFoundError:
         return None
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
-    return found[0] if found else None
+    return driver_in(text)
 
 
 def git_revision() -> str | None:

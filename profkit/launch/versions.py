@@ -33,6 +33,12 @@ _BRANCHES = (
 )
 
 
+def driver_in(text: str) -> str | None:
+    """Return the driver's version in what NVIDIA's kernel module says of itself, or None."""
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return found[0] if found else None
+
+
 def cuda_of_driver(driver: str) -> str | None:
     """Return the newest CUDA version that a driver (``580.159.03``) knows, or None for one before CUDA 11."""
     branch = numbers(driver)[0]

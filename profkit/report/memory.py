@@ -25,7 +25,7 @@ from profkit.report.formats import (
 )
 from profkit.report.memory_leaks import leak_lines, leak_rows, leak_table
 from profkit.report.memory_predicted import predicted_rows, predicted_table
-from profkit.report.memory_units import format_after, format_bytes
+from profkit.report.memory_units import format_after, format_bytes, format_exactly
 from profkit.report.units import format_share
 
 TOP_STACKS = 6
@@ -95,9 +95,9 @@ def head_lines(result: MemoryResult) -> list[str]:
         recorded += f" over {format_after(history.end_us, history.start_us)}"
     whole = "history complete" if history.complete else "history incomplete"
     lines = [f"{PurePath(result.snapshot).name}, device {totals.device}: {recorded}, {whole}"]
-    lines.append(f"allocated  peak {_exactly(totals.allocated_peak_bytes)}, {_proof(totals)}, {_when(result)}")
-    lines.append(f"requested  peak {_exactly(totals.requested_peak_bytes)}")
-    lines.append(f"reserved   peak {_exactly(totals.reserved_peak_bytes)}")
+    lines.append(f"allocated  peak {format_exactly(totals.allocated_peak_bytes)}, {_proof(totals)}, {_when(result)}")
+    lines.append(f"requested  peak {format_exactly(totals.requested_peak_bytes)}")
+    lines.append(f"reserved   peak {format_exactly(totals.reserved_peak_bytes)}")
     lines.append(
         f"at the end {format_bytes(totals.allocated_end_bytes)} allocated of "
         f"{format_bytes(totals.reserved_end_bytes)} reserved"
@@ -132,9 +132,8 @@ def foot_lines(result: MemoryResult) -> list[str]:
     if result.ledger_check is not None and result.ledger_check.agrees:
         lines.append("the allocator's own peaks, as the run recorded them, are the same to the byte")
     if result.ledger_check is not None and result.ledger_check.earlier_peak_bytes and not history.complete:
-        lines.append(
-            f"before the recording the allocator's own peak was {_exactly(result.ledger_check.earlier_peak_bytes)}"
-        )
+        earlier = format_exactly(result.ledger_check.earlier_peak_bytes)
+        lines.append(f"before the recording the allocator's own peak was {earlier}")
     if result.oom is not None:
         lines += oom_lines(result.oom, history.start_us)
     return list(map(make_visible, lines))
@@ -145,7 +144,7 @@ def oom_lines(oom: OomVerdict, start_us: int | None) -> list[str]:
     lines = [
         f"out of memory {oom.count}×, last at {format_after(oom.time_us, start_us)}",
         *textwrap.wrap(oom.message, WIDTH, initial_indent="  ", subsequent_indent="  "),
-        f"  asked for {_exactly(oom.requested_bytes)}; the segment for it, {format_bytes(oom.needed_bytes)},",
+        f"  asked for {format_exactly(oom.requested_bytes)}; the segment for it, {format_bytes(oom.needed_bytes)},",
         f"  was short of memory by {'at most ' if oom.is_limited else ''}{oom.short_bytes:,} B",
         f"  CUDA had {format_bytes(oom.device_free_bytes)} free; PyTorch {format_bytes(oom.allocated_bytes)} allocated"
         f" and {format_bytes(oom.free_bytes)} free",
@@ -163,10 +162,6 @@ def oom_lines(oom: OomVerdict, start_us: int | None) -> list[str]:
             for pin in candidate.pinned_by
         ]
     return lines
-
-
-def _exactly(value: int) -> str:
-    return f"{format_bytes(value)} ({value:,} B)" if value >= 1024 else f"{value} B"
 
 
 def _proof(totals: Totals) -> str:

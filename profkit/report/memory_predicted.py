@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from profkit.analysis.memory.predicted import CategoryComparison, PhaseComparison, PredictedLine, PredictedMemory
 from profkit.report.formats import WIDTH, Column, Table, render_table
-from profkit.report.memory_units import format_bytes
+from profkit.report.memory_units import format_bytes, format_exactly
 
 _UNTOLD = "—"
 
@@ -39,7 +39,7 @@ def render_predicted(predicted: PredictedMemory, *, full_names: bool = False) ->
         parts += [render_table(_tensor_table(of_step), full=full_names)] * bool(of_step)
     if predicted.saved:
         total = sum(line.bytes for line in predicted.saved)
-        heading = f"saved for backward: predicted {_exactly(total)}"
+        heading = f"saved for backward: predicted {format_exactly(total)}"
         parts.append(f"{heading}\n{render_table(_tensor_table(predicted.saved), full=full_names)}")
     return "\n\n".join(parts)
 
@@ -114,11 +114,7 @@ def _short(value: int | None) -> str:
 
 
 def _told(value: int | None) -> str:
-    return "in part" if value is None else _exactly(value)
-
-
-def _exactly(value: int) -> str:
-    return f"{format_bytes(value)} ({value:,} B)" if value >= 1024 else f"{value} B"
+    return "in part" if value is None else format_exactly(value)
 
 
 def _signed(value: int | None) -> str:

@@ -14,6 +14,11 @@ def format_bytes(value: int) -> str:
     return f"{value} B"
 
 
+def format_exactly(value: int) -> str:
+    """Return bytes for people with all their digits behind: ``1.500 KiB (1,536 B)``."""
+    return f"{format_bytes(value)} ({value:,} B)" if value >= 1024 else f"{value} B"
+
+
 def format_after(time_us: int | None, start_us: int | None) -> str:
     """Return a moment as the time since the first event: ``3.822 s``; a dash where there are no times."""
     if time_us is None or start_us is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from profkit.errors import RunError
-from profkit.run_directory import CEILINGS
+from profkit.run_directory import CEILINGS, read_json
 
 VERSION = 1
 
@@ -69,15 +68,11 @@ def read_ceilings(path: Path) -> Ceilings | None:
     """
     file = path / CEILINGS if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file, "not JSON; measure again with `profkit ceilings`")
     except FileNotFoundError:
         if path.is_dir():
             return None
         raise RunError(f"{file}: there is no such file; measure with `profkit ceilings -o {file}`") from None
-    except OSError as error:
-        raise RunError(f"{file}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise RunError(f"{file}: not JSON; measure again with `profkit ceilings`") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise RunError(f"{file}: no ceilings of version {VERSION}; measure again with `profkit ceilings`")
     try:

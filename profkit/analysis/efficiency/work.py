@@ -19,13 +19,12 @@ the context's range stands before: ``("context 128", "forward")``, and ``("conte
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from profkit.errors import RunError
-from profkit.run_directory import WORK
+from profkit.run_directory import WORK, read_json
 
 VERSION = 1
 
@@ -79,13 +78,9 @@ def read_work(run: Path) -> RunWork | None:
     """
     path = run / WORK
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, "not JSON; record the run again")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise RunError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise RunError(f"{path}: not JSON; record the run again") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise RunError(f"{path}: not of version {VERSION}; record the run again, or use the profkit that wrote it")
     try:
