@@ -14,7 +14,7 @@ import click
 from profkit.report.formats import Column
 from recipes.common.command import Options, exit_with, recipe_options, run_recipe
 from recipes.common.pictures import new_figure
-from recipes.common.recipe import Cell, Device, Recipe, Report, Row
+from recipes.common.recipe import Cell, Device, Recipe, Report, Row, whole
 
 CELLS: list[Cell] = [
     {"case": case, "additions": additions, "addend": addend, "sum_dtype": total, "addend_dtype": added, "cast": cast}
@@ -43,7 +43,7 @@ def accumulate(cell: Cell, device: Device) -> Row:
     total = torch.zeros((), dtype=getattr(torch, str(cell["sum_dtype"])), device=device)
     addend = torch.tensor(cell["addend"], dtype=getattr(torch, str(cell["addend_dtype"])), device=device)
     stored = addend.double().cpu().item() if device != "mps" else addend.cpu().double().item()
-    additions = int(str(cell["additions"]))
+    additions = whole(cell["additions"])
     stuck_after = None
     for number in range(additions):
         before = total.clone()

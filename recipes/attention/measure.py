@@ -13,7 +13,7 @@ from recipes.attention.arithmetic import saved_bytes, work_out
 from recipes.attention.implementations import Attention, find_attention
 from recipes.attention.names import BATCH, COMPILED, DTYPES, MIB, SDPA, WRITTEN
 from recipes.attention.passes import Passes
-from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
+from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole
 from recipes.common.samples import summarize_parts
 from recipes.common.shortage import run_short
 
@@ -40,7 +40,7 @@ def measure_cell(cell: Cell, device: Device) -> Row:
     which stand in ``mem_after_inputs``.
     """
     name, seq_len, d_model, dtype = _read(cell)
-    passes = int(str(cell["passes"]))
+    passes = whole(cell["passes"])
     torch.manual_seed(0)
     run = _Run(find_attention(name), (BATCH, seq_len, d_model), dtype, device)
     row: Row = {"status": OK}
@@ -126,4 +126,4 @@ def _account(name: str, seq_len: int, d_model: int, dtype: torch.dtype) -> dict[
 
 def _read(cell: Cell) -> tuple[str, int, int, torch.dtype]:
     dtype = getattr(torch, DTYPES[str(cell["dtype"])])
-    return str(cell["implementation"]), int(str(cell["seq_len"])), int(str(cell["d_model"])), dtype
+    return str(cell["implementation"]), whole(cell["seq_len"]), whole(cell["d_model"]), dtype

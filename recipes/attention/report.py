@@ -12,7 +12,7 @@ from profkit.report.formats import Column, Table, render_markdown
 from recipes.attention.growth import fit_exponent, project_limit
 from recipes.attention.names import BATCH, IMPLEMENTATIONS, MIB, WRITTEN
 from recipes.common.pictures import COLOURS, new_figure
-from recipes.common.recipe import OK, Report, Row
+from recipes.common.recipe import OK, Report, Row, whole
 from recipes.common.tables import build_pivot, build_table
 from recipes.detectors.inspect import inspect_tables
 from recipes.detectors.tables import build_table as build_benchmark
@@ -138,12 +138,12 @@ def draw_memory(rows: Sequence[Row]) -> Figure:
 
 def points_of(series: Sequence[Row], key: str) -> list[tuple[float, float]]:
     """Return the sequence lengths at which a column has a positive value, with it."""
-    return [(int(str(row["seq_len"])), float(str(row[key]))) for row in series if row.get(key)]
+    return [(whole(row["seq_len"]), float(str(row[key]))) for row in series if row.get(key)]
 
 
 def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Figure:
-    least = min(int(str(row["d_model"])) for row in rows)
-    sizes = sorted({int(str(row["seq_len"])) for row in rows})
+    least = min(whole(row["d_model"]) for row in rows)
+    sizes = sorted({whole(row["seq_len"]) for row in rows})
     figure = new_figure(f"{title}, d_model {least}", width=5.0 * len(keys) + 1.5)
     panels = figure.subplots(1, len(keys), squeeze=False)[0]
     for panel, key in zip(panels, keys, strict=True):
@@ -183,8 +183,8 @@ def _choose(rows: Sequence[Row]) -> Row | None:
     ended = [row for row in there if row["status"] != OK]
 
     def size(row: Row) -> tuple[bool, int, int]:
-        longer = int(str(row["seq_len"])) * (-1 if ended else 1)
-        return (row["implementation"] == WRITTEN, longer, -int(str(row["d_model"])))
+        longer = whole(row["seq_len"]) * (-1 if ended else 1)
+        return (row["implementation"] == WRITTEN, longer, -whole(row["d_model"]))
 
     return max(ended or there, key=size, default=None)
 
@@ -192,12 +192,12 @@ def _choose(rows: Sequence[Row]) -> Row | None:
 def _peaks(series: Sequence[Row]) -> Iterator[tuple[int, list[float]]]:
     for row in series:
         if row["status"] == OK and row.get("forward_peak_MiB") and row.get("backward_peak_MiB"):
-            yield int(str(row["seq_len"])), [float(str(row[f"{part}_peak_MiB"])) for part in ("forward", "backward")]
+            yield whole(row["seq_len"]), [float(str(row[f"{part}_peak_MiB"])) for part in ("forward", "backward")]
 
 
 def _by_series(rows: Sequence[Row]) -> dict[Series, list[Row]]:
     found: dict[Series, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: int(str(row["seq_len"]))):
-        key = (str(row["implementation"]), str(row["dtype"]), int(str(row["d_model"])))
+    for row in sorted(rows, key=lambda row: whole(row["seq_len"])):
+        key = (str(row["implementation"]), str(row["dtype"]), whole(row["d_model"]))
         found.setdefault(key, []).append(row)
     return found

@@ -69,6 +69,15 @@ class Recipe:
     derive: Callable[[Sequence[Row]], None] | None = None
 
 
+def whole(value: object) -> int:
+    """Return a cell's or a row's value as the whole number that it is known to be.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return int(str(value))
+
+
 def identify(cell: Mapping[str, object], keys: Sequence[str]) -> tuple[object, ...]:
     """Return what tells a cell, or the row of one, from all others."""
     return tuple(cell[key] for key in keys)

@@ -19,7 +19,7 @@ from recipes.attention.implementations import find_attention
 from recipes.attention.measure import predict_bytes as predict_attention_bytes
 from recipes.attention.names import DTYPES as DTYPE_NAMES
 from recipes.attention.passes import Passes
-from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
+from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole
 from recipes.common.samples import summarize_parts
 from recipes.common.shortage import run_short
 from recipes.compilation.cells import ATTENTION, as_attention_cell, as_model_cell
@@ -72,7 +72,7 @@ class AttentionSteps:
 
     def __init__(self, cell: Cell, device: Device) -> None:
         own = as_attention_cell(cell)
-        shape = (int(str(cell["batch"])), int(str(own["seq_len"])), int(str(own["d_model"])))
+        shape = (whole(cell["batch"]), whole(own["seq_len"]), whole(own["d_model"]))
         dtype = getattr(torch, DTYPE_NAMES[str(own["dtype"])])
         self._passes = Passes(find_attention(str(own["implementation"])), shape, dtype, device)
         self._forward_only = cell["passes"] == FORWARD_ONLY
@@ -128,7 +128,7 @@ def _measure(steps: Steps, cell: Cell, device: Device, directory: Path) -> Row:
     for _ in range(WARMUP - 1):
         steps.run()
     before = read_counters()
-    timed = [steps.run() for _ in range(int(str(cell["steps"])))]
+    timed = [steps.run() for _ in range(whole(cell["steps"]))]
     during = counted_since(before)
     samples = {part: [step[part] for step in timed] for part in timed[0]}
     trace = directory / "step.json.gz"

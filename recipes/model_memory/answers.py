@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, cast
 
 from profkit.report.memory_units import format_bytes
-from recipes.common.recipe import Row
+from recipes.common.recipe import Row, whole
 from recipes.model_memory.cells import describe_cell, describe_layers, name_of
 
 _UNMEASURED = "No peak was measured: of all devices only CUDA's allocator records its history."
@@ -22,20 +22,20 @@ def answer_peaks(rows: Sequence[Row]) -> Iterator[str]:
     sentences = []
     for setting in dict.fromkeys((row["size"], row["passes"], row["dtype"], row["batch"]) for row in measured):
         series = [row for row in measured if (row["size"], row["passes"], row["dtype"], row["batch"]) == setting]
-        sentences.append(_growth(sorted(series, key=lambda row: _int(row["context"]))))
+        sentences.append(_growth(sorted(series, key=lambda row: whole(row["context"]))))
     yield _list([*sentences, *_precision(measured)])
 
 
 def _growth(series: Sequence[Row]) -> str:
     first, last = series[0], series[-1]
-    low, high = (_int(row["allocated_peak_bytes"]) for row in (first, last))
+    low, high = (whole(row["allocated_peak_bytes"]) for row in (first, last))
     at = f"{first['size']}, {first['passes']}, {first['dtype']}: {format_bytes(low)} allocated at the peak"
     where = f"in {_phase(first)} at context {first['context']}"
     if first is last:
         return f"{at} {where} ({_command(first)})."
     return (
         f"{at} {where}, {format_bytes(high)} in {_phase(last)} at context {last['context']}: "
-        f"{high / low:.3g} times as much for {_int(last['context']) / _int(first['context']):.3g} times the context "
+        f"{high / low:.3g} times as much for {whole(last['context']) / whole(first['context']):.3g} times the context "
         f"({_command(last)})."
     )
 
@@ -43,11 +43,11 @@ def _growth(series: Sequence[Row]) -> str:
 def _precision(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a sentence on bf16 against fp32 for each size and extent of a step, at the longest context of both."""
     found: dict[tuple[object, ...], dict[object, Row]] = {}
-    for row in sorted(rows, key=lambda row: _int(row["context"])):
+    for row in sorted(rows, key=lambda row: whole(row["context"])):
         found.setdefault((row["size"], row["passes"], row["context"], row["batch"]), {})[row["dtype"]] = row
     longest = {key[:2]: pair for key, pair in found.items() if {"fp32", "bf16"} <= pair.keys()}
     for (size, passes), pair in longest.items():
-        wide, low = _int(pair["fp32"]["allocated_peak_bytes"]), _int(pair["bf16"]["allocated_peak_bytes"])
+        wide, low = whole(pair["fp32"]["allocated_peak_bytes"]), whole(pair["bf16"]["allocated_peak_bytes"])
         copies = max(int(phase["by_category"].get("autocast copies", 0)) for phase in _phases(pair["bf16"]))
         yield (
             f"{size}, {passes}, context {pair['bf16']['context']}: under bf16 autocast the peak is {format_bytes(low)} "
@@ -66,12 +66,12 @@ def answer_residual(rows: Sequence[Row]) -> Iterator[str]:
             seen.setdefault((*key, row["residual_bytes"]), []).append(row)
     for (size, context, shape, dtype, size_bytes), here in seen.items():
         lengths = cast("tuple[int, ...]", shape)
-        width = _int(size_bytes) // prod(lengths)
+        width = whole(size_bytes) // prod(lengths)
         formula = " × ".join(map(str, (*lengths, f"{width} B")))
         precisions = " and ".join(dict.fromkeys(str(row["dtype"]) for row in here))
         sentences.append(
-            f"{size} at context {context}: batch × context × d_model × width = {formula} = {_int(size_bytes):,} B = "
-            f"{format_bytes(_int(size_bytes))}; seen as the output of a block, {dtype}, in {precisions} "
+            f"{size} at context {context}: batch × context × d_model × width = {formula} = {whole(size_bytes):,} B = "
+            f"{format_bytes(whole(size_bytes))}; seen as the output of a block, {dtype}, in {precisions} "
             f"({_rerun(here[0])})."
         )
     yield _list(sentences) or "Not seen: no forward pass came to its end."
@@ -80,7 +80,7 @@ def answer_residual(rows: Sequence[Row]) -> Iterator[str]:
 def answer_largest(row: Row) -> Iterator[str]:
     """Say what the largest allocations at a row's peak are, and their share of it."""
     largest = cast("list[dict[str, Any]]", row["largest"])
-    peak, together = _int(row["allocated_peak_bytes"]), sum(int(one["bytes"]) for one in largest)
+    peak, together = whole(row["allocated_peak_bytes"]), sum(int(one["bytes"]) for one in largest)
     first = largest[0]
     whose = f" of `{first['owner']}`" if first["owner"] else ""
     yield (
@@ -98,7 +98,7 @@ def answer_saved(row: Row) -> Iterator[str]:
         each = f"each of the {len(blocks)} blocks keeps {blocks[0]:,} B ({format_bytes(blocks[0])})"
     else:
         each = f"the {len(blocks)} blocks keep {format_bytes(min(blocks))} to {format_bytes(max(blocks))}"
-    total, predicted = _int(row["saved_bytes"]), _int(row["predicted_saved_bytes"])
+    total, predicted = whole(row["saved_bytes"]), whole(row["predicted_saved_bytes"])
     yield (
         f"{row['size']}, context {row['context']}, {row['dtype']}: {each}; the {len(parts)} largest parts are "
         f"{sum(parts) / max(blocks):.1%} of a block's. All that is kept when the loss is made: {total:,} B counted, "
@@ -117,10 +117,10 @@ def answer_checkpoints(group: Sequence[Row]) -> Iterator[str]:
     with_some = [row for row in measured if row["checkpoint_layers"]]
     if none is None or not with_some:
         return
-    lowest = min(with_some, key=lambda row: _int(row[key]))
-    before, after = _int(none[key]), _int(lowest[key])
+    lowest = min(with_some, key=lambda row: whole(row[key]))
+    before, after = whole(none[key]), whole(lowest[key])
     phase = _phase(lowest) if how == "measured" else lowest["predicted_phase"]
-    kept = [_int(row["predicted_saved_bytes"]) for row in (none, lowest)]
+    kept = [whole(row["predicted_saved_bytes"]) for row in (none, lowest)]
     command = _command(lowest) if how == "measured" else _rerun(lowest)
     less = f"{(after - before) / before:+.1%}"
     yield (
@@ -137,14 +137,14 @@ def answer_predicted(rows: Sequence[Row]) -> Iterator[str]:
     sentences = []
     if compared:
         exact = sum(not row["difference_bytes"] for row in compared)
-        worst = max(compared, key=lambda row: abs(_int(row["difference_bytes"])))
-        off, peak = _int(worst["difference_bytes"]), _int(worst["requested_peak_bytes"])
+        worst = max(compared, key=lambda row: abs(whole(row["difference_bytes"])))
+        off, peak = whole(worst["difference_bytes"]), whole(worst["requested_peak_bytes"])
         sentences.append(
             f"Of {len(compared)} measured peaks {exact} were predicted to the byte, as requested from the allocator; "
             f"the largest difference is {off:,} B, {abs(off) / peak:.2%} of {format_bytes(peak)}, at "
             f"{describe_cell(worst)}; `--predicted` shows it tensor by tensor ({_command(worst)})."
         )
-    off_by = [(row, _int(row["added_up_bytes"]) - _int(row["predicted_peak_bytes"])) for row in rows]
+    off_by = [(row, whole(row["added_up_bytes"]) - whole(row["predicted_peak_bytes"])) for row in rows]
     high, low = max(off_by, key=lambda entry: entry[1]), min(off_by, key=lambda entry: entry[1])
     sentences.append(
         "The peak is the highest phase's, not the sum of all kinds: parameters, gradients, AdamW's moments and what is "
@@ -163,7 +163,7 @@ def answer_predicted(rows: Sequence[Row]) -> Iterator[str]:
 
 def _signed(entry: tuple[Row, int]) -> str:
     row, off = entry
-    share = off / _int(row["predicted_peak_bytes"])
+    share = off / whole(row["predicted_peak_bytes"])
     return f"{'+' if off > 0 else ''}{format_bytes(off)} ({share:+.1%}, {describe_cell(row)})"
 
 
@@ -192,7 +192,3 @@ def _command(row: Mapping[str, object]) -> str:
 
 def _list(sentences: Sequence[str]) -> str:
     return "\n".join(f"- {sentence}" for sentence in sentences)
-
-
-def _int(value: object) -> int:
-    return int(str(value))

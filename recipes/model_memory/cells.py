@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Dtype, Passes, Workload
-from recipes.common.recipe import Cell, GridName
+from recipes.common.recipe import Cell, GridName, whole
 from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, PASSES, TRAIN
 
 KEYS = ("size", "context", "passes", "dtype", "checkpoint_layers", "batch")
@@ -107,11 +107,11 @@ def workload_of(cell: Mapping[str, object]) -> Workload:
     """Return what profkit's built-in model is to do for a cell."""
     return Workload(
         preset_name=str(cell["size"]),
-        batch=int(str(cell["batch"])),
-        context=int(str(cell["context"])),
+        batch=whole(cell["batch"]),
+        context=whole(cell["context"]),
         warmup_steps=WARMUP_STEPS,
         steps=STEPS,
         dtype=cast("Dtype", cell["dtype"]),
         passes=cast("Passes", cell["passes"]),
-        checkpoint_layers=int(str(cell["checkpoint_layers"])),
+        checkpoint_layers=whole(cell["checkpoint_layers"]),
     )

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from profkit.report.timeline_colours import CATEGORY_COLOURS
 from recipes.common.pictures import COLOURS, new_figure
-from recipes.common.recipe import Row
+from recipes.common.recipe import Row, whole
 from recipes.model_memory.predicted import KINDS, REST, kinds_at_peak
 from recipes.whole_model.cells import PASSES
 
@@ -23,7 +23,7 @@ def draw_peaks(rows: Sequence[Row]) -> Figure | None:
     """Draw the largest size: a panel each extent of a step, a bar each context and precision, measured as a mark."""
     if not rows:
         return None
-    largest = max(rows, key=lambda row: _int(row["parameters"]))
+    largest = max(rows, key=lambda row: whole(row["parameters"]))
     size, batch = largest["size"], largest["batch"]
     here = [row for row in rows if (row["size"], row["batch"]) == (size, batch)]
     extents = [passes for passes in PASSES if any(row["passes"] == passes for row in here)]
@@ -41,13 +41,13 @@ def draw_peaks(rows: Sequence[Row]) -> Figure | None:
         panel.set_xlabel("context, precision")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("GiB (2³⁰ B), requested")
-    panels[0].set_ylim(top=1.08 * max(_int(row["predicted_peak_bytes"]) for row in here) / _GIB)
+    panels[0].set_ylim(top=1.08 * max(whole(row["predicted_peak_bytes"]) for row in here) / _GIB)
     _add_legend(figure, here)
     return figure
 
 
 def _order(row: Row) -> tuple[int, str]:
-    return _int(row["context"]), {"fp32": "0"}.get(str(row["dtype"]), "1")
+    return whole(row["context"]), {"fp32": "0"}.get(str(row["dtype"]), "1")
 
 
 def _draw_bar(panel: Any, place: int, row: Row) -> None:
@@ -57,7 +57,7 @@ def _draw_bar(panel: Any, place: int, row: Row) -> None:
         bottom += size / _GIB
     measured = row.get("requested_peak_bytes")
     if measured is not None:
-        panel.plot([place], [_int(measured) / _GIB], marker="_", markersize=22, markeredgewidth=1.6, color=_INK)
+        panel.plot([place], [whole(measured) / _GIB], marker="_", markersize=22, markeredgewidth=1.6, color=_INK)
     panel.annotate(
         str(row["predicted_phase"]), (place, bottom), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=7
     )
@@ -89,13 +89,13 @@ def draw_checkpoints(rows: Sequence[Row]) -> Figure | None:
         panel.plot(*_points(series, "requested_peak_bytes"), "o", color=colour, markersize=5)
         plain = next((row for row in rows if not row["checkpoint_layers"] and _setting(row) == setting), None)
         if plain is not None:
-            panel.axhline(_int(plain["predicted_peak_bytes"]) / _GIB, color=colour, linestyle=":", linewidth=1.2)
+            panel.axhline(whole(plain["predicted_peak_bytes"]) / _GIB, color=colour, linestyle=":", linewidth=1.2)
     sizes = sorted({_layers(row) for row in drawn})
     panel.set_xscale("log", base=2)
     panel.set_xticks(sizes, [str(size) for size in sizes])
     panel.minorticks_off()
     everything = [row for row in rows if _setting(row) in settings]
-    panel.set_ylim(0, 1.06 * max(_int(row["predicted_peak_bytes"]) for row in everything) / _GIB)
+    panel.set_ylim(0, 1.06 * max(whole(row["predicted_peak_bytes"]) for row in everything) / _GIB)
     panel.set_xlabel("layers to a checkpoint")
     panel.set_ylabel("GiB (2³⁰ B), requested")
     panel.grid(True, color="#E5E5E5")
@@ -115,14 +115,10 @@ def _setting(row: Row) -> tuple[str, ...]:
 
 
 def _layers(row: Row) -> int:
-    return _int(row["checkpoint_layers"])
+    return whole(row["checkpoint_layers"])
 
 
 def _points(series: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     """Return the layers and the GiB of those rows that have them."""
     there = [row for row in series if row.get(key) is not None]
-    return [_layers(row) for row in there], [_int(row[key]) / _GIB for row in there]
-
-
-def _int(value: object) -> int:
-    return int(str(value))
+    return [_layers(row) for row in there], [whole(row[key]) / _GIB for row in there]

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from profkit.report.formats import Column, render_markdown
 from profkit.report.memory_units import format_bytes
-from recipes.common.recipe import Device, Report, Row
+from recipes.common.recipe import Device, Report, Row, whole
 from recipes.common.tables import build_pivot, build_table
 from recipes.model_memory.answers import (
     answer_checkpoints,
@@ -36,7 +36,7 @@ def add_columns(rows: Sequence[Row]) -> None:
             ("saved_block_MiB", "saved_block_bytes", MIB),
         ):
             value = row.get(source)
-            row[key] = None if value is None else int(str(value)) / unit
+            row[key] = None if value is None else whole(value) / unit
 
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
@@ -68,7 +68,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
 
 def _telling(rows: Sequence[Row]) -> list[Any]:
     """Return the rows as they would be run: the largest model at its longest context first."""
-    return sorted(rows, key=lambda row: (-_int(row["context"]), -_int(row["parameters"])))
+    return sorted(rows, key=lambda row: (-whole(row["context"]), -whole(row["parameters"])))
 
 
 def _peaks(rows: Sequence[Row]) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _peaks(rows: Sequence[Row]) -> Iterator[str]:
 def _told_peak(row: Row, size: str, phase: str) -> str | None:
     if row.get(size) is None:
         return None
-    return f"{format_bytes(_int(row[size]))}, {row[phase] or BUILDING}"
+    return f"{format_bytes(whole(row[size]))}, {row[phase] or BUILDING}"
 
 
 def _timelines(rows: Sequence[Row]) -> Iterator[str]:
@@ -219,7 +219,3 @@ def _phases_of(row: Row) -> Iterator[Row]:
             "requested_bytes": found.get("requested_bytes"),
             "difference_bytes": found.get("difference_bytes"),
         }
-
-
-def _int(value: object) -> int:
-    return int(str(value))

@@ -8,7 +8,7 @@ from typing import cast
 
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Passes, Workload
-from recipes.common.recipe import Cell, GridName
+from recipes.common.recipe import Cell, GridName, whole
 
 KEYS = ("size", "context", "passes", "batch", "steps", "profiler")
 TOGETHER = ("size", "passes", "batch", "steps", "profiler")
@@ -45,8 +45,8 @@ def workload_of(cell: Cell) -> Workload:
     """Return what profkit's built-in model does in a cell: in fp32, eager."""
     return Workload(
         preset_name=str(cell["size"]),
-        batch=int(str(cell["batch"])),
-        context=int(str(cell["context"])),
-        steps=int(str(cell["steps"])),
+        batch=whole(cell["batch"]),
+        context=whole(cell["context"]),
+        steps=whole(cell["steps"]),
         passes=cast("Passes", cell["passes"]),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from profkit import read_trace
 from profkit.models.memory import HOPPER_WORKSPACE_BYTES, predict_memory
-from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
+from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole
 from recipes.nsight.capture import MemoryFull, build_arguments, record
 from recipes.nsight.cells import workload_of
 from recipes.nsight.read import read_row
@@ -24,7 +24,7 @@ def measure_cells(cells: Sequence[Cell], device: Device, captures: Path) -> list
 
     Where the memory is too small for all of them, the longest context is left out and the others are recorded again.
     """
-    contexts = sorted(int(str(cell["context"])) for cell in cells)
+    contexts = sorted(whole(cell["context"]) for cell in cells)
     found: dict[int, Row] = {}
     while contexts:
         try:
@@ -39,4 +39,4 @@ def measure_cells(cells: Sequence[Cell], device: Device, captures: Path) -> list
             read = read_row(opened, run, context if several else None)
             found[context] = {"status": OK, "made_by": shlex.join(words), **read}
         break
-    return [found[int(str(cell["context"]))] for cell in cells]
+    return [found[whole(cell["context"])] for cell in cells]

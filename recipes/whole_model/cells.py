@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Dtype, Passes, Workload
-from recipes.common.recipe import Cell
+from recipes.common.recipe import Cell, whole
 
 KEYS = ("size", "context", "passes", "dtype", "mode", "warmup", "batch", "steps")
 
@@ -85,10 +85,10 @@ def workload_of(cell: Cell) -> Workload:
     """Return what profkit's built-in model is to do for a cell."""
     return Workload(
         preset_name=str(cell["size"]),
-        batch=int(str(cell["batch"])),
-        context=int(str(cell["context"])),
-        warmup_steps=int(str(cell["warmup"])),
-        steps=int(str(cell["steps"])),
+        batch=whole(cell["batch"]),
+        context=whole(cell["context"]),
+        warmup_steps=whole(cell["warmup"]),
+        steps=whole(cell["steps"]),
         dtype=cast("Dtype", cell["dtype"]),
         compile_mode="default" if cell["mode"] == COMPILED else "none",
         passes=cast("Passes", cell["passes"]),

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from recipes.common.pictures import COLOURS, new_figure
-from recipes.common.recipe import Row
+from recipes.common.recipe import Row, whole
 from recipes.whole_model.cells import COMPILED, EAGER, FORWARD_BACKWARD, SIZES
 
 _STYLES: dict[tuple[str, str], tuple[Any, str]] = {
@@ -25,10 +25,10 @@ _STYLES: dict[tuple[str, str], tuple[Any, str]] = {
 def draw_times(rows: Sequence[Row]) -> Figure:
     """Draw forward and backward, timed in one pass of both, over the context, after the longest warm-up."""
     drawn = _of_both(rows)
-    longest = max((_int(row["warmup"]) for row in drawn), default=0)
+    longest = max((whole(row["warmup"]) for row in drawn), default=0)
     drawn = [row for row in drawn if row["warmup"] == longest]
     figure = new_figure(f"A whole model: median of the steps, {longest} steps of warm-up", width=11.5)
-    contexts = sorted({_int(row["context"]) for row in drawn})
+    contexts = sorted({whole(row["context"]) for row in drawn})
     panels = figure.subplots(1, 2)
     for panel, part in zip(panels, ("forward", "backward"), strict=True):
         for series in dict.fromkeys((row["size"], row["dtype"], row["mode"]) for row in drawn):
@@ -48,17 +48,17 @@ def draw_times(rows: Sequence[Row]) -> Figure:
 def draw_warmup(rows: Sequence[Row]) -> Figure:
     """Draw each forward sample of fp32 eager in its order, a panel a size at the least context, a line a warm-up."""
     drawn = [row for row in _of_both(rows) if (row["dtype"], row["mode"]) == ("fp32", EAGER)]
-    least = min((_int(row["context"]) for row in drawn if not row["warmup"]), default=None)
+    least = min((whole(row["context"]) for row in drawn if not row["warmup"]), default=None)
     drawn = [row for row in drawn if row["context"] == least]
     sizes = list(dict.fromkeys(row["size"] for row in drawn)) or [""]
     where = "" if least is None else f", context {least}"
     figure = new_figure(f"Forward by timed step, by warm-up: fp32, eager{where}", width=2.6 * len(sizes) + 3.5)
     panels = figure.subplots(1, len(sizes), squeeze=False)[0]
-    warmups = sorted({_int(row["warmup"]) for row in drawn})
+    warmups = sorted({whole(row["warmup"]) for row in drawn})
     for panel, size in zip(panels, sizes, strict=True):
         for row in (row for row in drawn if row["size"] == size):
             samples: Any = row["forward_samples_ms"]
-            colour = COLOURS[warmups.index(_int(row["warmup"])) % len(COLOURS)]
+            colour = COLOURS[warmups.index(whole(row["warmup"])) % len(COLOURS)]
             panel.plot(range(1, len(samples) + 1), samples, "-o", markersize=3, color=colour)
         panel.set_yscale("log")
         panel.set_title(str(size), fontsize=10)
@@ -85,7 +85,7 @@ def _of_both(rows: Sequence[Row]) -> list[Row]:
 
 def _draw_series(panel: Any, rows: Sequence[Row], series: tuple[object, ...], key: str) -> None:
     style = _STYLES.get((str(series[1]), str(series[2])))
-    points = [(_int(row["context"]), row[key]) for row in rows if (row["size"], row["dtype"], row["mode"]) == series]
+    points = [(whole(row["context"]), row[key]) for row in rows if (row["size"], row["dtype"], row["mode"]) == series]
     if style is not None:
         line, marker = style
         panel.plot(*zip(*sorted(points), strict=True), line, marker=marker, markersize=4, color=_colour(series[0]))
@@ -105,7 +105,3 @@ def _add_legend(panel: Any, rows: Sequence[Row]) -> None:
 
 def _colour(size: object) -> str:
     return COLOURS[SIZES.index(str(size)) % len(COLOURS)]
-
-
-def _int(value: object) -> int:
-    return int(str(value))

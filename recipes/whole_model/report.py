@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from profkit.report.formats import render_markdown
-from recipes.common.recipe import OK, Report, Row
+from recipes.common.recipe import OK, Report, Row, whole
 from recipes.common.tables import build_pivot
 from recipes.detectors.inspect import inspect_tables
 from recipes.detectors.tables import build_table as build_benchmark
@@ -72,7 +72,7 @@ def _happened_inside(rows: Sequence[Row]) -> Iterator[str]:
         ("compiled_graphs", "graphs were compiled", "the times hold compilation"),
         ("allocator_retries", "allocations were tried again after the cache was freed", "the memory was all but full"),
     ):
-        found = [(int(str(row[key])), row) for row in rows if row.get(key)]
+        found = [(whole(row[key]), row) for row in rows if row.get(key)]
         told = "; ".join(f"{count} at {_name(row)}" for count, row in found[:_WORST])
         if found:
             yield f"{what} within the timed steps in {len(found)} of {_measured(rows)} rows: {told}; {why}"
