@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.captures import CAPTURES
+
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
 def captures() -> Path:
     """Return the folder of captures that are too large for the repository; tests that need them skip without it."""
-    folder = Path(os.environ.get("PROFKIT_CAPTURES", ROOT.parent / "shared" / "captures"))
-    if not folder.is_dir():
-        pytest.skip(f"the large captures are not here ({folder}); set PROFKIT_CAPTURES")
-    return folder
+    if not CAPTURES.is_dir():
+        pytest.skip(f"the large captures are not here ({CAPTURES}); set PROFKIT_CAPTURES")
+    return CAPTURES
 
 
 @pytest.fixture(scope="session")

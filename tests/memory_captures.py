@@ -1,19 +1,14 @@
-"""Real snapshots that stand beside the checkout, and small made ones with phases, frames and a ledger."""
+"""Small made snapshots with phases, frames and a ledger."""
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from profkit.run_directory import LEDGER, MANIFEST, SNAPSHOT
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
-
-CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES") or Path(__file__).parents[2] / "shared" / "captures")
 
 STACKS = {
     "model": [
@@ -31,13 +26,6 @@ STACKS = {
     "mask": [("mask", "train.py", 21), ("<module>", "train.py", 41)],
     "keep": [("remember", "train.py", 30), ("<module>", "train.py", 45)],
 }
-
-
-def capture(name: str) -> Path:
-    """Return a real capture; skips where there is none."""
-    if not (CAPTURES / name).exists():
-        pytest.skip(f"{name} is not here; set PROFKIT_CAPTURES to the folder of real captures")
-    return CAPTURES / name
 
 
 class Training:

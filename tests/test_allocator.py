@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,7 @@ from profkit.analysis.memory.rules import round_sizes, segment_size_bytes, small
 from profkit.snapshot.columns import Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
-
-CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES") or Path(__file__).parents[2] / "shared" / "captures")
-
-
-def capture(name: str) -> Path:
-    if not (CAPTURES / name).exists():
-        pytest.skip(f"{name} is not here; set PROFKIT_CAPTURES to the folder of real captures")
-    return CAPTURES / name
+from tests.captures import capture
 
 
 def replayed(allocator: ReferenceAllocator) -> History:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import subprocess
 import sys
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from profkit.analysis.categories import CATEGORIES, OTHER, categorize, read_rules
 from profkit.trace.kineto import read_kineto
-
-CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES", Path(__file__).parents[2] / "shared" / "captures"))
+from tests.captures import capture
 
 RULES = [(measure, rule) for measure, rules in read_rules().items() for rule in rules]
 EXAMPLES = [(m, r["rule"], r["category"], name) for m, r in RULES for name in r["examples"]]
 
 
-def kernels_of(capture: str) -> dict[str, tuple[int, int]]:
+def kernels_of(name: str) -> dict[str, tuple[int, int]]:
     """Return kernel time and count by demangled name, by a route of the test's own."""
-    path = CAPTURES / capture
-    if not path.exists():
-        pytest.skip(f"no shared captures in {CAPTURES} (set PROFKIT_CAPTURES)")
+    path = capture(name)
     if path.suffix == ".gz":
         trace = read_kineto(path)
         times, counts = np.bincount(trace.work.name, trace.work.duration_ns), np.bincount(trace.work.name)

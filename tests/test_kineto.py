@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import gzip
 import json
-import os
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +21,8 @@ from profkit.trace.columns import NO_LAUNCH, Trace
 from profkit.trace.kineto import read_kineto
 from profkit.trace.kineto_file import load_chrome_trace, parse_microseconds
 from profkit.trace.operators import OperatorForest
+from tests.captures import capture
 
-CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES", Path(__file__).parents[2] / "shared" / "captures"))
 PID, TID, AUTOGRAD = 100, 100, 117
 
 
@@ -67,9 +66,7 @@ def work_names(trace: Trace) -> list[str]:
 
 
 def test_the_shared_capture() -> None:
-    path = CAPTURES / "small.kineto.json.gz"
-    if not path.exists():
-        pytest.skip(f"no shared captures in {CAPTURES} (set PROFKIT_CAPTURES)")
+    path = capture("small.kineto.json.gz")
     before = path.read_bytes()
     trace = read_kineto(path)
     # A second route: the float durations, one by one.

@@ -15,7 +15,8 @@ from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
 from profkit.cli.memory import memory
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
-from tests.memory_captures import Training, capture
+from tests.captures import capture
+from tests.memory_captures import Training
 
 
 def opened(training: Training) -> OpenedSnapshot:

@@ -11,7 +11,7 @@ from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
-from tests.memory_captures import capture
+from tests.captures import capture
 
 
 def failed(allocator: ReferenceAllocator, wanted: int, device_free: int, capacity: int | None = None) -> OomVerdict:

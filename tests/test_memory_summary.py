@@ -22,7 +22,8 @@ from profkit.report.memory import render_memory
 from profkit.run_directory import LEDGER
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
-from tests.memory_captures import Training, capture
+from tests.captures import capture
+from tests.memory_captures import Training
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from profkit.errors import UsageError
 from profkit.report.timeline_html import build_data, render_page
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
-from tests.memory_captures import Training, capture
+from tests.captures import capture
+from tests.memory_captures import Training
 
 
 def opened(training: Training) -> OpenedSnapshot:

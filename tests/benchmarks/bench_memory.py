@@ -10,15 +10,20 @@ command once on a tiny snapshot, to see that all of this works.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from bench_kernels import Measured, print_ratio, print_row, profkit, run_in_turn  # neighbours: a script's own folder
+from bench_kernels import (  # neighbours: a script's own folder
+    CAPTURES,
+    Measured,
+    print_ratio,
+    print_row,
+    profkit,
+    run_in_turn,
+)
 
-CAPTURES = Path(os.environ.get("PROFKIT_CAPTURES", Path(__file__).parents[3] / "shared" / "captures"))
 EVENTS = 448_199
 
 _BARE = "import pickle, sys\nwith open(sys.argv[1], 'rb') as file:\n    data = pickle.load(file)\n"

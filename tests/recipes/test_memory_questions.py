@@ -38,8 +38,8 @@ from recipes.model_memory.cells import (
 from recipes.model_memory.predicted import needed_bytes
 from recipes.model_memory.recorded import describe_memory, draw_recorded, read_recorded
 from recipes.model_memory.report import add_columns, report
+from tests.captures import capture
 from tests.conftest import ROOT
-from tests.memory_captures import capture
 from tests.test_memory_predicted import Played, without_logits
 
 TRACE = ROOT / "traces" / "small-train.snapshot.pickle.gz"
