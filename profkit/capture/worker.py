@@ -20,18 +20,16 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from profkit.capture.backward_owners import backward_owners
 from profkit.capture.callable_steps import CallableSteps, TargetRaisedError
 from profkit.capture.clean_twin import Measured, measure_clean, measure_steps
 from profkit.capture.conditions import read_conditions
 from profkit.capture.contexts import ContextSteps
 from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.local_ranks import describe_rank, recorded_together_by_nsys
-from profkit.capture.memory import recorded_memory
-from profkit.capture.memory_observer import MemoryObserver
 from profkit.capture.nsys import recorded_by_nsys
 from profkit.capture.outputs import take_outputs
 from profkit.capture.rank_group import joined, order_of_this_rank
+from profkit.capture.recorded_training import recorded_training
 from profkit.capture.script_memory import ScriptMemory
 from profkit.capture.step import TrainingStep, choose_device
 from profkit.capture.whole_files import write_json
@@ -114,14 +112,9 @@ def _record_memory(order: Order, device: torch.device) -> tuple[Steps, Measured]
         return _remember_callable(workload, memory)
     if device.type != "cuda":
         raise UsageError("--memory records the CUDA allocator, and this machine has no CUDA GPU; leave --memory out")
-    snapshot, ledger = Path(memory.snapshot_path), Path(memory.ledger_path)
-    with recorded_memory(snapshot, ledger, device, stacks=memory.stacks, max_entries=memory.max_entries) as owners:
-        step = TrainingStep(workload, device)
-        step.observe(MemoryObserver(owners, step, saved=memory.saved))
-        # Compiled code runs its backward as one node: there are no modules in it to name.
-        with backward_owners(step.module, on=workload.compile_mode == "none"):
-            step.run_warmup()
-            return step, measure_steps(step)
+    with recorded_training(workload, device, memory) as step:
+        step.run_warmup()
+        return step, measure_steps(step)
 
 
 def _remember_callable(workload: CallableWorkload, memory: MemoryOrder) -> tuple[Steps, Measured]:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from profkit.capture.backward_owners import backward_owners
-from profkit.capture.memory import recorded_memory
 from profkit.capture.memory_observer import MemoryObserver
+from profkit.capture.owners import OwnerLedger
+from profkit.capture.recorded_training import recorded_training
 from profkit.capture.step import StepObserver, TrainingStep
 from profkit.errors import RunError
 from profkit.launch.directory import write_json, write_manifest
 from profkit.launch.processes import sigterm_raises
-from profkit.models.workload import MemoryOptions
+from profkit.models.workload import MemoryOrder
 from profkit.ranges import FORWARD
 from profkit.run_directory import LEDGER, MANIFEST, PREDICTED, SNAPSHOT, read_manifest
 from profkit.version import __version__
@@ -108,23 +108,21 @@ class _Run:
 
     def _record(self, run: Path) -> TrainingStep:
         """Record the making of the model and its steps, and leave a run directory that ``profkit memory`` reads."""
-        options = MemoryOptions()
         versions = {"profkit": __version__, "torch": torch.__version__}
         manifest = {"target": self._workload.target, "versions": versions, "workload": asdict(self._workload)}
         write_manifest(run, {"status": _UNDER_WAY, **manifest})
         write_json(run / PREDICTED, predict(self._cell, "cuda").to_dict())
-        with recorded_memory(
-            run / SNAPSHOT, run / LEDGER, self._device, stacks=options.stacks, max_entries=options.max_entries
-        ) as owners:
-            step = TrainingStep(self._workload, self._device)
-            self._observer = _Observer(owners, step, saved=False)
-            step.observe(self._observer)
-            with backward_owners(step.module, on=True):
-                step.run_warmup()
-                step.run_measured()
+        order = MemoryOrder(str(run / SNAPSHOT), str(run / LEDGER))
+        with recorded_training(self._workload, self._device, order, self._observe) as step:
+            step.run_warmup()
+            step.run_measured()
         step.observe(StepObserver())
         write_manifest(run, {"status": "complete", **manifest})
         return step
+
+    def _observe(self, owners: OwnerLedger, step: TrainingStep) -> _Observer:
+        self._observer = _Observer(owners, step, saved=False)
+        return self._observer
 
     def _count(self, step: TrainingStep) -> None:
         """Count in one more forward pass, loss included, what each block keeps, and look at what it hands on."""

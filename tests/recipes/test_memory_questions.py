@@ -19,6 +19,7 @@ import torch
 from click.testing import CliRunner
 
 import profkit
+from profkit.capture import recorded_training
 from profkit.capture.owners import OwnerLedger
 from profkit.errors import RunError, UsageError
 from profkit.models.presets import PRESETS
@@ -100,7 +101,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         Left(playing["workload"], *playing["edits"]).leave(snapshot, ledger, tmp_path / "played")
 
     monkeypatch.setattr(measure, "RECORDED_DEVICES", ("cpu",))
-    monkeypatch.setattr(measure, "recorded_memory", recorded)
+    monkeypatch.setattr(recorded_training, "recorded_memory", recorded)
     return playing
 
 
