@@ -17,10 +17,20 @@ from tests.hooked_workloads import WORKLOADS
 
 SCRIPT = Path(__file__).parent / "hooked_workloads.py"
 
+# Runs the script as a torch before 2.6 would, whose hooks of all modules are shown no keyword arguments.
+BEFORE_2_6 = """
+import runpy, sys
+from torch.nn.modules import module
+register = module.register_module_forward_hook
+module.register_module_forward_hook = lambda hook, *, always_call=False: register(hook, always_call=always_call)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
-def _run(*arguments: str) -> dict[str, Any]:
+
+def _run(*arguments: str, instead: tuple[str, ...] = ()) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
+        [sys.executable, "-W", "error", *instead, str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -67,6 +77,16 @@ def _trees(events: list[list[Any]]) -> dict[str, int]:
 def test_losses_are_the_same_to_the_bit(how: str, plain: dict[str, Any], hooked: dict[str, Any]) -> None:
     assert hooked[how]["losses"] == plain[how]["losses"]
     assert len(plain[how]["losses"]) >= 4
+
+
+def test_a_torch_without_keywords_in_its_hooks_changes_nothing_either(
+    plain: dict[str, Any], hooked: dict[str, Any]
+) -> None:
+    old = _run("hooked", instead=("-c", BEFORE_2_6))
+    for how in WORKLOADS:
+        assert (old[how]["losses"], old[how]["alive"]) == (plain[how]["losses"], plain[how]["alive"])
+    # Nothing in it is called by keywords.
+    assert _trees(old["plain"]["events"]) == _trees(hooked["plain"]["events"])
 
 
 @pytest.mark.parametrize("how", WORKLOADS)

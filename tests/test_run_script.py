@@ -423,7 +423,8 @@ def test_the_ranks_of_torchrun_are_told_apart(place: Path, run: Callable[..., An
 def test_ddp_keeps_its_losses_and_its_model_has_plain_names(place: Path, run: Callable[..., Any]) -> None:
     (place / "ddp.py").write_text(DDP)
     target = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
-    plain = subprocess.run(target, cwd=place, capture_output=True, text=True, check=True)
+    plain = subprocess.run(target, cwd=place, capture_output=True, text=True, check=False)
+    assert plain.returncode == 0, plain.stderr
     done = run("--warmup", "1", "--steps", "2", "--", *target)
     assert done.returncode == 0, done.stderr
     losses = plain.stdout.splitlines()

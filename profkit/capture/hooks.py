@@ -12,6 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, Protocol
 from weakref import ref
 
@@ -28,6 +29,9 @@ from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.capture.phase_clock import PhaseClock
 from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, step_range
+
+# Before torch 2.6 a hook of all modules is not shown their keyword arguments.
+_KEYWORDS = {"with_kwargs": True} if "with_kwargs" in signature(register_module_forward_hook).parameters else {}
 
 
 class StepListener(Protocol):
@@ -131,7 +135,7 @@ class Hooks:
         if not self._forward_handles:
             self._forward_handles = [
                 register_module_forward_pre_hook(self._before_module),
-                register_module_forward_hook(self._after_module, with_kwargs=True, always_call=True),
+                register_module_forward_hook(self._after_module, always_call=True, **_KEYWORDS),
             ]
 
     def _unhook_forward(self) -> None:
