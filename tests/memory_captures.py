@@ -25,6 +25,11 @@ STACKS = {
     "state": [("_init_group", "/x/site-packages/torch/optim/adam.py", 7), ("<module>", "train.py", 44)],
     "mask": [("mask", "train.py", 21), ("<module>", "train.py", 41)],
     "keep": [("remember", "train.py", 30), ("<module>", "train.py", 45)],
+    "bucket": [("_ddp_init_helper", "/x/site-packages/torch/nn/parallel/distributed.py", 8), ("main", "train.py", 6)],
+    "generated": [
+        ("call", f"/tmp/torchinductor_me/ym/cymh4uh5{'k' * 44}.py", 90),
+        ("forward", "train.py", 12),
+    ],
 }
 
 

@@ -91,6 +91,16 @@ class Played(Training):
         return result
 
 
+class Replicated(Played):
+    """The same in one of several ranks: DistributedDataParallel has made its buckets."""
+
+    bucket_bytes = 25 * 2**20
+
+    def _play(self, workload: Workload, edit: Edit) -> list[Block]:
+        self.malloc(self.bucket_bytes, "bucket")
+        return super()._play(workload, edit)
+
+
 def phase_of(result: PredictedMemory, name: str) -> PhaseComparison:
     return next(phase for phase in result.phases if phase.name == name)
 
@@ -151,6 +161,14 @@ def test_another_workspace_is_named(tmp_path: Path) -> None:
     assert row.difference_bytes == 2 * (small - WORKSPACE_BYTES)
     assert "another workspace" in row.explanation
     assert forward.unexplained_bytes == 0
+
+
+def test_what_several_ranks_exchange_is_named(tmp_path: Path) -> None:
+    for phase in Replicated(TINY).compare(tmp_path, replace(TINY, ranks=2)).phases:
+        (row,) = [row for row in phase.categories if row.category == "communication"]
+        assert row.measured_bytes == row.difference_bytes == phase.difference_bytes == Replicated.bucket_bytes
+        assert "buckets" in row.explanation
+        assert phase.unexplained_bytes == 0
 
 
 def test_of_compiled_code_no_total_is_claimed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.ledger import find_capacity
 from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
 from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.stacks import StackFacts
 from profkit.errors import SnapshotError, UsageError
 from profkit.report.memory import render_memory
 from profkit.run_directory import LEDGER
@@ -72,6 +73,26 @@ def test_native_stacks_tell_the_workspace() -> None:
     rows = read_snapshot(capture("small_forward_cpp_stacks.pickle")).memory().composition.by_category
     (workspace,) = [row for row in rows if row.category == "workspace"]
     assert workspace.evidence == {"stack": 32 * MIB}
+
+
+def test_what_compiled_code_asks_for_is_not_the_users_own_doing(tmp_path: Path) -> None:
+    training = Training(steps=1)
+    training.mark("START", "step 1")
+    training.mark("START", "backward")
+    training.malloc(32 * MIB, "generated")
+    training.mark("END", "backward")
+    training.mark("END", "step 1")
+    training.step(2, False)
+    result = read_snapshot(training.write(tmp_path)).memory()
+    assert sizes(result)["workspace"] == 32 * MIB
+    (row,) = [row for row in result.composition.by_stack if row.bytes == 32 * MIB]
+    assert row.label == "train.py:12 forward (cymh4uh5….py:90 call)"
+
+
+def test_what_this_torch_calls_the_files_of_compiled_code_is_known() -> None:
+    codecache = pytest.importorskip("torch._inductor.codecache")
+    for path in (f"/cache/{codecache.code_hash('call')}.py", "<eval_with_key>.3"):
+        assert StackFacts((("call", path, 90), ("forward", "train.py", 12))).user == (("forward", "train.py", 12),)
 
 
 def test_categories_by_stack_and_lifetime(opened: OpenedSnapshot) -> None:

@@ -180,11 +180,14 @@ def _assert_exact(result: MemoryResult) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "autocast", "compiled"])
 def test_memory_only_is_exact_and_changes_no_loss(place: Path, run: Run, how: str) -> None:
+    if how == "compiled":
+        # The first run compiles and the later ones load from Inductor's cache: only those are held against each other.
+        run("train.py", how)
     plain = run("train.py", how)
     assert plain.returncode == 0, plain.stderr
     done = run(*_profkit("--memory-only"), "train.py", how)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(plain.stdout), "losses to the bit, and the allocator's own peaks"
+    assert done.stdout[: len(plain.stdout)] == plain.stdout, "losses to the bit, and the allocator's own peaks"
     _, allocated, reserved = next(line for line in plain.stdout.splitlines() if line.startswith("peaks")).split()
     opened, result = _open(place)
     _assert_exact(result)
@@ -193,7 +196,7 @@ def test_memory_only_is_exact_and_changes_no_loss(place: Path, run: Run, how: st
     assert {phase.name for phase in result.phases} >= {"forward", "backward", "optimizer"}
     assert [step.name for step in opened.device().timeline.steps] == ["step 0", "step 1", "step 2", "step 3"]
     by_category = {row.category: row for row in result.composition.by_category}
-    for category in ("parameters", "optimizer state"):
+    for category in ("parameters", "gradients", "optimizer state"):
         assert set(by_category[category].evidence) == {"identity"}
     assert result.composition.evidence["none"] < 0.05 * result.totals.allocated_peak_bytes
 

@@ -26,7 +26,11 @@ from profkit.snapshot.columns import OOM
 VERSION = 1
 
 _WORKSPACE = "workspace"
-_OTHER_WORKSPACE = "cuBLAS was given another workspace than Hopper's default"
+# What is measured of these beyond the prediction has a reason that no arithmetic of the model's foresees.
+_REASONS = {
+    _WORKSPACE: "cuBLAS was given another workspace than Hopper's default",
+    "communication": "what ranks exchange, such as DistributedDataParallel's buckets, is not predicted",
+}
 _CUT_SHORT = "of a whole step, but memory ran out: what was measured ends there"
 _LEFT_TO_COMPILER = "not predicted: left to the compiler"
 
@@ -219,8 +223,8 @@ def _compare_categories(predicted: Sizes, measured: Sizes, is_whole: bool) -> tu
             continue
         alone = _bytes(extra, category) - _bytes(unmet, category)
         parts = _explain(category, renamed)
-        if category == _WORKSPACE and alone and _bytes(extra, category):
-            parts, alone = [*parts, _OTHER_WORKSPACE], 0
+        if category in _REASONS and alone and _bytes(extra, category):
+            parts, alone = [*parts, _REASONS[category]], 0
         if alone:
             parts.append("unexplained")
         rows.append(CategoryComparison(category, before, after, after - before, alone, "; ".join(parts)))

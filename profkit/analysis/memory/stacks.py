@@ -8,6 +8,7 @@ of what is grouped and shown wherever there are Python frames.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,9 @@ from profkit.snapshot.columns import Device, Stack
 NO_FRAMES = "(no frames)"
 
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "torch/nn/", "torch/optim/", "torch/_")
+# Code that torch.compile wrote: Inductor names its files by the SHA-256 of what is in them, in base 32
+# (torch/_inductor/codecache.py, code_hash), and FX numbers what it evaluates (torch/fx/graph_module.py).
+_GENERATED = re.compile(r"(?:^|/)(c[a-z2-7]{7})[a-z2-7]{44}\.py$|^<eval_with_key>")
 _NATIVE_ENDINGS = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc", ".c", ".so")
 # The allocator's own frames and torch's plumbing around them: every native stack begins with these.
 _PLUMBING = (
@@ -43,7 +47,7 @@ class StackFacts:
     @cached_property
     def user(self) -> Stack:
         """Frames of the user's own Python code."""
-        return tuple(frame for frame in self.python if not any(mark in frame[1] for mark in _LIBRARIES))
+        return tuple(frame for frame in self.python if not _is_library(frame))
 
     @cached_property
     def shown(self) -> Stack:
@@ -125,7 +129,14 @@ def format_frame(frame: tuple[str, str, int]) -> str:
 
 def _short(frame: tuple[str, str, int]) -> str:
     name, file, line = frame
-    return f"{file.rpartition('/')[2] or file}:{line} {name}"
+    generated = _GENERATED.search(file)
+    shown = f"{generated[1]}….py" if generated and generated[1] else file.rpartition("/")[2] or file
+    return f"{shown}:{line} {name}"
+
+
+def _is_library(frame: tuple[str, str, int]) -> bool:
+    file = frame[1]
+    return any(mark in file for mark in _LIBRARIES) or _GENERATED.search(file) is not None
 
 
 def _is_native(frame: tuple[str, str, int]) -> bool:
