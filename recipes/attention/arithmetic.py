@@ -136,7 +136,9 @@ def saved_bytes(attention: Attention, inputs: list[Tensor]) -> int:
         storage = tensor.untyped_storage()
         if storage._cdata not in ours:
             kept[storage._cdata] = storage.nbytes()
-        return tensor
+        # The storage must stay, so that no other takes its place; but an output kept as it is would hold the node that
+        # made it, which holds what is kept: a circle, and its memory would never be free again.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = attention(*inputs)

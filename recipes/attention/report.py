@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from profkit.report.formats import Column, Table, render_markdown
 from recipes.attention.growth import fit_exponent, project_limit
 from recipes.attention.names import BATCH, IMPLEMENTATIONS, MIB, WRITTEN
-from recipes.common.pictures import COLOURS, new_figure
+from recipes.attention.workspace import find_held, workspace_mib
+from recipes.common.pictures import COLOURS, new_figure, with_gaps
 from recipes.common.recipe import OK, Report, Row, whole
 from recipes.common.tables import build_pivot, build_table
 from recipes.detectors.inspect import inspect_tables
@@ -40,7 +41,8 @@ def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
     sections = [*_pivots(rows), *_growth(rows), *_accounts(rows), *_limits(rows, machine.get("free_bytes"))]
     shown = [{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows]
     findings = inspect_tables([build_benchmark("this table", shown)])
-    sections += ["## What the detectors say", "\n".join(f"- {each.message}" for each in findings) or "Nothing."]
+    said = [*chain.from_iterable(map(find_held, _by_series(rows).values())), *(each.message for each in findings)]
+    sections += ["## What the detectors say", "\n".join(f"- {each}" for each in said) or "Nothing."]
     return Report("\n\n".join(sections), {"times.png": draw_times(rows), "memory.png": draw_memory(rows)})
 
 
@@ -78,16 +80,14 @@ def _accounts(rows: Sequence[Row]) -> Iterator[str]:
 def account(row: Mapping[str, Any], phase: str) -> Table:
     """Return the tensors that are live at a phase's peak, with their sum beside what was measured.
 
-    The workspace is what is allocated between two passes beside the tensors that are known to be: the libraries', which
-    stays. What is left over is rounding, and what libraries take for a moment.
+    What is left over is rounding, and what libraries take for a moment.
     """
     lines: list[dict[str, object]] = [
         {"tensor": live["name"], "shape": " × ".join(map(str, live["shape"])), "MiB": live["bytes"] / MIB}
         for live in row["accounting"][phase]
     ]
     total = sum(live["bytes"] for live in row["accounting"][phase]) / MIB
-    inputs = sum(live["bytes"] for live in row["accounting"][phase] if live["name"] in ("Q", "K", "V", "dO")) / MIB
-    peak, workspace = row.get(f"{phase}_peak_MiB"), _workspace(row, phase, inputs)
+    peak, workspace = row.get(f"{phase}_peak_MiB"), workspace_mib(row, phase)
     lines.append({"tensor": "workspace", "MiB": workspace})
     lines.append({"tensor": "sum", "MiB": total + (workspace or 0.0)})
     lines.append({"tensor": "measured", "MiB": peak})
@@ -95,16 +95,6 @@ def account(row: Mapping[str, Any], phase: str) -> Table:
     lines.append({"tensor": "measured − sum", "MiB": left})
     columns = [Column("tensor", "tensor", right=False), Column("shape", "shape", right=False), Column("MiB", "MiB")]
     return build_table(columns, lines)
-
-
-def _workspace(row: Mapping[str, Any], phase: str, inputs: float) -> float | None:
-    """Return the MiB of workspace; backward, on a thread of its own, has handles and workspaces of its own."""
-    if phase == "forward":
-        before, known = row.get("mem_after_inputs_MiB"), inputs
-    else:
-        # Before backward there is also what is kept for it, and the output, as large as each of the four inputs.
-        before, known = row.get("mem_before_backward_MiB"), inputs * 5 / 4 + (row.get("saved_activations_MiB") or 0.0)
-    return None if before is None else before - known
 
 
 def _limits(rows: Sequence[Row], free_bytes: int | None) -> Iterator[str]:
@@ -167,9 +157,8 @@ def _draw_series(panel: Any, implementation: str, dtype: str, series: Sequence[R
     if not values:
         return
     # A logarithm has no place for 0, which is an answer too: it stands in the legend.
-    points = points_of(series, key) or [(math.nan, math.nan)]
     panel.plot(
-        *zip(*points, strict=True),
+        *with_gaps((whole(row["seq_len"]), row.get(key)) for row in series),
         "-o" if dtype == "fp32" else "--s",
         color=COLOURS[IMPLEMENTATIONS.index(implementation)],
         markersize=4,

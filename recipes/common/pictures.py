@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -15,3 +18,9 @@ def new_figure(title: str, *, width: float = 9.0, height: float = 4.5) -> Figure
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return figure
+
+
+def with_gaps(points: Iterable[tuple[int, object]]) -> tuple[list[int], list[float]]:
+    """Return places and values of a line, by place; what was not measured is no number, and breaks the line."""
+    line = sorted(points, key=lambda point: point[0])
+    return [place for place, _ in line], [float(str(value)) if value else math.nan for _, value in line]

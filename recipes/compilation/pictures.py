@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,10 +64,11 @@ def _draw_attention(panel: Any, pairs: Sequence[Pair]) -> None:
     lengths = sorted({pair.eager["length"] for pair in pairs})
     for number, name in enumerate(names):
         own = [pair for pair in pairs if (pair.eager["d_model"], _series(pair)) == name]
-        own.sort(key=lambda pair: int(pair.eager["length"]))
-        speedups = [_speedup(pair) for pair in own]
+        by_length = {pair.eager["length"]: _speedup(pair) for pair in own}
+        # A length that another width has, and this one not, breaks the line.
+        speedups = [by_length.get(length, Speedup(math.nan, None, None)) for length in lengths]
         panel.errorbar(
-            [pair.eager["length"] for pair in own],
+            lengths,
             [each.times for each in speedups],
             _errors(speedups),
             fmt="-o",

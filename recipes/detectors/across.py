@@ -58,18 +58,17 @@ def find_borrowed_shares(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
 def find_slower_in_bf16(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
     """Note rows that are slower in bf16 than in float32, or else than in TF32, and why that may be."""
     times = _times_by_dtype(tables)
-    for (labels, table_name), seconds in times[0].items():
+    for (labels, table_name), (seconds, what) in times[0].items():
         faster = [found for (other, *_), found in times[1].items() if other == labels and found[0] < seconds]
         if not faster:
             continue
         # Slower than float32 is slower than TF32 too.
         wide = min(faster, key=lambda found: (found[1], found[0]))
-        what = ", ".join(f"{key} {value}" for key, value in labels)
         bound = any(
             other != labels
             and _differs_in_size(labels, other)
             and 1 / _LAUNCHES_ALIKE < found / seconds < _LAUNCHES_ALIKE
-            for (other, _), found in times[0].items()
+            for (other, _), (found, _) in times[0].items()
         )
         if bound:
             why = "launch-bound: another size takes as long"
@@ -86,8 +85,9 @@ Labels = tuple[tuple[str, str], ...]
 
 def _times_by_dtype(
     tables: Sequence[BenchmarkTable],
-) -> tuple[dict[tuple[Labels, str], float], dict[tuple[Labels, str, bool], tuple[float, bool]]]:
-    narrow: dict[tuple[Labels, str], float] = {}
+) -> tuple[dict[tuple[Labels, str], tuple[float, str]], dict[tuple[Labels, str, bool], tuple[float, bool]]]:
+    """Return seconds by row: in bf16, each with the row in words, and in wider types, each with whether it is TF32."""
+    narrow: dict[tuple[Labels, str], tuple[float, str]] = {}
     wide: dict[tuple[Labels, str, bool], tuple[float, bool]] = {}
     for table in tables:
         dtype = next((heading for heading in table.headings if heading.lower() in ("dtype", "precision")), None)
@@ -101,7 +101,7 @@ def _times_by_dtype(
             name = table.rows[row][dtype].strip().lower()
             seconds = value * table.roles[forward[0]].seconds
             if name in _NARROW:
-                narrow[labels, table.name] = seconds
+                narrow[labels, table.name] = (seconds, table.describe(row, without=[dtype]))
             elif name in _WIDE:
                 wide[labels, table.name, name == "tf32"] = (seconds, name == "tf32")
     return narrow, wide

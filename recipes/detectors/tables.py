@@ -52,14 +52,20 @@ class BenchmarkTable:
     def roles(self) -> dict[str, Role]:
         found = {heading: recognize(heading) for heading in self.headings}
         for heading, role in found.items():
-            numbers = self.numbers[heading]
-            units = {number.unit for number in numbers if number is not None and number.unit}
-            if role.quantity == "label" and len(units) == 1:
+            numbers = [number for number in self.numbers[heading] if number is not None]
+            # Sizes of models are words, and so is 2.7B among them; a time is one though the memory ended in a row.
+            if role.quantity != "label" or len(numbers) <= self._filled(heading) / 2:
+                continue
+            units = {number.unit for number in numbers if number.unit}
+            if len(units) == 1:
                 # The unit stands in the cells.
                 found[heading] = recognize(f"{heading} {units.pop()}")
-            elif role.quantity == "label" and any(each is not None and each.decimals > 0 for each in numbers):
+            elif any(number.decimals > 0 for number in numbers):
                 found[heading] = replace(role, quantity="number")
         return found
+
+    def _filled(self, heading: str) -> int:
+        return sum(1 for row in self.rows if row[heading].strip())
 
     @cached_property
     def numbers(self) -> dict[str, list[Number | None]]:
@@ -97,11 +103,11 @@ class BenchmarkTable:
             if heading and role.is_label and heading not in without
         }
 
-    def describe(self, row: int) -> str:
+    def describe(self, row: int, without: Sequence[str] = ()) -> str:
         """Return a row's labels in words: those that it has and that differ between the rows."""
         shown = [
             f"{heading} {value}"
-            for heading, value in self.labels(row).items()
+            for heading, value in self.labels(row, without).items()
             if value and len({other[heading] for other in self.rows}) > 1
         ]
         return ", ".join(shown) or f"row {row + 1}"

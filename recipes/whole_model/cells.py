@@ -49,8 +49,11 @@ def of_product(axes: Axes) -> list[Setting]:
 
 
 def of_reports() -> list[Setting]:
-    """Return what the write-ups print, each once: forward and backward over the contexts first."""
-    return list(dict.fromkeys(_printed()))
+    """Return what the write-ups print, each once: forward and backward over the contexts first.
+
+    What is compiled comes last: compiling the largest takes minutes, and each eager cell seconds.
+    """
+    return sorted(dict.fromkeys(_printed()), key=lambda setting: setting[KEYS.index("mode")] == COMPILED)
 
 
 def _printed() -> Iterator[Setting]:

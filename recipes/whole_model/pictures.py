@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from recipes.common.pictures import COLOURS, new_figure
+from recipes.common.pictures import COLOURS, new_figure, with_gaps
 from recipes.common.recipe import Row, whole
 from recipes.whole_model.cells import COMPILED, EAGER, FORWARD_BACKWARD, SIZES
 
@@ -27,12 +27,13 @@ def draw_times(rows: Sequence[Row]) -> Figure:
     drawn = _of_both(rows)
     longest = max((whole(row["warmup"]) for row in drawn), default=0)
     drawn = [row for row in drawn if row["warmup"] == longest]
+    asked = [row for row in rows if (row["passes"], row["warmup"]) == (FORWARD_BACKWARD, longest)]
     figure = new_figure(f"A whole model: median of the steps, {longest} steps of warm-up", width=11.5)
     contexts = sorted({whole(row["context"]) for row in drawn})
     panels = figure.subplots(1, 2)
     for panel, part in zip(panels, ("forward", "backward"), strict=True):
         for series in dict.fromkeys((row["size"], row["dtype"], row["mode"]) for row in drawn):
-            _draw_series(panel, drawn, series, f"{part}_ms")
+            _draw_series(panel, asked, series, f"{part}_ms")
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.set_xticks(contexts, [str(context) for context in contexts])
@@ -85,10 +86,11 @@ def _of_both(rows: Sequence[Row]) -> list[Row]:
 
 def _draw_series(panel: Any, rows: Sequence[Row], series: tuple[object, ...], key: str) -> None:
     style = _STYLES.get((str(series[1]), str(series[2])))
-    points = [(whole(row["context"]), row[key]) for row in rows if (row["size"], row["dtype"], row["mode"]) == series]
+    own = [row for row in rows if (row["size"], row["dtype"], row["mode"]) == series]
+    points = with_gaps((whole(row["context"]), row.get(key)) for row in own)
     if style is not None:
         line, marker = style
-        panel.plot(*zip(*sorted(points), strict=True), line, marker=marker, markersize=4, color=_colour(series[0]))
+        panel.plot(*points, line, marker=marker, markersize=4, color=_colour(series[0]))
 
 
 def _add_legend(panel: Any, rows: Sequence[Row]) -> None:

@@ -61,9 +61,11 @@ def _first_samples(rows: Sequence[Row]) -> Iterator[str]:
             f"{first:.4g} ms, {times:.3g} times the median, at {_name(row)}" for times, first, row in worst
         )
         if found:
+            why = ["the warm-up was missing or too short"] * any(times > 1 for times, _, _ in found)
+            why += ["where the first is the fastest, something slowed the later ones"] * any(t < 1 for t, _, _ in found)
             yield (
                 f"{part}: the first sample is an outlier in {len(found)} of {_measured(rows)} rows, most: {told}; "
-                "the warm-up was missing or too short"
+                f"{'; '.join(why)}"
             )
 
 

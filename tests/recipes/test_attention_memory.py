@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -61,6 +62,18 @@ def _kept(name: str, seq_len: int, width: int) -> int:
 def test_counted_worked_out_and_by_hand_agree(name: str, seq_len: int, d_model: int, dtype: torch.dtype) -> None:
     counted = saved_bytes(find_attention(name), _inputs(seq_len, d_model, dtype))
     assert counted == work_out(name, seq_len, d_model, dtype).saved_bytes == _kept(name, seq_len, dtype.itemsize)
+
+
+def test_counting_holds_nothing() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        powers = torch.exp(query @ key.transpose(-2, -1))
+        made.append(weakref.ref(powers))
+        return powers @ value
+
+    assert saved_bytes(attention, _inputs(16)) > 0
+    assert made[0]() is None
 
 
 def test_torchs_own_keeps_its_output_and_a_number_a_row() -> None:

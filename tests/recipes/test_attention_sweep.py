@@ -129,6 +129,18 @@ def test_the_accounts_leave_what_is_not_in_them() -> None:
     assert lines[-1] == "measured − sum,,1.0"
 
 
+def test_what_a_pass_left_behind_is_no_workspace() -> None:
+    """As it was on an H200 while counting held a score matrix and the maximum's place."""
+    rows = _gpu_rows()
+    free = report(rows, {"free_bytes": None}).markdown
+    for row in rows:
+        row["mem_before_backward_MiB"] += 8 * row["seq_len"] * (row["seq_len"] * 4 + 8) / MIB
+    assert "is held" not in free
+    said = report(rows, {"free_bytes": None}).markdown
+    assert "before backward, 148.125 MiB are allocated beside all tensors that are known to be there" in said
+    assert "and 22.0156 MiB at seq_len 256: that is no workspace" in said
+
+
 def test_nothing_measured_is_said_as_such() -> None:
     said = report([{**_cell(), "status": "not run"}], {"free_bytes": None})
     assert "| 64 | not run |" in said.markdown

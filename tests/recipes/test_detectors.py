@@ -119,6 +119,15 @@ def test_slower_in_bf16_is_noted() -> None:
     assert notes[0].startswith("forward is slower in bf16, 11.55 ms against 10.12 ms at model S")
 
 
+def test_sizes_in_words_tell_rows_apart_though_one_looks_like_a_number() -> None:
+    sizes = ("small", "medium", "large", "2.7B")
+    wide = [{"size": size, "dtype": "fp32", "forward (s)": 0.1} for size in sizes]
+    narrow = [{"size": size, "dtype": "bf16", "forward (s)": 0.15 if size == "small" else 0.05} for size in sizes]
+    notes = [found.message for found in inspect_tables([build_table("t", wide + narrow)])]
+    assert len(notes) == 1
+    assert "150 ms against 100 ms at size small: " in notes[0]
+
+
 def test_slower_in_bf16_is_launch_bound_where_half_the_work_takes_as_long() -> None:
     wide = [{"context": size, "dtype": "fp32", "forward (s)": 0.1} for size in (128, 256)]
     narrow = [{"context": size, "dtype": "bf16", "forward (s)": 0.15} for size in (128, 256)]

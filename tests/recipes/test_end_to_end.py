@@ -179,6 +179,7 @@ def test_a_clean_table_has_no_remark() -> None:
     ("changed", "forward", "backward", "said"),
     [
         ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "forward: the first sample is an outlier"),
+        ({"warmup": 0}, [5.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "0; where the first is the fastest"),
         ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "deviation is over 30% of the mean"),
         ({"dtype": "bf16"}, [12.0, 12.1, 12.2, 12.1], [21.0, 21.3, 21.1, 21.2], "slower in bf16.*autocast casts"),
         ({"size": "tiny"}, [0.3, 0.31, 0.3, 0.32], [3.0, 3.1, 3.0, 3.2], "forward is under 1 ms in 1 of 4"),
