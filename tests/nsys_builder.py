@@ -13,7 +13,7 @@ _TABLES = {
     "META_DATA_EXPORT": "name TEXT, value TEXT",
     "ThreadNames": "nameId INTEGER, priority INTEGER, globalTid INTEGER",
     "TARGET_INFO_GPU": "id INTEGER, name TEXT",
-    "DIAGNOSTIC_EVENT": "timestamp INTEGER, severity INTEGER, text TEXT",
+    "DIAGNOSTIC_EVENT": "timestamp INTEGER, severity INTEGER, text TEXT, globalPid INTEGER",
     "NVTX_EVENTS": (
         "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, globalTid INTEGER,"
         " endGlobalTid INTEGER, textId INTEGER, domainId INTEGER, uint64Value INTEGER, int64Value INTEGER,"

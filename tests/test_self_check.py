@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from profkit.analysis.checks.run_check import KnownRun
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
 from profkit.analysis.opened import read_trace
 from profkit.errors import TraceError
-from tests.nsys_builder import NsysBuilder
+from tests.nsys_builder import NsysBuilder, process_of
 
 
 def _check(builder: NsysBuilder, tmp_path: Path, log: str = "") -> SelfCheck:
@@ -123,6 +124,21 @@ def test_diagnostics(tmp_path: Path) -> None:
         "Not all CUDA events might have been collected.",
         "3 IP samples were dropped.",
     ]
+
+
+def test_what_is_said_of_a_process_that_left_nothing_names_it(tmp_path: Path) -> None:
+    """Inductor's compilers are processes too, and CUDA is not started in them."""
+    builder = NsysBuilder()
+    _steps(builder, [2])
+    text = "CUDA profiling might have not been started correctly."
+    for pid in (100, 4711):
+        builder.add("DIAGNOSTIC_EVENT", timestamp=0, severity=2, text=text, globalPid=process_of(pid))
+    said = [(f.verdict, f.message) for f in _check(builder, tmp_path).findings if f.code == "diagnostic"]
+    silent = f"the profiler says of process 4711, of which nothing was recorded: {text}"
+    assert said == [("warning", f"the profiler says: {text}"), ("warning", silent)]
+    attribution = read_trace(tmp_path / "t.sqlite").attribution
+    known = check_capture(attribution, "", KnownRun(steps=1, layers=None, even=False))
+    assert [(f.verdict, f.message) for f in known.findings if f.code == "diagnostic"] == [said[0], ("note", silent)]
 
 
 def test_the_importers_log_is_read(tmp_path: Path) -> None:

@@ -122,10 +122,14 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """A message of the profiler about itself: ``severity`` is ``info``, ``warning`` or ``error``."""
+    """A message of the profiler about itself: ``severity`` is ``info``, ``warning`` or ``error``.
+
+    ``silent_pid`` is the process that it speaks of, where nothing of that process was recorded.
+    """
 
     severity: Severity
     text: str
+    silent_pid: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ and the ENUM_* tables beside them.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,7 @@ class _Reader:
             process_ids={number: number & _OS_PID_MASK for number in sorted(processes)},
             main_threads=frozenset(number << _PID_SHIFT | (number & _OS_PID_MASK) for number in processes),
             gpus=self._gpus(),
-            diagnostics=self._diagnostics(),
+            diagnostics=self._diagnostics(processes),
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
@@ -264,11 +265,19 @@ class _Reader:
             return ()
         return tuple(str(name) for (name,) in self.file.rows("SELECT name FROM TARGET_INFO_GPU"))
 
-    def _diagnostics(self) -> tuple[Diagnostic, ...]:
-        if not {"severity", "text"} <= self.tables.get("DIAGNOSTIC_EVENT", frozenset()):
+    def _diagnostics(self, recorded: Container[int]) -> tuple[Diagnostic, ...]:
+        columns = self.tables.get("DIAGNOSTIC_EVENT", frozenset())
+        if not {"severity", "text"} <= columns:
             return ()
-        rows = self.file.rows("SELECT severity, text FROM DIAGNOSTIC_EVENT")
-        return tuple(Diagnostic(_SEVERITIES.get(severity, "warning"), str(text)) for severity, text in rows)
+        process = "globalPid" if "globalPid" in columns else "NULL"
+        found = []
+        for severity, text, number in self.file.rows(f"SELECT severity, text, {process} FROM DIAGNOSTIC_EVENT"):
+            # The profiler's own messages bear no process, or a negative number.
+            concerned = number >> _PID_SHIFT if isinstance(number, int) and number > 0 else None
+            is_silent = concerned is not None and concerned not in recorded
+            pid = concerned & _OS_PID_MASK if concerned is not None and is_silent else None
+            found.append(Diagnostic(_SEVERITIES.get(severity, "warning"), str(text), pid))
+        return tuple(found)
 
 
 def _sorted_by_start(calls: Columns | None) -> Columns:

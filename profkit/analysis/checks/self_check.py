@@ -67,7 +67,7 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
     trace = attribution.trace
     findings = [
         *_check_log(log),
-        *_check_diagnostics(trace),
+        *_check_diagnostics(trace, run),
         *_check_values(trace),
         *check_launches(trace),
         *_check_ranges(trace),
@@ -86,17 +86,26 @@ def _check_log(log: str) -> list[Finding]:
     return [Finding("failed", "log", f"the profiler's log says “{match[0]}”: events are missing")]
 
 
-def _check_diagnostics(trace: Trace) -> list[Finding]:
+def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
+    """Judge what the profiler says of itself.
+
+    Of a process that left nothing in the capture it cannot be told whether it had anything to leave; but a run that
+    knows its steps finds those of all its processes counted, and any other is a helper, such as Inductor's compilers.
+    """
     findings = []
     for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
         findings.append(Finding("failed", "diagnostic", f"the profiler reports an error: {text}"))
-    for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "warning"):
+    warnings = [d for d in trace.diagnostics if d.severity == "warning"]
+    for text, is_silent in dict.fromkeys((d.text.strip(), d.silent_pid is not None) for d in warnings):
         verdict: Verdict = "warning"
         if _LOSS_DIAGNOSTICS.search(text):
             verdict = "failed"
-        elif _USUAL_DIAGNOSTICS.search(text):
+        elif _USUAL_DIAGNOSTICS.search(text) or (is_silent and run.steps is not None):
             verdict = "note"
-        findings.append(Finding(verdict, "diagnostic", f"the profiler says: {text}"))
+        pids = {d.silent_pid for d in warnings if d.text.strip() == text} - {None}
+        of = f"process {min(map(str, pids))}" if len(pids) == 1 else f"{len(pids)} processes"
+        whose = f" of {of}, of which nothing was recorded" if is_silent else ""
+        findings.append(Finding(verdict, "diagnostic", f"the profiler says{whose}: {text}"))
     return findings
 
 
