@@ -257,6 +257,12 @@ def test_launch_bound_ranges_are_warned_of(tmp_path: Path) -> None:
     (warning,) = run.warnings
     assert warning.code == "inflation"
     assert "steps took -38% under the profiler" in warning.message
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["profiled"] = {"steps": [{"forward_ns": 400, "step_ns": 1_610}] * 2}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    as_fast = read_trace(tmp_path).efficiency()
+    assert _rows(as_fast)["step */forward"].verdict == "launch-bound"
+    assert not as_fast.warnings, "a profiler that cost nothing decided no verdict"
 
 
 def test_unprofiled_steps_that_vary_widely_are_warned_of(tmp_path: Path) -> None:

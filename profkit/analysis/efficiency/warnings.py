@@ -14,6 +14,8 @@ from profkit.ranges import STEP
 
 _WIDE = 0.3
 """The standard deviation, as a share of the mean, past which `profkit run` calls times wide too."""
+_SLIGHT = 0.02
+"""What profiling adds to a step, as a share of it, below which it decides no verdict."""
 
 
 def warn_of_efficiency(
@@ -59,7 +61,10 @@ def _warn_of_launch_bound(rows: Sequence[EfficiencyRow], facts: RunFacts) -> lis
             )
         ]
     phases = facts.step_times.phases if facts.step_times is not None else ()
-    cost = next((one.cost for one in phases if one.phase == STEP), None)
+    costs = [one.cost for one in phases if one.phase == STEP and one.cost is not None]
+    cost = max(costs, key=abs, default=None)
+    if cost is not None and abs(cost) < _SLIGHT:
+        return []
     said = "a profiler slows each launch" if cost is None else f"steps took {cost:+.0%} under the profiler"
     message = f"{said}: verdicts rest on the unprofiled times, idle shares in the table on the profiled ones"
     return [Caution("inflation", message)]
