@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from profkit.launch.gpu_state import Gpu
-from profkit.launch.timing_warnings import warn_of_gpus, warn_of_times
+from profkit.launch.timing_warnings import warn_of_gain, warn_of_gpus, warn_of_times
 
 MS = 1_000_000
 GIB = 1024**3
@@ -56,6 +56,16 @@ def test_first_steps_that_stand_out_were_not_warmed_up(times: tuple[float, ...],
     found = [text for text in warn_of_times(_steps(*times), {}, "unprofiled") if "raise --warmup" in text]
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
+
+
+def test_steps_that_were_faster_while_recorded_show_what_the_others_suffered() -> None:
+    (warning,) = warn_of_gain(_steps(26, 54), _steps(27, 26, 28), "unrecorded")
+    assert "faster than unrecorded ones, 27 ms against 40 ms (medians of 3 and 2)" in warning
+    assert warn_of_gain(_steps(10, 10), _steps(9.1, 9.1), "unprofiled") == [], "a tenth is chance"
+    assert warn_of_gain(_steps(10, 10), [], "unprofiled") == []
+    steps = _steps(10, context=128) + _steps(50, context=1024)
+    (warning,) = warn_of_gain(steps, _steps(11, context=128) + _steps(40, context=1024), "unprofiled")
+    assert "unprofiled ones (context 1024)" in warning
 
 
 def test_contexts_are_judged_apart() -> None:

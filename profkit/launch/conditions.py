@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from profkit.launch.gpu_state import GpuState, read_gpu_state, used_gpus
-from profkit.launch.timing_warnings import warn_of_counted, warn_of_gpus, warn_of_times
+from profkit.launch.timing_warnings import warn_of_counted, warn_of_gain, warn_of_gpus, warn_of_times
 
 HARMLESS = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -86,8 +86,10 @@ class Conditions:
 def warn_of_run(manifest: Mapping[str, Any]) -> list[str]:
     """Return what is to be doubted about the times in a run's manifest."""
     found = []
+    profiled = manifest.get("profiled") or {}
     for part, where in (("clean", "unprofiled"), ("attached", "unrecorded")):
         timed = manifest.get(part) or {}
-        found += warn_of_times(timed.get("steps", []), timed.get("during", {}), where)
-    profiled = manifest.get("profiled") or {}
+        steps = timed.get("steps", [])
+        found += warn_of_times(steps, timed.get("during", {}), where)
+        found += warn_of_gain(steps, profiled.get("steps", []), where)
     return found + warn_of_counted(profiled.get("during", {}), "recorded")

@@ -21,6 +21,9 @@ _SLOWDOWNS = frozenset(
     {"sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
 )
 
+# Recorded steps may come out this much faster by chance.
+_FASTER = 0.90
+
 Steps = Sequence[Mapping[str, int]]
 
 _COUNTED = {
@@ -52,6 +55,24 @@ def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[s
         called = f"{where} steps" + ("" if context is None else f" (context {context})")
         found += [*_warn_of_spread(mine, called), *_warn_of_first(mine, called)]
     return [*found, *warn_of_counted(during, where)]
+
+
+def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
+    """Say if steps took less time while they were recorded, by their medians: that shows what the others suffered."""
+    found = []
+    for context in dict.fromkeys(step.get("context") for step in steps):
+        alone, with_it = (
+            [step["step_ns"] for step in some if step.get("context") == context] for some in (steps, recorded)
+        )
+        if not with_it or median(with_it) >= _FASTER * median(alone):
+            continue
+        called = f"{where} ones" + ("" if context is None else f" (context {context})")
+        found.append(
+            f"recorded steps were faster than {called}, {median(with_it) / 1e6:.4g} ms against"
+            f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}): no profiler speeds a step up,"
+            " so something slowed those down; measure again"
+        )
+    return found
 
 
 def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
