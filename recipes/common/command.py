@@ -18,12 +18,13 @@ from profkit.launch.record import require_torch
 from profkit.report.files import write_whole
 from profkit.report.formats import make_visible, render_csv, render_markdown, render_table
 from profkit.report.pictures import write_png
+from profkit.report.units import format_count
 from recipes.common.grid import Effort, run_grid
 from recipes.common.isolated import CellFailed, run_isolated
 from recipes.common.machine import describe_machine
 from recipes.common.recipe import DEVICES, GRIDS, NOT_RUN, Cell, Device, GridName, Recipe, Row
 from recipes.common.store import Store, open_store
-from recipes.common.tables import build_table
+from recipes.common.tables import DASH, build_table
 
 RESULTS = Path("recipes/results")
 
@@ -102,8 +103,7 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
     finally:
         rows = write_results(recipe, cells, store, machine)
         store.finish(state)
-    shown = [column for column in recipe.columns if not recipe.brief or column.key in recipe.brief]
-    click.echo(render_table(build_table(shown, rows, recipe.exact), full=True))
+    click.echo(render_table(build_table(recipe.shown_columns, rows, recipe.exact), full=True))
     click.echo(f"\n{directory / recipe.name}.md", err=True)
     return 1 if any(str(row["status"]).startswith("failed(") for row in rows) else 0
 
@@ -126,20 +126,32 @@ def _require_device(device: Device) -> dict[str, object]:
 
 
 def write_results(recipe: Recipe, cells: Sequence[Cell], store: Store, machine: Mapping[str, object]) -> list[Row]:
-    """Write CSV, Markdown and pictures of what there is, and return the rows; a cell without one stands as not run."""
+    """Write CSV, Markdown and pictures of what there is, and return the rows; a cell without one stands as not run.
+
+    The Markdown has the report first and the brief columns of the table last; the CSV has all columns.
+    """
     missing = [{**cell, "device": machine["device"], "status": NOT_RUN} for cell in cells if store.find(cell) is None]
     rows = _in_order(cells, [*store.rows, *missing], recipe.cell_keys)
     if recipe.derive is not None:
         recipe.derive(rows)
-    table = build_table(recipe.columns, rows, recipe.exact)
     report = recipe.report(rows, machine)
     for name, figure in report.pictures.items():
         write_png(figure, store.directory / name)
     where = f"{machine['gpu'] or machine['device']}, torch {machine['torch']}"
-    text = f"# {recipe.name}\n\n{recipe.question}\n\n{where}\n\n{render_markdown(table)}\n\n{report.markdown.strip()}\n"
-    write_whole(store.directory / f"{recipe.name}.csv", (render_csv(table) + "\n").encode())
-    write_whole(store.directory / f"{recipe.name}.md", text.encode())
+    parts = (f"# {recipe.name}", recipe.question, where, report.markdown.strip(), *_all_cells(recipe, rows))
+    csv = render_csv(build_table(recipe.columns, rows, recipe.exact))
+    write_whole(store.directory / f"{recipe.name}.csv", f"{csv}\n".encode())
+    write_whole(store.directory / f"{recipe.name}.md", ("\n\n".join(parts) + "\n").encode())
     return rows
+
+
+def _all_cells(recipe: Recipe, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the Markdown of the table at the report's end: a line a cell, and where its other columns are."""
+    shown = recipe.shown_columns
+    left_out = len(recipe.columns) - len(shown)
+    more = f" The other {left_out} columns are in [{recipe.name}.csv]({recipe.name}.csv)." if left_out else ""
+    head = f"{format_count(len(rows), 'cell')}; {DASH} is no figure.{more}"
+    return "## All cells", head, render_markdown(build_table(shown, rows, recipe.exact))
 
 
 def _in_order(cells: Sequence[Cell], rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:

@@ -53,8 +53,8 @@ class Recipe:
     is ``ok``. It is `Together` where one measurement is of several cells. ``predict(cell)`` returns the bytes that the
     cell will need at its peak, or None where that is unknown; a cell that cannot fit is not tried. Both must be
     functions of a module, for another process finds them by name. Floats of the columns in ``exact`` are printed to
-    their last digit; those in ``brief``, or all if there are none, are shown on the screen. ``derive(rows)`` adds
-    columns that take several rows to work out.
+    their last digit; those in ``brief``, or all if there are none, are shown on the screen and in the Markdown; the
+    CSV has all. ``derive(rows)`` adds columns that take several rows to work out.
     """
 
     name: str
@@ -67,6 +67,11 @@ class Recipe:
     exact: frozenset[str] = frozenset()
     brief: frozenset[str] = frozenset()
     derive: Callable[[Sequence[Row]], None] | None = None
+
+    @property
+    def shown_columns(self) -> list[Column]:
+        """Return the columns for people, in their order."""
+        return [column for column in self.columns if not self.brief or column.key in self.brief]
 
 
 def whole(value: object) -> int:
