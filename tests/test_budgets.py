@@ -142,6 +142,7 @@ def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
 
     class Found:
         idle_share = 0.3
+        clean_idle_share = None
         mfu = 0.4
         model_flops = 5
         steps = (1, 2)
@@ -164,6 +165,13 @@ def test_idle_at_most_and_mfu_at_least(
     found = lines(run, Budgets(max_idle=limit, min_mfu=limit))
     assert [(one.budget, one.held) for one in found] == [("max-idle", idle), ("min-mfu", mfu)]
     assert found[0].detail == "of the GPUs' time in 2 steps, profiled"
+
+
+def test_idle_is_judged_without_the_profiler_where_that_is_known(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    efficiency(monkeypatch, clean_idle_share=0.12)
+    (found,) = lines(run, Budgets(max_idle=0.2))
+    assert (found.held, found.measured) == (True, 0.12)
+    assert found.detail == "of the GPUs' time in 2 steps, without a profiler (30.0% with it)"
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profkit.analysis.categories import CATEGORIES
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.range_work import Amount
 from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
 from profkit.analysis.efficiency.run_facts import Peaks
-from profkit.analysis.efficiency.verdicts import Roofline, build_roofline, judge
+from profkit.analysis.efficiency.summary import _count_launches
+from profkit.analysis.efficiency.verdicts import MOVERS, Roofline, build_roofline, judge
 from profkit.analysis.opened import read_trace
+from profkit.analysis.range_nodes import build_nodes
 from profkit.errors import TraceError, UsageError
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of
@@ -67,6 +71,33 @@ def test_unprofiled_time_shrinks_idleness_before_it_is_judged() -> None:
     assert verdict.word == "compute-bound"
     assert "57.1%" in verdict.rule
     assert "0.50" in verdict.rule
+
+
+@pytest.mark.parametrize(("share", "word"), [(0.5, "compute-bound"), (0.51, "memory-bound")])
+def test_a_range_whose_kernels_mostly_move_data_waits_for_memory(share: float, word: str) -> None:
+    parts = _parts(computing_ns=100)
+    verdict = judge(parts, 100, KNOWN, idle_factor=None, only_communicates=False, mover_share=share)
+    assert verdict.word == word
+    assert ("51.0% of its kernel time" in verdict.rule) == (word == "memory-bound")
+    unknown = Roofline(None, 90.0)
+    assert judge(parts, 100, unknown, idle_factor=None, only_communicates=False, mover_share=share).word is None
+
+
+def test_movers_are_categories() -> None:
+    assert MOVERS.issubset(CATEGORIES)
+    assert not MOVERS & {"gemm", "attention", "communication", "graph", "other"}
+
+
+def test_kernels_of_a_range_are_sorted_into_movers_by_their_names(tmp_path: Path) -> None:
+    """Most FLOPs at the peak, and 60 of 100 ns in an elementwise kernel."""
+    builder = NsysBuilder()
+    builder.range("a", 0, 1_000, int64Value=10**9)
+    builder.kernel(10, 40, name="ampere_sgemm_64x32_nt", start=20)
+    builder.kernel(11, 60, name="void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)", start=60)
+    attribution = read_trace(builder.write(tmp_path / "t.sqlite")).attribution
+    nodes = build_nodes(attribution, numbered=True)
+    _, own_ns, moving_ns = _count_launches(attribution, nodes, np.arange(1))
+    assert (own_ns.tolist(), moving_ns.tolist()) == ([100], [60])
 
 
 def test_what_launches_communication_alone_is_bound_by_it_though_others_compute_meanwhile() -> None:
@@ -242,8 +273,13 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     # Not timed by itself, so the step's: 560 ns busy, 440 idle of 1,000 profiled; unprofiled 800 leave 240.
     assert rows["step */backward"].idle_factor == pytest.approx(240 / 440)
     assert rows["step */forward"].verdict == "compute-bound"
+    # 240 ns idle beside 160 busy; unprofiled 40.
+    assert rows["step */forward"].idle_share == pytest.approx(240 / 400)
+    assert rows["step */forward"].clean_idle_share == pytest.approx(40 / 200)
+    assert (result.idle_share, result.clean_idle_share) == (pytest.approx(440 / 1000), pytest.approx(240 / 800))
     bare = _rows(read_trace(_trace(tmp_path / "t.sqlite")).efficiency())
     assert bare["step */forward"].verdict == "launch-bound"
+    assert bare["step */forward"].clean_idle_share is None
     (one, step) = result.inflation
     assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)
     assert (step.phase, step.cost) == ("step", 0.25)

@@ -22,7 +22,11 @@ from profkit.report.formats import Format
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--max-step-ms", type=Milliseconds(), help="The median unprofiled step, in milliseconds, at most.")
 @click.option("--max-peak", type=Size(), help="Allocated memory at its peak, at most: 40GiB, 40GB or bytes.")
-@click.option("--max-idle", type=Percent(), help="The GPUs' idle share of the profiled steps, at most, such as 10%.")
+@click.option(
+    "--max-idle",
+    type=Percent(),
+    help="The GPUs' idle share of the steps, at most, such as 10%; without a profiler where that was timed.",
+)
 @click.option("--min-mfu", type=Percent(), help="Model FLOPs utilization, at least, such as 30%.")
 @click.option(
     "--max-share",

@@ -21,7 +21,7 @@ _TIMES = (
     Column("count", "instances"),
     Column("wall", "wall_ns"),
     Column("busy", "busy_ns"),
-    Column("idle", "idle_share"),
+    Column("idle", "best_idle_share"),
 )
 _WORK = (Column("TFLOP/s", "flops_per_s"), Column("peak", "roof_share"))
 _LAUNCHES = Column("launches", "launch_count")
@@ -55,7 +55,7 @@ _STEP_COLUMNS = (
 _PID, _RANK = Column("pid", "process"), Column("rank", "rank")
 
 _UNITS = {"flops_per_s": 1e12, "bytes_per_s": 1e9}
-_SHARES = ("idle_share", "roof_share", "mfu")
+_SHARES = ("idle_share", "best_idle_share", "roof_share", "mfu")
 
 
 def render_efficiency(
@@ -86,7 +86,10 @@ def head_lines(result: EfficiencyResult) -> list[str]:
     parts, named = result.capture, "the whole capture"
     if result.steps:
         parts, named = _add([step.gpu for step in result.steps]), _count_steps(result)
-    lines = [f"{what}: {named}, {format_ns(parts.span_ns)} of GPU time", *_parts_lines(parts)]
+    recorded = "" if result.clean_idle_share is None else " as recorded"
+    lines = [f"{what}: {named}, {format_ns(parts.span_ns)} of GPU time{recorded}", *_parts_lines(parts)]
+    if result.clean_idle_share is not None:
+        lines.append(f"without a profiler idle {format_share(result.clean_idle_share)}")
     if result.model_flops is not None:
         mfu = "not known" if result.mfu is None else format_share(result.mfu)
         lines.append(f"model FLOPs a step {result.model_flops:,}   MFU {mfu}")
@@ -96,10 +99,12 @@ def head_lines(result: EfficiencyResult) -> list[str]:
 def books(result: EfficiencyResult) -> list[str]:
     """Return the lines that say what the columns are of, and what they rest on."""
     lines = ["wall is the host's; busy, the union of the range's kernels; idle, of its time on the GPU"]
+    if any(row.clean_idle_share is not None for row in result.ranges):
+        lines.append("idle is as it would be without the profiler; wall and busy are as recorded")
     if result.work_source is not None:
         lines.append(f"TFLOP/s are over busy time; FLOPs are {_SOURCES[result.work_source]}")
         lines.append(f"peak: how near to {_peak_words(result)}")
-        lines.append("bound by compute or memory: what a perfect kernel of the same work would meet first")
+        lines.append("bound by memory: most kernel time moves data, or even a perfect kernel would wait for it")
     else:
         lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
     lines += [_inflation_words(one) for one in result.inflation if one.phase == STEP]

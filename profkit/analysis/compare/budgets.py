@@ -148,8 +148,11 @@ def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLi
 def _judge_idle(found: EfficiencyResult, limit: float) -> BudgetLine:
     if found.idle_share is None:
         return broken(MAX_IDLE, "share", limit, "the capture has no steps (ranges `step N`)")
-    detail = f"of the GPUs' time in {len(found.steps)} steps, profiled"
-    return BudgetLine(MAX_IDLE, None, found.idle_share, limit, "share", found.idle_share <= limit, detail)
+    clean = found.clean_idle_share
+    share = found.idle_share if clean is None else clean
+    how = "profiled" if clean is None else f"without a profiler ({found.idle_share:.1%} with it)"
+    detail = f"of the GPUs' time in {len(found.steps)} steps, {how}"
+    return BudgetLine(MAX_IDLE, None, share, limit, "share", share <= limit, detail)
 
 
 def _judge_mfu(found: EfficiencyResult, limit: float) -> BudgetLine:

@@ -12,6 +12,7 @@ Communication and copies that run beside other work are *overlapped*: they cost 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -57,6 +58,12 @@ class GpuParts:
     def idle_share(self) -> float:
         """Return the share of the span in which nothing ran, 0 of no span."""
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
+
+    def idle_share_at(self, factor: float) -> float:
+        """Return the idle share if only this part of the idle time were there: 0 to 1."""
+        idle_ns = self.idle_ns * factor
+        whole = self.span_ns - self.idle_ns + idle_ns
+        return idle_ns / whole if whole else 0.0
 
     def to_dict(self) -> dict[str, int]:
         """Return the parts, and the two sums of them."""
@@ -108,10 +115,15 @@ def build_gpu_times(trace: Trace) -> dict[int, GpuTime]:
 
 def communication_rows(trace: Trace) -> Bools:
     """Return which kernels communicate, by the category of their name."""
-    is_talk = np.zeros(len(trace.names), dtype=np.bool_)
+    return category_rows(trace, frozenset({"communication"}))
+
+
+def category_rows(trace: Trace, categories: Container[str]) -> Bools:
+    """Return which kernels are of one of the categories, by their names."""
+    is_one = np.zeros(len(trace.names), dtype=np.bool_)
     names = distinct_values(trace.work.name).tolist()
-    is_talk[[i for i in names if categorize(trace.names[i], trace.measure).name == "communication"]] = True
-    return is_talk[trace.work.name]
+    is_one[[i for i in names if categorize(trace.names[i], trace.measure).name in categories]] = True
+    return is_one[trace.work.name]
 
 
 def sum_parts(

@@ -8,7 +8,7 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.checks.step_check import find_measured
-from profkit.analysis.efficiency.gpu_time import GpuTime, sum_parts
+from profkit.analysis.efficiency.gpu_time import GpuParts, GpuTime, sum_parts
 from profkit.analysis.efficiency.range_work import context_of, is_step
 from profkit.analysis.efficiency.result import Inflation
 from profkit.analysis.efficiency.run_facts import RunFacts
@@ -28,19 +28,28 @@ class Inflations:
         """Compare; ``nodes`` are those of the trace, numbered."""
         phases = facts.step_times.phases if facts.step_times is not None else ()
         self._factors: dict[_Key, float] = {}
+        self._steps: list[tuple[GpuParts, float]] = []
         measured = find_measured(attribution) if phases else {}
         names = nodes.names_above()
         for one in phases:
             members = measured.get(one.phase, np.empty(0, dtype=np.int64))
             mine = [i for i in members.tolist() if context_of(names[nodes.of_range[i]]) == one.context]
-            factor = _factor(attribution, times, np.array(mine, dtype=np.int64), one)
-            if factor is not None:
+            parts, factor = _factor(attribution, times, np.array(mine, dtype=np.int64), one)
+            if parts is not None and factor is not None:
                 self._factors[one.phase, one.context] = factor
+                self._steps += [(parts, factor)] * (one.phase == STEP)
         self.table = tuple(
             Inflation(one.phase, one.context, one.clean.median, one.profiled.median, one.cost)
             for one in phases
             if one.profiled is not None and one.cost is not None
         )
+
+    @property
+    def clean_idle_share(self) -> float | None:
+        """The idle share of all steps without a profiler; None where they were not timed, or nothing was idle."""
+        idle_ns = sum(parts.idle_ns * factor for parts, factor in self._steps)
+        whole_ns = idle_ns + sum(parts.busy_ns for parts, _ in self._steps)
+        return idle_ns / whole_ns if whole_ns else None
 
     def idle_factor(self, names: Sequence[str]) -> float | None:
         """Return what is left of the idle time of a range that lies below these names (its own the last).
@@ -56,14 +65,19 @@ def _phase_of(name: str) -> str:
     return STEP if is_step(name) else name.lower()
 
 
-def _factor(attribution: Attribution, times: dict[int, GpuTime], members: Ints, phase: PhaseTimes) -> float | None:
-    """Return unprofiled over profiled idle time of a phase, 0 to 1: what unprofiled time leaves beside busy time."""
+def _factor(
+    attribution: Attribution, times: dict[int, GpuTime], members: Ints, phase: PhaseTimes
+) -> tuple[GpuParts | None, float | None]:
+    """Return a phase's time on the GPUs, and unprofiled over profiled idle time of it, 0 to 1.
+
+    Idle is what unprofiled time leaves beside busy time.
+    """
     windows = find_windows(attribution, members, times)
     count = len(windows.member)
     if not count:
-        return None
+        return None, None
     parts = sum_parts(times, np.zeros(count, dtype=np.int64), windows.device, windows.start_ns, windows.end_ns)[0]
     if not parts.idle_ns:
-        return None
+        return parts, None
     idle_ns = max(0.0, phase.clean.median - parts.busy_ns / count)
-    return min(1.0, idle_ns / (parts.idle_ns / count))
+    return parts, min(1.0, idle_ns / (parts.idle_ns / count))

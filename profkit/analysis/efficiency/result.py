@@ -26,7 +26,8 @@ class EfficiencyRow:
     ``roof_share`` is the same of all operations or of the least bytes, whichever would take longer: how near the range
     comes to the peak that it would meet first. ``intensity`` is all operations per least byte. ``mfu`` is of steps:
     model FLOPs over the median unprofiled step time and the datasheet's peak (Chowdhery et al. 2022, appendix B).
-    ``idle_factor`` is what unprofiled time leaves of the idle time, where that is known of the phase around it.
+    ``idle_factor`` is what unprofiled time leaves of the idle time, where that is known of the phase around it, and
+    ``clean_idle_share`` the idle share that follows.
     """
 
     path: str
@@ -40,6 +41,7 @@ class EfficiencyRow:
     launch_count: int
     gpu: GpuParts | None
     idle_share: float | None
+    clean_idle_share: float | None
     flops: int | None
     other_flops: int | None
     needed_flops: int | None
@@ -53,6 +55,11 @@ class EfficiencyRow:
     idle_factor: float | None
     verdict: str | None
     rule: str
+
+    @property
+    def best_idle_share(self) -> float | None:
+        """The idle share without a profiler, where that is known; else the recorded one."""
+        return self.idle_share if self.clean_idle_share is None else self.clean_idle_share
 
 
 @dataclass(frozen=True)
@@ -77,12 +84,13 @@ class EfficiencyResult:
          "capture": {parts of the GPUs' time from the first to the last thing recorded},
          "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
          "steps": [{fields of `GpuStep`, "idle_share"}], "twin": "clean" | "attached" | null,
-         "inflation": [{fields of `Inflation`}], "model_flops", "mfu", "idle_share",
+         "inflation": [{fields of `Inflation`}], "model_flops", "mfu", "idle_share", "clean_idle_share",
          "warnings": [{"code", "message"}]}
 
     ``ranges`` stand depth first. ``twin`` says which steps were timed without a profiler: those of a process of their
     own, or those of the same script before it was recorded. ``model_flops`` are a step's; ``mfu`` and ``idle_share``
-    are of all steps together, None without steps (or, for MFU, without what it needs).
+    are of all steps together, None without steps (or, for MFU, without what it needs); ``clean_idle_share`` is the
+    latter as it would be without a profiler, None where that is not known.
     """
 
     trace: str
@@ -98,6 +106,7 @@ class EfficiencyResult:
     model_flops: int | None
     mfu: float | None
     idle_share: float | None
+    clean_idle_share: float | None
     warnings: tuple[Caution, ...]
 
     def to_dict(self) -> dict[str, Any]:

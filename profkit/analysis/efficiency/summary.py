@@ -9,13 +9,20 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.checks.limits import refuse_impossible_times
 from profkit.analysis.efficiency.gpu_steps import summarize_steps
-from profkit.analysis.efficiency.gpu_time import GpuParts, GpuTime, build_gpu_times, communication_rows, sum_parts
+from profkit.analysis.efficiency.gpu_time import (
+    GpuParts,
+    GpuTime,
+    build_gpu_times,
+    category_rows,
+    communication_rows,
+    sum_parts,
+)
 from profkit.analysis.efficiency.inflation import Inflations
 from profkit.analysis.efficiency.model_flops import ModelFlops
 from profkit.analysis.efficiency.range_work import Amount, RangeWorks, is_step
 from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
 from profkit.analysis.efficiency.run_facts import RunFacts
-from profkit.analysis.efficiency.verdicts import build_roofline, judge, product_ns
+from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
 from profkit.analysis.efficiency.warnings import warn_of_efficiency
 from profkit.analysis.efficiency.windows import find_windows
 from profkit.analysis.kernels import explain_no_work, extent_ns
@@ -39,6 +46,7 @@ class _Columns:
     kernel_count: Ints
     launch_count: Ints
     own_computing_ns: Ints
+    moving_ns: Ints
     parts: dict[int, GpuParts]
 
 
@@ -90,6 +98,7 @@ def measure_efficiency(
         model_flops=known.models.of_all,
         mfu=known.models.mfu_of_all,
         idle_share=sum(step.gpu.idle_ns for step in steps) / span_ns if span_ns else None,
+        clean_idle_share=known.inflations.clean_idle_share,
         warnings=tuple(warn_of_efficiency(attribution, range, rows, facts)),
     )
 
@@ -139,7 +148,7 @@ def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, tim
     kernel_time, busy, count = sum_work(attribution, nodes, members)
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members]
-    launches, own_computing = _count_launches(attribution, nodes, members)
+    launches, own_computing, moving = _count_launches(attribution, nodes, members)
     return _Columns(
         instances=np.bincount(node, minlength=len(nodes)),
         wall_ns=sum_wall(attribution, nodes, members),
@@ -148,12 +157,13 @@ def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, tim
         kernel_count=count,
         launch_count=launches,
         own_computing_ns=own_computing,
+        moving_ns=moving,
         parts=sum_parts(times, node[windows.member], windows.device, windows.start_ns, windows.end_ns),
     )
 
 
-def _count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints]:
-    """Return how many calls launched each node's work, and the time of its kernels that are no communication.
+def _count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return how many calls launched each node's work, and the time of its kernels: all but communication, and movers'.
 
     The kernels of a CUDA graph share one launch.
     """
@@ -163,11 +173,13 @@ def _count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) 
     is_first = np.ones(len(work), dtype=np.int64)
     is_first[order[1:][same]] = 0
     computing_ns = np.where(communication_rows(attribution.trace), 0, work.duration_ns)
-    launches, own_computing = (np.zeros(len(nodes), dtype=np.int64) for _ in range(2))
+    moving_ns = np.where(category_rows(attribution.trace, MOVERS), work.duration_ns, 0)
+    launches, own_computing, moving = (np.zeros(len(nodes), dtype=np.int64) for _ in range(3))
     for rows, node in work_by_node(attribution, nodes, members):
         np.add.at(launches, node, is_first[rows])
         np.add.at(own_computing, node, computing_ns[rows])
-    return launches, own_computing
+        np.add.at(moving, node, moving_ns[rows])
+    return launches, own_computing, moving
 
 
 def _build_row(
@@ -176,8 +188,15 @@ def _build_row(
     busy_ns = int(columns.busy_ns[at.node])
     parts = columns.parts.get(at.node)
     roofline = build_roofline(amount, facts.peaks)
-    only_communicates = busy_ns > 0 and not columns.own_computing_ns[at.node]
-    verdict = judge(parts, busy_ns, roofline, idle_factor=idle_factor, only_communicates=bool(only_communicates))
+    own_ns = int(columns.own_computing_ns[at.node])
+    verdict = judge(
+        parts,
+        busy_ns,
+        roofline,
+        idle_factor=idle_factor,
+        only_communicates=busy_ns > 0 and not own_ns,
+        mover_share=int(columns.moving_ns[at.node]) / own_ns if own_ns else 0.0,
+    )
     at_peak = product_ns(amount, facts.peaks)
     operations = None if amount.flops is None or amount.other_flops is None else amount.flops + amount.other_flops
     return EfficiencyRow(
@@ -192,6 +211,7 @@ def _build_row(
         launch_count=int(columns.launch_count[at.node]),
         gpu=parts,
         idle_share=None if parts is None else parts.idle_share,
+        clean_idle_share=None if parts is None or idle_factor is None else parts.idle_share_at(idle_factor),
         flops=amount.flops,
         other_flops=amount.other_flops,
         needed_flops=amount.needed_flops,

@@ -8,11 +8,12 @@ Two questions, in this order.
    *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: where
    it is known how long the same phase takes without a profiler, the three idle parts are first shrunk by one factor,
    so that busy time and idle time of the phase sum to its unprofiled time.
-2. Which of the GPU's peaks would the range meet first? By the roofline model (Williams, Waterman, Patterson 2009): its
-   FLOPs at the peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's
-   peak → *compute-bound*, else *memory-bound*. Without least bytes it is compute-bound if its FLOPs alone would take at
-   least half of its busy time; else nothing can be said. Least bytes are those of a perfect kernel: a range that is
-   compute-bound by them may still lose time to memory in what it holds.
+2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): its FLOPs at the
+   peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak →
+   *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel; so where most of the kernel time
+   is in kernels that by their names do little but move data (`MOVERS`: elementwise, reductions, copies, …), the range
+   is *memory-bound* whatever its FLOPs would take: its products are not what it waits for. Without least bytes it is
+   compute-bound if its FLOPs alone would take at least half of its busy time; else nothing can be said.
 """
 
 from __future__ import annotations
@@ -26,8 +27,24 @@ from profkit.analysis.efficiency.run_facts import VECTOR_DTYPE, Peaks
 
 Word = Literal["compute-bound", "memory-bound", "launch-bound", "communication-bound", "host-bound"]
 
+MOVERS = frozenset(
+    {
+        "softmax",
+        "normalization",
+        "elementwise",
+        "reduction",
+        "copy/cast",
+        "embedding/index",
+        "optimizer",
+        "loss",
+        "random",
+    }
+)
+"""Categories of kernels with few operations a byte, far below what any GPU's peaks are balanced for."""
+
 _SURELY = 0.5
 """FLOPs that fill this share of the busy time at the peak leave no room for a larger bound."""
+_MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,13 @@ def product_ns(amount: Amount, peaks: Peaks | None) -> float | None:
 
 
 def judge(
-    parts: GpuParts | None, busy_ns: int, roofline: Roofline, *, idle_factor: float | None, only_communicates: bool
+    parts: GpuParts | None,
+    busy_ns: int,
+    roofline: Roofline,
+    *,
+    idle_factor: float | None,
+    only_communicates: bool,
+    mover_share: float = 0.0,
 ) -> Verdict:
     """Return what bounds a range.
 
@@ -86,6 +109,7 @@ def judge(
         roofline: how long its work would take at the peaks.
         idle_factor: what is left of idle time without a profiler, where that is known.
         only_communicates: whether all kernels of its own are communication; what else runs then is not its own.
+        mover_share: how much of its own kernel time, communication left out, is in kernels of `MOVERS`.
     """
     if parts is None or not parts.span_ns:
         return Verdict(None, "it launched no work on a GPU")
@@ -108,7 +132,7 @@ def judge(
         return Verdict("communication-bound", "it launched nothing but communication, beside the work of other ranges")
     if parts.exposed_copy_ns > parts.computing_ns:
         return Verdict("memory-bound", f"{busy}, copying most of all")
-    return _judge_busy(busy, busy_ns, roofline)
+    return _judge_busy(busy, busy_ns, roofline, mover_share)
 
 
 _MEANING = {
@@ -118,9 +142,11 @@ _MEANING = {
 }
 
 
-def _judge_busy(busy: str, busy_ns: int, roofline: Roofline) -> Verdict:
+def _judge_busy(busy: str, busy_ns: int, roofline: Roofline, mover_share: float) -> Verdict:
     compute, memory = roofline.compute_ns, roofline.memory_ns
     if compute is not None and memory is not None:
+        if compute >= memory and mover_share > _MOSTLY:
+            return Verdict("memory-bound", f"{busy}; {mover_share:.1%} of its kernel time is in kernels that move data")
         longer, shorter = ("FLOPs", "least bytes") if compute >= memory else ("least bytes", "FLOPs")
         rule = f"{busy}; at the peaks its {longer} take longer than its {shorter}"
         return Verdict("compute-bound" if compute >= memory else "memory-bound", rule)

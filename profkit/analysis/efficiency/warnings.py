@@ -66,7 +66,7 @@ def _warn_of_launch_bound(rows: Sequence[EfficiencyRow], facts: RunFacts) -> lis
     if cost is not None and abs(cost) < _SLIGHT:
         return []
     said = "a profiler slows each launch" if cost is None else f"steps took {cost:+.0%} under the profiler"
-    message = f"{said}: verdicts rest on the unprofiled times, idle shares in the table on the profiled ones"
+    message = f"{said}: verdicts and the ranges' idle shares rest on the unprofiled times"
     return [Caution("inflation", message)]
 
 
