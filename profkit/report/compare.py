@@ -101,7 +101,7 @@ def books(time: TimeComparison) -> list[str]:
         by_chance = round((1 - LEVEL) * len(time.parts))
         if by_chance:
             lines.append(
-                f"each by itself: of {len(time.parts)} unchanged kernels {by_chance} would seem to have changed"
+                f"one interval a kernel: were all {len(time.parts)} unchanged, {by_chance} would seem changed by chance"
             )
     return lines
 
