@@ -7,6 +7,7 @@ rounds as IEEE 754 says, so they are checked to the last digit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from itertools import pairwise
 
 import click
@@ -57,12 +58,18 @@ def accumulate(cell: Cell, device: Device) -> Row:
     return {
         "result": result,
         "true_sum": true,
-        "error": abs(result - true),
         "stored_addend": stored,
         "representation_error": additions * stored - true,
         "addition_error": result - additions * stored,
         "stuck_after": stuck_after,
     }
+
+
+def add_error(rows: Sequence[Row]) -> None:
+    """Add to every row what its sum is too much, as its two parts say it: below 0 where it is too little."""
+    for row in rows:
+        known = row.get("result") is not None
+        row["error"] = float(str(row["result"])) - float(str(row["true_sum"])) if known else None
 
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
@@ -76,7 +83,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     figure = new_figure("Distance from the true sum")
     axes = figure.subplots()
     labels = [f"{row['case']}: {row['additions']:,} × {row['addend']}, {_dtypes(row)}" for row in measured]
-    axes.barh(labels, [float(str(row["error"])) for row in measured], color="#0072B2")
+    axes.barh(labels, [abs(float(str(row["error"]))) for row in measured], color="#0072B2")
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("absolute error")
@@ -86,15 +93,28 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
 def _conclude(row: Row) -> str:
     representation, addition = float(str(row["representation_error"])), float(str(row["addition_error"]))
     larger = "the addend's own rounding" if abs(representation) > abs(addition) else "rounding after each addition"
+    total, stored, added = split_error(float(str(row["error"])), representation, addition)
     text = (
-        f"Case {row['case']}, {_dtypes(row)}: {row['result']!r} for {row['true_sum']:g}, off by {row['error']:.6g}; "
-        f"of it {representation:+.3g} because the addend is stored as {row['stored_addend']!r}, "
-        f"{addition:+.3g} from the additions: {larger} weighs more."
+        f"Case {row['case']}, {_dtypes(row)}: {row['result']!r} for {row['true_sum']:g}, off by {total}: {stored} "
+        f"because the addend is stored as {row['stored_addend']!r}, {added} from the additions; {larger} weighs more."
     )
     if row["stuck_after"] is not None:
         share = f"{row['stuck_after']:,} of {row['additions']:,}"
         text += f" After {share} additions the sum stands still: the addend is at most half of the sum's last digit."
     return text
+
+
+def split_error(error: float, representation: float, addition: float) -> tuple[str, str, str]:
+    """Return an error and its two parts with their signs, with digits enough that the parts as printed add up to it.
+
+    The smaller part that is not 0 has three digits or four, the others as many decimals.
+    """
+    least = min((abs(part) for part in (representation, addition) if part), default=1.0)
+    places = Decimal(1).scaleb(Decimal(least).adjusted() - 3)
+    total, stored = (Decimal(value).quantize(places) for value in (error, representation))
+    if not addition:
+        return f"{stored:+f}", f"{stored:+f}", "0"
+    return f"{total:+f}", f"{stored:+f}", f"{total - stored:+f}"
 
 
 def _dtypes(row: Row) -> str:
@@ -116,7 +136,8 @@ RECIPE = Recipe(
     cell_keys=list(CELLS[0]),
     measure=accumulate,
     report=report,
-    exact=frozenset({"result"}),
+    exact=frozenset({"result", "stored_addend"}),
+    derive=add_error,
 )
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS, FEATURES = 64, 1024
-EPSILON = 1e-5
-SCALES = {"usual": 1.0, "large": 1000.0, "small": 1e-4}
-"""What the rows of normally distributed data are multiplied by."""
+from recipes.precision.inputs import EPSILON, FEATURES, MOST, ONE_BY_ONE, ROWS, SCALES
 
 
 def find_limits(device: str, dtype: torch.dtype) -> dict[str, object]:
@@ -17,12 +14,14 @@ def find_limits(device: str, dtype: torch.dtype) -> dict[str, object]:
     ``square_overflows_from``: the least whole number whose square is infinite, up to 10,000. ``ones_add_up_to``: where
     a sum of 10,000 ones, one after the other, ends. ``epsilon_1e-5`` and ``epsilon_1e-8``: what is stored. Errors are
     the greatest distance from the float64 result over the greatest result; None where what came out is not finite.
+    ``zero_outputs``: the share of what came out that is 0. ``squares_lost``: the share of squares that are 0 though
+    what was squared is not.
     """
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64).to(device, _widest(device))
     limits: dict[str, object] = {
         "square_overflows_from": _first_overflow(device, dtype),
-        "ones_add_up_to": _sum_one_by_one(torch.ones(10_000, 1, device=device, dtype=dtype)).item(),
+        "ones_add_up_to": _sum_one_by_one(torch.ones(MOST, 1, device=device, dtype=dtype)).item(),
         "epsilon_1e-5": torch.tensor(1e-5, dtype=dtype).double().item(),
         "epsilon_1e-8": torch.tensor(1e-8, dtype=dtype).double().item(),
         "constant_row_with_epsilon_1e-8": _is_finite(layer_norm(torch.ones(1, 8, device=device, dtype=dtype), 1e-8)),
@@ -31,8 +30,14 @@ def find_limits(device: str, dtype: torch.dtype) -> dict[str, object]:
         narrow = (data * scale).to(dtype)
         # What rounding the input did is not LayerNorm's doing.
         exact = layer_norm(narrow.to(data.dtype), EPSILON)
-        for how, ours in (("", False), ("_summed_one_by_one", True)):
-            limits[f"error_{name}{how}"] = _error(layer_norm(narrow, EPSILON, one_by_one=ours), exact)
+        plain, one_by_one = (layer_norm(narrow, EPSILON, one_by_one=ours) for ours in (False, True))
+        centred = narrow - _mean(narrow, one_by_one=False)
+        limits |= {
+            f"error_{name}": _error(plain, exact),
+            f"error_{name}{ONE_BY_ONE}": _error(one_by_one, exact),
+            f"zero_outputs_{name}": _share(plain == 0),
+            f"squares_lost_{name}": _share((centred.square() == 0) & (centred != 0)),
+        }
     return limits
 
 
@@ -62,7 +67,7 @@ def _sum_one_by_one(lines: Tensor) -> Tensor:
 
 
 def _first_overflow(device: str, dtype: torch.dtype) -> int | None:
-    squares = torch.arange(1, 10_001, device=device).to(dtype).square()
+    squares = torch.arange(1, MOST + 1, device=device).to(dtype).square()
     infinite = squares.isinf().nonzero()
     return int(infinite[0].item()) + 1 if len(infinite) else None
 
@@ -71,6 +76,10 @@ def _error(result: Tensor, exact: Tensor) -> float | None:
     if not _is_finite(result):
         return None
     return ((result.to(exact.dtype) - exact).abs().max() / exact.abs().max()).item()
+
+
+def _share(which: Tensor) -> float:
+    return which.sum().item() / which.numel()
 
 
 def _is_finite(result: Tensor) -> bool:

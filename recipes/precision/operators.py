@@ -1,4 +1,4 @@
-"""Which operators autocast runs in which dtype, found by calling each with inputs of either."""
+"""Which operators autocast runs in which dtype, found by calling each with inputs of either and seeing what runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-LOWER, FLOAT32, KEEPS = "lower precision", "float32", "its input's"
+from recipes.precision.inputs import FLOAT32, KEEPS, LOWER, MIXED
 
 # Each takes a square matrix, or two of them.
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -20,8 +22,8 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "log_softmax": lambda x: functional.log_softmax(x, dim=-1),
     "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
     "exp": torch.exp,
-    "log": lambda x: torch.log(x.abs() + 1),
-    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "log": torch.log,
+    "rsqrt": torch.rsqrt,
     "pow": lambda x: torch.pow(x, 2),
     "square": torch.square,
     "sum": torch.sum,
@@ -34,43 +36,73 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matmul": torch.matmul,
     "einsum": lambda x, y: torch.einsum("ij,jk->ik", x, y),
-    "scaled_dot_product_attention": lambda x, y: functional.scaled_dot_product_attention(x[None], y[None], y[None]),
+    # Fused attention wants four dimensions.
+    "scaled_dot_product_attention": lambda x, y: _attention(x[None, None], y[None, None]),
     "add": torch.add,
     "mul": torch.mul,
     "cat": lambda x, y: torch.cat([x, y]),
     "mse_loss": functional.mse_loss,
 }
+_MOVES = frozenset({"_to_copy", "clone", "_unsafe_view"})
+"""They compute nothing, as views do not."""
 
 
 def classify_operators(device: str, dtype: torch.dtype) -> list[dict[str, object]]:
-    """Return a row an operator: the dtype of its output for inputs in float32, in ``dtype`` and one in each.
+    """Return a row an operator, as `classify` does, for what autocast to ``dtype`` makes of it."""
+    calls = [(name, unary, 1) for name, unary in _UNARY.items()] + [(name, each, 2) for name, each in _BINARY.items()]
+    return [{"operator": name, **classify(function, count, device, dtype)} for name, function, count in calls]
 
-    It runs in lower precision if float32 comes out as ``dtype``, in float32 if ``dtype`` comes out as float32, else in
-    its input's dtype. None stands for what the operator refuses.
+
+def classify(function: Callable[..., Tensor], inputs: int, device: str, dtype: torch.dtype) -> dict[str, object]:
+    """Return what autocast runs of a function of some square matrices: in float32, in ``dtype``, in its input's dtype.
+
+    ``runs_in`` is told from the operators that computed something, each by the dtype of its first result: `MIXED` is
+    where they differ. ``ran_float32`` and ``ran_low`` name them for inputs in float32 and in ``dtype``; ``float32``,
+    ``low`` and ``mixed`` are the dtype of the output for such inputs and for one of each, None where that is refused or
+    there is but one.
     """
     wide = torch.randn(16, 16, device=device)
     narrow = wide.to(dtype)
-    rows = []
-    with torch.autocast(device, dtype=dtype):
-        for name, unary in _UNARY.items():
-            rows.append(_classify(name, dtype, _output(unary, wide), _output(unary, narrow), None))
-        for name, binary in _BINARY.items():
-            both = [_output(binary, *pair) for pair in ((wide, wide), (narrow, narrow), (narrow, wide))]
-            rows.append(_classify(name, dtype, *both))
-    return rows
-
-
-def _classify(
-    name: str, dtype: torch.dtype, of_wide: str | None, of_narrow: str | None, of_both: str | None
-) -> dict[str, object]:
     low = str(dtype).removeprefix("torch.")
-    runs_in = LOWER if of_wide == low else FLOAT32 if of_narrow == "float32" else KEEPS
-    return {"operator": name, "runs_in": runs_in, "float32": of_wide, "low": of_narrow, "mixed": of_both}
+    with torch.autocast(device, dtype=dtype):
+        (of_wide, ran_wide), (of_narrow, ran_narrow) = (_run(function, *[x] * inputs) for x in (wide, narrow))
+        of_both = _run(function, narrow, wide)[0] if inputs > 1 else None
+    classes = {(low, low): LOWER, ("float32", "float32"): FLOAT32, ("float32", low): KEEPS}
+    dtypes = ["/".join(dict.fromkeys(each for _, each in ran)) for ran in (ran_wide, ran_narrow)]
+    return {
+        **{"runs_in": classes.get((dtypes[0], dtypes[1]), MIXED), "float32": of_wide, "low": of_narrow},
+        **{"mixed": of_both, "ran_float32": ran_wide, "ran_low": ran_narrow},
+    }
 
 
-def _output(operator: Callable[..., Tensor], *inputs: Tensor) -> str | None:
+class _Computed(TorchDispatchMode):
+    """Writes down each operator below autocast that computes floating-point numbers, once a dtype of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        name = str(func.overloadpacket).removeprefix("aten.")
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if made and not func.is_view and name not in _MOVES:
+            entry = (name, str(made[0].dtype).removeprefix("torch."))
+            if entry not in self.ran:
+                self.ran.append(entry)
+        return result
+
+
+def _attention(query: Tensor, key: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, key)
+
+
+def _run(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[str | None, list[tuple[str, str]]]:
+    """Return the dtype of the output, and what ran with the dtype of its result."""
+    computed = _Computed()
     try:
-        return str(operator(*inputs).dtype).removeprefix("torch.")
+        with computed:
+            return str(function(*inputs).dtype).removeprefix("torch."), computed.ran
     except RuntimeError:
         # What it refuses, such as two dtypes at once, is the answer.
-        return None
+        return None, computed.ran

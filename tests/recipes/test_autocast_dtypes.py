@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.autocast_dtypes import CELLS, compare, conclude, observe, report
+from recipes.autocast_dtypes import CELLS, observe, report
+from recipes.precision.inputs import FLOAT32, KEEPS, LOWER, MIXED
 from recipes.precision.layer_norm import layer_norm
-from recipes.precision.operators import FLOAT32, KEEPS, LOWER, classify_operators
+from recipes.precision.limits import compare, conclude, draw_errors
+from recipes.precision.operators import classify, classify_operators
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,21 @@ def test_operators_by_class() -> None:
     assert (classes["matmul"], classes["add"], classes["mse_loss"]) == (LOWER, KEEPS, FLOAT32)
 
 
+def test_an_operator_is_judged_by_what_runs_within() -> None:
+    """What comes out is float32 for all three; of ReLU within, autocast leaves the dtype as it is."""
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(torch.relu(x), x)
+
+    found = classify(mixed, 1, "cpu", torch.bfloat16)
+    assert (found["runs_in"], found["float32"], found["low"]) == (MIXED, "float32", "float32")
+    assert found["ran_low"] == [("relu", "bfloat16"), ("mse_loss", "float32")]
+    assert found["ran_float32"] == [("relu", "float32"), ("mse_loss", "float32")]
+    # A cast and a view of its input come before the product, and compute nothing.
+    einsum = classify(lambda x: torch.einsum("ij,jk->ik", x.T, x), 1, "cpu", torch.bfloat16)
+    assert (einsum["runs_in"], einsum["ran_float32"]) == (LOWER, [("bmm", "bfloat16")])
+
+
 def test_layer_norm_is_torchs() -> None:
     rows = torch.randn(4, 32, dtype=torch.float64)
     expected = torch.nn.functional.layer_norm(rows, (32,), eps=1e-5)
@@ -58,15 +75,30 @@ def test_where_layer_norm_breaks(rows: dict[str, dict[str, Any]]) -> None:
     assert (fp16["ones_add_up_to"], bf16["ones_add_up_to"], fp32["ones_add_up_to"]) == (2**11, 2**8, 10_000)
     assert (fp16["epsilon_1e-8"], fp16["constant_row_with_epsilon_1e-8"]) == (0, False)
     assert bf16["constant_row_with_epsilon_1e-8"]
-    # Every square overflows, so that 1 / root is 0 and so is the result.
-    assert fp16["error_large"] == 1
+    # Every row has a square that overflows, so that 1 / root is 0 and so is the result.
+    assert (fp16["error_large"], fp16["zero_outputs_large"], fp16["error_large_summed_one_by_one"]) == (1, 1, None)
     assert bf16["error_usual_summed_one_by_one"] > 10 * fp16["error_usual_summed_one_by_one"]
 
 
+def test_squares_that_become_0_are_counted_and_hurt_where_epsilon_does_not_hide_it(
+    rows: dict[str, dict[str, Any]],
+) -> None:
+    fp16, bf16 = rows["float16"], rows["bfloat16"]
+    # Below 2⁻²⁵, half of the least float16, a square is 0: |x| < 1.73 of × 1e-4, 0.173 of × 1e-3.
+    assert fp16["squares_lost_small"] == pytest.approx(0.916, abs=0.005)
+    assert fp16["squares_lost_near_epsilon"] == pytest.approx(0.137, abs=0.005)
+    assert bf16["squares_lost_small"] == bf16["squares_lost_near_epsilon"] == 0
+    assert fp16["error_near_epsilon"] > 2 * fp16["error_usual"] > 2 * fp16["error_small"]
+
+
 def test_the_conclusions_follow_the_numbers(rows: dict[str, dict[str, Any]]) -> None:
+    assert conclude(rows["float16"])[0] == (
+        "float16, the square: squares overflow from 256 on; LayerNorm of large data is off by 1: all that comes out "
+        "is 0."
+    )
     assert (
-        conclude(rows["float16"])[0]
-        == "float16, the square: squares overflow from 256 on; LayerNorm of large data is off by 1."
+        "× 0.0001, whose variance is 0.001 of epsilon, 91.4% of the squares become 0 and"
+        in conclude(rows["float16"])[3]
     )
     assert "come to 256;" in conclude(rows["bfloat16"])[1]
     said = compare(rows["float16"], rows["bfloat16"])
@@ -77,6 +109,49 @@ def test_the_conclusions_follow_the_numbers(rows: dict[str, dict[str, Any]]) -> 
 
 def test_the_report_shows_them(rows: dict[str, dict[str, Any]]) -> None:
     shown = report(list(rows.values()), {"device": "cpu"})
-    assert "| ones_add_up_to | 2048 | 256 | 10000 |" in shown.markdown
-    assert "- bfloat16, run in float32: cross_entropy, mse_loss." in shown.markdown
+    assert "| 10,000 ones come to | 2,048 | 256 | 10,000 |" in shown.markdown
+    assert (
+        "| least whole number whose square overflows | 256 | none up to 10,000 | none up to 10,000 |" in shown.markdown
+    )
+    assert "times 1 (usual), 1000 (large), 0.001 (near epsilon), 0.0001 (small)" in shown.markdown
+    assert "| error: large, × 1000 | 1, all 0 |" in shown.markdown
+    assert "| error: large, × 1000, summed one by one | not finite |" in shown.markdown
+    assert "- Autocast to float16 and bfloat16, run in float32: cross_entropy, mse_loss." in shown.markdown
     assert set(shown.pictures) == {"layer_norm.png"}
+
+
+def test_steps_that_differ_in_the_dtype_alone_are_shown_once(rows: dict[str, dict[str, Any]]) -> None:
+    fp16 = rows["float16"]
+    alike = [
+        {**entry, **{key: entry[key].replace("float16", "bfloat16") for key in ("inputs", "output")}}
+        for entry in fp16["operators"]
+    ]
+    text = report([fp16, {**rows["bfloat16"], "operators": alike}], {"device": "cpu"}).markdown
+    assert "Autocast to float16 and bfloat16, called lower precision here:" in text
+    assert text.count("| forward | mm | lower precision | lower precision | 2 |") == 1
+    changed = [{**entry, "count": 7} for entry in alike]
+    text = report([fp16, {**rows["bfloat16"], "operators": changed}], {"device": "cpu"}).markdown
+    assert "Autocast to bfloat16, called lower precision here:" in text
+
+
+def test_what_runs_in_two_dtypes_is_told_with_both(rows: dict[str, dict[str, Any]]) -> None:
+    """As on CUDA, where log-softmax within cross-entropy keeps its input's dtype."""
+    within = [("_log_softmax", "float16"), ("nll_loss_forward", "float32")]
+    entry = {"operator": "cross_entropy", "runs_in": MIXED, "ran_low": within, "ran_float32": []}
+    text = report([{**rows["float16"], "classes": [entry]}], {"device": "cuda"}).markdown
+    assert "- Autocast to float16, run in several dtypes: cross_entropy (`_log_softmax` in lower precision, " in text
+    assert "`nll_loss_forward` in float32, for an input in lower precision)." in text
+
+
+def test_what_an_earlier_version_did_not_look_at_is_not_known(rows: dict[str, dict[str, Any]]) -> None:
+    new = ("near_epsilon", "zero_outputs", "squares_lost")
+    old = {key: value for key, value in rows["float16"].items() if not any(name in key for name in new)}
+    old["classes"] = [{"operator": "cross_entropy", "runs_in": FLOAT32, "float32": "float32", "low": "float32"}]
+    text = report([old], {"device": "cuda"}).markdown
+    assert "- Autocast to float16, come out in float32: cross_entropy." in text
+    assert "in which dtype each ran within is not known" in text
+    assert "how many squares become 0 is not known and LayerNorm was not measured" in text
+    assert "LayerNorm of large data is off by 1." in text
+    assert "| error: near epsilon" not in text
+    (axes,) = draw_errors([old]).axes
+    assert len(axes.get_yticks()) == 6

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
+
 import pytest
 
-from recipes.mixed_precision_accumulation import CELLS, accumulate, report
+from recipes.common.tables import build_table
+from recipes.mixed_precision_accumulation import CELLS, RECIPE, accumulate, add_error, report, split_error
 
 SUMS = {
     "1": 10.000133514404297,
@@ -21,7 +25,9 @@ SUMS = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, object]]:
-    return [{**cell, **accumulate(cell, "cpu"), "status": "ok"} for cell in CELLS]
+    made: list[dict[str, object]] = [{**cell, **accumulate(cell, "cpu"), "status": "ok"} for cell in CELLS]
+    add_error(made)
+    return made
 
 
 def test_the_sums_are_exact(rows: list[dict[str, object]]) -> None:
@@ -31,7 +37,30 @@ def test_the_sums_are_exact(rows: list[dict[str, object]]) -> None:
 def test_the_two_errors_make_up_the_whole(rows: list[dict[str, object]]) -> None:
     for row in rows:
         parts = float(str(row["representation_error"])) + float(str(row["addition_error"]))
-        assert abs(parts) == pytest.approx(row["error"], abs=1e-12)
+        assert parts == pytest.approx(row["error"], abs=1e-12)
+
+
+def test_the_printed_parts_add_up_to_the_printed_error(rows: list[dict[str, object]]) -> None:
+    said = report(rows, {}).markdown
+    found = re.findall(r"off by (\S+): (\S+) because .*?, (\S+) from the additions", said)
+    assert len(found) == len(CELLS)
+    for total, stored, added in found:
+        assert Decimal(total) == Decimal(stored) + Decimal(added)
+    assert split_error(-6, 0.0040435791015625, -6.0040435791015625) == ("-6.000000", "+0.004044", "-6.004044")
+    assert split_error(0.5, 0.5, 0) == ("+0.5000", "+0.5000", "0")
+
+
+def test_the_error_has_its_sign_and_what_is_stored_its_last_digit(rows: list[dict[str, object]]) -> None:
+    assert next(row["error"] for row in rows if row["case"] == "7b") == -6
+    table = build_table(RECIPE.columns, rows, RECIPE.exact)
+    keys = [column.key for column in RECIPE.columns]
+    assert table.cells[0][keys.index("stored_addend")] == "0.009999999776482582"
+
+
+def test_what_was_not_run_has_no_error() -> None:
+    row: dict[str, object] = {**CELLS[0], "status": "not run"}
+    add_error([row])
+    assert row["error"] is None
 
 
 def test_the_conclusions_follow_the_numbers(rows: list[dict[str, object]]) -> None:
