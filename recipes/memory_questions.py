@@ -26,12 +26,16 @@ from recipes.whole_model.cells import PASSES
 
 WORDS = ("size", "passes", "dtype", "device", "peak_phase", "predicted_phase", "status", "reason")
 MEASURED = (
-    *("parameters", "peak_GiB", "peak_phase", "allocated_peak_bytes", "reserved_peak_bytes", "replay_difference_bytes"),
+    *("parameters", "peak_GiB", "peak_phase", "reserved_GiB", "requested_GiB", "predicted_GiB"),
+    *("allocated_peak_bytes", "reserved_peak_bytes", "replay_difference_bytes"),
     *("requested_peak_bytes", "predicted_peak_bytes", "difference_bytes", "predicted_phase", "added_up_bytes"),
     *("residual_MiB", "saved_block_MiB", "saved_bytes", "predicted_saved_bytes", "requested_bytes", "free_bytes"),
 )
 BRIEF = frozenset(
-    {*KEYS[:5], "peak_GiB", "peak_phase", "predicted_peak_bytes", "difference_bytes", "saved_block_MiB", "status"}
+    {
+        *(*KEYS[:5], "peak_GiB", "peak_phase", "reserved_GiB", "requested_GiB", "predicted_GiB", "difference_bytes"),
+        *("saved_block_MiB", "status"),
+    }
 )
 
 

@@ -1,43 +1,59 @@
-"""Sentences about the rows of memory_questions: each with its number, its range, what it is a share of, its command."""
+"""Sentences about the rows of memory_questions: each with its number, its range, what it is a share of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, cast
 
+from profkit.ranges import OPTIMIZER
 from profkit.report.memory_units import format_bytes
-from recipes.common.recipe import Row, whole
-from recipes.model_memory.cells import describe_cell, describe_layers, name_of
+from profkit.report.units import four_digits
+from recipes.common.recipe import OK, Row, whole
+from recipes.model_memory.cells import describe_cell
+from recipes.model_memory.predicted import kinds_at_peak
+from recipes.whole_model.cells import PASSES
 
 _UNMEASURED = "No peak was measured: of all devices only CUDA's allocator records its history."
+MAKING = "the making of the model"
 
 
 def answer_peaks(rows: Sequence[Row]) -> Iterator[str]:
-    """Say how peaks grow with the context, and what bf16 changes, at the same batch."""
-    measured = [row for row in rows if row.get("allocated_peak_bytes") is not None]
+    """Say what the largest model takes at its longest context, and what bf16 changes at the longest of each size."""
+    measured = is_measured(rows)
     if not measured:
         yield _UNMEASURED
         return
-    sentences = []
-    for setting in dict.fromkeys((row["size"], row["passes"], row["dtype"], row["batch"]) for row in measured):
-        series = [row for row in measured if (row["size"], row["passes"], row["dtype"], row["batch"]) == setting]
-        sentences.append(_growth(sorted(series, key=lambda row: whole(row["context"]))))
-    yield _list([*sentences, *_precision(measured)])
-
-
-def _growth(series: Sequence[Row]) -> str:
-    first, last = series[0], series[-1]
-    low, high = (whole(row["allocated_peak_bytes"]) for row in (first, last))
-    at = f"{first['size']}, {first['passes']}, {first['dtype']}: {format_bytes(low)} allocated at the peak"
-    where = f"in {_phase(first)} at context {first['context']}"
-    if first is last:
-        return f"{at} {where} ({_command(first)})."
-    return (
-        f"{at} {where}, {format_bytes(high)} in {_phase(last)} at context {last['context']}: "
-        f"{high / low:.3g} times as much for {whole(last['context']) / whole(first['context']):.3g} times the context "
-        f"({_command(last)})."
+    telling = max(measured, key=lambda row: (whole(row["parameters"]), whole(row["context"])))
+    same = ("size", "context", "dtype", "batch")
+    here = [row for row in measured if all(row[key] == telling[key] for key in same)]
+    here.sort(key=lambda row: PASSES.index(cast("Any", row["passes"])))
+    peaks = ", ".join(
+        f"{row['passes']} {format_bytes(whole(row['allocated_peak_bytes']))} (in {_phase(row)})" for row in here
     )
+    what = f"{telling['size']}, context {telling['context']}, {telling['dtype']}, batch {telling['batch']}"
+    yield f"{what}, allocated at the peak: {peaks}."
+    yield from _optimizers_temporaries(measured)
+    yield from _precision(measured)
+
+
+def is_measured(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that have a measured peak."""
+    return [row for row in rows if row.get("requested_peak_bytes") is not None]
+
+
+def _optimizers_temporaries(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what the temporaries are where the peak is the optimizer's, of the largest such row."""
+    there = [row for row in rows if phase_of(row) == row["predicted_phase"] == OPTIMIZER]
+    if there:
+        row = max(there, key=lambda row: (whole(row["parameters"]), whole(row["context"])))
+        size, peak = kinds_at_peak(row)["temporaries"], whole(row["requested_peak_bytes"])
+        yield (
+            f"Without checkpoints {len(there)} of {len(rows)} measured peaks are the optimizer's, as predicted. There "
+            f"{format_bytes(size)} of {format_bytes(peak)} requested, {size / peak:.1%}, are temporaries "
+            f"({describe_cell(row)}): `foreach` AdamW takes the square roots of all second moments at once, once more "
+            "what the parameters take."
+        )
 
 
 def _precision(rows: Sequence[Row]) -> Iterator[str]:
@@ -47,13 +63,53 @@ def _precision(rows: Sequence[Row]) -> Iterator[str]:
         found.setdefault((row["size"], row["passes"], row["context"], row["batch"]), {})[row["dtype"]] = row
     longest = {key[:2]: pair for key, pair in found.items() if {"fp32", "bf16"} <= pair.keys()}
     for (size, passes), pair in longest.items():
-        wide, low = whole(pair["fp32"]["allocated_peak_bytes"]), whole(pair["bf16"]["allocated_peak_bytes"])
-        copies = max(int(phase["by_category"].get("autocast copies", 0)) for phase in _phases(pair["bf16"]))
+        wide, low = pair["fp32"], pair["bf16"]
+        copies = kinds_at_peak(low)["autocast copies"]
+        hold = f"{format_bytes(copies)} are copies" if copies else "there are no copies"
         yield (
-            f"{size}, {passes}, context {pair['bf16']['context']}: under bf16 autocast the peak is {format_bytes(low)} "
-            f"against {format_bytes(wide)} in fp32, {(low - wide) / wide:+.1%} of the latter; the copies of the "
-            f"weights in bf16 are predicted to take up to {format_bytes(copies)} ({_command(pair['bf16'])})."
+            f"{size}, {passes}, context {low['context']}, peak under bf16 autocast against fp32: "
+            f"{_against(wide, low, 'allocated')}, {_against(wide, low, 'reserved')}. At its predicted "
+            f"peak, in {low['predicted_phase']}, {hold} of the weights in bf16."
         )
+
+
+def _against(wide: Row, low: Row, kind: str) -> str:
+    before, after = (whole(row[f"{kind}_peak_bytes"]) for row in (wide, low))
+    return f"{kind} {format_bytes(after)} against {format_bytes(before)}, {(after - before) / before:+.1%}"
+
+
+def answer_padding(rows: Sequence[Row]) -> str:
+    """Say how allocated, requested and reserved bytes differ, and by how much at these rows' peaks."""
+    padding = [whole(row["allocated_peak_bytes"]) - whole(row["requested_peak_bytes"]) for row in is_measured(rows)]
+    return (
+        "Requested is what the program asks the allocator for. Allocated is requested and the allocator's padding, "
+        f"which depends on what was freed before: {format_bytes(min(padding))} to {format_bytes(max(padding))} at "
+        f"these {len(padding)} peaks. Reserved is what the allocator took from the device. Predictions, what is "
+        "compared with them, and growth are of requested bytes."
+    )
+
+
+def answer_growth(rows: Sequence[Row]) -> Iterator[str]:
+    """Say how peaks grow with the context, in requested bytes: padding differs from run to run."""
+    measured = is_measured(rows)
+    same = ("size", "passes", "dtype", "batch")
+    for setting in dict.fromkeys(tuple(row[key] for key in same) for row in measured):
+        series = [row for row in measured if tuple(row[key] for key in same) == setting]
+        yield _growth(sorted(series, key=lambda row: whole(row["context"])))
+
+
+def _growth(series: Sequence[Row]) -> str:
+    first, last = series[0], series[-1]
+    low, high = (whole(row["requested_peak_bytes"]) for row in (first, last))
+    at = f"{first['size']}, {first['passes']}, {first['dtype']}: {format_bytes(low)} requested at the peak"
+    where = f"in {phase_of(first)} at context {first['context']}"
+    if first is last:
+        return f"{at} {where}."
+    context = whole(last["context"]) / whole(first["context"])
+    return (
+        f"{at} {where}, {format_bytes(high)} in {phase_of(last)} at context {last['context']}: "
+        f"{four_digits(high / low)} times as much for {context:.3g} times the context."
+    )
 
 
 def answer_residual(rows: Sequence[Row]) -> Iterator[str]:
@@ -71,124 +127,137 @@ def answer_residual(rows: Sequence[Row]) -> Iterator[str]:
         precisions = " and ".join(dict.fromkeys(str(row["dtype"]) for row in here))
         sentences.append(
             f"{size} at context {context}: batch × context × d_model × width = {formula} = {whole(size_bytes):,} B = "
-            f"{format_bytes(whole(size_bytes))}; seen as the output of a block, {dtype}, in {precisions} "
-            f"({_rerun(here[0])})."
+            f"{format_bytes(whole(size_bytes))}; seen as the output of a block, {dtype}, in {precisions}."
         )
-    yield _list(sentences) or "Not seen: no forward pass came to its end."
+    yield from sentences
 
 
-def answer_largest(row: Row) -> Iterator[str]:
+def answer_largest(row: Row) -> str:
     """Say what the largest allocations at a row's peak are, and their share of it."""
     largest = cast("list[dict[str, Any]]", row["largest"])
     peak, together = whole(row["allocated_peak_bytes"]), sum(int(one["bytes"]) for one in largest)
     first = largest[0]
     whose = f" of `{first['owner']}`" if first["owner"] else ""
-    yield (
+    return (
         f"{describe_cell(row)}: the largest allocation at the peak, in {_phase(row)}, is "
         f"{format_bytes(first['bytes'])} of {first['category']}{whose}; the {len(largest)} largest are "
-        f"{format_bytes(together)}, {together / peak:.1%} of the {format_bytes(peak)} allocated then ({_command(row)})."
+        f"{format_bytes(together)}, {together / peak:.1%} of the {format_bytes(peak)} allocated then."
     )
 
 
-def answer_saved(row: Row) -> Iterator[str]:
-    """Say what each block keeps, what the five largest parts are of it, and what the whole model keeps."""
-    blocks = cast("list[int]", row["saved_bytes_by_block"])
-    parts = [int(part["bytes"]) for part in cast("list[dict[str, Any]]", row["saved_parts"]) if part["made_by"]]
-    if len(set(blocks)) == 1:
-        each = f"each of the {len(blocks)} blocks keeps {blocks[0]:,} B ({format_bytes(blocks[0])})"
-    else:
-        each = f"the {len(blocks)} blocks keep {format_bytes(min(blocks))} to {format_bytes(max(blocks))}"
-    total, predicted = whole(row["saved_bytes"]), whole(row["predicted_saved_bytes"])
-    yield (
-        f"{row['size']}, context {row['context']}, {row['dtype']}: {each}; the {len(parts)} largest parts are "
-        f"{sum(parts) / max(blocks):.1%} of a block's. All that is kept when the loss is made: {total:,} B counted, "
-        f"{predicted:,} B predicted for CUDA, {sum(blocks) / total:.1%} of it in the blocks ({_rerun(row)})."
-    )
+def answer_saved(rows: Sequence[Row]) -> str:
+    """Say whether all that is kept, as counted, is what was predicted for CUDA."""
+    off = [(row, whole(row["saved_bytes"]) - whole(row["predicted_saved_bytes"])) for row in rows]
+    exact = sum(not difference for _, difference in off)
+    text = "All that is kept when the loss is made, counted tensor by tensor, is what was predicted for CUDA to the "
+    text += f"byte in {exact} of {len(rows)} rows"
+    if exact == len(rows):
+        return f"{text}."
+    row, most = max(off, key=lambda entry: abs(entry[1]))
+    share = most / whole(row["saved_bytes"])
+    return f"{text}; most off is {describe_cell(row)}, by {most:,} B, {share:+.2%} of what was counted."
 
 
 def answer_checkpoints(group: Sequence[Row]) -> Iterator[str]:
-    """Say which number of layers to a checkpoint has the lowest peak, against none."""
-    key = "allocated_peak_bytes"
-    measured = [row for row in group if row.get(key) is not None]
-    how = "measured"
-    if len(measured) < len(group):
-        key, measured, how = "predicted_peak_bytes", list(group), "predicted"
-    none = next((row for row in measured if not row["checkpoint_layers"]), None)
-    with_some = [row for row in measured if row["checkpoint_layers"]]
+    """Say which numbers of layers to a checkpoint have the lowest peak, against none; of measured rows if there are."""
+    key, how, there = "requested_peak_bytes", "measured", is_measured(group)
+    if all(row["checkpoint_layers"] for row in there) or not any(row["checkpoint_layers"] for row in there):
+        key, how, there = "predicted_peak_bytes", "predicted", list(group)
+    none = next((row for row in there if not row["checkpoint_layers"]), None)
+    with_some = [row for row in there if row["checkpoint_layers"]]
     if none is None or not with_some:
         return
-    lowest = min(with_some, key=lambda row: whole(row[key]))
-    before, after = whole(none[key]), whole(lowest[key])
-    phase = _phase(lowest) if how == "measured" else lowest["predicted_phase"]
-    kept = [whole(row["predicted_saved_bytes"]) for row in (none, lowest)]
-    command = _command(lowest) if how == "measured" else _rerun(lowest)
-    less = f"{(after - before) / before:+.1%}"
+    before, after = whole(none[key]), min(whole(row[key]) for row in with_some)
+    lowest = sorted((row for row in with_some if row[key] == after), key=lambda row: whole(row["checkpoint_layers"]))
+    kept = format_bytes(whole(none["predicted_saved_bytes"]))
+    left_out = [str(row["checkpoint_layers"]) for row in group if row not in there]
     yield (
-        f"{describe_cell(none)}: {format_bytes(before)} {how} at the peak without checkpoints; the lowest is "
-        f"{format_bytes(after)}, in {phase}, with one every {describe_layers(lowest)}, {less}; what "
-        f"is kept when the loss is made is predicted to go from {format_bytes(kept[0])} to {format_bytes(kept[1])} "
-        f"({command})."
+        f"{describe_cell(none)}: {format_bytes(before)} requested ({how}) at the peak without checkpoints, in "
+        f"{_phase_by(none, how)}; {format_bytes(after)} at the lowest with them, {(after - before) / before:+.1%}, "
+        f"{_ties(lowest, how)}. Kept when the loss is made: {kept} without, "
+        f"{_kept(lowest)} with these, by prediction." + f" Not measured: {', '.join(left_out)} layers." * bool(left_out)
     )
+
+
+def _ties(lowest: Sequence[Row], how: str) -> str:
+    """Return which rows share the lowest peak, and in which phase that is."""
+    layers = [str(row["checkpoint_layers"]) for row in lowest]
+    phases = " or ".join(dict.fromkeys(_phase_by(row, how) for row in lowest))
+    if len(layers) == 1:
+        return f"one every {'layer' if layers == ['1'] else f'{layers[0]} layers'}, in {phases}"
+    return (
+        f"the same for one every {', '.join(layers[:-1])} and {layers[-1]} layers, for the peak falls in {phases} there"
+    )
+
+
+def _kept(rows: Sequence[Row]) -> str:
+    sizes = [whole(row["predicted_saved_bytes"]) for row in rows]
+    low, high = format_bytes(min(sizes)), format_bytes(max(sizes))
+    return low if low == high else f"{low} to {high}"
+
+
+def _phase_by(row: Row, how: str) -> str:
+    return phase_of(row) if how == "measured" else str(row["predicted_phase"])
 
 
 def answer_predicted(rows: Sequence[Row]) -> Iterator[str]:
-    """Say how far measured peaks are from predicted ones, and what adding up all kinds would have said."""
+    """Say how far measured peaks are from predicted ones, and what the usual sum would have said."""
     compared = [row for row in rows if row.get("difference_bytes") is not None]
-    sentences = []
     if compared:
         exact = sum(not row["difference_bytes"] for row in compared)
+        text = f"Of {len(compared)} measured peaks {exact} were predicted to the byte, as requested from the allocator"
         worst = max(compared, key=lambda row: abs(whole(row["difference_bytes"])))
         off, peak = whole(worst["difference_bytes"]), whole(worst["requested_peak_bytes"])
-        sentences.append(
-            f"Of {len(compared)} measured peaks {exact} were predicted to the byte, as requested from the allocator; "
-            f"the largest difference is {off:,} B, {abs(off) / peak:.2%} of {format_bytes(peak)}, at "
-            f"{describe_cell(worst)}; `--predicted` shows it tensor by tensor ({_command(worst)})."
-        )
-    off_by = [(row, whole(row["added_up_bytes"]) - whole(row["predicted_peak_bytes"])) for row in rows]
-    high, low = max(off_by, key=lambda entry: entry[1]), min(off_by, key=lambda entry: entry[1])
-    sentences.append(
-        "The peak is the highest phase's, not the sum of all kinds: parameters, gradients, AdamW's moments and what is "
-        f"kept for backward, added up, would be off by {_signed(low)} to {_signed(high)} of the predicted peak, over "
-        f"{len(rows)} rows (columns `added_up_bytes` and `predicted_peak_bytes`)."
-    )
+        if off:
+            text += f"; the largest difference is {off:,} B, {abs(off) / peak:.2%} of {format_bytes(peak)}, at "
+            text += f"{describe_cell(worst)}, and `--predicted` shows it tensor by tensor"
+        yield f"{text}."
+    yield from _usual_sum(rows)
     replayed = [row for row in rows if row.get("replay_difference_bytes") is not None]
     if replayed:
         agree = sum(not row["replay_difference_bytes"] for row in replayed)
-        sentences.append(
+        yield (
             f"The replayed peak is `torch.cuda.max_memory_allocated()` to the byte in {agree} of {len(replayed)} rows "
             "(column `replay_difference_bytes`)."
         )
-    yield _list(sentences)
 
 
-def _signed(entry: tuple[Row, int]) -> str:
-    row, off = entry
-    share = off / whole(row["predicted_peak_bytes"])
-    return f"{'+' if off > 0 else ''}{format_bytes(off)} ({share:+.1%}, {describe_cell(row)})"
+def _usual_sum(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how far the usual sum is off the peaks of rows that were run, those with checkpoints apart."""
+    there, how = is_measured(rows), "requested"
+    if not there:
+        there, how = [row for row in rows if row["status"] == OK], "predicted"
+    plain, checkpointed = ([row for row in there if bool(row["checkpoint_layers"]) == some] for some in (False, True))
+    if plain:
+        text = f"The usual sum is off by {_extremes(plain, how)} of the {how} peak, over {len(plain)} rows without"
+        text += " checkpoints: a peak is the highest phase's, not a sum of all kinds."
+        if checkpointed:
+            text += f" With checkpoints, over {len(checkpointed)} rows, by {_extremes(checkpointed, how)}."
+        yield text
+
+
+def _extremes(rows: Sequence[Row], how: str) -> str:
+    off = [(usual_sum_off(row, how), row) for row in rows]
+    low, high = min(off, key=lambda entry: entry[0]), max(off, key=lambda entry: entry[0])
+    one, other = (f"{share:+.1%} ({describe_cell(row)})" for share, row in (low, high))
+    return one if low[1] is high[1] else f"{one} to {other}"
+
+
+def usual_sum_off(row: Row, how: str) -> float:
+    """Return how far the usual sum is above a row's peak, ``requested`` or ``predicted``, as a share of that."""
+    peak = whole(row[f"{how}_peak_bytes"])
+    return (whole(row["added_up_bytes"]) - peak) / peak
+
+
+def phase_of(row: Row) -> str:
+    """Return where the peak of requested bytes fell: the highest phase, unless all are lower."""
+    phases = cast("list[dict[str, Any]] | None", row.get("requested_phases"))
+    if phases is None:
+        return _phase(row)
+    highest = max(int(phase["requested_bytes"]) for phase in phases)
+    return str(row["requested_phase"]) if whole(row["requested_peak_bytes"]) <= highest else MAKING
 
 
 def _phase(row: Row) -> str:
-    """Return where a measured peak fell."""
-    return str(row["peak_phase"] or "the making of the model")
-
-
-def _phases(row: Row) -> list[dict[str, Any]]:
-    return cast("list[dict[str, Any]]", row["predicted_phases"])
-
-
-def _rerun(row: Mapping[str, object]) -> str:
-    """Return the command that measures a row again."""
-    return (
-        f"`python -m recipes.memory_questions --device {row['device']} --size {row['size']} --context {row['context']} "
-        f"--passes {row['passes']} --dtype {row['dtype']} --checkpoint-layers {row['checkpoint_layers']} "
-        f"--batch {row['batch']} -o again`"
-    )
-
-
-def _command(row: Mapping[str, object]) -> str:
-    """Return the commands that record a row again and show its memory."""
-    return f"{_rerun(row).removesuffix('`')} --keep-captures captures`, then `profkit memory captures/{name_of(row)}`"
-
-
-def _list(sentences: Sequence[str]) -> str:
-    return "\n".join(f"- {sentence}" for sentence in sentences)
+    """Return where the peak of allocated bytes fell."""
+    return str(row["peak_phase"] or MAKING)

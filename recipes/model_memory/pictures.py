@@ -28,7 +28,7 @@ def draw_peaks(rows: Sequence[Row]) -> Figure | None:
     here = [row for row in rows if (row["size"], row["batch"]) == (size, batch)]
     extents = [passes for passes in PASSES if any(row["passes"] == passes for row in here)]
     measured = ", and measured" * any(row.get("requested_peak_bytes") is not None for row in here)
-    title = f"{size}, batch {batch}: predicted peak by kind, with its phase{measured}"
+    title = f"{size}, batch {batch}: bytes requested at the peak, predicted by kind, with its phase{measured}"
     most = max(sum(row["passes"] == passes for row in here) for passes in extents)
     figure = new_figure(title, width=max(3.4, 0.57 * most) * len(extents) + 2.6)
     panels = figure.subplots(1, len(extents), squeeze=False, sharey=True)[0]
@@ -81,7 +81,7 @@ def draw_checkpoints(rows: Sequence[Row]) -> Figure | None:
     settings = list(dict.fromkeys(map(_setting, drawn)))
     if not settings:
         return None
-    figure = new_figure("Peak by the number of layers between two checkpoints", width=9.5)
+    figure = new_figure("Bytes requested at the peak, by the number of layers between two checkpoints", width=9.5)
     panel = figure.subplots()
     for colour, setting in zip(COLOURS * len(settings), settings, strict=False):
         series = sorted((row for row in drawn if _setting(row) == setting), key=_layers)

@@ -36,8 +36,8 @@ def needed_bytes(cell: Cell, device: Device) -> int:
 def describe_prediction(cell: Cell, device: Device) -> Row:
     """Return the predicted peaks by phase and category.
 
-    ``added_up_bytes`` is what one would get by adding up the kinds (4 N of parameters, as much of gradients, twice as
-    much for AdamW, and what is kept for backward), as if all of each were there at once.
+    ``added_up_bytes`` is the usual sum: 4 N of parameters, as much of gradients, twice as much for AdamW, and what is
+    kept for backward, as if all of each were there at once; it has no autocast copies, temporaries or workspaces.
     """
     prediction = predict(cell, device)
     parameters = workload_of(cell).preset.parameter_count

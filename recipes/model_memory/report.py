@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from profkit.report.formats import Column, render_markdown
 from profkit.report.memory_units import format_bytes
+from profkit.report.units import format_count
 from recipes.common.recipe import Device, Report, Row, whole
 from recipes.common.tables import build_pivot, build_table
 from recipes.model_memory.answers import (
+    MAKING,
     answer_checkpoints,
-    answer_largest,
+    answer_growth,
+    answer_padding,
     answer_peaks,
     answer_predicted,
     answer_residual,
-    answer_saved,
+    is_measured,
+    phase_of,
+    usual_sum_off,
 )
-from recipes.model_memory.cells import BUILDING, KEYS, choose_timelines, describe_cell
+from recipes.model_memory.cells import KEYS, choose_timelines, describe_cell
+from recipes.model_memory.contents import show_largest, show_saved, tell_size
 from recipes.model_memory.pictures import draw_checkpoints, draw_peaks
 from recipes.model_memory.predicted import KINDS, REST, describe_prediction, kinds_at_peak
+from recipes.model_memory.repeating import tell_command
 from recipes.whole_model.cells import PASSES
 
 MIB, GIB = 2**20, 2**30
-_LARGEST = 10
 
 
 def add_columns(rows: Sequence[Row]) -> None:
@@ -32,6 +39,9 @@ def add_columns(rows: Sequence[Row]) -> None:
         row.update(describe_prediction(cast("Any", row), cast("Device", row["device"])))
         for key, source, unit in (
             ("peak_GiB", "allocated_peak_bytes", GIB),
+            ("reserved_GiB", "reserved_peak_bytes", GIB),
+            ("requested_GiB", "requested_peak_bytes", GIB),
+            ("predicted_GiB", "predicted_peak_bytes", GIB),
             ("residual_MiB", "residual_bytes", MIB),
             ("saved_block_MiB", "saved_block_bytes", MIB),
         ):
@@ -43,23 +53,26 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     """Return the answers, each with its table, and pictures of peaks and of checkpoints."""
     plain = [row for row in rows if not row["checkpoint_layers"]]
     largest = cast("list[Row]", choose_timelines(_telling(plain)))
+    groups = group_checkpoints(rows)
+    in_short = [*answer_peaks(plain), *(line for group in groups for line in answer_checkpoints(group))]
     sections = [
+        "## In short",
+        _list([*in_short, *answer_predicted(rows)]),
+        tell_command(rows, recorded=bool(is_measured(rows))),
         "## Peaks, and the phase that each falls in",
-        *answer_peaks(plain),
         *_peaks(plain),
+        "## Checkpoints",
+        *_checkpoints(groups),
+        "## What a block keeps for backward",
+        *show_saved(plain),
+        "## The residual stream",
+        _list(answer_residual(plain)) or "Not seen: no forward pass came to its end.",
+        "## The largest allocations at the peak",
+        *show_largest(largest),
+        "## Predicted against measured",
+        *_predicted(rows),
         "## Timelines",
         *_timelines(plain),
-        "## The residual stream",
-        *answer_residual(plain),
-        "## The largest allocations at the peak",
-        *_largest(largest),
-        "## What a block keeps for backward",
-        *_saved(plain),
-        "## Checkpoints",
-        *_checkpoints(rows),
-        "## Predicted against measured",
-        *answer_predicted(rows),
-        *_predicted(rows),
         *_warnings(rows),
     ]
     pictures = {"peaks.png": draw_peaks(plain), "checkpoints.png": draw_checkpoints(rows)}
@@ -71,23 +84,31 @@ def _telling(rows: Sequence[Row]) -> list[Any]:
     return sorted(rows, key=lambda row: (-whole(row["context"]), -whole(row["parameters"])))
 
 
+def _list(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
 def _peaks(rows: Sequence[Row]) -> Iterator[str]:
-    is_measured = any(row.get("allocated_peak_bytes") is not None for row in rows)
-    keys = ("allocated_peak_bytes", "peak_phase") if is_measured else ("predicted_peak_bytes", "predicted_phase")
-    what = "allocated at the peak" if is_measured else "requested at the predicted peak"
+    measured = bool(is_measured(rows))
+    if measured:
+        yield answer_padding(rows)
+        yield _list(answer_growth(rows))
+    keys = ("allocated_peak_bytes", "peak_phase") if measured else ("predicted_peak_bytes", "predicted_phase")
+    what = "allocated at the peak" if measured else "requested at the predicted peak"
     told = [{**row, "peak": _told_peak(row, *keys)} for row in rows]
     told.sort(key=lambda row: PASSES.index(cast("Any", row["passes"])))
     for size, batch in dict.fromkeys((row["size"], row["batch"]) for row in rows):
         here = [row for row in told if (row["size"], row["batch"]) == (size, batch)]
         yield f"{size}, batch {batch}, {what}, by context:"
         yield render_markdown(build_pivot(here, "context", ["passes", "dtype"], "peak"))
+    yield "Requested bytes: each predicted peak by kind, and the measured ones:"
     yield "![peaks](peaks.png)"
 
 
 def _told_peak(row: Row, size: str, phase: str) -> str | None:
     if row.get(size) is None:
         return None
-    return f"{format_bytes(whole(row[size]))}, {row[phase] or BUILDING}"
+    return f"{format_bytes(whole(row[size]))}, {row[phase] or MAKING}"
 
 
 def _timelines(rows: Sequence[Row]) -> Iterator[str]:
@@ -99,75 +120,32 @@ def _timelines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"![{describe_cell(row)}]({row['timeline']})"
 
 
-def _largest(rows: Sequence[Row]) -> Iterator[str]:
-    recorded = [row for row in rows if row.get("largest")]
-    if not recorded:
-        yield "Not known: only CUDA's allocator records its history."
-    columns = [
-        Column("bytes", "bytes"),
-        Column("category", "category", right=False),
-        Column("asked for in", "phase", right=False),
-        Column("whose", "owner", right=False),
-        Column("stack, innermost first", "label", right=False),
-    ]
-    grouped = [Column("bytes", "bytes"), Column("allocations", "count"), Column("stack", "label", right=False)]
-    for row in recorded:
-        largest, stacks = cast("list[Row]", row["largest"]), cast("list[Row]", row["stacks"])
-        yield from answer_largest(row)
-        yield render_markdown(build_table(columns, largest[:_LARGEST]))
-        yield "By stack:"
-        yield render_markdown(build_table(grouped, stacks))
-
-
-def _saved(rows: Sequence[Row]) -> Iterator[str]:
-    counted = [row for row in rows if row.get("saved_parts")]
-    seen: set[tuple[object, ...]] = set()
-    columns = [
-        Column("bytes", "bytes"),
-        Column("tensors", "count"),
-        Column("made by", "made_by", right=False),
-        Column("first saved in", "saved_in", right=False),
-        Column("shape of each", "shape", right=False),
-        Column("dtype", "dtype", right=False),
-    ]
-    for row in counted:
-        # Autograd keeps the same whether an optimizer follows or not.
-        which = (row["size"], row["context"], row["dtype"], row["batch"])
-        if which not in seen:
-            seen.add(which)
-            yield from answer_saved(row)
-            parts = [_tell_part(part) for part in cast("list[Row]", row["saved_parts"])]
-            yield render_markdown(build_table(columns, parts))
-    if not counted:
-        yield "Not counted."
-
-
-def _tell_part(part: Row) -> Row:
-    shape = cast("list[int] | None", part["shape"])
-    return {**part, "made_by": part["made_by"] or "all others", "shape": shape and " × ".join(map(str, shape))}
-
-
-def _checkpoints(rows: Sequence[Row]) -> Iterator[str]:
-    groups = group_checkpoints(rows)
+def _checkpoints(groups: Sequence[Sequence[Row]]) -> Iterator[str]:
     if not groups:
         yield "None were asked for."
         return
-    columns = [
-        Column("layers to a checkpoint", "checkpoint_layers"),
-        Column("peak", "allocated_peak_bytes"),
-        Column("phase", "peak_phase", right=False),
-        Column("requested", "requested_peak_bytes"),
-        Column("predicted", "predicted_peak_bytes"),
-        Column("difference", "difference_bytes"),
-        Column("predicted in", "predicted_phase", right=False),
-        Column("kept when the loss is made", "predicted_saved_bytes"),
-        Column("status", "status", right=False),
-    ]
+    columns = [Column("layers to a checkpoint", "layers"), Column("requested at the peak", "requested")]
+    columns += [Column("in", "phase", right=False), Column("predicted", "predicted")]
+    columns += [Column("allocated", "allocated"), Column("reserved", "reserved")]
+    columns += [Column("kept when the loss is made, predicted", "kept"), Column("status", "status", right=False)]
     for group in groups:
-        yield from answer_checkpoints(group)
-        shown = [{**row, "checkpoint_layers": row["checkpoint_layers"] or "none"} for row in group]
-        yield render_markdown(build_table(columns, shown))
+        yield f"{describe_cell({**group[0], 'checkpoint_layers': 0})}:"
+        yield render_markdown(build_table(columns, [_tell_checkpoints(row) for row in group]))
     yield "![checkpoints](checkpoints.png)"
+
+
+def _tell_checkpoints(row: Row) -> Row:
+    sizes = {
+        kind: tell_size(row.get(f"{kind}_peak_bytes")) for kind in ("requested", "predicted", "allocated", "reserved")
+    }
+    measured = row.get("requested_peak_bytes") is not None
+    return {
+        **sizes,
+        "layers": row["checkpoint_layers"] or "none",
+        "phase": phase_of(row) if measured else f"{row['predicted_phase']}, predicted",
+        "kept": tell_size(row["predicted_saved_bytes"]),
+        "status": row["status"],
+    }
 
 
 def group_checkpoints(rows: Sequence[Row]) -> list[list[Row]]:
@@ -180,21 +158,52 @@ def group_checkpoints(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _predicted(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of every row's highest phase by category, and that of every phase."""
+    """Yield the table of every row's highest phase by category, and the phases that are off."""
     keys = [Column(key, key, right=key not in ("size", "passes", "dtype")) for key in KEYS[:5]]
     kinds = [Column(kind, kind) for kind in (*KINDS, REST)]
     ends = [
-        *(Column("predicted peak", "predicted_peak_bytes"), Column("in", "predicted_phase", right=False)),
-        *(Column("measured", "requested_peak_bytes"), Column("in", "requested_phase", right=False)),
-        *(Column("difference", "difference_bytes"), Column("all kinds added up", "added_up_bytes")),
+        *(Column("predicted peak", "predicted"), Column("in", "predicted_phase", right=False)),
+        *(Column("measured", "measured"), Column("usual sum", "usual"), Column("off by", "off")),
     ]
-    yield "At the predicted peak, in bytes as requested:"
-    yield render_markdown(build_table([*keys, *kinds, *ends], [{**row, **kinds_at_peak(row)} for row in rows]))
-    yield "Every phase:"
+    yield (
+        "The usual sum is, for N parameters, 4 N bytes of parameters, as much of gradients and twice as much for "
+        "AdamW, as far as the step has them, and all that is kept for backward, as if all were there at once; without "
+        "autocast's copies, temporaries and workspaces. It is no sum of the kinds beside it: these are at the peak."
+    )
+    yield "Requested bytes at the predicted peak, by kind:"
+    yield render_markdown(build_table([*keys, *kinds, *ends], [_tell_predicted(row) for row in rows]))
+    yield from _phases(rows, keys)
+
+
+def _tell_predicted(row: Row) -> Row:
+    measured = row.get("requested_peak_bytes")
+    return {
+        **{key: row[key] for key in (*KEYS, "predicted_phase")},
+        **{kind: tell_size(size) for kind, size in kinds_at_peak(row).items()},
+        "predicted": tell_size(row["predicted_peak_bytes"]),
+        "measured": tell_size(measured),
+        "usual": tell_size(row["added_up_bytes"]),
+        "off": f"{usual_sum_off(row, 'predicted' if measured is None else 'requested'):+.1%}",
+    }
+
+
+def _phases(rows: Sequence[Row], keys: Sequence[Column]) -> Iterator[str]:
+    """Yield which phases' peaks differ from the predicted ones, in bytes."""
+    measured = [line for row in rows for line in _phases_of(row) if line["difference_bytes"] is not None]
+    off = [line for line in measured if line["difference_bytes"]]
+    if not measured:
+        return
+    if not off:
+        of = ", ".join(
+            f"{count} of {phase}" for phase, count in Counter(str(line["phase"]) for line in measured).items()
+        )
+        yield f"Each phase has a peak: all {len(measured)} measured ones are the predicted ones to the byte ({of})."
+        return
+    yield f"{format_count(len(off), 'phase')} of {len(measured)} measured have another peak than predicted, in bytes:"
     phases = [Column("phase", "phase", right=False), Column("predicted", "predicted_bytes")]
     phases += [Column("measured", "requested_bytes"), Column("difference", "difference_bytes")]
     phases += [Column("with this new", "moment", right=False)]
-    yield render_markdown(build_table([*keys, *phases], [line for row in rows for line in _phases_of(row)]))
+    yield render_markdown(build_table([*keys, *phases], off))
 
 
 def _warnings(rows: Sequence[Row]) -> Iterator[str]:

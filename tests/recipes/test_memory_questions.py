@@ -229,15 +229,23 @@ def test_each_sentence_has_its_number_and_its_command(tmp_path: Path) -> None:
     ]
     rows = _rows(tmp_path, *cells)
     text = report(rows, {}).markdown
-    low, high = rows[1]["allocated_peak_bytes"], rows[0]["allocated_peak_bytes"]
-    assert f"at context 48: {high / low:.3g} times as much for 2 times the context" in text
-    assert "under bf16 autocast the peak is" in text
+    low, high = rows[1]["requested_peak_bytes"], rows[0]["requested_peak_bytes"]
+    assert f"at context 48: {high / low:.3f} times as much for 2 times the context" in text
+    assert "tiny, train, context 48, peak under bf16 autocast against fp32: allocated " in text
     assert "batch × context × d_model × width = 2 × 48 × 128 × 4 B = 49,152 B = 48.00 KiB" in text
     assert "Of 6 measured peaks 6 were predicted to the byte" in text
     assert "`torch.cuda.max_memory_allocated()` to the byte in 6 of 6 rows" in text
-    assert re.search(r"without checkpoints; the lowest is [\d.]+ MiB, in \w+, with one every (2 layers|layer), -", text)
+    assert re.search(
+        r"at the peak without checkpoints, in \w+; [\d.]+ MiB at the lowest with them, -[\d.]+%, one every", text
+    )
+    assert text.count("python -m recipes.memory_questions") == 1
     assert (
-        "--batch 2 -o again --keep-captures captures`, then `profkit memory captures/tiny-48-train-fp32-batch2`" in text
+        "`python -m recipes.memory_questions --device cuda --size tiny --context CONTEXT --passes PASSES --dtype DTYPE "
+        "--checkpoint-layers CHECKPOINT_LAYERS --batch 2 -o again --keep-captures captures`, then `profkit memory "
+        "captures/tiny-CONTEXT-PASSES-DTYPE-checkpointCHECKPOINT_LAYERS-batch2 --predicted`"
+    ) in text
+    assert (
+        "all 21 measured ones are the predicted ones to the byte (6 of forward, 6 of loss, 6 of backward, 3 of " in text
     )
 
 
@@ -275,9 +283,10 @@ def test_the_difference_is_that_of_the_two_peaks_whatever_their_phases(tmp_path:
 def test_a_peak_before_the_first_phase_is_called_so(tmp_path: Path) -> None:
     rows = _rows(tmp_path, _cell(), _cell(context=24))
     for row in rows:
-        row["peak_phase"] = None
+        row |= {"peak_phase": None, "requested_peak_bytes": row["requested_peak_bytes"] + 1}
     text = report(rows, {}).markdown
     assert text.count("in the making of the model at context") == 2
+    assert text.count("| 24 | 1") == text.count("MiB, the making of the model |") - 1 == 1
     assert "in None" not in text
 
 
