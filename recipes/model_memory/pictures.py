@@ -81,7 +81,7 @@ def draw_checkpoints(rows: Sequence[Row]) -> Figure | None:
     settings = list(dict.fromkeys(map(_setting, drawn)))
     if not settings:
         return None
-    figure = new_figure("Bytes requested at the peak, by the number of layers between two checkpoints", width=9.5)
+    figure = new_figure("Requested at the peak, by the layers to a checkpoint", width=9.5)
     panel = figure.subplots()
     for colour, setting in zip(COLOURS * len(settings), settings, strict=False):
         series = sorted((row for row in drawn if _setting(row) == setting), key=_layers)
