@@ -26,6 +26,7 @@ from recipes.whole_model.cells import (
     SMALL,
     Setting,
     build_cells,
+    leave_out_bounds,
     of_product,
     of_reports,
     restrict,
@@ -33,7 +34,9 @@ from recipes.whole_model.cells import (
 from recipes.whole_model.report import PARTS, report
 
 STEPS: dict[GridName, int] = {"reports": 10, "small": 5, "full": 10}
-BRIEF = frozenset({*KEYS[:6], "forward_ms", "backward_ms", "optimizer_ms", "step_ms", "peak_MiB", "mfu", "status"})
+BRIEF = frozenset(
+    {*KEYS[:6], "parameters", "forward_ms", "backward_ms", "optimizer_ms", "step_ms", "peak_MiB", "mfu", "status"}
+)
 WORDS = ("size", "passes", "dtype", "mode", "device", "status", "reason")
 MEASURED = (
     "parameters",
@@ -83,6 +86,7 @@ RECIPE = Recipe(
     cell_keys=KEYS,
     measure=measure,
     predict=predict,
+    derive=leave_out_bounds,
     report=report,
     brief=BRIEF,
 )

@@ -51,7 +51,7 @@ def _pivots(rows: Sequence[Row]) -> Iterator[str]:
         yield f"## {part.capitalize()}, median ms by sequence length"
         for d_model, dtype in dict.fromkeys((row["d_model"], row["dtype"]) for row in rows):
             some = [row for row in rows if (row["d_model"], row["dtype"]) == (d_model, dtype)]
-            table = build_pivot(some, "seq_len", ["implementation"], f"{part}_ms")
+            table = build_pivot(some, "seq_len", ["implementation"], f"{part}_ms", digits=4)
             yield f"d_model {d_model}, {dtype}:\n\n{render_markdown(table)}"
 
 

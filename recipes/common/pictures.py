@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 # Okabe and Ito's palette, which the colour-blind can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
@@ -18,6 +20,12 @@ def new_figure(title: str, *, width: float = 9.0, height: float = 4.5) -> Figure
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return figure
+
+
+def label_plainly(panel: Any) -> None:
+    """Write the values of a logarithmic axis as 20 and not as a power; between two decades too, where there are few."""
+    panel.yaxis.set_major_formatter(LogFormatter())
+    panel.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def with_gaps(points: Iterable[tuple[int, object]]) -> tuple[list[int], list[float]]:

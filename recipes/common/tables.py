@@ -22,10 +22,12 @@ def build_table(columns: Sequence[Column], rows: Sequence[Mapping[str, object]],
     return Table(tuple(columns), cells, values)
 
 
-def build_pivot(rows: Sequence[Mapping[str, object]], down: str, across: Sequence[str], value: str) -> Table:
+def build_pivot(
+    rows: Sequence[Mapping[str, object]], down: str, across: Sequence[str], value: str, *, digits: int | None = None
+) -> Table:
     """Return ``value`` by the key ``down`` in lines and the keys ``across``, taken together, in columns.
 
-    A cell without a value shows its status where that is not ``ok``.
+    A cell without a value shows its status where that is not ``ok``. With ``digits``, so many significant ones of each.
     """
     heads = list(dict.fromkeys(tuple(row[key] for key in across) for row in rows))
     lines = sorted({row[down] for row in rows}, key=lambda entry: (isinstance(entry, str), entry))
@@ -35,7 +37,7 @@ def build_pivot(rows: Sequence[Mapping[str, object]], down: str, across: Sequenc
     for line in lines:
         here = [found.get((line, head), {}) for head in heads]
         values.append([line, *(row.get(value) for row in here)])
-        cells.append([str(line), *(_show(row, value) for row in here)])
+        cells.append([str(line), *(_show(row, value, digits) for row in here)])
     return Table(tuple(columns), cells, values)
 
 
@@ -46,7 +48,13 @@ def format_value(value: object, *, exact: bool = False) -> str:
     return f"{value:.6g}" if isinstance(value, float) and not exact else str(value)
 
 
-def _show(row: Mapping[str, object], key: str) -> str:
-    if row.get(key) is None and row.get("status") not in (None, "ok"):
+def format_digits(value: float, digits: int) -> str:
+    """Return a number with so many significant digits, or to a whole number if it has more: 8.900, 14.66, 1410."""
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+
+
+def _show(row: Mapping[str, object], key: str, digits: int | None) -> str:
+    value = row.get(key)
+    if value is None and row.get("status") not in (None, "ok"):
         return str(row["status"])
-    return format_value(row.get(key))
+    return format_digits(value, digits) if isinstance(value, float) and digits is not None else format_value(value)

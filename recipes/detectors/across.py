@@ -12,8 +12,6 @@ from recipes.detectors.tables import BenchmarkTable
 from recipes.detectors.times import LAUNCH_BOUND_S, ratios_by_row
 
 _ABOUT_ONE = (0.7, 1.3)
-_LAUNCHES_ALIKE = 1.2
-_NARROW, _WIDE = {"bf16", "bfloat16"}, {"fp32", "float32", "tf32"}
 
 
 def find_forward_in_backward(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
@@ -53,67 +51,6 @@ def find_borrowed_shares(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
                 f"{len(same)} of {len(mine)} shares of forward are those of {other.name}, forward and backward, to the "
                 f"last digit (such as {same[0]}: {mine[same[0]]:g} %): they were read off the wrong range",
             )
-
-
-def find_slower_in_bf16(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
-    """Note rows that are slower in bf16 than in float32, or else than in TF32, and why that may be."""
-    times = _times_by_dtype(tables)
-    for (labels, table_name), (seconds, what) in times[0].items():
-        faster = [found for (other, *_), found in times[1].items() if other == labels and found[0] < seconds]
-        if not faster:
-            continue
-        # Slower than float32 is slower than TF32 too.
-        wide = min(faster, key=lambda found: (found[1], found[0]))
-        bound = any(
-            other != labels
-            and _differs_in_size(labels, other)
-            and 1 / _LAUNCHES_ALIKE < found / seconds < _LAUNCHES_ALIKE
-            for (other, _), (found, _) in times[0].items()
-        )
-        if bound:
-            why = "launch-bound: another size takes as long"
-        elif wide[1]:
-            why = "the baseline is TF32, which has the same tensor cores, and autocast casts the weights each time"
-        else:
-            why = "autocast casts the weights each time, and launches for it"
-        message = f"forward is slower in bf16, {seconds * 1e3:.4g} ms against {wide[0] * 1e3:.4g} ms at {what}: {why}"
-        yield Finding("bf16-slower", table_name, message, is_note=True)
-
-
-Labels = tuple[tuple[str, str], ...]
-
-
-def _times_by_dtype(
-    tables: Sequence[BenchmarkTable],
-) -> tuple[dict[tuple[Labels, str], tuple[float, str]], dict[tuple[Labels, str, bool], tuple[float, bool]]]:
-    """Return seconds by row: in bf16, each with the row in words, and in wider types, each with whether it is TF32."""
-    narrow: dict[tuple[Labels, str], tuple[float, str]] = {}
-    wide: dict[tuple[Labels, str, bool], tuple[float, bool]] = {}
-    for table in tables:
-        dtype = next((heading for heading in table.headings if heading.lower() in ("dtype", "precision")), None)
-        forward = table.columns("time", "forward")
-        if dtype is None or not forward:
-            continue
-        for row, value in enumerate(table.values(forward[0])):
-            if value is None:
-                continue
-            labels = tuple(table.labels(row, without=[dtype]).items())
-            name = table.rows[row][dtype].strip().lower()
-            seconds = value * table.roles[forward[0]].seconds
-            if name in _NARROW:
-                narrow[labels, table.name] = (seconds, table.describe(row, without=[dtype]))
-            elif name in _WIDE:
-                wide[labels, table.name, name == "tf32"] = (seconds, name == "tf32")
-    return narrow, wide
-
-
-def _differs_in_size(one: Labels, other: Labels) -> bool:
-    """Return whether two rows differ in one number alone, such as the sequence length, by a factor of 2 or more."""
-    different = [(a, b) for (_, a), (_, b) in zip(one, other, strict=False) if a != b]
-    if len(one) != len(other) or len(different) != 1:
-        return False
-    sizes = [float(text) if re.fullmatch(r"[\d.]+", text) else 0.0 for text in different[0]]
-    return min(sizes) > 0 and max(sizes) >= 2 * min(sizes)
 
 
 def _ratios_by_cell(table: BenchmarkTable) -> dict[tuple[float, float], float]:

@@ -74,20 +74,21 @@ def _compare_examples(table: BenchmarkTable, heading: str, expression: str, form
         tree = ast.parse(python.strip(), mode="eval").body
     except SyntaxError:
         return
-    wrong = []
+    wrong, compared = [], 0
     for row, number in enumerate(table.numbers[heading]):
         sizes = {name.lower(): table.values(name)[row] for name in table.headings}
         due = _evaluate(tree, sizes)
         unit = number and (number.unit or table.roles[heading].unit)
         if number is None or due is None or unit not in BYTES:
             continue
+        compared += 1
         # Whoever writes MB for MiB goes on to GB in the same steps.
         here = due * formula_unit / BYTES[unit]
         candidates = [here, *([due / 1024] if (formula_unit, unit) == (10**6, "gb") else [])]
         if all(abs(number.value - each) > 0.5 * number.ulp + _TOLERANCE * abs(each) for each in candidates):
             wrong.append(f"{table.rows[row][heading].strip('* ')} for {candidates[-1]:.1f} ({table.describe(row)})")
     if wrong:
-        said = f"{heading} disagrees with its formula in {len(wrong)} of {len(table.rows)} rows: {'; '.join(wrong)}"
+        said = f"{heading} disagrees with its formula in {len(wrong)} of {compared} rows: {'; '.join(wrong)}"
         yield Finding("formula-examples", table.name, said)
 
 

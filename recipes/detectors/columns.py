@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Quantity = Literal["time", "memory", "memory per square", "length", "width", "share", "number", "label"]
+Quantity = Literal[
+    "time", "memory", "memory per square", "length", "width", "parameters", "share", "number", "outcome", "label"
+]
 Phase = Literal["forward", "backward", "forward+backward", "optimizer", "step"]
 Statistic = Literal["location", "deviation"]
 
@@ -15,7 +17,19 @@ BINARY_BYTES = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 DECIMAL_BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 BYTES = {"b": 1, "bytes": 1, **BINARY_BYTES, **DECIMAL_BYTES}
 
-_LENGTHS = {"seq", "seq len", "seq length", "sequence", "sequence length", "context", "context length", "s", "n", "t"}
+_LENGTHS = {
+    "seq",
+    "seq len",
+    "seq length",
+    "sequence",
+    "sequence length",
+    "context",
+    "context length",
+    "length",
+    "s",
+    "n",
+    "t",
+}
 _WIDTHS = {"d model", "dmodel", "width", "d", "head dim", "d head"}
 _FORWARD = {"fwd", "fws", "forward"}
 _BACKWARD = {"bwd", "back", "backward"}
@@ -23,6 +37,9 @@ _MEANS = {"avg", "mean", "average"}
 _LOCATIONS = {*_MEANS, "median", "min", "max", "p10", "p90"}
 _DEVIATIONS = {"std", "stdev", "sd", "deviation", "mad"}
 _MEMORY = {"mem", "memory", "peak", "saved", "allocated", "reserved", "activations"}
+_PARAMETERS = {"parameters", "params"}
+_OUTCOMES = {"status", "reason"}
+_COUNTED = {"kernels", "graphs", "retries", "launches", "calls", "count", "counts"}
 _PER_SQUARE = re.compile(
     r"(/|(?:\b|_)per[ _])\s*(seq(?:uence|[ _]len(?:gth)?)?|s|n|l|t|context)\s*(\^\s*2|\*\*\s*2|²|2\b|[ _]squared?)",
     re.IGNORECASE,
@@ -67,7 +84,16 @@ def recognize(heading: str) -> Role:
         return Role("memory", unit, statistic=statistic, base=base)
     if unit in SECONDS or _LOCATIONS & set(words) or _DEVIATIONS & set(words):
         return Role("time", unit, _phase_of(set(rest)), statistic, base, bool(_MEANS & set(rest)))
-    return Role("label", base=tuple(words))
+    return Role(_kind_of(set(words)), base=tuple(words))
+
+
+def _kind_of(words: set[str]) -> Quantity:
+    """Return what a column holds that is neither a size of its own, a time, nor memory."""
+    if _OUTCOMES & words:
+        return "outcome"
+    if _PARAMETERS & words:
+        return "parameters"
+    return "number" if _COUNTED & words else "label"
 
 
 def _phase_of(words: set[str]) -> Phase | None:

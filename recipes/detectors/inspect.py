@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from recipes.detectors import across, claims, memory, times, units
+from recipes.detectors import across, claims, memory, precision, times, units
 from recipes.detectors.finding import Finding
 from recipes.detectors.tables import BenchmarkTable
 
@@ -14,6 +14,7 @@ OF_ONE: tuple[Callable[[BenchmarkTable], Iterator[Finding]], ...] = (
     times.find_ratio,
     times.find_subtraction,
     times.find_identical_columns,
+    times.find_falling_times,
     memory.find_zero_memory,
     memory.find_negative_memory,
     memory.find_carried_over,
@@ -27,7 +28,7 @@ OF_ONE: tuple[Callable[[BenchmarkTable], Iterator[Finding]], ...] = (
 OF_ALL: tuple[Callable[[Sequence[BenchmarkTable]], Iterator[Finding]], ...] = (
     across.find_forward_in_backward,
     across.find_borrowed_shares,
-    across.find_slower_in_bf16,
+    precision.find_slower_in_bf16,
 )
 
 

@@ -27,12 +27,13 @@ def find_zero_memory(table: BenchmarkTable) -> Iterator[Finding]:
 def find_negative_memory(table: BenchmarkTable) -> Iterator[Finding]:
     """Yield columns of memory that fall below zero."""
     for heading in _memory(table):
-        below = [row for row, value in enumerate(table.values(heading)) if value is not None and value < 0]
+        values = [(row, value) for row, value in enumerate(table.values(heading)) if value is not None]
+        below = [row for row, value in values if value < 0]
         if below:
             yield Finding(
                 "negative-memory",
                 table.name,
-                f"{heading} is negative in {len(below)} of {len(table.rows)} rows, as at {table.describe(below[0])}: "
+                f"{heading} is negative in {len(below)} of {len(values)} rows, as at {table.describe(below[0])}: "
                 "a difference of two readings between which more was freed than taken",
             )
 

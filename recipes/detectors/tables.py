@@ -19,6 +19,7 @@ _NUMBER = re.compile(
 )
 _LEAST = 1e-24
 """What is smaller, or larger than one by it, measures nothing: arithmetic need not provide for it."""
+_NOTHING = {"", "-", "–", "—", "n/a", "not run"}
 _RULE = re.compile(r":?-+:?")
 _CELL_END = re.compile(r"(?<!\\)\|")
 
@@ -53,6 +54,9 @@ class BenchmarkTable:
         found = {heading: recognize(heading) for heading in self.headings}
         for heading, role in found.items():
             numbers = [number for number in self.numbers[heading] if number is not None]
+            if role.quantity == "parameters" and len(numbers) <= self._filled(heading) / 2:
+                # Not how many: their dtype, or a name.
+                found[heading] = replace(role, quantity="label")
             # Sizes of models are words, and so is 2.7B among them; a time is one though the memory ended in a row.
             if role.quantity != "label" or len(numbers) <= self._filled(heading) / 2:
                 continue
@@ -65,7 +69,7 @@ class BenchmarkTable:
         return found
 
     def _filled(self, heading: str) -> int:
-        return sum(1 for row in self.rows if row[heading].strip())
+        return sum(1 for row in self.rows if not is_nothing(row[heading]))
 
     @cached_property
     def numbers(self) -> dict[str, list[Number | None]]:
@@ -96,9 +100,9 @@ class BenchmarkTable:
         return None
 
     def labels(self, row: int, without: Sequence[str] = ()) -> dict[str, str]:
-        """Return what identifies a row: all that is no measurement, and no bare row number."""
+        """Return what identifies a row: all that is no measurement, and no bare row number; empty where it has none."""
         return {
-            heading: self.rows[row][heading].strip()
+            heading: "" if is_nothing(self.rows[row][heading]) else self.rows[row][heading].strip()
             for heading, role in self.roles.items()
             if heading and role.is_label and heading not in without
         }
@@ -166,6 +170,11 @@ def build_table(name: str, rows: Sequence[Mapping[str, object]]) -> BenchmarkTab
     headings = tuple(dict.fromkeys(key for row in rows for key in row))
     cells = [{key: "" if row.get(key) is None else str(row[key]) for key in headings} for row in rows]
     return BenchmarkTable(name, headings, tuple(cells))
+
+
+def is_nothing(cell: str) -> bool:
+    """Return whether a cell says that nothing is there, in whatever way tables do."""
+    return cell.strip().strip("*").strip().lower() in _NOTHING
 
 
 def parse_number(cell: str) -> Number | None:

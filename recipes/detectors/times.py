@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from profkit.analysis.sample_statistics import median, median_absolute_deviation
+from recipes.detectors.columns import Phase
 from recipes.detectors.finding import Finding
+from recipes.detectors.sizes import lines_by_size
 from recipes.detectors.tables import BenchmarkTable
 
 SPREAD = 0.3
 RATIO = (1.2, 3.0)
 LAUNCH_BOUND_S = 1e-3
 """A shorter forward pass is likely to wait for its launches: what it takes says little about the work."""
+JUDGED_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
+LARGER = 1.5
+"""How many times as large a size must be for its time to say something."""
+_FASTER = 0.9
 
 
 def find_negative_times(table: BenchmarkTable) -> Iterator[Finding]:
@@ -30,8 +36,9 @@ def find_spread(table: BenchmarkTable) -> Iterator[Finding]:
         over = sorted(((share, row) for share, row in wide if share is not None and share > SPREAD), reverse=True)
         if over:
             worst = "; ".join(_show(table, heading, row) for _, row in over[:3])
+            counted = sum(share is not None for share, _ in wide)
             said = (
-                f"{heading}: the standard deviation is over {SPREAD:.0%} of the mean in {len(over)} of {len(wide)} rows"
+                f"{heading}: the standard deviation is over {SPREAD:.0%} of the mean in {len(over)} of {counted} rows"
             )
             why = "a first pass without warm-up, a compilation inside, or another user of the device"
             yield Finding("spread", table.name, f"{said}, most: {worst}; {why}")
@@ -78,10 +85,46 @@ def find_identical_columns(table: BenchmarkTable) -> Iterator[Finding]:
     measured = [heading for heading, role in table.roles.items() if not role.is_label and role.statistic == "location"]
     for place, heading in enumerate(measured):
         values = table.values(heading)
+        counted = [value for value in values if value is not None]
         for other in measured[place + 1 :]:
-            if len(values) > 2 and len(set(values)) > 1 and values == table.values(other):
-                said = f"{heading} and {other} are identical in all {len(values)} rows"
+            if len(counted) > 2 and len(set(counted)) > 1 and values == table.values(other):
+                said = f"{heading} and {other} are identical in all {len(counted)} rows"
                 yield Finding("identical-columns", table.name, said)
+
+
+def find_falling_times(table: BenchmarkTable) -> Iterator[Finding]:
+    """Note times that fall by over 10 % to the next row that is half as large again and more in one size alone.
+
+    Times under 1 ms on both sides are left out: launches are likely to bound them whatever the size.
+    """
+    for heading in (name for phase in JUDGED_PHASES for name in table.columns("time", phase)[:1]):
+        pairs = list(_pairs_by_size(table, heading))
+        least = LAUNCH_BOUND_S / table.roles[heading].seconds
+        found = sorted(
+            (after / before, f"{before:.4g} at {table.describe(row)}, {after:.4g} at {grown}")
+            for row, before, grown, after in pairs
+            if before >= least and after < _FASTER * before
+        )
+        if found:
+            told = "; ".join(said for _, said in found[:3])
+            yield Finding(
+                "falls-with-size",
+                table.name,
+                f"{heading} falls as a size grows, in {len(found)} of {len(pairs)} pairs of rows that differ in it "
+                f"alone, most: {told}; launches bound the smaller one, or something disturbed it",
+                is_note=True,
+            )
+
+
+def _pairs_by_size(table: BenchmarkTable, heading: str) -> Iterator[tuple[int, float, str, float]]:
+    """Yield each row and its time with the size and the time of the next row that is large enough beside it."""
+    values = table.values(heading)
+    for line in lines_by_size(table):
+        timed = [(size, row, value) for size, row in line.points if (value := values[row]) is not None and value > 0]
+        for size, row, before in timed:
+            larger = next(((other, after) for grown, other, after in timed if grown >= LARGER * size), None)
+            if larger is not None:
+                yield row, before, f"{line.named_by} {table.rows[larger[0]][line.named_by].strip()}", larger[1]
 
 
 def ratios_by_row(table: BenchmarkTable) -> dict[int, tuple[float, float]]:

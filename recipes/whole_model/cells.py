@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Dtype, Passes, Workload
-from recipes.common.recipe import Cell, whole
+from recipes.common.recipe import Cell, Row, whole
 
 KEYS = ("size", "context", "passes", "dtype", "mode", "warmup", "batch", "steps")
 
@@ -96,3 +96,10 @@ def workload_of(cell: Cell) -> Workload:
         compile_mode="default" if cell["mode"] == COMPILED else "none",
         passes=cast("Passes", cell["passes"]),
     )
+
+
+def leave_out_bounds(rows: Sequence[Row]) -> None:
+    """Leave out what was predicted of compiled code: a lower bound, that says what cannot fit, and no peak."""
+    for row in rows:
+        if row["mode"] == COMPILED:
+            row["predicted_peak_bytes"] = None

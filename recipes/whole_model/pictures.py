@@ -7,9 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from recipes.common.pictures import COLOURS, new_figure, with_gaps
+from recipes.common.pictures import COLOURS, label_plainly, new_figure, with_gaps
 from recipes.common.recipe import Row, whole
 from recipes.whole_model.cells import COMPILED, EAGER, FORWARD_BACKWARD, SIZES
 
@@ -38,7 +38,7 @@ def draw_times(rows: Sequence[Row]) -> Figure:
         panel.set_yscale("log")
         panel.set_xticks(contexts, [str(context) for context in contexts])
         panel.set_xticks([], minor=True)
-        _label_plainly(panel)
+        label_plainly(panel)
         panel.set_xlabel("context")
         panel.set_ylabel(f"{part}, ms")
         panel.grid(True, color="#E5E5E5")
@@ -47,13 +47,20 @@ def draw_times(rows: Sequence[Row]) -> Figure:
 
 
 def draw_warmup(rows: Sequence[Row]) -> Figure:
-    """Draw each forward sample of fp32 eager in its order, a panel a size at the least context, a line a warm-up."""
+    """Draw each forward sample of fp32 eager in its order, a panel a size at the least context, a line a warm-up.
+
+    Where no cell without warm-up was measured the picture says so, in the place of one of an earlier run.
+    """
     drawn = [row for row in _of_both(rows) if (row["dtype"], row["mode"]) == ("fp32", EAGER)]
     least = min((whole(row["context"]) for row in drawn if not row["warmup"]), default=None)
+    if least is None:
+        figure = new_figure("Forward by timed step, by warm-up: fp32, eager", width=8.0, height=1.2)
+        figure.text(0.01, 0.3, "Not run: no cell of forward and backward without warm-up was measured.", fontsize=10)
+        return figure
     drawn = [row for row in drawn if row["context"] == least]
-    sizes = list(dict.fromkeys(row["size"] for row in drawn)) or [""]
-    where = "" if least is None else f", context {least}"
-    figure = new_figure(f"Forward by timed step, by warm-up: fp32, eager{where}", width=2.6 * len(sizes) + 3.5)
+    sizes = list(dict.fromkeys(row["size"] for row in drawn))
+    title = f"Forward by timed step, by warm-up: fp32, eager, context {least}"
+    figure = new_figure(title, width=2.6 * len(sizes) + 3.5)
     panels = figure.subplots(1, len(sizes), squeeze=False)[0]
     warmups = sorted({whole(row["warmup"]) for row in drawn})
     for panel, size in zip(panels, sizes, strict=True):
@@ -65,19 +72,12 @@ def draw_warmup(rows: Sequence[Row]) -> Figure:
         panel.set_title(str(size), fontsize=10)
         panel.set_xlabel("timed step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _label_plainly(panel)
+        label_plainly(panel)
         panel.grid(True, color="#E5E5E5")
     panels[0].set_ylabel("forward, ms")
     handles = [Line2D([], [], color=COLOURS[place], marker="o", label=str(n)) for place, n in enumerate(warmups[:7])]
-    if handles:
-        panels[-1].legend(handles=handles, title="warm-up", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    panels[-1].legend(handles=handles, title="warm-up", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-def _label_plainly(panel: Any) -> None:
-    """Write milliseconds as 20 and not as a power; between two decades too, where there are few."""
-    panel.yaxis.set_major_formatter(LogFormatter())
-    panel.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def _of_both(rows: Sequence[Row]) -> list[Row]:

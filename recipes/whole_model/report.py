@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from profkit.report.formats import render_markdown
-from recipes.common.recipe import OK, Report, Row, whole
+from profkit.report.units import format_count
+from recipes.common.recipe import NOT_RUN, OK, Report, Row, whole
 from recipes.common.tables import build_pivot
 from recipes.detectors.inspect import inspect_tables
 from recipes.detectors.tables import build_table as build_benchmark
@@ -14,7 +15,7 @@ from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, KEYS, TRAI
 from recipes.whole_model.pictures import draw_times, draw_warmup
 
 PARTS = ("forward", "loss", "backward", "optimizer", "forward_backward", "step")
-_SHOWN_TO_DETECTORS = (*KEYS, *(f"{part}{kind}_ms" for part in PARTS for kind in ("", "_mean", "_std")))
+_SHOWN_TO_DETECTORS = (*KEYS, "parameters", *(f"{part}{kind}_ms" for part in PARTS for kind in ("", "_mean", "_std")))
 _TABLES = ((FORWARD_BACKWARD, "forward"), (FORWARD_BACKWARD, "backward"), (FORWARD_ONLY, "step"), (TRAIN, "step"))
 _WORST = 3
 
@@ -44,16 +45,20 @@ def _pivots(rows: Sequence[Row]) -> Iterator[str]:
         for setting in dict.fromkeys((row["dtype"], row["mode"], row["warmup"]) for row in some):
             here = [row for row in some if (row["dtype"], row["mode"], row["warmup"]) == setting]
             dtype, mode, warmup = setting
-            table = build_pivot(here, "context", ["size"], f"{part}_ms")
-            yield f"{dtype}, {mode}, warm-up {warmup}:\n\n{render_markdown(table)}"
+            if all(row["status"] == NOT_RUN for row in here):
+                yield f"{dtype}, {mode}, warm-up {warmup}: not run ({format_count(len(here), 'cell')})."
+            else:
+                table = build_pivot(here, "context", ["size"], f"{part}_ms", digits=4)
+                yield f"{dtype}, {mode}, warm-up {warmup}:\n\n{render_markdown(table)}"
 
 
 def _first_samples(rows: Sequence[Row]) -> Iterator[str]:
     """Yield, for each part, the rows whose first sample is an outlier: those where it is the most times the median."""
     for part in ("forward", "backward", "optimizer"):
-        found = []
+        found, timed = [], 0
         for row in rows:
             samples = row.get(f"{part}_samples_ms")
+            timed += isinstance(samples, list)
             if isinstance(samples, list) and differs_at_first(samples):
                 found.append((samples[0] / float(str(row[f"{part}_ms"])), samples[0], row))
         worst = sorted(found, key=lambda entry: entry[0], reverse=True)[:_WORST]
@@ -64,7 +69,7 @@ def _first_samples(rows: Sequence[Row]) -> Iterator[str]:
             why = ["the warm-up was missing or too short"] * any(times > 1 for times, _, _ in found)
             why += ["where the first is the fastest, something slowed the later ones"] * any(t < 1 for t, _, _ in found)
             yield (
-                f"{part}: the first sample is an outlier in {len(found)} of {_measured(rows)} rows, most: {told}; "
+                f"{part}: the first sample is an outlier in {len(found)} of {timed} rows, most: {told}; "
                 f"{'; '.join(why)}"
             )
 

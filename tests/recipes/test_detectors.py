@@ -116,7 +116,10 @@ def test_forward_inside_backward_shows_beside_another_table_of_the_same_cells() 
 def test_slower_in_bf16_is_noted() -> None:
     notes = _notes("model_warm.csv", "model_bf16.csv")
     assert len(notes) == 4  # the largest size is faster
-    assert notes[0].startswith("forward is slower in bf16, 11.55 ms against 10.12 ms at model S")
+    assert "model XL: forward 54.76 ms against 49.8 ms, backward 112.7 ms against 111.3 ms: " in notes[3]
+    assert notes[0].startswith(
+        "slower in bf16 at model S: forward 11.55 ms against 10.12 ms, backward 16.25 ms against 14.12 ms: autocast"
+    )
 
 
 def test_sizes_in_words_tell_rows_apart_though_one_looks_like_a_number() -> None:
@@ -125,15 +128,104 @@ def test_sizes_in_words_tell_rows_apart_though_one_looks_like_a_number() -> None
     narrow = [{"size": size, "dtype": "bf16", "forward (s)": 0.15 if size == "small" else 0.05} for size in sizes]
     notes = [found.message for found in inspect_tables([build_table("t", wide + narrow)])]
     assert len(notes) == 1
-    assert "150 ms against 100 ms at size small: " in notes[0]
+    assert "slower in bf16 at size small: forward 150 ms against 100 ms: " in notes[0]
 
 
 def test_slower_in_bf16_is_launch_bound_where_half_the_work_takes_as_long() -> None:
     wide = [{"context": size, "dtype": "fp32", "forward (s)": 0.1} for size in (128, 256)]
     narrow = [{"context": size, "dtype": "bf16", "forward (s)": 0.15} for size in (128, 256)]
     notes = [found.message for found in inspect_tables([build_table("t", wide + narrow)])]
-    assert [note.rpartition(": ")[2] for note in notes] == ["another size takes as long"] * 2
-    assert all("launch-bound" in note for note in notes)
+    said = ": launch-bound: from context 128 to 256, 2 times the context, forward takes 1.00 times as long"
+    assert [note.endswith(said) for note in notes] == [True, True]
+
+
+# Medians of ten steps on an H200 whose host was busy; sizes are words, and the parameters tell their order.
+_BUSY = [
+    ("small", 128_625_408, "fp32", 14.6556, 26.767), ("small", 128_625_408, "bf16", 25.4394, 31.2922),
+    ("medium", 423_183_360, "fp32", 28.167, 52.7138), ("medium", 423_183_360, "bf16", 60.7076, 67.208),
+    ("large", 969_411_840, "fp32", 62.7159, 122.672), ("large", 969_411_840, "bf16", 56.3225, 69.7814),
+    ("2.7B", 3_406_809_600, "fp32", 170.287, 342.669), ("2.7B", 3_406_809_600, "bf16", 63.7786, 81.7674),
+]  # fmt: skip
+
+
+def _busy(**more: object) -> BenchmarkTable:
+    keys = ("size", "parameters", "dtype", "forward_ms", "backward_ms")
+    return build_table("t", [{**dict(zip(keys, row, strict=True)), **more} for row in _BUSY])
+
+
+def test_sizes_in_words_are_in_the_order_of_their_parameters() -> None:
+    notes = [found.message for found in inspect_tables([_busy(kernels=645, tokens_per_s=1.5, batch=4, warmup=5)])]
+    assert notes == [
+        "slower in bf16 at size small: forward 25.44 ms against 14.66 ms, backward 31.29 ms against 26.77 ms: "
+        "launch-bound: from size small to 2.7B, 26.5 times the parameters, forward takes 2.51 times as long",
+        "slower in bf16 at size medium: forward 60.71 ms against 28.17 ms, backward 67.21 ms against 52.71 ms: "
+        "launch-bound: from size medium to large, 2.29 times the parameters, forward takes 0.93 times as long",
+    ]
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_no_time_falls_with_a_size_in_a_clean_table(name: str) -> None:
+    found = inspect_tables(read_tables(TABLES / name))
+    assert not [each.message for each in found if each.code == "falls-with-size"]
+
+
+def _falling(table: BenchmarkTable) -> list[str]:
+    return [found.message for found in inspect_tables([table]) if found.code == "falls-with-size" and found.is_note]
+
+
+def test_a_time_that_falls_as_a_size_grows_is_noted() -> None:
+    rows = [{"size": "small", "context": context, "forward_ms": ms}
+            for context, ms in ((128, 21.97), (256, 14.66), (512, 20.6), (1024, 42.66))]  # fmt: skip
+    assert _falling(build_table("t", rows)) == [
+        "forward_ms falls as a size grows, in 1 of 3 pairs of rows that differ in it alone, most: 21.97 at context "
+        "128, 14.66 at context 256; launches bound the smaller one, or something disturbed it"
+    ]
+    # By 10 % or less it may be chance; under 1 ms another note says so of all rows.
+    assert _falling(build_table("t", [{"context": c, "forward_ms": ms} for c, ms in ((128, 10.0), (256, 9.1))])) == []
+    assert _falling(build_table("t", [{"context": c, "forward_ms": ms} for c, ms in ((128, 0.9), (256, 0.5))])) == []
+    # Two sizes at once, or what is no size, are not compared.
+    both = [{"context": c, "batch": b, "forward_ms": ms} for c, b, ms in ((128, 8, 10.0), (256, 4, 5.0))]
+    assert _falling(build_table("t", both)) == []
+    assert _falling(build_table("t", [{"warmup": n, "forward_ms": ms} for n, ms in ((1, 10.0), (5, 5.0))])) == []
+
+
+def test_a_model_half_as_large_again_is_compared_by_its_parameters() -> None:
+    rows = [{"size": size, "parameters": count, "mode": mode, "forward_ms": ms, "kernels": count // 7}
+            for size, count, ms in (("large", 969, 27.9), ("xl", 1998, 26.5), ("2.7B", 3407, 22.9))
+            for mode in ("eager", "compiled")]  # fmt: skip
+    (said,) = _falling(build_table("t", rows))
+    assert "in 2 of 4 pairs" in said
+    assert "26.5 at size xl, mode compiled, 22.9 at size 2.7B" in said
+
+
+def test_rows_without_a_value_count_nowhere() -> None:
+    rows = [{"n": n, "forward_mean_ms": 2.0 + n if n < 3 else None, "forward_std_ms": 1.5 if n < 3 else None,
+             "peak_MiB": -1.5 if n == 0 else 2.5 if n < 3 else None} for n in range(10)]  # fmt: skip
+    said = [found.message for found in inspect_tables([build_table("t", rows)])]
+    assert any("30% of the mean in 3 of 3 rows" in each for each in said), said
+    assert any("peak_MiB is negative in 1 of 3 rows" in each for each in said), said
+
+
+@pytest.mark.parametrize("nothing", ["", "—", "-", "n/a", "not run"])
+def test_a_dash_is_nothing(nothing: str) -> None:
+    """Markdown has a dash where CSV has an empty cell; what was measured in few rows is still a time."""
+    lines = ["| size | batch | dtype | forward (ms) | mfu | status |", "|---|---|---|---|---|---|"]
+    lines += [f"| small | {nothing} | {dtype} | {ms} | 0.{ms} | ok |" for dtype, ms in (("fp32", 10), ("bf16", 12))]
+    lines += [f"| {size} | 4 | bf16 | {nothing} | {nothing} | {nothing} |" for size in ("medium", "large", "xl")]
+    (table,) = read_markdown("\n".join(lines), "t.md")
+    assert table.roles["mfu"].quantity == "number"
+    (note,) = inspect_tables([table])
+    assert note.message.startswith("slower in bf16 at size small: forward 12 ms against 10 ms: ")
+
+
+def test_results_as_markdown_say_what_they_say_as_csv() -> None:
+    table = _busy(status="ok", reason=None)
+    headings = table.headings
+    lines = ["|".join(headings), "|".join("---" for _ in headings)]
+    lines += ["|".join(row[heading] or "—" for heading in headings) for row in table.rows]
+    text = "\n".join(f"|{line}|" for line in lines)
+    (other,) = read_markdown(text, "t")
+    assert [found.message for found in inspect_tables([other])] == [found.message for found in inspect_tables([table])]
 
 
 def test_mb_is_told_from_mib() -> None:

@@ -181,7 +181,12 @@ def test_a_clean_table_has_no_remark() -> None:
         ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "forward: the first sample is an outlier"),
         ({"warmup": 0}, [5.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "0; where the first is the fastest"),
         ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "deviation is over 30% of the mean"),
-        ({"dtype": "bf16"}, [12.0, 12.1, 12.2, 12.1], [21.0, 21.3, 21.1, 21.2], "slower in bf16.*autocast casts"),
+        (
+            {"dtype": "bf16"},
+            [12.0, 12.1, 12.2, 12.1],
+            [21.0, 21.3, 21.1, 21.2],
+            "slower in bf16.*, step .* autocast casts",
+        ),
         ({"size": "tiny"}, [0.3, 0.31, 0.3, 0.32], [3.0, 3.1, 3.0, 3.2], "forward is under 1 ms in 1 of 4"),
     ],
 )
@@ -217,8 +222,49 @@ def test_what_happened_inside_is_said() -> None:
 def test_a_report_of_nothing_measured() -> None:
     cells = build_cells(of_reports(), 4, 10)
     said = report([{**cell, "status": "not run"} for cell in cells], {})
-    assert "| 128 | not run |" in said.markdown
+    # Nothing but dashes is no table.
+    assert "fp32, eager, warm-up 0: not run (5 cells)." in said.markdown
+    assert "|" not in said.markdown
     assert said.pictures.keys() == {"times.png", "warmup.png"}
+
+
+def _texts(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.texts]
+
+
+def test_a_picture_of_warm_up_says_that_none_was_varied() -> None:
+    figure = report(_clean(), {}).pictures["warmup.png"]
+    assert not figure.axes
+    assert any(text.startswith("Not run: no cell") for text in _texts(figure))
+    cold = _row({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2])
+    figure = report([*_clean(), cold], {}).pictures["warmup.png"]
+    assert [len(panel.lines) for panel in figure.axes] == [2]
+
+
+def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
+    rows = [{**row, "mode": mode, "predicted_peak_bytes": 7} for row in _clean() for mode in ("eager", "compiled")]
+    assert RECIPE.derive is not None
+    RECIPE.derive(rows)
+    assert {(row["mode"], row["predicted_peak_bytes"]) for row in rows} == {("eager", 7), ("compiled", None)}
+
+
+def test_sizes_are_compared_by_their_parameters() -> None:
+    """Of the H200's table: medium in bf16 takes as long as large, and twice as long as in fp32."""
+    sizes = {"medium": 423_183_360, "large": 969_411_840}
+    rows = [
+        {**_row({"size": size, "context": 256, "dtype": dtype}, [ms] * 4, [2 * ms] * 4), "parameters": sizes[size]}
+        for size, dtype, ms in (("medium", "fp32", 28.17), ("medium", "bf16", 60.71), ("large", "bf16", 56.32))
+    ]
+    (said,) = [message for message in remark(rows) if "slower in bf16" in message]
+    assert "launch-bound: from size medium to large, 2.29 times the parameters, " in said
+    assert said.endswith("takes 0.93 times as long")
+
+
+def test_outliers_are_counted_of_the_rows_that_have_the_part() -> None:
+    forward = [{key: value for key, value in row.items() if "backward" not in key} for row in _clean()]
+    cold = _row({"warmup": 0}, [10.0, 10.1, 10.2, 10.1], [300.0, 20.3, 20.1, 20.2])
+    (said,) = [message for message in remark([*forward, cold]) if message.startswith("backward: the first")]
+    assert "is an outlier in 1 of 1 rows" in said
 
 
 def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:

@@ -27,3 +27,9 @@ def test_a_pivot_shows_why_a_value_is_missing() -> None:
     assert [column.heading for column in table.columns] == ["n", "16", "32"]
     assert table.cells == [["2", "1.5", "—"], ["4", "OOM(forward)", "—"]]
     assert table.values == [[2, 1.5, None], [4, None, None]]
+
+
+def test_a_pivot_shows_as_many_digits_as_it_is_asked_for() -> None:
+    rows = [{"n": n, "d": 1, "ms": ms, "status": "ok"} for n, ms in ((1, 8.9), (2, 1409.87), (3, 32882.5), (4, 7))]
+    assert [line[1] for line in build_pivot(rows, "n", ["d"], "ms", digits=4).cells] == ["8.900", "1410", "32882", "7"]
+    assert [line[1] for line in build_pivot(rows, "n", ["d"], "ms").cells] == ["8.9", "1409.87", "32882.5", "7"]
