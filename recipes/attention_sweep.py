@@ -14,7 +14,7 @@ import click
 
 from profkit.report.formats import Column
 from recipes.attention.names import COMPILED, DTYPES, IMPLEMENTATIONS, WRITTEN
-from recipes.attention.report import add_growth, report
+from recipes.attention.report import add_growth, leave_out_bounds, report
 from recipes.common.axes import Names, Numbers
 from recipes.common.command import Options, exit_with, recipe_options, run_recipe
 from recipes.common.recipe import Cell, Device, GridName, Recipe, Row
@@ -71,6 +71,12 @@ def build_cells(axes: Axes, passes: int) -> list[Cell]:
     ]
 
 
+def derive(rows: Sequence[Row]) -> None:
+    """Add how memory grows, and leave out what was predicted and is no prediction."""
+    add_growth(rows)
+    leave_out_bounds(rows)
+
+
 RECIPE = Recipe(
     name="attention_sweep",
     question="What do time and memory of attention cost by sequence length, and at which length does this GPU run out?",
@@ -81,7 +87,7 @@ RECIPE = Recipe(
     cell_keys=KEYS,
     measure=measure,
     predict=predict,
-    derive=add_growth,
+    derive=derive,
     report=report,
     brief=BRIEF,
 )

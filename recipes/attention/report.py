@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from profkit.report.formats import Column, Table, render_markdown
 from recipes.attention.growth import fit_exponent, project_limit
-from recipes.attention.names import BATCH, IMPLEMENTATIONS, MIB, WRITTEN
+from recipes.attention.names import BATCH, COMPILED, IMPLEMENTATIONS, MIB, SDPA, WRITTEN
 from recipes.attention.workspace import find_held, workspace_mib
-from recipes.common.pictures import COLOURS, new_figure, with_gaps
+from recipes.common.pictures import COLOURS, label_plainly, new_figure, with_gaps
 from recipes.common.recipe import OK, Report, Row, whole
 from recipes.common.tables import build_pivot, build_table
 from recipes.detectors.inspect import inspect_tables
@@ -36,6 +36,13 @@ def add_growth(rows: Sequence[Row]) -> None:
             row["growth_factor"] = row["saved_activations_MiB"] / before["saved_activations_MiB"] if known else None  # type: ignore[operator, index]
 
 
+def leave_out_bounds(rows: Sequence[Row]) -> None:
+    """Leave out what was predicted of what compiles or chooses its kernels: a lower bound, and no peak."""
+    for row in rows:
+        if row["implementation"] in (COMPILED, SDPA):
+            row["predicted_peak_bytes"] = None
+
+
 def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
     """Return pivots, fits, accounts, projections and what the detectors say, with pictures of times and memory."""
     sections = [*_pivots(rows), *_growth(rows), *_accounts(rows), *_limits(rows, machine.get("free_bytes"))]
@@ -56,15 +63,30 @@ def _pivots(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _growth(rows: Sequence[Row]) -> Iterator[str]:
-    keys = ("saved_activations_MiB", "forward_peak_MiB", "backward_peak_MiB")
-    lines = []
+    peaks, lines = ("forward_peak", "backward_peak"), []
     for (implementation, dtype, d_model), series in _by_series(rows).items():
         line: dict[str, object] = {"implementation": implementation, "dtype": dtype, "d_model": d_model}
-        lines.append({**line, **{key: fit_exponent(points_of(series, key)) for key in keys}})
+        line["saved"] = _show_power(points_of(series, "saved_activations_MiB"))
+        last = list(_peaks(series))[-2:]
+        if len(last) > 1:
+            line["lengths"] = " to ".join(str(size) for size, _ in last)
+        for place, key in enumerate(peaks):
+            line[key] = _show_power([(size, values[place]) for size, values in last])
+        lines.append(line)
     columns = [Column("implementation", "implementation", right=False), Column("dtype", "dtype", right=False)]
-    columns += [Column("d_model", "d_model"), *(Column(key.removesuffix("_MiB"), key) for key in keys)]
-    yield "## The power of the sequence length that memory follows (log–log fit)"
+    columns += [Column("d_model", "d_model"), Column("saved_activations", "saved"), Column("peaks of", "lengths")]
+    columns += [Column(key, key) for key in peaks]
+    yield "## The power of the sequence length that memory follows"
+    yield (
+        "What is kept for backward: a log–log fit over all lengths. Peaks: between the two longest, for in short ones "
+        "workspaces and inputs outweigh what grows with the square."
+    )
     yield render_markdown(build_table(columns, lines))
+
+
+def _show_power(points: Sequence[tuple[float, float]]) -> str | None:
+    power = fit_exponent(points)
+    return None if power is None else f"{power:.2f}"
 
 
 def _accounts(rows: Sequence[Row]) -> Iterator[str]:
@@ -143,7 +165,8 @@ def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Fi
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.set_xticks(sizes, [str(size) for size in sizes])
-        panel.minorticks_off()
+        panel.set_xticks([], minor=True)
+        label_plainly(panel)
         panel.set_xlabel("sequence length")
         panel.set_ylabel(f"{key.rpartition('_')[0].replace('_', ' ')}, {unit}")
         panel.grid(True, color="#E5E5E5")

@@ -22,10 +22,17 @@ def new_figure(title: str, *, width: float = 9.0, height: float = 4.5) -> Figure
     return figure
 
 
+class _Plain(LogFormatter):
+    """Labels the same ticks, as 0.4 and 10000."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:.10g}" if super().__call__(x, pos) else ""
+
+
 def label_plainly(panel: Any) -> None:
-    """Write the values of a logarithmic axis as 20 and not as a power; between two decades too, where there are few."""
-    panel.yaxis.set_major_formatter(LogFormatter())
-    panel.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    """Write the values of a logarithmic axis as 20 and 0.4; between two decades too, where there are few."""
+    panel.yaxis.set_major_formatter(_Plain())
+    panel.yaxis.set_minor_formatter(_Plain(minor_thresholds=(2, 0.5)))
 
 
 def with_gaps(points: Iterable[tuple[int, object]]) -> tuple[list[int], list[float]]:

@@ -129,6 +129,36 @@ def test_the_accounts_leave_what_is_not_in_them() -> None:
     assert lines[-1] == "measured − sum,,1.0"
 
 
+def test_the_power_of_peaks_is_that_of_the_two_longest() -> None:
+    """Over all lengths what is constant pulls it down: to 1.5 on an H200, where it is 2."""
+    rows = _gpu_rows()
+    for row in rows:
+        row["backward_peak_MiB"] = 50 + 6 * 8 * row["seq_len"] ** 2 * 4 / MIB
+    said = report(rows, {"free_bytes": None}).markdown
+    # 533.1875 over 146.59375, and (50 + 768) over (50 + 192).
+    assert "| written | fp32 | 16 | 2.00 | 1024 to 2048 | 1.86 | 1.76 |" in said
+    rows[-1] |= {"status": "OOM(backward)", "backward_peak_MiB": None}
+    assert "| 512 to 1024 |" in report(rows, {"free_bytes": None}).markdown
+
+
+def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
+    rows: list[dict[str, Any]] = [{**_cell(name), "predicted_peak_bytes": 7} for name in (WRITTEN, COMPILED, SDPA)]
+    assert RECIPE.derive is not None
+    RECIPE.derive(rows)
+    assert [row["predicted_peak_bytes"] for row in rows] == [7, None, None]
+
+
+def test_times_under_a_millisecond_are_labelled_as_numbers() -> None:
+    rows = _gpu_rows()
+    for row, ms in zip(rows, (0.35, 0.4, 1.1, 3.5), strict=True):
+        row["forward_ms"] = ms
+    figure = report(rows, {"free_bytes": None}).pictures["times.png"]
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels(which="both")]
+    assert {"0.4", "1", "3"} <= set(labels)
+    assert not any("e" in label for label in labels)
+
+
 def test_what_a_pass_left_behind_is_no_workspace() -> None:
     """As it was on an H200 while counting held a score matrix and the maximum's place."""
     rows = _gpu_rows()
@@ -150,7 +180,8 @@ def test_nothing_measured_is_said_as_such() -> None:
 def test_the_report_projects_from_the_measured_peaks() -> None:
     rows = _gpu_rows()
     said = report(rows, {"free_bytes": 80 * 2**30}).markdown
-    (line,) = [line for line in said.splitlines() if line.startswith("| written | fp32 | 16 | 2")]
+    limits = said.partition("## The sequence length at which")[2]
+    (line,) = [line for line in limits.splitlines() if line.startswith("| written | fp32 | 16 | 2")]
     limit = int(line.split("|")[4])
     # By hand: backward holds six score matrices, 24 bytes an entry and batch.
     assert limit == pytest.approx((80 * 2**30 / (6 * 4 * 8)) ** 0.5, rel=0.002)
