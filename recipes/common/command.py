@@ -19,7 +19,7 @@ from profkit.report.files import write_whole
 from profkit.report.formats import make_visible, render_csv, render_markdown, render_table
 from profkit.report.pictures import write_png
 from profkit.report.units import format_count
-from recipes.common.grid import Effort, run_grid
+from recipes.common.grid import Effort, describe_end, run_grid
 from recipes.common.isolated import CellFailed, run_isolated
 from recipes.common.machine import describe_machine
 from recipes.common.recipe import DEVICES, GRIDS, NOT_RUN, Cell, Device, GridName, Recipe, Row
@@ -99,7 +99,7 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
     try:
         with sigterm_raises():
             run_grid(recipe, cells, options.device, store, effort)
-        state = "complete"
+        state = describe_end(cells, store)
     finally:
         rows = write_results(recipe, cells, store, machine)
         store.finish(state)

@@ -18,6 +18,8 @@ from recipes.common.machine import free_bytes
 from recipes.common.recipe import NOT_RUN, OK, Cell, Device, Recipe, Row, Together, failed, identify, is_settled
 from recipes.common.store import Store
 
+TIME_OVER = "the time was over"
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -42,12 +44,18 @@ def run_grid(recipe: Recipe, cells: Sequence[Cell], device: Device, store: Store
             left_s = effort.left_s()
             began = time.monotonic()
             if left_s == 0.0:
-                rows: Sequence[Row] = [{"status": NOT_RUN, "reason": "the time was over"}] * len(group)
+                rows: Sequence[Row] = [{"status": NOT_RUN, "reason": TIME_OVER}] * len(group)
             else:
                 rows = _measure(recipe, group, device, left_s, effort.force)
             for cell, row in zip(group, rows, strict=True):
                 store.add({**cell, "device": device, **row})
                 tell(cell, row, (time.monotonic() - began) / len(group))
+
+
+def describe_end(cells: Sequence[Cell], store: Store) -> str:
+    """Return how a run over all of the cells ended: ``complete``, or ``time over`` where some are left for the next."""
+    found = [store.find(cell) for cell in cells]
+    return "time over" if any(row is not None and row.get("reason") == TIME_OVER for row in found) else "complete"
 
 
 def _group(cells: Sequence[Cell], recipe: Recipe) -> list[list[Cell]]:
@@ -71,7 +79,7 @@ def _measure(
     try:
         return run_isolated(measure_cells, recipe.measure, recipe.predict, given, device, force, limit_s=limit_s)
     except OutOfTime:
-        row: Row = {"status": NOT_RUN, "reason": "the time was over"}
+        row: Row = {"status": NOT_RUN, "reason": TIME_OVER}
     except CellFailed as error:
         row = {"status": failed(str(error)), "reason": str(error), "traceback": error.details}
     return [row] * len(cells)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -51,7 +53,7 @@ class Store:
 
     def finish(self, state: str) -> None:
         """Write into the manifest how this run of the recipe came to its end."""
-        self._manifest["runs"][-1] |= {"finished_utc": _now(), "state": state}
+        self._manifest["runs"][-1] |= {"finished_utc": _now(), "state": state, "load_average_at_end": _load_average()}
         _write_manifest(self.directory, self._manifest)
 
 
@@ -79,10 +81,31 @@ def open_store(
         "git_revision": git_revision(),
         "runs": [] if before is None else before["runs"],
     }
-    manifest["runs"].append({"command": ["python", "-m", f"recipes.{recipe}", *sys.argv[1:]], "started_utc": _now()})
+    command = ["python", "-m", f"recipes.{recipe}", *sys.argv[1:]]
+    manifest["runs"].append({"command": command, "started_utc": _now(), **_surroundings()})
     store = Store(directory, keys, [] if before is None else _read_rows(directory / CELLS, keys), manifest)
     _write_manifest(directory, manifest)
     return store
+
+
+def _surroundings() -> dict[str, object]:
+    """Return what else times depend on: the GPUs to be seen, if told, the CPUs to be used, and who else uses the host.
+
+    The load average is of 1, 5 and 15 minutes, over all that the host runs.
+    """
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # Results are shared: which of many equal GPUs it was is nobody's business.
+    told = {} if seen is None else {"cuda_visible_devices": re.sub(r"((?:MIG-)?GPU|MIG)-[0-9a-fA-F-]+", r"\1-…", seen)}
+    return {**told, "cpus": cpus, "load_average_at_start": _load_average()}
+
+
+def _load_average() -> list[float] | None:
+    try:
+        return [round(load, 2) for load in os.getloadavg()]
+    except (OSError, AttributeError):
+        # Not every system keeps one.
+        return None
 
 
 def _require_the_same(directory: Path, before: Mapping[str, Any], recipe: str, machine: Mapping[str, object]) -> None:

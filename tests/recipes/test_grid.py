@@ -71,6 +71,8 @@ def test_interrupted_in_a_cell_it_keeps_the_others_and_goes_on_from_there(recipe
     assert done.returncode == 0
     assert "2 of 3 cells are there already" in done.stderr
     assert [row["status"] for row in _rows(tmp_path)] == ["ok", "ok", "not run"]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert [run["state"] for run in manifest["runs"]] == ["interrupted", "time over"]
     # In the cell's process torch is there, and nothing measured twice but what was not there.
     assert _measured(tmp_path)[:3] == ["1 well True", "2 well True", "3 slow True"]
     assert set(_measured(tmp_path)[3:]) <= {"3 slow True"}
@@ -97,6 +99,8 @@ def test_a_cell_that_goes_wrong_is_shown_as_such(recipe: Run, tmp_path: Path, ho
     if how == "large":
         assert "predicted 1.000 TiB" not in done.stderr
         assert "--force tries it" in done.stderr
+        # No time would make it fit.
+        assert json.loads((tmp_path / "out" / "manifest.json").read_text())["runs"][-1]["state"] == "complete"
         assert _measured(tmp_path) == ["2 well True"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,31 @@ def test_a_strange_row_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "cells.jsonl").write_text(content)
     with pytest.raises(RunError, match=r"cells\.jsonl: not what a recipe writes"):
         _open(tmp_path)
+
+
+def _run(tmp_path: Path) -> dict[str, object]:
+    run: dict[str, object] = json.loads((tmp_path / "manifest.json").read_text())["runs"][-1]
+    return run
+
+
+def test_a_run_says_what_else_its_times_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([(45.126, 44.0, 40.0), (3.5, 20.0, 30.0)])
+    monkeypatch.setattr(os, "getloadavg", lambda: next(loads))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5, 7}, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-0a1b2c3d-aa11-bb22,MIG-GPU-0a1b-2c/3/4")
+    _open(tmp_path).finish("complete")
+    run = _run(tmp_path)
+    assert (run["cpus"], run["load_average_at_start"]) == (3, [45.13, 44.0, 40.0])
+    assert run["load_average_at_end"] == [3.5, 20.0, 30.0]
+    assert run["cuda_visible_devices"] == "2,GPU-…,MIG-GPU-…/3/4"
+
+
+def test_what_a_system_does_not_say_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> None:
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", unknown)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    _open(tmp_path)
+    assert _run(tmp_path)["load_average_at_start"] is None
+    assert "cuda_visible_devices" not in _run(tmp_path)
