@@ -31,16 +31,16 @@ from recipes.compilation.cells import (
 )
 from recipes.compilation.pairs import add_speedups
 from recipes.compilation.report import report
-from recipes.whole_model.cells import SIZES
+from recipes.whole_model.cells import SIZES, leave_out_bounds
 
 STEPS: dict[GridName, int] = {"reports": 10, "small": 5, "full": 10}
-BRIEF = frozenset({*KEYS[:7], "step_ms", "speedup", "kernels", "status"})
+BRIEF = frozenset({*KEYS[:7], "step_ms", "speedup", "kernel_ms", "kernel_speedup", "kernel_share", "kernels", "status"})
 WORDS = ("what", "size", "passes", "dtype", "mode", "device", "measure", "status", "reason")
 MEASURED = (
     *("step_ms", "step_mean_ms", "step_std_ms", "forward_ms", "backward_ms", "optimizer_ms"),
-    *("speedup", "speedup_low", "speedup_high", "forward_speedup", "backward_speedup", "optimizer_speedup"),
+    *("speedup", "speedup_low", "speedup_high", "forward_speedup", "backward_speedup", "optimizer_ratio"),
     *("first_step_s", "compiled_graphs", "allocator_retries"),
-    *("measure", "kernels", "generated_kernels", "kernel_ms"),
+    *("measure", "kernels", "generated_kernels", "kernel_ms", "kernel_speedup", "kernel_share"),
     *("predicted_peak_bytes", "requested_bytes", "free_bytes"),
 )
 
@@ -75,6 +75,12 @@ def choose_cases(grid: GridName, given: dict[str, Sequence[Any]]) -> list[Case]:
     return cases
 
 
+def derive(rows: Sequence[Row]) -> None:
+    """Add how much faster what is compiled is, and leave out what was predicted and is no prediction."""
+    add_speedups(rows)
+    leave_out_bounds(rows)
+
+
 RECIPE = Recipe(
     name="compile_speedup",
     question="How much faster is compiled code, how many kernels fewer does it launch, and what was fused into what?",
@@ -82,7 +88,7 @@ RECIPE = Recipe(
     cell_keys=KEYS,
     measure=measure,
     predict=predict,
-    derive=add_speedups,
+    derive=derive,
     report=report,
     brief=BRIEF,
 )

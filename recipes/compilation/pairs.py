@@ -18,17 +18,25 @@ from recipes.compilation.work import Kernel, kernels_of, launchers_of, total
 from recipes.whole_model.cells import COMPILED, EAGER
 
 _CASE = tuple(key for key in KEYS if key != "mode")
-PHASES = (FORWARD, BACKWARD, OPTIMIZER)
-"""Those that speedups are told of; the loss is outside of what is compiled."""
+PHASES = (FORWARD, BACKWARD)
+"""Those that speedups are told of; loss and optimizer are outside of what is compiled."""
+LAUNCH_BOUND = 0.8
+"""The share of a step that kernels fill, below which the host's speed is in its wall time."""
+_ON_GPU = "gpu-kernel"
 _IN_PLACE = re.compile(r"^aten::(\w+?)_?$")
+_ZEROS = ("zeros", "zeros_like", "new_zeros", "slice_backward", "select_backward")
 # How Inductor calls what these operators launch when they run one by one.
 _ALIASES = {
     "copy": ("clone", "_to_copy", "copy", "contiguous"),
     "cat": ("cat", "stack"),
     "index_select": ("embedding", "index_select"),
     "gather": ("embedding", "gather"),
-    "fill": ("fill", "full", "full_like", "ones", "ones_like"),
-    "zero": ("zeros", "zeros_like", "new_zeros", "full", "slice_backward", "select_backward"),
+    # Zeros are filled too.
+    "fill": ("fill", "full", "full_like", "ones", "ones_like", *_ZEROS),
+    "zero": ("full", *_ZEROS),
+    # The maximum and the sum of a softmax, in one pass over its row.
+    "amax": ("amax", "prepare_softmax_online"),
+    "sum": ("sum", "prepare_softmax_online"),
 }
 
 Totals = tuple[int, int]
@@ -91,14 +99,47 @@ def find_pairs(rows: Sequence[Row]) -> list[Pair]:
 
 
 def add_speedups(rows: Sequence[Row]) -> None:
-    """Add to the compiled row of each pair how many times as fast it is: the step with its interval, and the phases."""
+    """Add to each row how much of its step kernels fill, and to the compiled row of each pair how much faster it is.
+
+    That is the step with its interval, forward and backward, the time of its kernels alone; and, for comparison, the
+    optimizer, which is not compiled.
+    """
+    for row in rows:
+        row["kernel_share"] = share_of_kernels(row)
     for pair in find_pairs(rows):
         whole = measure_speedup(pair)
         assert whole is not None
         pair.compiled.update({"speedup": whole.times, "speedup_low": whole.low, "speedup_high": whole.high})
-        for phase in PHASES:
-            speedup = measure_speedup(pair, phase)
-            pair.compiled[f"{phase}_speedup"] = None if speedup is None else speedup.times
+        pair.compiled["kernel_speedup"] = measure_kernel_speedup(pair)
+        for part, key in ((FORWARD, "forward_speedup"), (BACKWARD, "backward_speedup"), (OPTIMIZER, "optimizer_ratio")):
+            speedup = measure_speedup(pair, part)
+            pair.compiled[key] = None if speedup is None else speedup.times
+
+
+def is_of_gpu(row: Mapping[str, Any]) -> bool:
+    """Return whether a row counts a GPU's kernels, and not a CPU's operators."""
+    return row.get("measure") == _ON_GPU
+
+
+def share_of_kernels(row: Mapping[str, Any]) -> float | None:
+    """Return the kernel time of one step, with a profiler, over the median step without; None without a GPU.
+
+    It is over 1 where the profiled step was a long one: kernels do not overlap here.
+    """
+    return row["kernel_ms"] / row["step_ms"] if is_of_gpu(row) and row.get("step_ms") else None
+
+
+def measure_kernel_speedup(pair: Pair) -> float | None:
+    """Return the eager step's kernel time over the compiled one's; None without a GPU, or where it was not measured."""
+    if not (is_of_gpu(pair.eager) and is_of_gpu(pair.compiled)) or not pair.compiled["kernel_ms"]:
+        return None
+    return float(pair.eager["kernel_ms"] / pair.compiled["kernel_ms"])
+
+
+def is_launch_bound(row: Mapping[str, Any]) -> bool:
+    """Return whether kernels are known to fill too little of a step for its wall time to be theirs."""
+    share = share_of_kernels(row)
+    return share is not None and share < LAUNCH_BOUND
 
 
 def measure_speedup(pair: Pair, part: str = "step") -> Speedup | None:

@@ -5,48 +5,54 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from profkit.report.formats import Column, render_markdown
+from profkit.ranges import OPTIMIZER
+from profkit.report.formats import render_markdown
 from profkit.report.units import format_count, format_ns, four_digits
 from recipes.common.recipe import OK, Report, Row
-from recipes.common.tables import DASH, build_pivot, build_table
+from recipes.common.tables import build_pivot
 from recipes.compilation.cells import ATTENTION, KEYS, MODEL
+from recipes.compilation.fusions import tell_fusions
 from recipes.compilation.pairs import (
+    LAUNCH_BOUND,
     PHASES,
-    Fused,
     Pair,
     PhaseChange,
     Speedup,
-    Totals,
     compare_phases,
     find_pairs,
-    list_fused,
+    is_launch_bound,
+    is_of_gpu,
+    measure_kernel_speedup,
     measure_speedup,
     outside_phases,
+    share_of_kernels,
     steps_to_break_even,
 )
 from recipes.compilation.pictures import draw_kernels, draw_speedups
-from recipes.compilation.work import Kernel, kernels_of
+from recipes.compilation.splits import tell_splits
+from recipes.compilation.words import name_pair, name_row, noun_of, show_totals
 from recipes.detectors.inspect import inspect_tables
 from recipes.detectors.tables import build_table as build_benchmark
-from recipes.whole_model.cells import COMPILED, FORWARD_ONLY
+from recipes.whole_model.cells import COMPILED
 
-_SHOWN_TO_DETECTORS = (*KEYS, *(f"{part}_{kind}_ms" for part in PHASES for kind in ("mean", "std")))
-_MOST_LINES = 15
-_ON_GPU = "gpu-kernel"
+_SHOWN_TO_DETECTORS = (*KEYS, *(f"{part}_{kind}_ms" for part in (*PHASES, OPTIMIZER) for kind in ("mean", "std")))
 
 
 def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
     """Return sentences and tables on the pairs that were measured, what to know of them, and the pictures."""
     pairs = find_pairs(rows)
-    command = f"python -m recipes.compile_speedup --device {machine.get('device')} --grid full -o DIRECTORY"
+    noun = noun_of(pairs[0]) if pairs else "kernel"
     sections = [
         *_pivots(rows),
         "## How much faster",
+        *_how_to_read(pairs),
         _list([say_speed(pair) for pair in pairs]) or "No pair was measured.",
-        f"## {_noun(pairs[0]).capitalize() if pairs else 'Kernel'}s of a step, before and after",
+        *_say_control(pairs),
+        f"## {noun.capitalize()}s of a step, before and after",
         _list([say_kernels(pair) for pair in pairs]) or "No pair was measured.",
-        f"Each is measured again by `{command}` with what stands in brackets behind it." if pairs else "",
-        *_fusions(pairs),
+        *tell_splits(pairs),
+        *_say_command(pairs, machine.get("device")),
+        *tell_fusions(pairs),
         "## What the detectors say",
         _list(remark(rows)) or "Nothing.",
     ]
@@ -54,8 +60,23 @@ def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
     return Report("\n\n".join(filter(None, sections)), pictures)
 
 
+def _how_to_read(pairs: Sequence[Pair]) -> Iterator[str]:
+    if pairs:
+        yield (
+            "Ratios are of medians, and their intervals of the steps of one process: what differs from one process to "
+            "the next is not in them."
+        )
+    if any(is_of_gpu(pair.eager) for pair in pairs):
+        yield (
+            "Kernel time is of one more step, under a profiler; a share is that over the median step without one, and "
+            f"above 100 % where the profiled step was a long one. Where kernels fill less than {LAUNCH_BOUND * 100:.0f}"
+            " % a step is launch-bound: its wall time is the host's, and varies from process to process and from "
+            "machine to machine, and so does the ratio of wall times."
+        )
+
+
 def say_speed(pair: Pair) -> str:
-    """Return how long a step takes before and after, and after how many steps compiling has paid."""
+    """Return how long a step takes before and after, its kernels too, and after how many steps compiling has paid."""
     eager, compiled = pair.eager, pair.compiled
     speedup = measure_speedup(pair)
     assert speedup is not None
@@ -70,7 +91,7 @@ def say_speed(pair: Pair) -> str:
     return (
         f"{name_pair(pair)}: {four_digits(eager['step_ms'])} ms a step eager, {four_digits(compiled['step_ms'])} ms "
         f"compiled (medians of {counts} steps without a profiler), {speedup.times:.2f} times as fast ({interval})"
-        f"{phases}. {_say_first_step(pair)} ({name_options(pair)})"
+        f"{phases}. {_say_kernel_time(pair)}{_say_first_step(pair)}"
     )
 
 
@@ -78,109 +99,77 @@ def _doubt(speedup: Speedup) -> str:
     return "" if speedup.low is None or speedup.is_measurable else " (no measurable difference)"
 
 
+def _say_kernel_time(pair: Pair) -> str:
+    """Return how much faster the kernels alone are and how much of a step they fill; nothing where there are none."""
+    times = measure_kernel_speedup(pair)
+    if times is None:
+        return ""
+    sides = (("eager", pair.eager), ("compiled", pair.compiled))
+    spent = ", ".join(f"{four_digits(row['kernel_ms'])} ms {mode}" for mode, row in sides)
+    filled = ", ".join(
+        f"{share * 100:.0f} % {mode}{' (launch-bound)' if is_launch_bound(row) else ''}"
+        for mode, row in sides
+        if (share := share_of_kernels(row)) is not None
+    )
+    return f"Kernel time is {spent}, {times:.2f} times as fast; of the step kernels fill {filled}. "
+
+
 def _say_first_step(pair: Pair) -> str:
     eager, compiled = (four_digits(row["first_step_s"]) for row in (pair.eager, pair.compiled))
     steps = steps_to_break_even(pair)
     paid = "no step being measurably faster" if steps is None else f"made up for after {steps:,} steps"
+    if steps is not None and (is_launch_bound(pair.eager) or is_launch_bound(pair.compiled)):
+        paid += " at this host's speed"
     return f"The first step took {eager} s eager and {compiled} s compiled, {paid}."
+
+
+def _say_control(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Yield how far the optimizer's times differ, where there are any: nothing was done to it."""
+    found = [(pair, ratio.times) for pair in pairs if (ratio := measure_speedup(pair, OPTIMIZER)) is not None]
+    told = "; ".join(f"{abs(times - 1) * 100:.1f} % ({name_pair(pair)})" for pair, times in found)
+    if found:
+        yield f"The optimizer, which is not compiled, differs between the eager and the compiled process by {told}."
+
+
+def _say_command(pairs: Sequence[Pair], device: object) -> Iterator[str]:
+    if pairs:
+        counts = {pair.eager["steps"] for pair in pairs}
+        steps = counts.pop() if len(counts) == 1 else "STEPS"
+        command = f"python -m recipes.compile_speedup --device {device} --grid full -o DIRECTORY"
+        options = {
+            MODEL: "--what model --size SIZE --context CONTEXT",
+            ATTENTION: "--what attention --d-model D_MODEL --seq-len SEQUENCE",
+        }
+        told = " or ".join(f"`{options[what]}`" for what in dict.fromkeys(pair.eager["what"] for pair in pairs))
+        yield f"Each is measured again by `{command} --passes PASSES --dtype DTYPE --steps {steps}` with {told}."
 
 
 def say_kernels(pair: Pair) -> str:
     """Return what a step launches before and after, phase by phase."""
-    noun = _noun(pair)
+    noun = noun_of(pair)
     before, after = (
         f"{format_count(row['kernels'], noun)} of {format_ns(round(row['kernel_ms'] * 1e6))}"
         for row in (pair.eager, pair.compiled)
     )
     phases = "; ".join([*(_say_phase(change, noun) for change in compare_phases(pair)), *_say_rest(pair)])
     whole = f"{before} in a step eager, {after} compiled, one step each"
-    return f"{name_pair(pair)}: {whole}. {phases}. ({name_options(pair)})"
+    return f"{name_pair(pair)}: {whole}. {phases}."
 
 
 def _say_rest(pair: Pair) -> Iterator[str]:
     before, after = outside_phases(pair.eager), outside_phases(pair.compiled)
     if before[0] or after[0]:
-        yield f"between the phases: {_show(before)}, then {_show(after)}"
+        yield f"between the phases: {show_totals(before)}, then {show_totals(after)}"
 
 
 def _say_phase(change: PhaseChange, noun: str) -> str:
+    whole = f"{change.phase}: {show_totals(change.eager, noun)}, then {show_totals(change.compiled)}"
     if change.eager[0] == change.compiled[0] and not change.generated[0]:
-        return f"{change.phase}: {_show(change.eager, noun)}, then {_show(change.compiled)}"
-    products = f"matrix products {_show(change.eager_products)}, then {_show(change.compiled_products)}"
-    rest = f"the other {_show(change.eager_rest)} became {_show(change.generated)} generated by Inductor"
-    left = f" and {_show(change.compiled_rest)} others" if change.compiled_rest[0] else ""
-    return f"{change.phase}: {_show(change.eager, noun)}, then {_show(change.compiled)}: {products}; {rest}{left}"
-
-
-def _fusions(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Yield the tables of one pair of attention and one of the model: the first of each that runs backward."""
-    for what in (ATTENTION, MODEL):
-        own = [pair for pair in pairs if pair.eager["what"] == what]
-        pair = next((pair for pair in own if pair.eager["passes"] != FORWARD_ONLY), next(iter(own), None))
-        if pair is None:
-            continue
-        noun = _noun(pair)
-        yield f"## What fused into what: {name_pair(pair)}"
-        yield f"What Inductor made, by the operators that its name says are in it ({name_options(pair)}):"
-        yield _table_generated(pair, noun)
-        yield (
-            f"The operators of which compiled code launches fewer {noun}s, and the generated {noun}s that name them; "
-            "one may stand for several operators, so that their times do not add up:"
-        )
-        yield _table_operators(pair, noun)
-
-
-def _table_generated(pair: Pair, noun: str) -> str:
-    made = [each for each in kernels_of(pair.compiled) if each.is_generated]
-    lines = [
-        {
-            **{"phase": each.phase, "kernel": _shorten(each), "count": each.count, "time": format_ns(each.total_ns)},
-            "fused": ", ".join(each.fused) or DASH,
-        }
-        for each in sorted(made, key=lambda each: -each.total_ns)[:_MOST_LINES]
-    ]
-    rest = len(made) - len(lines)
-    columns = [Column("phase", "phase", right=False), Column(f"generated {noun}", "kernel", right=False)]
-    columns += [Column("count", "count"), Column("time", "time"), Column("fused in it", "fused", right=False)]
-    return render_markdown(build_table(columns, lines)) + (f"\n\n{rest} more." if rest else "")
-
-
-def _table_operators(pair: Pair, noun: str) -> str:
-    found = [(change.phase, each) for change in compare_phases(pair) for each in list_fused(pair, change.phase)]
-    named = [(phase, each) for phase, each in found if each.kernels]
-    lines = [
-        {
-            **{"phase": phase, "operator": each.operator, "eager": _show(each.eager), "left": _show(each.left)},
-            "kernels": _name_kernels(each),
-        }
-        for phase, each in sorted(named, key=lambda entry: -entry[1].eager[1])[:_MOST_LINES]
-    ]
-    columns = [Column("phase", "phase", right=False), Column("operator", "operator", right=False)]
-    columns += [Column(f"{noun}s eager", "eager"), Column("compiled, by itself", "left")]
-    columns += [Column(f"in generated {noun}s", "kernels", right=False)]
-    others = [each for _, each in found if not each.kernels]
-    parts = [f"{len(named) - len(lines)} more."] if len(named) > len(lines) else []
-    if others:
-        gone = (
-            sum(each.eager[0] - each.left[0] for each in others),
-            sum(each.eager[1] - each.left[1] for each in others),
-        )
-        names = ", ".join(each.operator for each in others[:5])
-        parts.append(
-            f"{_show(gone, noun)} fewer of {len(others)} operators that no generated {noun} names ({names}, …)."
-        )
-    return "\n\n".join([render_markdown(build_table(columns, lines)), *parts])
-
-
-def _name_kernels(fused: Fused) -> str:
-    shown = [f"{each.count} × {_shorten(each)}" for each in fused.kernels[:2]]
-    return ", ".join([*shown, *([f"{len(fused.kernels) - 2} more"] if len(fused.kernels) > 2 else [])])
-
-
-def _shorten(kernel: Kernel) -> str:
-    """Return a generated kernel's name without the operators, which stand elsewhere: ``triton_poi_…_0``."""
-    head, _, rest = kernel.name.partition("fused_")
-    return f"{head}…_{rest.rpartition('_')[2]}" if rest else kernel.name
+        return whole
+    products = f"matrix products {show_totals(change.eager_products)}, then {show_totals(change.compiled_products)}"
+    rest = f"the other {show_totals(change.eager_rest)} became {show_totals(change.generated)} generated by Inductor"
+    left = f" and {show_totals(change.compiled_rest)} others" if change.compiled_rest[0] else ""
+    return f"{whole}: {products}; {rest}{left}"
 
 
 def remark(rows: Sequence[Row]) -> list[str]:
@@ -196,12 +185,12 @@ def _doubts(rows: Sequence[Row]) -> Iterator[str]:
         ("compiled_graphs", "graphs were compiled within the timed steps: the times hold compilation"),
         ("allocator_retries", "allocations were tried again after the cache was freed: the memory was all but full"),
     ):
-        found = [f"{row[key]} at {_name_row(row)}" for row in measured if row.get(key)]
+        found = [f"{row[key]} at {name_row(row)}" for row in measured if row.get(key)]
         if found:
             yield f"{said}; in {len(found)} of {len(measured)} rows: {'; '.join(found[:3])}"
     for row in measured:
         for failure in row.get("trace_failures") or ():  # type: ignore[attr-defined]
-            yield f"{_name_row(row)}: the trace failed its check, its kernels are not to be trusted: {failure}"
+            yield f"{name_row(row)}: the trace failed its check, its kernels are not to be trusted: {failure}"
 
 
 def _pivots(rows: Sequence[Row]) -> Iterator[str]:
@@ -212,48 +201,10 @@ def _pivots(rows: Sequence[Row]) -> Iterator[str]:
         some = [row for row in rows if (row["what"], row["mode"]) == (what, COMPILED)]
         if some:
             yield f"## {what}: how many times as fast as eager, the whole step"
-            yield render_markdown(build_pivot(some, down, across, "speedup"))
-
-
-def name_pair(pair: Pair) -> str:
-    """Return what a pair is of."""
-    return _name_case(pair.eager)
-
-
-def _name_case(row: Mapping[str, Any]) -> str:
-    if row["what"] == ATTENTION:
-        size = f"d_model {row['d_model']}, sequence {row['length']}"
-    else:
-        size = f"{row['size']}, context {row['length']}"
-    return f"{row['what']} {size}, batch {row['batch']}, {row['passes']}, {row['dtype']}"
-
-
-def _name_row(row: Mapping[str, Any]) -> str:
-    return f"{_name_case(row)}, {row['mode']}"
-
-
-def name_options(pair: Pair) -> str:
-    """Return the options of the command that measure a pair alone."""
-    row = pair.eager
-    own = {key: row[key] for key in ("what", "passes", "dtype", "steps")}
-    if row["what"] == ATTENTION:
-        own |= {"d-model": row["d_model"], "seq-len": row["length"]}
-    else:
-        own |= {"size": row["size"], "context": row["length"]}
-    return f"`{' '.join(f'--{option} {value}' for option, value in own.items())}`"
-
-
-def _noun(pair: Pair) -> str:
-    """Return what is counted: with both sides measured on one device it is the same."""
-    return "kernel" if pair.eager["measure"] == _ON_GPU else "operator"
-
-
-def _show(totals: Totals, noun: str | None = None) -> str:
-    """Return a count, if told of what, and its time."""
-    if not totals[0]:
-        return "none"
-    count = f"{totals[0]:,}" if noun is None else format_count(totals[0], noun)
-    return f"{count}, {format_ns(totals[1])}"
+            yield render_markdown(build_pivot(some, down, across, "speedup", digits=3))
+            if any(row.get("kernel_speedup") for row in some):
+                yield "Its kernel time alone:"
+                yield render_markdown(build_pivot(some, down, across, "kernel_speedup", digits=3))
 
 
 def _list(sentences: Sequence[str]) -> str:

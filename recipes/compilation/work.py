@@ -17,6 +17,8 @@ from recipes.common.recipe import Row
 _MATRIX_PRODUCTS = ("gemm", "attention")
 # Inductor: triton_poi_fused_add_mul_0; of its C++ graph_0_cpp_fused_add_mul_0, where that is told to the profiler.
 _GENERATED = re.compile(r"^(?:graph_\d+_)?(?:triton|cpp)_")
+# What Inductor itself adds to ATen's operators, and makes a kernel of (torch/_inductor/inductor_prims.py).
+_PRIMITIVES = (("prepare", "softmax", "online"),)
 _FUSED = re.compile(r"^(?:graph_\d+_)?(?:triton|cpp)_(?:\w+?_)?fused_(\w+?)_\d+$")
 
 
@@ -71,7 +73,17 @@ def split_operators(name: str, is_operator: Callable[[str], bool]) -> tuple[str,
         end = next((end for end in ends if is_operator("_".join(words[:end]))), 1)
         operators.append("_".join(words[:end]))
         del words[:end]
-    return tuple(filter(None, operators))
+    return _join_primitives(filter(None, operators))
+
+
+def _join_primitives(words: Iterable[str]) -> tuple[str, ...]:
+    """Return operators with the words that are one primitive of Inductor's put together: ``prepare_softmax_online``."""
+    operators = list(words)
+    for primitive in _PRIMITIVES:
+        for start in reversed(range(len(operators))):
+            if tuple(operators[start : start + len(primitive)]) == primitive:
+                operators[start : start + len(primitive)] = ["_".join(primitive)]
+    return tuple(operators)
 
 
 def read_work(path: Path, phases: Sequence[str], is_operator: Callable[[str], bool]) -> Row:
@@ -100,7 +112,8 @@ def read_work(path: Path, phases: Sequence[str], is_operator: Callable[[str], bo
 
 def kernels_of(row: Mapping[str, Any]) -> list[Kernel]:
     """Return the kernels that a row holds."""
-    return [Kernel(**{**each, "fused": tuple(each["fused"])}) for each in row.get("work") or ()]
+    # Rows of earlier runs may hold the words of a primitive one by one.
+    return [Kernel(**{**each, "fused": _join_primitives(each["fused"])}) for each in row.get("work") or ()]
 
 
 def launchers_of(row: Mapping[str, Any]) -> list[Launcher]:
