@@ -74,7 +74,9 @@ def recognize(heading: str) -> Role:
     plain = " ".join(words)
     if plain in _LENGTHS or plain in _WIDTHS:
         return Role("length" if plain in _LENGTHS else "width", base=tuple(words))
-    unit = words[-1] if len(words) > 1 and words[-1] in {*SECONDS, *BYTES} else None
+    # A pivot's column is called by a value, such as a model's size: in 2.7B no bytes are meant.
+    is_value = re.fullmatch(r"[\d.]+[a-z]?", heading.strip(), re.IGNORECASE) is not None
+    unit = words[-1] if len(words) > 1 and words[-1] in {*SECONDS, *BYTES} and not is_value else None
     rest = [word for word in words if word != unit]
     base = tuple(word for word in rest if word not in _LOCATIONS | _DEVIATIONS)
     statistic: Statistic = "deviation" if _DEVIATIONS & set(rest) else "location"

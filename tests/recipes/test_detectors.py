@@ -131,6 +131,16 @@ def test_sizes_in_words_tell_rows_apart_though_one_looks_like_a_number() -> None
     assert "slower in bf16 at size small: forward 150 ms against 100 ms: " in notes[0]
 
 
+def test_a_pivot_of_sizes_has_no_memory_in_its_column_of_2_7_billion() -> None:
+    rows: list[dict[str, object]] = [
+        {"context": 128, "xl": 1.5, "2.7B": 1.198},
+        {"context": 256, "xl": 1.1, "2.7B": 1.006},
+    ]
+    table = build_table("t", rows)
+    assert table.columns("memory") == []
+    assert inspect_tables([table]) == []
+
+
 def test_slower_in_bf16_is_launch_bound_where_half_the_work_takes_as_long() -> None:
     wide = [{"context": size, "dtype": "fp32", "forward (s)": 0.1} for size in (128, 256)]
     narrow = [{"context": size, "dtype": "bf16", "forward (s)": 0.15} for size in (128, 256)]
