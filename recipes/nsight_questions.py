@@ -1,7 +1,7 @@
 """What does Nsight Systems say of a training step: which kernels have the time, and does it agree with Python's clock?
 
 ``python -m recipes.nsight_questions --device cpu``. profkit's transformer in fp32; one capture of all contexts for each
-size, in training and in inference. Five questions, each answered in a sentence with the command that shows it.
+size, in training and in inference. Five questions, each answered in short and in tables, with commands that show it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from recipes.nsight.cells import GRIDS, KEYS, KINETO, NSYS, PROFILERS, SIZES, ST
 from recipes.nsight.report import report
 
 WORDS = ("size", "passes", "profiler", "device", "top_kernel", "both_top_kernel", "self_check", "status", "reason")
-BRIEF = frozenset({*KEYS[:3], "profiler", "forward_recorded_ms", "forward_clean_ms", "forward_ratio", "backward_ratio",
-                   "gemm_forward_share", "gemm_step_share", "status"})  # fmt: skip
+BRIEF = frozenset({*KEYS[:3], "profiler", "forward_recorded_ms", "forward_clean_ms", "backward_recorded_ms",
+                   "backward_clean_ms", "top_share", "gemm_step_share", "status"})  # fmt: skip
 MEASURED = (
     *(f"{phase}_{kind}" for phase in ("forward", "backward")
       for kind in ("recorded_ms", "python_ms", "clean_ms", "ratio")),
-    *("forward_kernel_ms", "top_kernel", "top_share", "top_calls"),
+    *("forward_kernel_ms", "backward_kernel_ms", "top_kernel", "top_share", "top_calls"),
     *("both_top_kernel", "both_top_share", "both_top_calls", "same_kernel"),
     *("gemm_forward_share", "gemm_step_share"),
     *(f"{part}_{kind}" for part in ("softmax", "scores", "values") for kind in ("us", "flops")),

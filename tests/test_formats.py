@@ -180,6 +180,10 @@ def test_json_of_half_a_pair_is_still_unicode() -> None:
         ("", ""),
         ("<a>", "<a>"),
         ("sm80_xmma_gemm_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas", "sm80_xmma_gemm_nt_n_64x64x8"),
+        (
+            "sm80_xmma_gemm_nt_n_tilesize64x64x8_stage3_ffma_execute_split_k_kernel__5x_cublas",
+            "sm80_xmma_gemm_nt_n_64x64x8_split_k",
+        ),
     ],
 )
 def test_a_simplified_name_is_what_tells_a_kernel_apart(name: str, simple: str) -> None:

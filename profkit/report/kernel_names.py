@@ -16,7 +16,8 @@ _COMMON = frozenset(_COMMON_TEXT.split())
 _UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\))::")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PLACEHOLDER = re.compile(r"T\d+$")
-_GEMM_DETAILS = re.compile(r"_stage\d+.*$|_execute_kernel__\w+$")
+# A product that was split along its inner dimension has a second kernel, which adds up its parts: that word stays.
+_GEMM_DETAILS = re.compile(r"_stage\d+.*?(?=_split_k_kernel|$)|_execute_kernel__\w+$|(?<=_split_k)_kernel__\w+$")
 
 
 def simplify_name(name: str) -> str:

@@ -89,12 +89,13 @@ def measure_walls(opened: OpenedTrace, context: int | None, phase: str) -> list[
 
 
 def read_kernels(opened: OpenedTrace, context: int | None) -> Row:
-    """Return the kernels with most time in forward, and over forward, loss and backward; the categories of a step."""
+    """Return the kernels with most time in forward, and over forward, loss and backward; categories; kernel times."""
     forward = opened.kernels(name_range(context, _STEPS, FORWARD))
     step = opened.kernels(name_range(context, _STEPS), by="category")
     row: Row = {
         "measure": forward.measure,
         "forward": keep(forward),
+        "forward_categories": keep(opened.kernels(name_range(context, _STEPS, FORWARD), by="category")),
         "step": keep(step),
         "forward_kernel_ms": forward.total_ns / _instances(forward) / 1e6,
         "gemm_forward_share": _share_of(forward.kernels, GEMM),
@@ -103,6 +104,8 @@ def read_kernels(opened: OpenedTrace, context: int | None) -> Row:
     }
     if not measure_walls(opened, context, BACKWARD):
         return row
+    backward = opened.kernels(name_range(context, _STEPS, BACKWARD))
+    row["backward_kernel_ms"] = backward.total_ns / _instances(backward) / 1e6
     both = opened.kernels(name_range(context, _STEPS), exclude=OPTIMIZER)
     names = [each.name for each in both.kernels]
     place = names.index(forward.kernels[0].name)

@@ -1,64 +1,78 @@
-"""What nsight_questions says: the answers in short, then in a sentence a cell, with pictures."""
+"""What nsight_questions says: the answers in short, the pictures, then a section a question with its tables."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
-from profkit.report.formats import render_markdown
+from profkit.report.units import format_count
 from recipes.common.recipe import OK, Report, Row
-from recipes.common.tables import build_pivot
-from recipes.nsight.answers import find_answers, profiler_name, summarize
-from recipes.nsight.cells import INFERENCE, TRAIN
+from recipes.nsight.attention import answer_attention
+from recipes.nsight.commands import find_origins
+from recipes.nsight.other_kernels import answer_others
 from recipes.nsight.pictures import draw_ratios, draw_shares
+from recipes.nsight.shares import answer_shares
+from recipes.nsight.times import answer_times
+from recipes.nsight.top_kernels import answer_top
+from recipes.nsight.words import Answer, Measured, profiler_name
 
-QUESTIONS = {
-    "a": "Do forward and backward take as long by the profiler as by Python's clock?",
-    "b": "Which kernel has the most time in forward, how often is it called, and is it the same with backward?",
-    "c": "Which kernels other than matrix products matter in forward?",
-    "d": "What share have matrix products in inference and in a training step, and what grew?",
-    "e": "What does a softmax take against the two matrix products around it, in time and in FLOPs?",
+QUESTIONS: Mapping[str, tuple[str, Callable[[Sequence[Measured]], Answer]]] = {
+    "a": ("Do forward and backward take as long by the profiler as by Python's clock?", answer_times),
+    "b": (
+        "Which kernel has the most time in forward, how often is it called, and is it the same with backward?",
+        answer_top,
+    ),
+    "c": ("Which kernels other than matrix products matter in forward?", answer_others),
+    "d": ("What share have matrix products in inference and in a training step, and what grew?", answer_shares),
+    "e": (
+        "What does a softmax take against the two matrix products around it, in time and in FLOPs?",
+        answer_attention,
+    ),
 }
 
 _NONE = "Not measured."
-
-TABLES = {
-    "a": [
-        ("forward_ratio", TRAIN, "`forward` of training, recorded over unprofiled"),
-        ("backward_ratio", TRAIN, "`backward` of training, recorded over unprofiled"),
-    ],
-    "b": [("top_calls", TRAIN, "Calls a forward of the one with the most time")],
-    "c": [("gemm_forward_share", TRAIN, "Share of matrix products in forward")],
-    "d": [
-        ("gemm_step_share", INFERENCE, "Share of matrix products in inference"),
-        ("gemm_step_share", TRAIN, "Share of matrix products in a training step"),
-    ],
-    "e": [("softmax_ratio", TRAIN, "A softmax's time over that of the scores before it")],
-}
-"""Of each question the columns shown by size and context: column, passes, title."""
+_NO_WARNING = "Nothing. Times that are uneven within one phase are marked in (a)."
+_RATIOS, _SHARES = "ratios.png", "shares.png"
 
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     """Return the answers to the five questions, those of a capture that failed its self-check left out."""
     setting, alike = choose_alike(rows)
-    answered = [row for row in rows if row["status"] == OK]
     compared = [row for row in alike if row["status"] == OK]
-    sections = [f"## In short{setting}", _listed(summarize(compared)) or _NONE]
-    if answered:
-        sections.append("The commands are for the directory of results. Its captures were made by:")
-        sections.append(_listed(f"`{command}`" for command in dict.fromkeys(str(row["made_by"]) for row in answered)))
-    for letter, sentences in find_answers(answered).items():
-        sections += [f"## ({letter}) {QUESTIONS[letter]}", *_tables(letter, alike), _listed(sentences) or _NONE]
-    sections += ["## What the captures warn of", _listed(_warnings(rows)) or "Nothing."]
-    return Report("\n\n".join(sections), {"ratios.png": draw_ratios(compared), "shares.png": draw_shares(compared)})
+    answers = {letter: answer(alike if letter == "a" else compared) for letter, (_, answer) in QUESTIONS.items()}
+    short = [f"({letter}) {line}" for letter, answer in answers.items() for line in answer.short]
+    sections = [f"## In short{setting}", _listed(short) or _NONE, *_left_out(rows, alike)]
+    if compared:
+        sections += [f"![Times with the profiler over those without]({_RATIOS})", f"![Shares of the time]({_SHARES})"]
+        sections += [*_tell_captures(compared)]
+    for letter, answer in answers.items():
+        sections += [f"## ({letter}) {QUESTIONS[letter][0]}", *_section(answer)]
+    sections += ["## What the captures warn of", _listed(_warnings(rows)) or _NO_WARNING]
+    return Report("\n\n".join(sections), {_RATIOS: draw_ratios(compared), _SHARES: draw_shares(compared)})
 
 
-def _tables(letter: str, rows: Sequence[Row]) -> Iterator[str]:
-    for key, passes, title in TABLES[letter]:
-        some = [row for row in rows if row["passes"] == passes]
-        if any(row.get(key) is not None for row in some):
-            yield f"{title}:\n\n{render_markdown(build_pivot(some, 'context', ['size'], key))}"
+def _section(answer: Answer) -> Iterator[str]:
+    if not answer.blocks:
+        yield _NONE
+        return
+    yield from answer.blocks
+    yield "```sh\n" + "\n".join(answer.commands) + "\n```"
+
+
+def _tell_captures(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how to make the captures that the commands read."""
+    profiler = profiler_name(rows[0])
+    yield (
+        "The commands below are for the directory of results. CAPTURE is what this leaves there, of a SIZE and of "
+        f"PASSES `train` or `forward` (inference), recorded by {profiler}; CONTEXT is one of its contexts."
+    )
+    yield "```sh\n" + "\n".join(find_origins(rows)) + "\n```"
+
+
+def _left_out(rows: Sequence[Row], alike: Sequence[Row]) -> Iterator[str]:
+    if len(rows) > len(alike):
+        yield f"{format_count(len(rows) - len(alike), 'cell')} of another batch, steps or profiler: see the CSV."
 
 
 def _warnings(rows: Sequence[Row]) -> Iterator[str]:

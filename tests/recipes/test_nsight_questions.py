@@ -5,25 +5,31 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
+from matplotlib.collections import LineCollection
 
 from profkit import read_trace
 from profkit.errors import RunError, ToolError, UsageError
 from recipes import nsight_questions
 from recipes.nsight import capture, measure
-from recipes.nsight.answers import change_shares, compare_shares, find_answers, name_top, pair_rows, summarize
+from recipes.nsight.attention import answer_attention, compare_attention
 from recipes.nsight.cells import GRIDS, INFERENCE, KINETO, NSYS, TRAIN, build_cells
-from recipes.nsight.pictures import choose_context, rank_categories
+from recipes.nsight.other_kernels import answer_others, choose_forwards
+from recipes.nsight.pictures import choose_contexts, draw_ratios, rank_categories
 from recipes.nsight.read import read_kernels, read_row
-from recipes.nsight.report import report
+from recipes.nsight.report import QUESTIONS, report
+from recipes.nsight.shares import answer_shares, change_shares, compare_shares, share_without_optimizer
+from recipes.nsight.times import answer_times, compare_times, tell_times
+from recipes.nsight.top_kernels import answer_top, name_top
+from recipes.nsight.words import Answer, pair_rows
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_small_run
 
@@ -55,8 +61,13 @@ def small_row(small_run: Path) -> dict[str, Any]:
     return {**CELL, "status": "ok", "made_by": "profkit run", **read_row(read_trace(small_run), small_run, None)}
 
 
-def _commands(sentence: str) -> list[list[str]]:
-    return [shlex.split(each)[1:] for each in re.findall(r"`(profkit [^`]+)`", sentence)]
+def _commands(answer: Answer) -> list[list[str]]:
+    """Return the words of an answer's commands, for the one capture that there is."""
+    return [
+        shlex.split(each.replace("CAPTURE", "captures/small"))[1:]
+        for each in answer.commands
+        if each.startswith("profkit ")
+    ]
 
 
 @pytest.fixture
@@ -79,28 +90,66 @@ def _environment() -> dict[str, str]:
 
 
 def test_the_kernels_of_a_gpu_are_those_that_the_commands_print(small_row: dict[str, Any], ask: Callable) -> None:
-    (sentence,) = find_answers([small_row])["b"]
-    forward, both = (ask(words) for words in _commands(sentence))
+    forward, both = (ask(words) for words in _commands(answer_top([small_row])))
     first, first_of_both = forward["kernels"][0], both["kernels"][0]
     assert forward["kernel_time_ns"] == 17_849_383  # as traces/README.md has it
     assert both["kernel_time_ns"] == 59_325_701 - 5_662_929  # all of the capture but the optimizer
     assert (small_row["top_share"], small_row["top_calls"]) == (first["share"], first["count"] / 2)
     assert small_row["both_top_calls"] == first_of_both["count"] / 2
     assert small_row["same_kernel"] is (first["name"] == first_of_both["name"])
+    sentence = name_top(small_row)
     assert f"5.092 ms of 8.925 ms a forward ({first['share']:.1%} of the kernel time" in sentence
     assert "84 calls a forward" in sentence
     assert first["count"] == 168
-    others = [each for each in forward["kernels"] if each["category"] != "gemm" and each["share"] >= 0.01]
-    (named,) = find_answers([small_row])["c"]
-    assert f"with 1% or more of it there are {len(others)} kernels: `elementwise_kernel<" in named
-    assert "(elementwise, 146 calls)" in named
-    rest = sum(each["total_ns"] for each in forward["kernels"] if each["category"] != "gemm") / 17_849_383
-    assert f"have {rest:.1%} of the kernel time under `step */forward`" in named
-    categories, kernels = (ask(words) for words in _commands(named))
-    assert 1 - next(each["share"] for each in categories["kernels"] if each["name"] == "gemm") == pytest.approx(rest)
-    assert [each["name"] for each in kernels["kernels"] if each["category"] != "gemm"] == [
-        each["name"] for each in others
+
+
+def test_the_kernels_beside_products_are_those_that_the_commands_print(
+    small_row: dict[str, Any], ask: Callable
+) -> None:
+    answer = answer_others([small_row])
+    categories, kernels = (ask(words) for words in _commands(answer))
+    shares = {each["name"]: each["share"] for each in categories["kernels"]}
+    elementwise, reduction, copies = (f"{shares[name]:.1%}" for name in ("elementwise", "reduction", "copy/cast"))
+    assert answer.short[0] == (
+        f"Matrix products have {shares['gemm']:.1%} (small, context 256) of forward's kernel time; beside them "
+        f"elementwise has {elementwise} (small, context 256), reduction has {reduction} (small, context 256), copy"
+        f"/cast has {copies} (small, context 256)."
+    )
+    assert answer.short[1].startswith(
+        "The kernel with the most time beside products is, of 1 cell: "
+        "`elementwise_kernel<BinaryFunctor,float,MulFunctor>` in 1, up to 4.8% (small, context 256, 146 calls)"
+    )
+    assert f"| small | 256 | {shares['gemm']:.1%} | {elementwise} | {reduction} | {copies} |" in answer.blocks[1]
+    others = [each for each in kernels["kernels"] if each["category"] != "gemm" and each["share"] >= 0.01]
+    lines = answer.blocks[2].splitlines()[2:]
+    assert [line.split(" | ")[3] for line in lines] == [f"{each['share']:.1%}" for each in others]
+
+
+def test_what_reads_alike_is_added_up(small_row: dict[str, Any]) -> None:
+    line = {"category": "reduction", "per_instance_count": 3.0, "total_ns": 1}
+    alike = [
+        {**line, "name": f"void reduce_kernel<(int){number}, float>(T1)", "share": share}
+        for number, share in ((512, 0.2), (128, 0.1))
     ]
+    row = {**small_row, "forward": {**small_row["forward"], "rows": [*small_row["forward"]["rows"][:1], *alike]}}
+    assert (
+        "| reduce_kernel\\<float> | reduction | 1 | 30.0% | small, context 256 | 6 |" in answer_others([row]).blocks[2]
+    )
+
+
+def test_forward_by_category_is_inferences_where_trainings_was_not_kept(small_row: dict[str, Any]) -> None:
+    """Rows of earlier captures have no categories of training's forward."""
+    old = {key: value for key, value in small_row.items() if key != "forward_categories"}
+    inference = {**old, "passes": INFERENCE, "step": small_row["forward_categories"]}
+    assert choose_forwards([old, inference]) == [inference]
+    assert choose_forwards([small_row, inference]) == [small_row]
+    assert not answer_others([old]).short
+    assert answer_others([old, inference]).short == answer_others([small_row]).short
+
+
+def test_kernels_are_counted_beside_the_products_that_they_compute(small_row: dict[str, Any]) -> None:
+    said = answer_top([small_row]).blocks[-1]
+    assert "1.11 (small, context 256: 121 for 109) kernels of category gemm" in said  # 12 × 9 + 1 products
 
 
 @pytest.mark.parametrize(
@@ -112,39 +161,146 @@ def test_forward_of_other_captures_is_what_is_known_of_them(captures: Path, name
     assert found["forward_kernel_ms"] == total_ns / 2e6
 
 
-def test_attention_and_times_are_those_that_the_commands_print(small_row: dict[str, Any], ask: Callable) -> None:
-    answers = find_answers([small_row])
-    (words,) = _commands(answers["e"][0])
+def test_attention_is_what_the_command_prints(small_row: dict[str, Any], ask: Callable) -> None:
+    answer = answer_attention([small_row])
+    (words,) = _commands(answer)
     scores, softmax, values = ask(words)["parts"][:3]
     for column, part in (("scores", scores), ("softmax", softmax), ("values", values)):
         assert small_row[f"{column}_us"] == part["kernel_time_ns"] / 24 / 1e3
         assert small_row[f"{column}_flops"] == part["operations"] / 24
-    assert "`computing softmax` takes 48.69 µs of kernel time" in answers["e"][0]
-    assert "2.13 times the time of the scores, for 1/25.8 of their FLOPs" in answers["e"][0]
-    (words,) = _commands(answers["a"][0])
-    walls = {row["path"]: row["wall_ns"] for row in ask(words)["ranges"]}
-    recorded = (walls["step 0/forward"] + walls["step 1/forward"]) / 2e6
-    assert small_row["forward_recorded_ms"] == recorded
-    assert (small_row["forward_python_ms"], small_row["forward_clean_ms"]) == (37.0, 25.0)
-    assert small_row["forward_ratio"] == pytest.approx(recorded / 25)
-    assert "37.48 ms by Nsight Systems (wall time of the range, median of 2 steps), 37.00 ms" in answers["a"][0]
-    assert "25.00 ms by Python's clock without a profiler (median of 3 steps" in answers["a"][0]
+    said = compare_attention(small_row)
+    assert "`computing softmax` takes 48.69 µs of kernel time" in said
+    assert "2.13 times the time of the scores, for 1/25.8 of their FLOPs" in said
+    assert answer.short[0].startswith("A softmax takes 2.13 (small, context 256) times as long as the scores before it")
+    assert small_row["softmax_flops"] == 5 * 4 * 12 * 256**2  # 5 an element of the scores, as the text says
+    assert small_row["scores_flops"] - small_row["values_flops"] == 4 * 12 * 256**2  # the division
+    for part in ("5 an element for softmax", "1 an element for the division", "category softmax is the loss's"):
+        assert part in answer.blocks[0]
+
+
+def test_times_are_those_that_the_commands_print(small_row: dict[str, Any], ask: Callable) -> None:
+    for phase, words in zip(("forward", "backward"), _commands(answer_times([small_row])), strict=True):
+        steps = ask(words)["per_instance"]
+        recorded = sum(step["wall_ns"] for step in steps) / 2e6
+        kernels = sum(step["kernel_time_ns"] for step in steps) / 2e6
+        assert small_row[f"{phase}_recorded_ms"] == recorded
+        assert small_row[f"{phase}_kernel_ms"] == kernels
+        ratio = compare_times(small_row, phase)
+        clean = {"forward": 25, "backward": 50}[phase]
+        assert (ratio.value, ratio.busy) == (pytest.approx(recorded / clean), pytest.approx(kernels / clean))
+    said = tell_times(compare_times(small_row, "forward"))
+    assert (
+        "37.48 ms by Nsight Systems (wall time of the range, median of 2 steps, 35.83 ms to 39.13 ms), 37.00 ms" in said
+    )
+    assert "25.00 ms by Python's clock without a profiler (median of 3 steps, 20.00 ms to 40.00 ms)" in said
+    assert said.endswith("1.50 times that; its kernels take 8.925 ms.")
+
+
+def _timed(row: dict[str, Any], recorded: Sequence[float], clean: Sequence[float], **more: object) -> dict[str, Any]:
+    """Return a row of inference with some times of forward, in ms."""
+    return {
+        **{key: value for key, value in row.items() if not key.startswith("backward_")},
+        **{"passes": INFERENCE, "forward_ratio": median(recorded) / median(clean)},
+        **{"forward_recorded_ms": median(recorded), "forward_clean_ms": median(clean)},
+        **{"forward_python_ms": median(recorded), "forward_recorded_samples_ms": list(recorded)},
+        **{"forward_clean_samples_ms": list(clean), **more},
+    }
+
+
+@pytest.mark.parametrize(
+    ("recorded", "clean", "kernel_ms", "cell"),
+    [
+        ((104, 104, 104), (100, 101, 99), 99, "1.04 (99%)"),
+        ((131, 118, 131), (64, 65, 66), 59, r"2.02 (91%)‡"),  # launches bound the recorded steps alone
+        ((52, 49, 55), (66, 66, 66), 31, r"0.79 (47%)\*"),
+        ((87, 146, 142), (125, 125, 125), 60, r"1.14 (48%)\*†"),
+        ((100, 100, 100), (85, 100, 106), 90, "1.00 (90%)†"),
+        ((100, 100, 100), (100, 100, 100), None, "1.00 (—)"),
+    ],
+)
+def test_a_ratio_shows_what_there_is_to_doubt_about_it(
+    small_row: dict[str, Any], recorded: Sequence[float], clean: Sequence[float], kernel_ms: float | None, cell: str
+) -> None:
+    row = _timed(small_row, recorded, clean, forward_kernel_ms=kernel_ms)
+    answer = answer_times([row])
+    assert answer.blocks[1].splitlines()[-1] == f"| inference, forward | 256 | {cell} |"
+    known = _timed(small_row, (10, 10), (10, 10), forward_kernel_ms=9, context=8)
+    said = " ".join(answer_times([row, known]).short)
+    assert ("; of 1 the kernel time is not known)" in said) is (kernel_ms is None)
+
+
+def test_inference_is_summed_up_with_what_its_ratios_rest_on(small_row: dict[str, Any]) -> None:
+    rows = [
+        _timed(small_row, (101, 101, 101), (100, 100, 100), forward_kernel_ms=98, context=1024),
+        _timed(small_row, (131, 118, 131), (65, 65, 65), forward_kernel_ms=59),
+        _timed(small_row, (52, 49, 55), (66, 66, 66), forward_kernel_ms=31, context=128),
+    ]
+    short = answer_times(rows).short
+    assert short[1] == (
+        "Recorded times over unprofiled ones are 0.79 (small, context 128) to 2.02 (small, context 256) in `forward` "
+        "of inference."
+    )
+    assert short[2].startswith("Where kernels have 85% or more of both, and samples range over no more than 20% of")
+    assert short[2].endswith("they are 1.01 (small, context 1024) (1 of 3 ratios).")
+    assert "unprofiled time alone they are 2.02 (small, context 256) (1 of 3 ratios)" in short[3]
+
+
+def test_forward_that_takes_another_time_in_training_than_in_inference_is_listed(small_row: dict[str, Any]) -> None:
+    inference = _timed(small_row, (25, 25, 25), (12, 12.5, 13))
+    answer = answer_times([small_row, inference])
+    assert answer.short[-1].startswith(
+        "Without a profiler `forward` of training and of inference differ by more than 20% in 1"
+    )
+    assert answer.blocks[-1].endswith("small, context 256: 25.00 ms against 12.50 ms.")
+    others = ({"forward_clean_ms": 24.0}, {"forward_kernel_ms": 99.0})  # as long, or by other kernels
+    for other in others:
+        assert "differ by more" not in " ".join(answer_times([small_row, {**inference, **other}]).short)
+
+
+def test_the_picture_has_each_samples_range(small_row: dict[str, Any]) -> None:
+    figure = draw_ratios([small_row, _timed(small_row, (90, 100, 130), (80, 100, 110))])
+    assert [panel.get_title() for panel in figure.axes] == [
+        "forward, training",
+        "backward, training",
+        "forward, inference",
+    ]
+    (bar,) = [one for one in figure.axes[2].collections if isinstance(one, LineCollection)]
+    assert [float(value) for _, value in bar.get_segments()[0]] == pytest.approx([90 / 110, 130 / 80])
 
 
 def test_the_times_of_pythons_clock_are_those_that_the_command_prints(
     small_run: Path, small_row: dict[str, Any]
 ) -> None:
-    (command,) = re.findall(r"`python -c \"(.+)\"`", find_answers([small_row])["a"][0])
+    template = answer_times([small_row]).commands[-1]
+    command = template.removeprefix('python -c "').removesuffix('"').replace("CAPTURE", "captures/small")
     done = subprocess.run(
         [sys.executable, "-c", command],
         cwd=small_run.parent.parent, capture_output=True, text=True, check=True, env=_environment(),
     )  # fmt: skip
     assert done.stdout.split() == [
-        *("context", "phase", "clean_median", "profiled_median"),
-        *("0", "None", "forward", "25000000.0", "37000000.0"),
-        *("1", "None", "backward", "50000000.0", "62000000.0"),
-        *("2", "None", "step", "90000000.0", "105000000.0"),
+        *("phase", "clean_median", "profiled_median"),
+        *("0", "forward", "25000000.0", "37000000.0"),
+        *("1", "backward", "50000000.0", "62000000.0"),
+        *("2", "step", "90000000.0", "105000000.0"),
     ]
+
+
+def test_a_template_stands_for_the_commands_of_all_cells(small_row: dict[str, Any]) -> None:
+    rows = []
+    for size, context in (("small", 128), ("xl", 1024)):
+        here = {**small_row["forward"], "range": f"context {context}/step */forward"}
+        made_by = f"profkit run --context 128,1024 --passes train model.{size} -o captures/{size}-train-nsys"
+        cell = {"size": size, "context": context, "capture": f"captures/{size}-train-nsys", "made_by": made_by}
+        rows.append({**small_row, **cell, "forward": here})
+    assert answer_times(rows).commands == [
+        "profkit kernels CAPTURE --range 'context CONTEXT/step */forward' --per-instance --top 1",
+        "profkit kernels CAPTURE --range 'context CONTEXT/step */backward' --per-instance --top 1",
+        "python -c \"import profkit; print(profkit.read_step_times('CAPTURE').to_pandas()"
+        ".query('context == CONTEXT')[['phase', 'clean_median', 'profiled_median']])\"",
+    ]
+    text = report(rows, {}).markdown
+    assert "profkit run --context 128,1024 --passes PASSES model.SIZE -o captures/SIZE-PASSES-nsys\n" in text
+    assert "xl-train" not in text
 
 
 def test_a_forward_kernel_that_is_overtaken_is_told_with_its_place(small_row: dict[str, Any]) -> None:
@@ -152,10 +308,22 @@ def test_a_forward_kernel_that_is_overtaken_is_told_with_its_place(small_row: di
     both = {**small_row["forward_backward"], "rows": [other], "forwards_top": {"place": 2, "share": 0.198}, "tied": 2}
     said = name_top({**small_row, "same_kernel": False, "forward_backward": both})
     assert "it is another: `wgrad_kernel`" in said
-    assert _commands(said)[1][-2:] == ["--top", "2"]
     assert "30.0% of the kernel time under `step *` without `optimizer`" in said
-    assert "has 19.8% there, place 2" in said
+    assert "has 19.8% there, place 2." in said
     assert "(with as much time: 1 more)" in said
+    assert (
+        "30.0% against 19.8% |" in answer_top([{**small_row, "same_kernel": False, "forward_backward": both}]).blocks[1]
+    )
+
+
+def test_a_lead_of_less_than_a_percentage_point_is_a_near_tie(small_row: dict[str, Any]) -> None:
+    other = {**small_row["forward_backward"]["rows"][0], "name": "wgrad_kernel", "share": 0.216}
+    both = {**small_row["forward_backward"], "rows": [other], "forwards_top": {"place": 2, "share": 0.2151}}
+    row = {**small_row, "same_kernel": False, "forward_backward": both}
+    assert name_top(row).endswith("has 21.5% there, place 2, a near tie.")
+    answer = answer_top([row, {**small_row, "context": 512}])
+    assert "leads in 1 of 2 cells; in 1 of the 1 others it is behind by less than 1 percentage point" in answer.short[0]
+    assert "| 21.6% against 21.5%, near tie |" in answer.blocks[1]
 
 
 def test_kernels_that_read_alike_are_told_in_full(small_row: dict[str, Any]) -> None:
@@ -169,7 +337,10 @@ def test_kernels_that_read_alike_are_told_in_full(small_row: dict[str, Any]) -> 
 
 
 def _inference(row: dict[str, Any], **shares: float) -> dict[str, Any]:
-    step = {**row["step"], "rows": [{"name": name, "share": share} for name, share in shares.items()]}
+    lines = [
+        {"name": name, "share": share, "total_ns": share * row["step"]["total_ns"]} for name, share in shares.items()
+    ]
+    step = {**row["step"], "rows": lines}
     return {**row, "passes": INFERENCE, "step": step, "gemm_step_share": shares["gemm"]}
 
 
@@ -182,21 +353,31 @@ def test_shares_are_compared_in_percentage_points(small_row: dict[str, Any]) -> 
     said = compare_shares(inference, training)
     assert "have 70.0% of the kernel time of an inference" in said
     assert "and 60.0% of that of a training step" in said
-    assert "-10.0 percentage points. Grew: optimizer +20.0; shrank: softmax -6.0, elementwise -5.0. `" in said
+    assert "-10.0 percentage points. Grew: optimizer +20.0; shrank: softmax -6.0, elementwise -5.0. Without" in said
     assert rank_categories([(inference, training)]) == ["gemm", "softmax", "elementwise", "reduction", "optimizer"]
-    (told,) = [line for line in summarize([inference, training]) if line.startswith("(d)")]
-    assert "less in 1 of 1 cells; what grows most is optimizer" in told
+    small = _inference(small_row, gemm=0.995, softmax=0.005)
+    assert rank_categories([(small, small)]) == ["gemm"]
+    assert "less in 1 of 1 cell, by 10.0" in answer_shares([inference, training]).short[0]
 
 
-def test_in_training_the_categories_are_those_that_the_command_prints(small_row: dict[str, Any], ask: Callable) -> None:
-    inference = _inference(small_row, gemm=1.0)
-    words = _commands(compare_shares(inference, small_row))[1]
-    table = ask(words)
-    assert table["by"] == "category"
+def test_without_the_optimizer_products_have_the_share_that_they_have_in_inference(
+    small_row: dict[str, Any], ask: Callable
+) -> None:
+    inference = _inference(small_row, gemm=0.79)
+    answer = answer_shares([inference, small_row])
+    step, rest = (ask(words) for words in _commands(answer))
+    assert step["by"] == rest["by"] == "category"
     assert {row["name"]: row["share"] for row in small_row["step"]["rows"]} == {
-        row["name"]: row["share"] for row in table["kernels"]
+        row["name"]: row["share"] for row in step["kernels"]
     }
-    assert small_row["gemm_step_share"] == table["kernels"][0]["share"]
+    assert small_row["gemm_step_share"] == step["kernels"][0]["share"]
+    share = share_without_optimizer(small_row)
+    assert share == pytest.approx(rest["kernels"][0]["share"])
+    assert answer.short[1] == (
+        f"Without the optimizer, which has {5_662_929 / 59_325_701:.1%} (small, context 256) of a step, their share is "
+        f"that of inference within {abs(share - 0.79) * 100:.1f} percentage points in every cell (small, context 256: "
+        f"{share:.1%} against 79.0%)."
+    )
 
 
 def test_a_capture_that_fails_its_self_check_answers_nothing(small_run: Path, tmp_path: Path) -> None:
@@ -215,9 +396,9 @@ def test_ranges_alone_answer_for_times_and_nothing_else(tmp_path: Path) -> None:
     row = {**CELL, "status": "ok", "made_by": "profkit run", **read_row(read_trace(tmp_path), tmp_path, None)}
     assert row["forward_recorded_ms"] > 0
     assert row["reason"] == "the profiler saw no GPU work: there are times of ranges alone"
-    answers = find_answers([row])
-    assert len(answers.pop("a")) == 1
-    assert not any(answers.values())
+    answers = {letter: answer([row]) for letter, (_, answer) in QUESTIONS.items()}
+    assert answers.pop("a").commands[0] == "profkit ranges CAPTURE --numbered"
+    assert not any(answer.short for answer in answers.values())
     report([row], {})
 
 
@@ -287,9 +468,10 @@ def test_the_profiler_is_the_one_that_is_there(
     assert (choose(None, "cuda"), choose(NSYS, "cpu"), choose(KINETO, "cuda")) == (NSYS, NSYS, KINETO)
 
 
-def test_pictures_are_of_the_context_that_most_have() -> None:
-    assert choose_context([128, 256, 512, 128, 256, 512, 128, 256]) == 256
-    assert choose_context([]) is None
+def test_pictures_are_of_the_shortest_and_the_longest_context_that_most_have() -> None:
+    assert choose_contexts([64, 128, 256, 512, 128, 256, 512, 128, 256]) == [128, 256]
+    assert choose_contexts([128]) == [128]
+    assert choose_contexts([]) == []
 
 
 def test_a_report_of_nothing_measured() -> None:
@@ -301,7 +483,8 @@ def test_a_report_of_nothing_measured() -> None:
 
 
 def test_what_a_capture_warns_of_is_told_once_with_its_name(small_row: dict[str, Any]) -> None:
-    assert report([small_row], {}).markdown.endswith("## What the captures warn of\n\nNothing.")
+    nothing = "## What the captures warn of\n\nNothing. Times that are uneven within one phase are marked in (a)."
+    assert report([small_row], {}).markdown.endswith(nothing)
     doubted = {**small_row, "recorder_warnings": ["the times vary widely"], "self_check_warnings": ["2 late kernels"]}
     text = report([doubted, {**doubted, "context": 512}], {}).markdown
     assert text.endswith("- `captures/small`: the times vary widely\n- `captures/small`: 2 late kernels")
@@ -312,9 +495,19 @@ def test_the_tables_show_what_a_cell_without_an_answer_is(small_row: dict[str, A
     other = {**small_row, "batch": 8, "top_calls": 99.0}
     text = report([small_row, failed, other], {}).markdown
     assert "## In short: batch 4, 2 steps recorded by Nsight Systems" in text
-    assert "| 256 | 84 |\n| 512 | failed(self-check: events are missing) |" in text
-    assert "(a) `forward` in training took 1.5 (small, context 256) times as long under Nsight Systems" in text
-    assert "99" not in re.findall(r"Calls a forward.*?\n\n.*?\n\n", text, re.DOTALL)[0]
+    assert "| 256 | 1.50 (36%)\\*† |\n| training, forward | 512 | failed(self-check: events are missing) |" in text
+    assert "1.50 (small, context 256) in `forward` of training" in text
+    assert "1 cell of another batch, steps or profiler: see the CSV." in text
+    assert "99" not in text.split("## (b)")[1].split("## (c)")[0]
+
+
+def test_the_answers_come_first_and_the_pictures_next(small_row: dict[str, Any]) -> None:
+    text = report([small_row, _inference(small_row, gemm=0.79)], {}).markdown
+    marks = ["## In short", "![", "(ratios.png)", "(shares.png)", *(f"## ({letter})" for letter in "abcde"), "## What"]
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places)
+    assert text.count("profkit kernels ") == 8
+    assert max(map(len, text.splitlines())) < 700
 
 
 def _run(directory: Path, *arguments: str) -> list[dict[str, str]]:
@@ -338,7 +531,9 @@ def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "nsight_questions.md").read_text()
     assert "`aten::mm` has the most operator time of forward" in text
     assert "kernel time" not in text
-    assert text.count("\n- tiny, context 8: ") == 4
+    told = "\n".join(line for line in text.splitlines() if not line.startswith(("What does", "## ", "profkit ", "| ")))
+    assert "kernel" not in told
+    assert text.count("| tiny | 8 | ") == 6  # in (b) to (e), and two among all cells
     captures = sorted(path.name for path in (tmp_path / "out" / "captures").iterdir())
     assert captures == ["tiny-forward-kineto-2x8-16-2steps", "tiny-train-kineto-2x8-16-2steps"]
 
@@ -358,7 +553,7 @@ def test_the_recipe_under_nsys_on_a_cpu(tmp_path: Path) -> None:
     assert all(float(row["forward_recorded_ms"]) > 0 for row in rows)
     assert {row["top_kernel"] for row in rows} == {""}
     assert (
-        "by Nsight Systems (wall time of the range, median of 2 steps)"
+        "by Nsight Systems (wall time of the range, median of 2 steps, "
         in (tmp_path / "out" / "nsight_questions.md").read_text()
     )
     assert not list((tmp_path / "out").rglob("*.nsys-rep"))
