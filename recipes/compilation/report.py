@@ -63,8 +63,8 @@ def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
 def _how_to_read(pairs: Sequence[Pair]) -> Iterator[str]:
     if pairs:
         yield (
-            "Ratios are of medians, and their intervals of the steps of one process: what differs from one process to "
-            "the next is not in them."
+            "Ratios of wall time are of medians, and their intervals of the steps of one process: what differs from one "
+            "process to the next is not in them."
         )
     if any(is_of_gpu(pair.eager) for pair in pairs):
         yield (
@@ -200,7 +200,7 @@ def _pivots(rows: Sequence[Row]) -> Iterator[str]:
     ):
         some = [row for row in rows if (row["what"], row["mode"]) == (what, COMPILED)]
         if some:
-            yield f"## {what}: how many times as fast as eager, the whole step"
+            yield f"## {what}: how many times as fast as eager, wall time of the whole step"
             yield render_markdown(build_pivot(some, down, across, "speedup", digits=3))
             if any(row.get("kernel_speedup") for row in some):
                 yield "Its kernel time alone:"

@@ -66,7 +66,7 @@ def _ratios_by_cell(table: BenchmarkTable) -> dict[tuple[float, float], float]:
 
 
 def _is_eager(row: Mapping[str, str]) -> bool:
-    compiled = next((value for key, value in row.items() if key.lower() in ("compile", "compiled")), "False")
+    compiled = next((value for key, value in row.items() if key.lower() in ("compile", "compiled", "mode")), "False")
     return compiled.strip().lower() in ("false", "no", "none", "eager", "0")
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from recipes.detectors.tables import BenchmarkTable
 
-_NAMES_OF_MODELS = {"size", "model", "preset", "layers", "heads"}
+_NAMES_OF_MODELS = {"size", "model", "preset", "layers", "heads", "ff", "hidden", "depth"}
+"""Words of headings of what a model is called and of what goes with its size."""
 
 
 @dataclass(frozen=True)

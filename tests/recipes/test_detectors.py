@@ -113,6 +113,16 @@ def test_forward_inside_backward_shows_beside_another_table_of_the_same_cells() 
     ]
 
 
+def test_a_compiled_row_is_not_taken_for_the_eager_one_of_its_cell() -> None:
+    def table(name: str, backward: float) -> BenchmarkTable:
+        rows = [{"d_model": 16, "length": n, "mode": mode, "forward_ms": 10.0, "backward_ms": ms}
+                for n in (256, 512, 1024) for mode, ms in (("eager", 20.0), ("compiled", backward))]  # fmt: skip
+        return build_table(name, rows)
+
+    found = inspect_tables([table("a", 29.0), table("b", 20.0)])
+    assert "forward-in-backward" not in {each.code for each in found}
+
+
 def test_slower_in_bf16_is_noted() -> None:
     notes = _notes("model_warm.csv", "model_bf16.csv")
     assert len(notes) == 4  # the largest size is faster
@@ -200,12 +210,12 @@ def test_a_time_that_falls_as_a_size_grows_is_noted() -> None:
 
 
 def test_a_model_half_as_large_again_is_compared_by_its_parameters() -> None:
-    rows = [{"size": size, "parameters": count, "mode": mode, "forward_ms": ms, "kernels": count // 7}
+    rows = [{"size": size, "d_ff": count // 3, "parameters": count, "mode": mode, "forward_ms": ms, "kernels": count}
             for size, count, ms in (("large", 969, 27.9), ("xl", 1998, 26.5), ("2.7B", 3407, 22.9))
             for mode in ("eager", "compiled")]  # fmt: skip
     (said,) = _falling(build_table("t", rows))
     assert "in 2 of 4 pairs" in said
-    assert "26.5 at size xl, mode compiled, 22.9 at size 2.7B" in said
+    assert "26.5 at size xl, d_ff 666, mode compiled, 22.9 at size 2.7B" in said
 
 
 def test_rows_without_a_value_count_nowhere() -> None:
