@@ -63,8 +63,8 @@ def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
 def _how_to_read(pairs: Sequence[Pair]) -> Iterator[str]:
     if pairs:
         yield (
-            "Ratios of wall time are of medians, and their intervals of the steps of one process: what differs from one "
-            "process to the next is not in them."
+            "Ratios of wall time are of medians, and their intervals of the steps of one process: what differs from "
+            "one process to the next is not in them."
         )
     if any(is_of_gpu(pair.eager) for pair in pairs):
         yield (
