@@ -274,6 +274,14 @@ def test_identical_columns() -> None:
     assert "identical-columns" in {found.code for found in inspect_tables([build_table("t", rows)])}
 
 
+def test_what_was_not_measured_is_not_identical() -> None:
+    counts = [{"compiled_graphs": n, "allocator_retries": n} for n in (0, 0, 0, None)]
+    assert inspect_tables([build_table("t", counts)]) == []
+    times = [{"forward_ms": n, "step_ms": n} for n in (1.5, 2.5, 3.5, None)]
+    (found,) = inspect_tables([build_table("t", times)])
+    assert found.message == "forward_ms and step_ms are identical in all 3 rows"
+
+
 def test_launch_bound_rows_are_never_judged() -> None:
     rows = [{"forward_ms": 0.5, "backward_ms": 5.0 + n} for n in range(3)]
     (note,) = inspect_tables([build_table("t", rows)])
@@ -320,10 +328,16 @@ _HEADINGS = (
     "memory/seq^2",
     "peak_MiB",
     "share",
+    "size",
+    "parameters",
+    "batch",
+    "dtype",
+    "status",
     "x",
 )
 _CELLS = st.one_of(
-    st.floats(allow_nan=False).map(repr), st.sampled_from(["", "0", "-1", "1e308", "2 ± 3", "4 GB", "OOM"])
+    st.floats(allow_nan=False).map(repr),
+    st.sampled_from(["", "0", "-1", "1e308", "2 ± 3", "4 GB", "OOM", "—", "bf16", "fp32"]),
 )
 _TEXTS = st.text(alphabet="xs=()MB+-*/^0123456789.| \n", max_size=60)
 
