@@ -128,7 +128,8 @@ def _require_device(device: Device) -> dict[str, object]:
 def write_results(recipe: Recipe, cells: Sequence[Cell], store: Store, machine: Mapping[str, object]) -> list[Row]:
     """Write CSV, Markdown and pictures of what there is, and return the rows; a cell without one stands as not run.
 
-    The Markdown has the report first and the brief columns of the table last; the CSV has all columns.
+    The Markdown has the report first, then the pictures that it does not show itself, and the brief columns of the
+    table last; the CSV has all columns.
     """
     missing = [{**cell, "device": machine["device"], "status": NOT_RUN} for cell in cells if store.find(cell) is None]
     rows = _in_order(cells, [*store.rows, *missing], recipe.cell_keys)
@@ -138,7 +139,8 @@ def write_results(recipe: Recipe, cells: Sequence[Cell], store: Store, machine: 
     for name, figure in report.pictures.items():
         write_png(figure, store.directory / name)
     where = f"{machine['gpu'] or machine['device']}, torch {machine['torch']}"
-    parts = (f"# {recipe.name}", recipe.question, where, report.markdown.strip(), *_all_cells(recipe, rows))
+    pictures = [f"![{Path(name).stem}]({name})" for name in report.pictures if f"({name})" not in report.markdown]
+    parts = (f"# {recipe.name}", recipe.question, where, report.markdown.strip(), *pictures, *_all_cells(recipe, rows))
     csv = render_csv(build_table(recipe.columns, rows, recipe.exact))
     write_whole(store.directory / f"{recipe.name}.csv", f"{csv}\n".encode())
     write_whole(store.directory / f"{recipe.name}.md", ("\n\n".join(parts) + "\n").encode())

@@ -50,10 +50,11 @@ def test_table_cells_and_pictures_belong_together(folder: Path) -> None:
             told = {key: value for key, value in row.items() if _MEASURED.search(key) and not _FORESEEN.search(key)}
             assert not any(told.values()), "what was not measured is empty"
     markdown = (folder / f"{folder.name}.md").read_text(encoding="utf-8")
-    for picture in re.findall(r"\]\(([^)]+\.png)\)", markdown):
-        assert (folder / picture).exists()
+    for shown in re.findall(r"\]\(([^)]+\.png)\)", markdown):
+        assert (folder / shown).exists()
     for picture in folder.glob("*.png"):
         assert picture.read_bytes().startswith(_PNG)
+        assert f"({picture.name})" in markdown, "a picture that nothing shows"
 
 
 def _headlines() -> list[tuple[str, str]]:
