@@ -12,6 +12,7 @@ import numpy as np
 
 from profkit.analysis.compare.bootstrap import bootstrap_differences
 from profkit.ranges import BACKWARD, FORWARD, OPTIMIZER
+from recipes.common.launches import BUSY
 from recipes.common.recipe import OK, Row, identify
 from recipes.compilation.cells import KEYS
 from recipes.compilation.work import Kernel, kernels_of, launchers_of, total
@@ -20,8 +21,6 @@ from recipes.whole_model.cells import COMPILED, EAGER
 _CASE = tuple(key for key in KEYS if key != "mode")
 PHASES = (FORWARD, BACKWARD)
 """Those that speedups are told of; loss and optimizer are outside of what is compiled."""
-LAUNCH_BOUND = 0.8
-"""The share of a step that kernels fill, below which the host's speed is in its wall time."""
 _ON_GPU = "gpu-kernel"
 _IN_PLACE = re.compile(r"^aten::(\w+?)_?$")
 _ZEROS = ("zeros", "zeros_like", "new_zeros", "slice_backward", "select_backward")
@@ -139,7 +138,7 @@ def measure_kernel_speedup(pair: Pair) -> float | None:
 def is_launch_bound(row: Mapping[str, Any]) -> bool:
     """Return whether kernels are known to fill too little of a step for its wall time to be theirs."""
     share = share_of_kernels(row)
-    return share is not None and share < LAUNCH_BOUND
+    return share is not None and share < BUSY
 
 
 def measure_speedup(pair: Pair, part: str = "step") -> Speedup | None:

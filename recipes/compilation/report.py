@@ -8,12 +8,12 @@ from typing import Any
 from profkit.ranges import OPTIMIZER
 from profkit.report.formats import render_markdown
 from profkit.report.units import format_count, format_ns, four_digits
+from recipes.common.launches import BUSY
 from recipes.common.recipe import OK, Report, Row
 from recipes.common.tables import build_pivot
 from recipes.compilation.cells import ATTENTION, KEYS, MODEL
 from recipes.compilation.fusions import tell_fusions
 from recipes.compilation.pairs import (
-    LAUNCH_BOUND,
     PHASES,
     Pair,
     PhaseChange,
@@ -69,7 +69,7 @@ def _how_to_read(pairs: Sequence[Pair]) -> Iterator[str]:
     if any(is_of_gpu(pair.eager) for pair in pairs):
         yield (
             "Kernel time is of one more step, under a profiler; a share is that over the median step without one, and "
-            f"above 100 % where the profiled step was a long one. Where kernels fill less than {LAUNCH_BOUND * 100:.0f}"
+            f"above 100 % where the profiled step was a long one. Where kernels fill less than {BUSY * 100:.0f}"
             " % a step is launch-bound: its wall time is the host's, and varies from process to process and from "
             "machine to machine, and so does the ratio of wall times."
         )

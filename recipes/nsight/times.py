@@ -8,6 +8,7 @@ from statistics import median
 
 from profkit.ranges import BACKWARD, FORWARD
 from profkit.report.units import format_count, format_share
+from recipes.common.launches import BUSY
 from recipes.common.recipe import OK
 from recipes.common.tables import DASH
 from recipes.nsight.cells import INFERENCE, TRAIN
@@ -27,8 +28,6 @@ from recipes.nsight.words import (
 TIMED = ((TRAIN, FORWARD), (TRAIN, BACKWARD), (INFERENCE, FORWARD))
 """What is timed: which steps, and which phase of them."""
 
-BUSY = 0.85
-"""From this share of the unprofiled time on it is kernels that decide how long it takes, else the host's launches."""
 UNEVEN = 0.20
 """Samples that range over more of their median than this do not tell a ratio."""
 _SAME_WORK = 0.02

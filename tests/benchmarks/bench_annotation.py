@@ -1,6 +1,7 @@
 """What profkit costs a training step: its ranges with nobody listening, and its hooks before, in and after a recording.
 
-    python tests/benchmarks/bench_annotation.py [--preset small] [--steps 10] [--rounds 6] [--depths 0,1,2,3] [--nsys]
+    python tests/benchmarks/bench_annotation.py [--preset small] [--steps 10] [--rounds 6] [--depths 0,1,2,3]
+        [--recorders kineto,nsys]
 
 Nobody listening: the built-in model with its ranges off and on by turns in one process, block by block, so that both
 see the same machine; the cost is the median over neighbouring blocks. Recording: the model without ranges of its own,
@@ -23,19 +24,18 @@ SCRIPT = Path(__file__).with_name("train_preset.py")
 RECORDED_STEPS, WARMUP = 3, 6
 
 
-def bench(preset: str, steps: int, rounds: int, depths: list[int], nsys: bool) -> None:
+def bench(preset: str, steps: int, rounds: int, depths: list[int], recorders: list[str]) -> None:
     """Run all of it and print a line each."""
     turns = blocks_of([sys.executable, str(SCRIPT), preset, str(steps), str(2 * rounds + 2), "turns"])[2:]
     costs = [on / off - 1 for off, on in zip(turns[::2], turns[1::2], strict=True)]
     print(f"ranges, nobody listening      {spread(costs)}  of a step of {median(turns[::2]) / 1e6:.2f} ms")
-    recorders = ["--kineto", "--nsys"] if nsys else ["--kineto"]
     plain = bare_blocks(preset, steps, rounds)
     print(f"plain script                  {median(plain) / 1e6:.2f} ms a step")
     for recorder in recorders:
         for ranges in (["--no-annotate"], *(["--depth", str(depth)] for depth in depths)):
-            after, manifest = attached(preset, steps, rounds, [recorder, *ranges])
+            after, manifest = attached(preset, steps, rounds, [f"--{recorder}", *ranges])
             before, within = ([s["step_ns"] for s in manifest[part]["steps"]] for part in ("attached", "profiled"))
-            label = " ".join([recorder[2:], *(word.removeprefix("--") for word in ranges)])
+            label = " ".join([recorder, *(word.removeprefix("--") for word in ranges)])
             print(
                 f"{label:<28}  recorded {median(within) / median(before) - 1:+7.1%} of {median(before) / 1e6:.2f} ms; "
                 f"after it {median(after) / median(bare_blocks(preset, steps, rounds)) - 1:+.1%}"
@@ -78,10 +78,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps a block")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each kind")
     parser.add_argument("--depths", default="0,1,2,3")
-    parser.add_argument("--nsys", action="store_true", help="measure under Nsight Systems too")
+    parser.add_argument("--recorders", default="kineto", help="kineto, nsys or both, in this order")
     options = parser.parse_args()
     depths = [int(depth) for depth in options.depths.split(",")]
-    bench(options.preset, options.steps, options.rounds, depths, options.nsys)
+    bench(options.preset, options.steps, options.rounds, depths, options.recorders.split(","))
 
 
 if __name__ == "__main__":
