@@ -102,6 +102,26 @@ with torch.no_grad():
 """
 
 
+COMPILED = """
+import sys
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(7):
+    if number == int(sys.argv[1]):
+        model = torch.compile(model, backend="aot_eager")
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(number, loss.item().hex(), counters["stats"]["unique_graphs"], flush=True)
+"""
+
+
 FROM_INPUT = """
 import sys
 import torch
@@ -155,6 +175,18 @@ def _manifest(place: Path) -> dict[str, Any]:
 def _ranges(trace: Path) -> list[str]:
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return [event["name"] for event in events if event.get("cat") == "user_annotation"]
+
+
+@pytest.mark.parametrize("compiles_at", ["0", "2"])
+def test_nothing_is_compiled_again_for_the_recording(place: Path, run: Callable[..., Any], compiles_at: str) -> None:
+    """Dynamo guards on the hooks of all modules: with others than before it would compile anew, within the steps."""
+    (place / "compiled.py").write_text(COMPILED)
+    script = [sys.executable, "compiled.py", compiles_at]
+    plain = subprocess.run(script, cwd=place, capture_output=True, text=True, check=True)
+    assert plain.stdout.split()[-1] == "1"
+    done = run("--warmup", "3", "--steps", "2", "--", *script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(plain.stdout), "one graph before, in and after the recording"
 
 
 def test_an_unedited_script_is_recorded_between_its_steps(place: Path, run: Callable[..., Any]) -> None:

@@ -51,15 +51,19 @@ def read_counters() -> dict[str, int]:
     (``torch._dynamo.utils.counters``); the other two are the caching allocator's own on the current device: cudaMalloc
     calls that failed and were tried again after its cache was freed, and out-of-memory errors.
     """
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    stats = {} if dynamo is None else dynamo.counters.get("stats", {})
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     allocator = torch.cuda.memory_stats() if on_gpu else {}
     return {
-        "compiled_graphs": stats.get("unique_graphs", 0),
+        "compiled_graphs": count_compiled_graphs(),
         "allocator_retries": allocator.get("num_alloc_retries", 0),
         "out_of_memory_errors": allocator.get("num_ooms", 0),
     }
+
+
+def count_compiled_graphs() -> int:
+    """Return how many graphs Dynamo has handed to a compiler in this process; it is not loaded to be asked."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters.get("stats", {}).get("unique_graphs", 0))
 
 
 def counted_since(before: dict[str, int]) -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 Forward hooks of all modules open and close them, wrappers around ``torch.autograd.backward`` (which ``Tensor.backward``
 calls) and around what torch itself puts around every optimizer's ``step``, and hooks on the graph's nodes for what runs
-on the autograd thread. They change no value, keep no tensor and raise nothing. While Dynamo traces
-they do nothing: of a compiled model the module that was compiled is annotated as a whole, forward and backward.
+on the autograd thread. They change no value, keep no tensor and raise nothing. While Dynamo traces they do nothing: of
+a compiled model the module that was compiled is annotated as a whole, forward and backward. Dynamo guards on the hooks
+of all modules that it found while it traced, and would compile anew without them: so where it compiled they stay. What
+was compiled without them is not compiled again when they come (seen with torch 2.4 and 2.13).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.optim.optimizer import Optimizer
 
 from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
 from profkit.capture.closures import with_closure
-from profkit.capture.conditions import autocast_dtypes
+from profkit.capture.conditions import autocast_dtypes, count_compiled_graphs
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.capture.phase_clock import PhaseClock
@@ -96,7 +98,10 @@ class Hooks:
         """The number of the step that runs now, counted from 0; -1 before the first."""
 
     def install(self) -> None:
-        """Begin to count steps. The forward hooks stay until the first optimizer's step: then that is what counts."""
+        """Begin to count steps. The forward hooks stay until the first optimizer's step: then that is what counts.
+
+        They stay longer in a script that has compiled something by then.
+        """
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         around_step = Optimizer.profile_hook_step
         Optimizer.profile_hook_step = staticmethod(
@@ -139,7 +144,9 @@ class Hooks:
             ]
 
     def _unhook_forward(self) -> None:
-        """Take the forward hooks away; never from within one."""
+        """Take the forward hooks away, unless something was compiled with them; never from within one."""
+        if count_compiled_graphs():
+            return
         for handle in self._forward_handles:
             handle.remove()
         self._forward_handles = []
