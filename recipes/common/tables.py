@@ -50,7 +50,8 @@ def format_value(value: object, *, exact: bool = False) -> str:
 
 def format_digits(value: float, digits: int) -> str:
     """Return a number with so many significant digits, or to a whole number if it has more: 8.900, 14.66, 1410."""
-    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+    text = f"{value:#.{digits}g}"
+    return f"{value:.0f}" if "e+" in text else text.rstrip(".")
 
 
 def _show(row: Mapping[str, object], key: str, digits: int | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from profkit.report.formats import Column, render_csv, render_markdown
-from recipes.common.tables import build_pivot, build_table
+from recipes.common.tables import build_pivot, build_table, format_digits
 
 
 def test_none_is_a_dash_for_people_and_empty_in_csv() -> None:
@@ -33,3 +33,7 @@ def test_a_pivot_shows_as_many_digits_as_it_is_asked_for() -> None:
     rows = [{"n": n, "d": 1, "ms": ms, "status": "ok"} for n, ms in ((1, 8.9), (2, 1409.87), (3, 32882.5), (4, 7))]
     assert [line[1] for line in build_pivot(rows, "n", ["d"], "ms", digits=4).cells] == ["8.900", "1410", "32882", "7"]
     assert [line[1] for line in build_pivot(rows, "n", ["d"], "ms").cells] == ["8.9", "1409.87", "32882.5", "7"]
+
+
+def test_a_number_that_is_rounded_up_to_more_digits_is_a_whole_one() -> None:
+    assert [format_digits(value, 4) for value in (9999.4, 9999.6, -9999.6)] == ["9999", "10000", "-10000"]

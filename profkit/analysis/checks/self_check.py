@@ -103,7 +103,7 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
         elif _USUAL_DIAGNOSTICS.search(text) or (is_silent and run.steps is not None):
             verdict = "note"
         pids = {d.silent_pid for d in warnings if d.text.strip() == text} - {None}
-        of = f"process {min(map(str, pids))}" if len(pids) == 1 else f"{len(pids)} processes"
+        of = f"process {pids.pop()}" if len(pids) == 1 else f"{len(pids)} processes"
         whose = f" of {of}, of which nothing was recorded" if is_silent else ""
         findings.append(Finding(verdict, "diagnostic", f"the profiler says{whose}: {text}"))
     return findings

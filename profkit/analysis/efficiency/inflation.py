@@ -34,10 +34,12 @@ class Inflations:
         for one in phases:
             members = measured.get(one.phase, np.empty(0, dtype=np.int64))
             mine = [i for i in members.tolist() if context_of(names[nodes.of_range[i]]) == one.context]
-            parts, factor = _factor(attribution, times, np.array(mine, dtype=np.int64), one)
-            if parts is not None and factor is not None:
-                self._factors[one.phase, one.context] = factor
-                self._steps += [(parts, factor)] * (one.phase == STEP)
+            found = _shrink(attribution, times, np.array(mine, dtype=np.int64), one)
+            if found is None:
+                continue
+            self._factors[one.phase, one.context] = found[1]
+            if one.phase == STEP:
+                self._steps.append(found)
         self.table = tuple(
             Inflation(one.phase, one.context, one.clean.median, one.profiled.median, one.cost)
             for one in phases
@@ -65,19 +67,19 @@ def _phase_of(name: str) -> str:
     return STEP if is_step(name) else name.lower()
 
 
-def _factor(
+def _shrink(
     attribution: Attribution, times: dict[int, GpuTime], members: Ints, phase: PhaseTimes
-) -> tuple[GpuParts | None, float | None]:
-    """Return a phase's time on the GPUs, and unprofiled over profiled idle time of it, 0 to 1.
+) -> tuple[GpuParts, float] | None:
+    """Return a phase's time on the GPUs, and unprofiled over profiled idle time of it, 0 to 1; None if none was idle.
 
     Idle is what unprofiled time leaves beside busy time.
     """
     windows = find_windows(attribution, members, times)
     count = len(windows.member)
     if not count:
-        return None, None
+        return None
     parts = sum_parts(times, np.zeros(count, dtype=np.int64), windows.device, windows.start_ns, windows.end_ns)[0]
     if not parts.idle_ns:
-        return parts, None
+        return None
     idle_ns = max(0.0, phase.clean.median - parts.busy_ns / count)
     return parts, min(1.0, idle_ns / (parts.idle_ns / count))

@@ -21,25 +21,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from profkit.analysis.categories import CATEGORIES
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.range_work import Amount
 from profkit.analysis.efficiency.run_facts import VECTOR_DTYPE, Peaks
 
 Word = Literal["compute-bound", "memory-bound", "launch-bound", "communication-bound", "host-bound"]
 
-MOVERS = frozenset(
-    {
-        "softmax",
-        "normalization",
-        "elementwise",
-        "reduction",
-        "copy/cast",
-        "embedding/index",
-        "optimizer",
-        "loss",
-        "random",
-    }
-)
+MOVERS = frozenset(CATEGORIES) - {"gemm", "attention", "communication", "graph", "other"}
 """Categories of kernels with few operations a byte, far below what any GPU's peaks are balanced for."""
 
 _SURELY = 0.5
