@@ -159,9 +159,11 @@ def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Fi
     figure = new_figure(f"{title}, d_model {least}", width=5.0 * len(keys) + 1.5)
     panels = figure.subplots(1, len(keys), squeeze=False)[0]
     for panel, key in zip(panels, keys, strict=True):
-        for (implementation, dtype, d_model), series in _by_series(rows).items():
-            if d_model == least:
-                _draw_series(panel, implementation, dtype, series, key)
+        drawn = [series for (_, _, d_model), series in _by_series(rows).items() if d_model == least]
+        for place, series in enumerate(drawn):
+            # Thinner from line to line: where two keep the same, to a few digits, the last would hide the other.
+            thickness = 1.2 + 1.8 * (len(drawn) - 1 - place) / max(len(drawn) - 1, 1)
+            _draw_series(panel, series, key, thickness)
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.set_xticks(sizes, [str(size) for size in sizes])
@@ -175,16 +177,18 @@ def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Fi
     return figure
 
 
-def _draw_series(panel: Any, implementation: str, dtype: str, series: Sequence[Row], key: str) -> None:
+def _draw_series(panel: Any, series: Sequence[Row], key: str, thickness: float) -> None:
     values = {row.get(key) for row in series} - {None}
     if not values:
         return
+    implementation, dtype = str(series[0]["implementation"]), series[0]["dtype"]
     # A logarithm has no place for 0, which is an answer too: it stands in the legend.
     panel.plot(
         *with_gaps((whole(row["seq_len"]), row.get(key)) for row in series),
         "-o" if dtype == "fp32" else "--s",
         color=COLOURS[IMPLEMENTATIONS.index(implementation)],
-        markersize=4,
+        linewidth=thickness,
+        markersize=2.5 + thickness,
         label=f"{implementation}, {dtype}{': 0' if values == {0} else ''}",
     )
 

@@ -47,7 +47,8 @@ def _draw_model(panel: Any, pairs: Sequence[Pair]) -> None:
     width = 0.8 / max(len(series), 1)
     for number, name in enumerate(series):
         own = [pair for pair in pairs if _series(pair) == name]
-        places = [sizes.index(str(pair.eager["size"])) + (number - (len(series) - 1) / 2) * width for pair in own]
+        beside = (number - (len(series) - 1) / 2) * width
+        places = [sizes.index(str(pair.eager["size"])) + beside for pair in own]
         speedups = [_speedup(pair) for pair in own]
         heights = [each.times for each in speedups]
         colour = COLOURS[number % len(COLOURS)]
@@ -59,7 +60,12 @@ def _draw_model(panel: Any, pairs: Sequence[Pair]) -> None:
             panel.annotate(
                 f"{speedup.times:.2f}", (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=8
             )
+        for place in sorted({at + beside for at in range(len(sizes))} - set(places)):
+            panel.annotate(
+                "no figure", (place, 0), (0, 4), textcoords="offset points", ha="center", fontsize=8, rotation=90
+            )
     panel.set_xticks(range(len(sizes)), sizes)
+    panel.set_xlim(-0.5, len(sizes) - 0.5)
     panel.margins(y=0.12)
 
 

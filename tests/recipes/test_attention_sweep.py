@@ -159,6 +159,14 @@ def test_times_under_a_millisecond_are_labelled_as_numbers() -> None:
     assert not any("e" in label for label in labels)
 
 
+def test_of_two_that_keep_the_same_both_are_seen() -> None:
+    rows = [*_gpu_rows(), *({**row, "implementation": COMPILED} for row in _gpu_rows())]
+    panel = report(rows, {"free_bytes": None}).pictures["memory.png"].axes[0]
+    below, above = panel.lines
+    assert list(below.get_ydata()) == list(above.get_ydata())
+    assert below.get_linewidth() > 1.5 * above.get_linewidth()
+
+
 def test_what_a_pass_left_behind_is_no_workspace() -> None:
     """As it was on an H200 while counting held a score matrix and the maximum's place."""
     rows = _gpu_rows()

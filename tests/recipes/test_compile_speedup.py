@@ -384,6 +384,18 @@ def test_kernel_time_is_drawn_beside_wall_time_and_widths_beside_each_other() ->
     assert 0.9 * 1024 < first < 1024 < second < 1.1 * 1024
 
 
+def test_a_size_that_one_kind_of_step_lacks_is_said_to_have_no_figure() -> None:
+    rows = []
+    for size, passes in (("small", "train"), ("xl", "train"), ("small", "forward")):
+        pair = _timed(40.0, 30.0, 30.0, 20.0)
+        for row in (pair.eager, pair.compiled):
+            row.update(size=size, passes=passes)
+        rows += [pair.eager, pair.compiled]
+    (panel,) = report(rows, {"device": "cuda"}).pictures["speedup.png"].axes
+    (gap,) = [text for text in panel.texts if text.get_text() == "no figure"]
+    assert gap.xy == (pytest.approx(1.2), 0), "right of xl's training step"
+
+
 def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
     rows: list[dict[str, Any]] = [
         {**_cell(mode=mode), "status": "not run", "predicted_peak_bytes": 7} for mode in (EAGER, COMPILED)

@@ -74,6 +74,45 @@ def test_headlines_are_the_results_own_numbers(name: str, table: str) -> None:
         assert any(f"{value:.{digits}f}" == number for value in values), number
 
 
+def test_what_two_write_ups_printed_is_made_of_what_was_measured_here() -> None:
+    """One's maximum is forward's, a workspace and a result more; the other's backward holds what a pass keeps twice."""
+    here = {tuple(row[key] for key in _ATTENTION): row for row in _rows(RECIPES / "results" / "attention_sweep")}
+    short, doubled = (_published(f"attention_{name}.csv") for name in ("clean", "forward_inside"))
+    assert (len(short), len(doubled)) == (20, 40)
+    for row in short:
+        own, result = _memory(here[row["d_model"], row["seq_len"], "written"])
+        assert own["saved_activations_MiB"] == pytest.approx(float(row["saved_MiB"]), rel=5e-6)
+        maximum = own["forward_peak_MiB"] + own["backward_workspace_MiB"] + result
+        assert maximum == pytest.approx(float(row["peak_MiB"]), rel=5e-6, abs=_SCALARS_MIB)
+    for row in doubled:
+        implementation = "compiled" if row["compile"] == "True" else "written"
+        own, result = _memory(here[row["d_model"], row["seq_len"], implementation])
+        assert own["saved_activations_MiB"] == pytest.approx(float(row["saved_activations_MiB"]), rel=5e-6)
+        workspaces = own["mem_after_inputs_MiB"] - 4 * result + own["backward_workspace_MiB"]
+        alone = own["backward_peak_MiB"] - workspaces + float(row["mem_after_inputs_MiB"]) - 4 * result
+        twice = alone + own["saved_activations_MiB"]
+        assert twice == pytest.approx(float(row["backward_peak_MiB"]), rel=5e-6, abs=_SCALARS_MIB)
+
+
+_SCALARS_MIB = 0.002
+"""What the scalars of a loss may take, in blocks of 512 B."""
+
+_ATTENTION = ("d_model", "seq_len", "implementation")
+
+
+def _published(name: str) -> list[dict[str, str]]:
+    with (Path(__file__).parent / "tables" / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _memory(row: dict[str, str]) -> tuple[dict[str, float], float]:
+    """Return a row's MiB, with the workspace of the thread that runs backward, and the MiB of one result."""
+    memory = {key: float(value) for key, value in row.items() if key.endswith("_MiB") and value}
+    result = 8 * int(row["seq_len"]) * int(row["d_model"]) * 4 / 2**20
+    between = memory["mem_before_backward_MiB"] - memory["mem_after_inputs_MiB"]
+    return memory | {"backward_workspace_MiB": between - memory["saved_activations_MiB"] - result}, result
+
+
 def _is_number(text: str) -> bool:
     return re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", text) is not None
 
