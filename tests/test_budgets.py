@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import pickle
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from profkit.analysis.compare.capture import open_capture
 from profkit.analysis.efficiency.result import EfficiencyResult
 from profkit.errors import UsageError
 from profkit.run_directory import NSYS_EXPORT, SNAPSHOT
+from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.conftest import ROOT
 from tests.memory_captures import Training
 from tests.step_builder import ADD, NVJET, SGEMM, SUM, Step, write_steps
@@ -265,6 +267,36 @@ def test_a_higher_peak_than_the_baselines(tmp_path: Path) -> None:
     assert not line(after, Budgets(), baseline=before).held
     assert line(before, Budgets(), baseline=after).held
     assert line(before, Budgets(), baseline=before).held
+
+
+def placed(folder: Path, name: str, first_segment_at: int) -> Path:
+    """Write a program's snapshot; its first segment, of 20 MiB, lies at a given address, all others from 2⁴⁰ on."""
+    allocator = ReferenceAllocator()
+    allocator.free_addresses.insert(0, (first_segment_at, first_segment_at + 20 * MIB))
+    allocator.record()
+    p, q, _ = (allocator.malloc(int(size * MIB)) for size in (4.5, 6, 9.5))
+    s, _, _ = (allocator.malloc(int(size * MIB)) for size in (6, 4.5, 9.5))
+    allocator.free(q)
+    allocator.free(s)
+    allocator.malloc(6 * MIB)
+    allocator.free(p)
+    # If s was taken p and q are one block of 10.5 MiB, too near in size to be split: it is given whole.
+    allocator.malloc(int(9.8 * MIB))
+    allocator.malloc(20 * MIB)
+    (folder / name).write_bytes(pickle.dumps(allocator.snapshot()))
+    return folder / name
+
+
+def test_the_same_program_placed_elsewhere_is_no_higher_peak(tmp_path: Path) -> None:
+    low, high = placed(tmp_path, "low.pickle", 2**39), placed(tmp_path, "high.pickle", 2**52)
+    totals = [open_capture(path).snapshot.memory().totals for path in (low, high)]  # type: ignore[union-attr]
+    assert totals[1].allocated_peak_bytes > totals[0].allocated_peak_bytes
+    found = line(high, Budgets(), baseline=low)
+    assert (found.held, found.measured, found.limit) == (True, *(one.requested_peak_bytes for one in totals[::-1]))
+    assert found.detail == (
+        "requested, by replay; allocated, which placement changes too, "
+        f"{totals[1].allocated_peak_bytes:,} B against {totals[0].allocated_peak_bytes:,} B"
+    )
 
 
 def test_memory_that_one_of_the_two_recorded_is_no_pass(tmp_path: Path, run: Path) -> None:

@@ -89,7 +89,10 @@ for number in range(6):
     optimizer.step()
     print(number, loss.item().hex(), flush=True)
     if number == 3:
-        print("peaks", torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), flush=True)
+        print("requested", torch.cuda.memory_stats()["requested_bytes.all.peak"], flush=True)
+        with open("peaks", "w") as file:
+            # Another process may differ in these: which of two free blocks is taken goes by the driver's addresses.
+            file.write(f"{torch.cuda.max_memory_allocated()} {torch.cuda.max_memory_reserved()}")
 """
 
 DDP = """
@@ -187,12 +190,14 @@ def test_memory_only_is_exact_and_changes_no_loss(place: Path, run: Run, how: st
     assert plain.returncode == 0, plain.stderr
     done = run(*_profkit("--memory-only"), "train.py", how)
     assert done.returncode == 0, done.stderr
-    assert done.stdout[: len(plain.stdout)] == plain.stdout, "losses to the bit, and the allocator's own peaks"
-    _, allocated, reserved = next(line for line in plain.stdout.splitlines() if line.startswith("peaks")).split()
+    assert done.stdout[: len(plain.stdout)] == plain.stdout, "losses to the bit, requested bytes to the byte"
+    _, requested = next(line for line in plain.stdout.splitlines() if line.startswith("requested")).split()
     opened, result = _open(place)
     _assert_exact(result)
-    assert result.totals.allocated_peak_bytes == int(allocated)
-    assert result.totals.reserved_peak_bytes == int(reserved)
+    totals = result.totals
+    assert totals.requested_peak_bytes == int(requested)
+    own = tuple(map(int, (place / "peaks").read_text().split()))
+    assert (totals.allocated_peak_bytes, totals.reserved_peak_bytes) == own
     assert {phase.name for phase in result.phases} >= {"forward", "backward", "optimizer"}
     assert [step.name for step in opened.device().timeline.steps] == ["step 0", "step 1", "step 2", "step 3"]
     by_category = {row.category: row for row in result.composition.by_category}
