@@ -26,6 +26,7 @@ from profkit.analysis.efficiency.verdicts import MOVERS, Roofline, build_rooflin
 from profkit.analysis.opened import read_trace
 from profkit.analysis.range_nodes import build_nodes
 from profkit.errors import TraceError, UsageError
+from profkit.report.efficiency import books
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -283,6 +284,20 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     (one, step) = result.inflation
     assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)
     assert (step.phase, step.cost) == ("step", 0.25)
+
+
+def test_waiting_for_launches_is_told_where_it_is_much_and_not_the_most(tmp_path: Path) -> None:
+    """Of 1,600 ns without a profiler the steps' idle parts have 480, and 865 of 880 recorded ones were launching."""
+    result = read_trace(_run(tmp_path)).efficiency()
+    rows = _rows(result)
+    assert rows["step *"].launching_share == pytest.approx(480 * 865 / 880 / 1_600)
+    assert rows["step */forward"].launching_share == pytest.approx(475 / 6 / 400)
+    told = "bound by the largest part of its time; waiting for launches too: step * 29.5%, backward 20.9%"
+    assert told in books(result)
+    bare = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
+    assert _rows(bare)["step */forward"].verdict == "launch-bound"
+    (line,) = [line for line in books(bare) if "waiting for launches too" in line]
+    assert line.endswith("too: step * 43.2%, layer * 45.8%, backward 32.5%"), "not forward, whose verdict says so"
 
 
 def test_launch_bound_ranges_are_warned_of(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def books(result: EfficiencyResult) -> list[str]:
         lines.append("bound by memory: most kernel time moves data, or even a perfect kernel would wait for it")
     else:
         lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
-    lines += [_inflation_words(one) for one in result.inflation if one.phase == STEP]
+    lines += [*_launch_words(result), *(_inflation_words(one) for one in result.inflation if one.phase == STEP)]
     if any(step.communication_ns for step in result.steps):
         lines.append("waiting: before the last rank had come to the collective; – where the trace holds one rank alone")
     return lines
@@ -118,6 +118,25 @@ _SOURCES = {
     "counted": "torch's count of one step",
     "payload": "what the ranges carry",
 }
+
+
+def _launch_words(result: EfficiencyResult) -> list[str]:
+    """Say what waits much for launches though that is not its verdict: faster kernels alone gain less there."""
+    waiting = [
+        f"{row.name} {format_share(share)}"
+        for row in result.ranges
+        if row.verdict != _LAUNCH_BOUND and (share := row.launching_share or 0.0) >= _MUCH
+    ]
+    if not waiting:
+        return []
+    more = f", {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
+    return [f"bound by the largest part of its time; waiting for launches too: {', '.join(waiting[:_NAMED])}{more}"]
+
+
+_LAUNCH_BOUND = "launch-bound"
+_MUCH = 0.2
+"""The share of a range's time that waiting for launches must have to be told where it is not the largest."""
+_NAMED = 3
 
 
 def _inflation_words(one: Inflation) -> str:

@@ -61,9 +61,15 @@ class GpuParts:
 
     def idle_share_at(self, factor: float) -> float:
         """Return the idle share if only this part of the idle time were there: 0 to 1."""
-        idle_ns = self.idle_ns * factor
-        whole = self.span_ns - self.idle_ns + idle_ns
-        return idle_ns / whole if whole else 0.0
+        return self._share_at(self.idle_ns, factor)
+
+    def launching_share_at(self, factor: float) -> float:
+        """Return the share that is idle while the host launches, if only this part of all idle time were there."""
+        return self._share_at(self.launching_ns, factor)
+
+    def _share_at(self, idle_part_ns: int, factor: float) -> float:
+        whole = self.busy_ns + self.idle_ns * factor
+        return idle_part_ns * factor / whole if whole else 0.0
 
     def to_dict(self) -> dict[str, int]:
         """Return the parts, and the two sums of them."""

@@ -61,6 +61,12 @@ class EfficiencyRow:
         """The idle share without a profiler, where that is known; else the recorded one."""
         return self.idle_share if self.clean_idle_share is None else self.clean_idle_share
 
+    @property
+    def launching_share(self) -> float | None:
+        """The share of its time on the GPU that is idle while the host launches, without a profiler where known."""
+        factor = 1.0 if self.idle_factor is None else self.idle_factor
+        return None if self.gpu is None else self.gpu.launching_share_at(factor)
+
 
 @dataclass(frozen=True)
 class Inflation:
