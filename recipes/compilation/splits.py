@@ -1,4 +1,4 @@
-"""Why eager attention launches more kernels at a long sequence: a score matrix that 32 bits do not address."""
+"""Why eager attention launches more kernels at a long sequence: a score matrix over 2 GiB is computed in parts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from recipes.compilation.cells import ATTENTION
 from recipes.compilation.pairs import Pair, is_of_gpu
 from recipes.compilation.work import launchers_of
 
-_ADDRESSED = 2**31
+_MOST_BYTES = 2**31
+"""Of a part: its last item, of 2 bytes or more, then begins at an offset that a signed 32-bit integer holds."""
 
 
 def tell_splits(pairs: Sequence[Pair]) -> Iterator[str]:
     """Yield, where the counts show it, that attention launches kernels in parts, beside a length at which it does not.
 
-    ATen's element-wise kernels and reductions address their operands in bytes by 32 bits: one that reaches further is
-    halved until each part does not (``TensorIteratorBase::can_use_32bit_indexing`` and ``with_32bit_indexing``).
+    ATen's element-wise kernels and reductions hold an item's offset in bytes in a signed 32-bit integer: what has
+    larger ones is halved until no part has (``TensorIteratorBase::can_use_32bit_indexing`` and
+    ``with_32bit_indexing``).
     """
     rows = [pair.eager for pair in pairs if pair.eager["what"] == ATTENTION and is_of_gpu(pair.eager)]
     told: dict[tuple[str, str], list[str]] = {}
@@ -47,8 +49,8 @@ def _compare(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str
         f"Eager attention, {row['passes']}, {row['dtype']}, of d_model",
         f"launches {row['kernels']} kernels at sequence {length} and {other['kernels']} at {other['length']}: a score "
         f"matrix of {row['batch']} × {length}² = {elements:,} elements is {format_bytes(_score_bytes(row))}, and what "
-        "ATen computes element by element, or reduces, it does in parts whose bytes 32 bits address, under 2 GiB each, "
-        f"here {parts}. So it launches {listed}{kept}.",
+        "ATen computes element by element, or reduces, it does in parts of at most 2 GiB, whose byte offsets fit a "
+        f"signed 32-bit integer, here {parts}. So it launches {listed}{kept}.",
     )
 
 
@@ -61,9 +63,9 @@ def _score_bytes(row: Mapping[str, Any]) -> int:
 
 
 def _count_parts(row: Mapping[str, Any]) -> int:
-    """Return into how many equal parts a score matrix is halved until 31 bits are enough for its last byte."""
+    """Return into how many equal parts a score matrix is halved until its byte offsets fit; 2 GiB still do."""
     parts = 1
-    while _score_bytes(row) > parts * _ADDRESSED:
+    while _score_bytes(row) > parts * _MOST_BYTES:
         parts *= 2
     return parts
 
