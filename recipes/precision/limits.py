@@ -26,6 +26,8 @@ LIMITS = (
     *ERRORS,
     *(f"{share}_{name}" for share in ("zero_outputs", "squares_lost") for name in SCALES),
 )
+_ALL_DIGITS = 17
+"""As many tell every double from its neighbours."""
 _INPUTS = (
     f"The data are {ROWS} rows of {FEATURES:,} normally distributed numbers, times "
     + ", ".join(f"{scale:g} ({name.replace('_', ' ')})" for name, scale in SCALES.items())
@@ -59,8 +61,8 @@ def conclude(row: Found) -> list[str]:
         f"{dtype}, the square: {square}; LayerNorm of large data {_off(row, 'large')}.",
         f"{dtype}, the sum: {MOST:,} ones, added one by one in {dtype}, come to {row['ones_add_up_to']:,.0f}; "
         f"LayerNorm with such sums {_off(row, 'usual' + ONE_BY_ONE)}, with sums in float32 it {_off(row, 'usual')}.",
-        f"{dtype}, epsilon: 1e-5 is stored as {row['epsilon_1e-5']:.6g}, 1e-8 as {row['epsilon_1e-8']:.3g}, and with "
-        f"the latter LayerNorm of a constant row is {_finite(row)}.",
+        f"{dtype}, epsilon: 1e-5 is stored as {_stored(row, '1e-5')}, 1e-8 as {_stored(row, '1e-8')}, and with the "
+        f"latter LayerNorm of a constant row is {_finite(row)}.",
         f"{dtype}, small squares, epsilon 1e-5: {'; '.join(_small(row, name) for name in ('near_epsilon', 'small'))}.",
     ]
 
@@ -96,6 +98,13 @@ def _off(row: Found, data: str) -> str:
     return f"is off by {error:.2g}" + ": all that comes out is 0" * (zeros == 1)
 
 
+def _stored(row: Found, written: str) -> str:
+    """Return what is stored of an epsilon, in 6 digits, or as many more as tell it from what was written."""
+    stored = row[f"epsilon_{written}"]
+    shown = (f"{stored:.{digits}g}" for digits in range(6, _ALL_DIGITS))
+    return next((text for text in shown if float(text) != float(written)), repr(stored))
+
+
 def _finite(row: Found) -> str:
     return "finite" if row["constant_row_with_epsilon_1e-8"] else "not finite"
 
@@ -115,8 +124,8 @@ def _told_share(row: Found, key: str) -> str:
 _LINES: dict[str, Any] = {
     "least whole number whose square overflows": lambda row: row["square_overflows_from"] or f"none up to {MOST:,}",
     f"{MOST:,} ones come to": lambda row: f"{row['ones_add_up_to']:,.0f}",
-    "1e-5 is stored as": lambda row: f"{row['epsilon_1e-5']:.6g}",
-    "1e-8 is stored as": lambda row: f"{row['epsilon_1e-8']:.6g}",
+    "1e-5 is stored as": lambda row: _stored(row, "1e-5"),
+    "1e-8 is stored as": lambda row: _stored(row, "1e-8"),
     "a constant row with epsilon 1e-8": _finite,
     **{f"error: {words}": lambda row, key=key: _told_error(row, key) for key, words in ERRORS.items()},
     **{

@@ -10,8 +10,10 @@ import torch
 from recipes.autocast_dtypes import CELLS, observe, report
 from recipes.precision.inputs import FLOAT32, KEEPS, LOWER, MIXED
 from recipes.precision.layer_norm import layer_norm
-from recipes.precision.limits import compare, conclude, draw_errors
+from recipes.precision.limits import compare, conclude, describe_limits, draw_errors
 from recipes.precision.operators import classify, classify_operators
+
+_EPSILONS = ("1e-5", "1e-8")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,25 @@ def test_the_conclusions_follow_the_numbers(rows: dict[str, dict[str, Any]]) -> 
     assert "the square is gone, a small epsilon survives" in said
     assert said.endswith("times as far off: these still want float32.")
     assert compare(rows["bfloat16"], rows["bfloat16"]).endswith("1 times as far off: these too are better.")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "larger", "smaller"),
+    [
+        ("float16", "1.00136e-05", "0"),
+        ("bfloat16", "1.00136e-05", "1.00117e-08"),
+        ("float32", "9.9999997e-06", "9.9999999e-09"),  # six digits would say 1e-05 and 1e-08
+        ("float64", "1e-05", "1e-08"),
+    ],
+)
+def test_an_epsilon_is_shown_as_it_is_stored_and_alike_in_sentence_and_table(
+    rows: dict[str, dict[str, Any]], dtype: str, larger: str, smaller: str
+) -> None:
+    stored = {f"epsilon_{text}": torch.tensor(float(text), dtype=getattr(torch, dtype)).item() for text in _EPSILONS}
+    row = {**rows["float32"], "dtype": dtype, **stored}
+    assert f"{dtype}, epsilon: 1e-5 is stored as {larger}, 1e-8 as {smaller}, and with" in conclude(row)[2]
+    text = "\n".join(describe_limits([row]))
+    assert f"| 1e-5 is stored as | {larger} |\n| 1e-8 is stored as | {smaller} |" in text
 
 
 def test_the_report_shows_them(rows: dict[str, dict[str, Any]]) -> None:
