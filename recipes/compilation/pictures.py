@@ -124,6 +124,7 @@ def draw_kernels(pairs: Sequence[Pair]) -> Figure:
         panel.set_yticks(range(len(some)), [_label(pair) for pair in some], fontsize=8)
         panel.invert_yaxis()
         panel.margins(x=0.12)
+        panel.set_xlabel(f"{noun.lower()} a step")
         panel.set_title(what, fontsize=10)
         panel.xaxis.grid(True, color="#E5E5E5")
         panel.set_axisbelow(True)

@@ -33,6 +33,7 @@ from recipes.compilation.pairs import (
     measure_speedup,
     steps_to_break_even,
 )
+from recipes.compilation.pictures import draw_kernels
 from recipes.compilation.report import remark, report, say_kernels, say_speed
 from recipes.compilation.work import kernels_of, launchers_of, read_work, split_operators, total
 from recipes.compile_speedup import RECIPE, choose_cases, main
@@ -382,6 +383,18 @@ def test_kernel_time_is_drawn_beside_wall_time_and_widths_beside_each_other() ->
     assert [line.get_ydata()[0] for line in diamonds] == [pytest.approx(2.0)] * 2
     first, second = sorted(line.get_xdata()[0] for line in diamonds)
     assert 0.9 * 1024 < first < 1024 < second < 1.1 * 1024
+
+
+@pytest.mark.parametrize(("measure", "label"), [("gpu-kernel", "kernels a step"), ("cpu-operator", "operators a step")])
+def test_the_bars_of_each_panel_say_what_they_count(measure: str, label: str) -> None:
+    pairs = [_pair(), _pair()]
+    for pair in pairs:
+        for row in (pair.eager, pair.compiled):
+            row["measure"] = measure
+    for row in (pairs[0].eager, pairs[0].compiled):
+        row.update(_attention(d_model=16, length=1024, mode=row["mode"]))
+    panels = draw_kernels(pairs).axes
+    assert [(panel.get_title(), panel.get_xlabel()) for panel in panels] == [("model", label), ("attention", label)]
 
 
 def test_a_size_that_one_kind_of_step_lacks_is_said_to_have_no_figure() -> None:
