@@ -12,7 +12,7 @@ from recipes.common.launches import BUSY
 from recipes.common.recipe import OK
 from recipes.common.tables import DASH
 from recipes.nsight.cells import INFERENCE, TRAIN
-from recipes.nsight.commands import find_templates, show_clock, show_walls
+from recipes.nsight.commands import find_templates, show_clock, show_kernels, show_walls
 from recipes.nsight.words import (
     DOING,
     Answer,
@@ -38,20 +38,33 @@ _APART = 0.20
 class Ratio:
     """A phase's time by the trace over Python's without a profiler, and what there is to doubt about it.
 
-    ``busy`` is the kernel time over the unprofiled time, ``busy_recorded`` over that by the trace; None where the
-    kernel time is not known, or where there is no GPU. ``is_uneven`` says that the recorded or the unprofiled samples
-    range over more than a fifth of their median. ``low`` is the shortest recorded sample over the longest unprofiled
-    one, ``high`` the longest over the shortest.
+    ``kernels_ms`` is the phase's kernel time; None where it is not known, or where there is no GPU. ``holds_loss`` says
+    that it is backward's with the loss's: then it is at most that, and so is the share of a time that kernels fill.
+    ``is_uneven`` says that the recorded or the unprofiled samples range over more than a fifth of their median. ``low``
+    is the shortest recorded sample over the longest unprofiled one, ``high`` the longest over the shortest.
     """
 
     row: Measured
     phase: str
     value: float
-    busy: float | None
-    busy_recorded: float | None
+    kernels_ms: float | None
+    holds_loss: bool
     is_uneven: bool
     low: float
     high: float
+
+    @property
+    def busy(self) -> float | None:
+        """The share of the unprofiled time that kernels fill."""
+        return self._fill("clean")
+
+    @property
+    def busy_recorded(self) -> float | None:
+        """The share of the time by the trace that kernels fill."""
+        return self._fill("recorded")
+
+    def _fill(self, kind: str) -> float | None:
+        return None if self.kernels_ms is None else self.kernels_ms / float(self.row[f"{self.phase}_{kind}_ms"])
 
     @property
     def is_launch_bound(self) -> bool:
@@ -84,17 +97,29 @@ def find_ratios(rows: Sequence[Measured], passes: str, phase: str) -> list[Ratio
 def compare_times(row: Measured, phase: str) -> Ratio:
     """Return the ratio of a row's phase."""
     recorded, clean = (row[f"{phase}_{kind}_samples_ms"] for kind in ("recorded", "clean"))
-    kernels = row.get(f"{phase}_kernel_ms") if row.get("measure") == "gpu-kernel" else None
+    kernels_ms, holds_loss = find_kernel_time(row, phase) if row.get("measure") == "gpu-kernel" else (None, False)
     return Ratio(
         row=row,
         phase=phase,
         value=row[f"{phase}_ratio"],
-        busy=None if kernels is None else kernels / row[f"{phase}_clean_ms"],
-        busy_recorded=None if kernels is None else kernels / row[f"{phase}_recorded_ms"],
+        kernels_ms=kernels_ms,
+        holds_loss=holds_loss,
         is_uneven=any(max(some) - min(some) > UNEVEN * median(some) for some in (recorded, clean)),
         low=min(recorded) / max(clean),
         high=max(recorded) / min(clean),
     )
+
+
+def find_kernel_time(row: Measured, phase: str) -> tuple[float | None, bool]:
+    """Return a phase's kernel time in ms, None where it is not known, and whether it holds the loss's too.
+
+    Rows of earlier captures have none of backward's own: there it is what forward, loss and backward have, less
+    forward's.
+    """
+    known, forward, both = (row.get(key) for key in (f"{phase}_kernel_ms", "forward_kernel_ms", "forward_backward"))
+    if known is not None or phase != BACKWARD or forward is None or not both or not both["instances"]:
+        return known, False
+    return both["total_ns"] / both["instances"] / 1e6 - forward, True
 
 
 def answer_times(rows: Sequence[Measured]) -> Answer:
@@ -111,6 +136,7 @@ def answer_times(rows: Sequence[Measured]) -> Answer:
         commands=[
             *find_templates(told, lambda row: [show_walls(row, FORWARD)]),
             *find_templates((ratio.row for ratio in ratios if ratio.phase == BACKWARD), _show_backward),
+            *find_templates((ratio.row for ratio in ratios if ratio.holds_loss), _show_both),
             *find_templates(told, lambda row: [show_clock(row)]),
         ],
     )
@@ -118,6 +144,10 @@ def answer_times(rows: Sequence[Measured]) -> Answer:
 
 def _show_backward(row: Measured) -> list[str]:
     return [show_walls(row, BACKWARD)]
+
+
+def _show_both(row: Measured) -> list[str]:
+    return [show_kernels(row, row["forward_backward"], "--per-instance", "--top", "1")]
 
 
 def _summarize(rows: Sequence[Measured], ratios: Sequence[Ratio]) -> Iterator[str]:
@@ -140,18 +170,23 @@ def _summarize(rows: Sequence[Measured], ratios: Sequence[Ratio]) -> Iterator[st
         if telling:
             yield (
                 f"Where kernels have {BUSY:.0%} or more of both, and samples range over no more than {UNEVEN:.0%} of "
-                f"their median, they are {_extent(telling)} ({len(telling)} of {count}{aside})."
+                f"their median, they are {_extent(telling)} ({len(telling)} of {count}{_count_bounds(telling)}{aside})."
             )
         if slowed:
             yield (
                 f"Where they have that of the unprofiled time alone they are {_extent(slowed)} ({len(slowed)} of "
-                f"{count}): while recording, launches came too slowly to keep the GPU busy."
+                f"{count}{_count_bounds(slowed)}): while recording, launches came too slowly to keep the GPU busy."
             )
     elif telling and len(telling) < len(ratios):
         yield (
             f"Where samples range over no more than {UNEVEN:.0%} of their median they are {_extent(telling)} "
             f"({len(telling)} of {count}{aside})."
         )
+
+
+def _count_bounds(ratios: Sequence[Ratio]) -> str:
+    count = sum(ratio.holds_loss for ratio in ratios)
+    return f", {count} of them of backward, whose kernel time holds the loss's" if count else ""
 
 
 def _is_apart(inference: Measured, training: Measured) -> bool:
@@ -202,6 +237,11 @@ def _explain(ratios: Sequence[Ratio]) -> str:
             f"In brackets how much of the unprofiled time is kernel time. \\*: under {BUSY:.0%}, so that launches "
             f"bound the steps and the host's speed decides. ‡: that of the recorded time alone is under {BUSY:.0%}. "
         )
+    if any(ratio.holds_loss for ratio in ratios):
+        text += (
+            "≤: backward's kernel time is what forward, loss and backward have, less forward's; it holds the loss's "
+            "few kernels, so backward's own fill that much at most. "
+        )
     return f"{text}†: recorded or unprofiled samples range over more than {UNEVEN:.0%} of their median."
 
 
@@ -221,15 +261,16 @@ def _show(row: Measured | None, phase: str) -> str:
         return DASH if row is None or row["status"] == OK else row["status"]
     ratio = compare_times(row, phase)
     marks = "*" * ratio.is_launch_bound + "‡" * ratio.is_slowed + "†" * ratio.is_uneven
-    busy = "" if row.get("measure") != "gpu-kernel" else f" ({DASH if ratio.busy is None else f'{ratio.busy:.0%}'})"
-    return f"{ratio.value:.2f}{busy}{marks}"
+    busy = DASH if ratio.busy is None else f"{'≤' * ratio.holds_loss}{ratio.busy:.0%}"
+    return f"{ratio.value:.2f}{f' ({busy})' * (row.get('measure') == 'gpu-kernel')}{marks}"
 
 
 def tell_times(ratio: Ratio) -> str:
     """Return the times behind a ratio, with the samples' ranges."""
     row, phase = ratio.row, ratio.phase
     recorded, clean = (row[f"{phase}_{kind}_samples_ms"] for kind in ("recorded", "clean"))
-    kernels = "" if ratio.busy is None else f"; its kernels take {ms(row[f'{phase}_kernel_ms'])}"
+    owner = "its kernels and the loss's" if ratio.holds_loss else "its kernels"
+    kernels = "" if ratio.kernels_ms is None else f"; {owner} take {ms(ratio.kernels_ms)}"
     return (
         f"{describe(row)}, {DOING[row['passes']]}: `{phase}` took {ms(row[f'{phase}_recorded_ms'])} by "
         f"{profiler_name(row)} (wall time of the range, median of {len(recorded)} steps, {_range(recorded)}), "

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from matplotlib.collections import LineCollection
+from matplotlib.collections import LineCollection, PathCollection
 
 from profkit import read_trace
 from profkit.errors import RunError, ToolError, UsageError
@@ -227,6 +227,77 @@ def test_a_ratio_shows_what_there_is_to_doubt_about_it(
     known = _timed(small_row, (10, 10), (10, 10), forward_kernel_ms=9, context=8)
     said = " ".join(answer_times([row, known]).short)
     assert ("; of 1 the kernel time is not known)" in said) is (kernel_ms is None)
+
+
+def _old(row: dict[str, Any], recorded: float = 62.0, clean: float = 50.0, **more: object) -> dict[str, Any]:
+    """Return a row of training of an earlier version, without backward's kernel time, with some times of backward."""
+    return {
+        **{key: value for key, value in row.items() if key != "backward_kernel_ms"},
+        **{"backward_ratio": recorded / clean, "backward_recorded_ms": recorded, "backward_clean_ms": clean},
+        **{"backward_recorded_samples_ms": [recorded] * 3, "backward_clean_samples_ms": [clean] * 3, **more},
+    }
+
+
+def test_backwards_kernel_time_is_at_most_what_is_left_without_forward(
+    small_row: dict[str, Any], ask: Callable
+) -> None:
+    old = _old(small_row)
+    ratio = compare_times(old, "backward")
+    assert ratio.kernels_ms == pytest.approx((53_662_772 - 17_849_383) / 2e6)  # as the commands below print them
+    assert (ratio.busy, ratio.busy_recorded) == pytest.approx((ratio.kernels_ms / 50, ratio.kernels_ms / 62))
+    own = compare_times(small_row, "backward")
+    assert (ratio.holds_loss, own.holds_loss) == (True, False)
+    forward, _, both, loss = (
+        sum(step["kernel_time_ns"] for step in ask(words)["per_instance"]) / 2e6
+        for words in (
+            *_commands(answer_times([old])),
+            shlex.split("kernels captures/small --range 'step */loss' --per-instance"),
+        )
+    )
+    assert ratio.kernels_ms == pytest.approx(both - forward)
+    assert own.kernels_ms == pytest.approx(ratio.kernels_ms - loss)
+    assert 0 < loss < 0.1
+    assert tell_times(ratio).endswith("; its kernels and the loss's take 17.91 ms.")
+    assert tell_times(own).endswith("; its kernels take 17.86 ms.")
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [{"forward_backward": None}, {"forward_kernel_ms": None}, {"forward_backward": {"instances": 0, "total_ns": 9}}],
+)
+def test_backwards_kernel_time_is_not_known_where_a_part_is_missing(
+    small_row: dict[str, Any], missing: dict[str, Any]
+) -> None:
+    row = _old(small_row, **missing)
+    ratio = compare_times(row, "backward")
+    assert (ratio.kernels_ms, ratio.busy, ratio.is_unknown, ratio.is_doubtful) == (None, None, True, False)
+    answer = answer_times([row])
+    assert answer.blocks[1].splitlines()[-1] == "| training, backward | 256 | 1.24 (—) |"
+    assert "≤" not in "".join(answer.blocks)
+    assert "--exclude" not in " ".join(answer.commands)
+    operators = compare_times({**_old(small_row), "measure": "cpu-operator"}, "backward")
+    assert (operators.kernels_ms, operators.holds_loss, operators.is_unknown) == (None, False, False)
+
+
+def test_backward_is_marked_counted_and_drawn_by_the_kernel_time_with_the_loss(small_row: dict[str, Any]) -> None:
+    rows = [
+        _old(small_row, *times, context=context)
+        for context, times in ((128, (40.0, 30.0)), (256, (25.0, 20.0)), (512, (20.0, 19.0)))
+    ]
+    answer = answer_times(rows)
+    assert [line.split(" | ")[2] for line in answer.blocks[1].splitlines()[-3:]] == [
+        r"1.33 (≤60%)\* |",
+        "1.25 (≤90%)‡ |",
+        "1.05 (≤94%) |",
+    ]
+    assert "it holds the loss's few kernels, so backward's own fill that much at most" in answer.blocks[0]
+    last, slowed = answer.short[2:4]
+    aside = "(1 of 6 ratios, 1 of them of backward, whose kernel time holds the loss's)"
+    assert f"they are 1.05 (small, context 512) {aside}." in last
+    assert f"they are 1.25 (small, context 256) {aside}: while recording" in slowed
+    (points,) = [one for one in draw_ratios(rows).axes[1].collections if isinstance(one, PathCollection)]
+    white = [bool((colour == 1).all()) for colour in points.get_facecolor()]
+    assert white == [True, True, False]
 
 
 def test_inference_is_summed_up_with_what_its_ratios_rest_on(small_row: dict[str, Any]) -> None:
