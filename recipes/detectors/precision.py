@@ -12,6 +12,8 @@ from recipes.detectors.tables import BenchmarkTable
 from recipes.detectors.times import JUDGED_PHASES, LARGER
 
 _NARROW, _WIDE = {"bf16", "bfloat16"}, {"fp32", "float32", "tf32"}
+_SLOWER = 1.05
+"""How many times as long is slower: what kernels bound differs by up to 1 % between processes alike, on an H200."""
 _BOUND = 0.5
 """The power of a size below which time follows launches: work that fills the device grows with the size itself."""
 
@@ -32,7 +34,10 @@ _Slower = dict[str, tuple[float, bool]]
 
 
 def find_slower_in_bf16(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
-    """Note rows that are slower in bf16 than in float32, or else than in TF32, phase by phase, and why that may be."""
+    """Note rows that are over 5 % slower in bf16 than in float32, or else than in TF32, phase by phase, and why.
+
+    A phase that takes as long in both within that is not told of, though another of its row is.
+    """
     narrow, wide = _split_by_dtype(tables)
     lines = {id(table): list(lines_by_size(table)) for table in tables}
     for labels, mine in narrow:
@@ -92,7 +97,7 @@ def _compare(mine: _Timed, others: Sequence[_Timed]) -> _Slower:
             # Slower than float32 is slower than TF32 too.
             (other.is_tf32, other.seconds[phase])
             for other in others
-            if phase in other.seconds and other.seconds[phase] < seconds
+            if phase in other.seconds and seconds > _SLOWER * other.seconds[phase]
         ]
         if faster:
             is_tf32, least = min(faster)
