@@ -85,7 +85,7 @@ def recognize(heading: str) -> Role:
     if unit in BYTES or (unit is None and _MEMORY & set(words)):
         return Role("memory", unit, statistic=statistic, base=base)
     if unit in SECONDS or _LOCATIONS & set(words) or _DEVIATIONS & set(words):
-        return Role("time", unit, _phase_of(set(rest)), statistic, base, bool(_MEANS & set(rest)))
+        return Role("time", unit, phase_of(set(rest)), statistic, base, bool(_MEANS & set(rest)))
     return Role(_kind_of(set(words)), base=tuple(words))
 
 
@@ -98,7 +98,8 @@ def _kind_of(words: set[str]) -> Quantity:
     return "number" if _COUNTED & words else "label"
 
 
-def _phase_of(words: set[str]) -> Phase | None:
+def phase_of(words: set[str]) -> Phase | None:
+    """Return the phase that some words name, in lower case: ``fwd``, ``step``."""
     forward, backward = bool(words & _FORWARD), bool(words & _BACKWARD)
     if forward or backward:
         return "forward+backward" if forward and backward else "forward" if forward else "backward"

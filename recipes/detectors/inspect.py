@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from recipes.detectors import across, claims, memory, precision, times, units
+from recipes.detectors import across, claims, memory, passes, precision, times, units
 from recipes.detectors.finding import Finding
 from recipes.detectors.tables import BenchmarkTable
 
@@ -15,6 +15,7 @@ OF_ONE: tuple[Callable[[BenchmarkTable], Iterator[Finding]], ...] = (
     times.find_subtraction,
     times.find_identical_columns,
     times.find_falling_times,
+    passes.find_disagreeing_passes,
     memory.find_zero_memory,
     memory.find_negative_memory,
     memory.find_carried_over,

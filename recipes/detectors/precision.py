@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from recipes.detectors.columns import Phase
 from recipes.detectors.finding import Finding
 from recipes.detectors.sizes import Line, lines_by_size
 from recipes.detectors.tables import BenchmarkTable
-from recipes.detectors.times import JUDGED_PHASES, LARGER
+from recipes.detectors.times import LARGER, seconds_by_phase
 
 _NARROW, _WIDE = {"bf16", "bfloat16"}, {"fp32", "float32", "tf32"}
 _SLOWER = 1.05
@@ -24,12 +25,12 @@ class _Timed:
 
     table: BenchmarkTable
     row: int
-    seconds: dict[str, float]
+    seconds: dict[Phase, float]
     is_tf32: bool
 
 
 Labels = tuple[tuple[str, str], ...]
-_Slower = dict[str, tuple[float, bool]]
+_Slower = dict[Phase, tuple[float, bool]]
 """By phase: the seconds that a wider type takes, and whether that is TF32."""
 
 
@@ -67,7 +68,7 @@ def _split_by_dtype(
         for row in range(len(table.rows)):
             labels = tuple(table.labels(row, without=[dtype]).items())
             name = table.rows[row][dtype].strip().lower()
-            timed = _Timed(table, row, _seconds(table, row), name == "tf32")
+            timed = _Timed(table, row, seconds_by_phase(table, row), name == "tf32")
             if name in _NARROW:
                 narrow.append((labels, timed))
             elif name in _WIDE:
@@ -77,16 +78,6 @@ def _split_by_dtype(
 
 def _dtype_of(table: BenchmarkTable) -> str | None:
     return next((heading for heading in table.headings if heading.lower() in ("dtype", "precision")), None)
-
-
-def _seconds(table: BenchmarkTable, row: int) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for phase in JUDGED_PHASES:
-        for heading in table.columns("time", phase)[:1]:
-            value = table.values(heading)[row]
-            if value is not None and value > 0:
-                found[phase] = value * table.roles[heading].seconds
-    return found
 
 
 def _compare(mine: _Timed, others: Sequence[_Timed]) -> _Slower:
@@ -111,7 +102,7 @@ def _say_bound(mine: _Timed, slower: _Slower, lines: Sequence[Line]) -> str | No
     for line in lines:
         size = next((size for size, row in line.points if row == mine.row), None)
         for other_size, other in line.points if size else ():
-            theirs = _seconds(mine.table, other)
+            theirs = seconds_by_phase(mine.table, other)
             for phase in slower.keys() & theirs.keys():
                 pair = sorted(((size or 0.0, mine.seconds[phase], mine.row), (other_size, theirs[phase], other)))
                 growth, times = pair[1][0] / pair[0][0], pair[1][1] / pair[0][1]

@@ -127,6 +127,17 @@ def _pairs_by_size(table: BenchmarkTable, heading: str) -> Iterator[tuple[int, f
                 yield row, before, f"{line.named_by} {table.rows[larger[0]][line.named_by].strip()}", larger[1]
 
 
+def seconds_by_phase(table: BenchmarkTable, row: int) -> dict[Phase, float]:
+    """Return what forward, backward and the step of a row take, of those that it has, in seconds."""
+    found: dict[Phase, float] = {}
+    for phase in JUDGED_PHASES:
+        for heading in table.columns("time", phase)[:1]:
+            value = table.values(heading)[row]
+            if value is not None and value > 0:
+                found[phase] = value * table.roles[heading].seconds
+    return found
+
+
 def ratios_by_row(table: BenchmarkTable) -> dict[int, tuple[float, float]]:
     """Return backward over forward and forward in seconds, of the rows that have both, by row."""
     forward, backward = table.columns("time", "forward"), table.columns("time", "backward")
