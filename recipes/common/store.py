@@ -20,6 +20,7 @@ from recipes.common.recipe import Row, identify
 
 CELLS = "cells.jsonl"
 MANIFEST = "manifest.json"
+_REVISION = "git_revision"
 
 # Results of machines that differ in one of these are not of one table.
 _MUST_AGREE = (
@@ -62,6 +63,8 @@ def open_store(
 ) -> Store:
     """Return what ``directory`` holds of a recipe, ready to be added to, and note this run in its manifest.
 
+    Each run keeps the revision of the code that it was of: what is added later stamps nothing that is there.
+
     Args:
         restart: begin anew; what is there is given up when the first new row is written.
 
@@ -73,19 +76,27 @@ def open_store(
     before = None if restart else _read_manifest(directory)
     if before is not None:
         _require_the_same(directory, before, recipe, machine)
+    command = ["python", "-m", f"recipes.{recipe}", *sys.argv[1:]]
+    run = {"command": command, "started_utc": _now(), _REVISION: git_revision(), **_surroundings()}
     versions = {"profkit": __version__, "python": platform.python_version()}
     manifest = {
         "recipe": recipe,
         "machine": {**machine, "driver": driver_version()},
         "versions": versions,
-        "git_revision": git_revision(),
-        "runs": [] if before is None else before["runs"],
+        "runs": [*([] if before is None else _runs_of(before)), run],
     }
-    command = ["python", "-m", f"recipes.{recipe}", *sys.argv[1:]]
-    manifest["runs"].append({"command": command, "started_utc": _now(), **_surroundings()})
     store = Store(directory, keys, [] if before is None else _read_rows(directory / CELLS, keys), manifest)
     _write_manifest(directory, manifest)
     return store
+
+
+def _runs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs of a manifest, each with its revision.
+
+    Manifests used to have one for all of them; it stands for those without their own.
+    """
+    told = {_REVISION: manifest[_REVISION]} if _REVISION in manifest else {}
+    return [{**told, **run} for run in manifest["runs"]]
 
 
 def _surroundings() -> dict[str, object]:

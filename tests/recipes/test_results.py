@@ -38,6 +38,8 @@ def test_a_manifest_says_on_what_and_how(folder: Path) -> None:
     for run in manifest["runs"]:
         assert run["command"][:3] == ["python", "-m", f"recipes.{folder.name}"]
         assert run["started_utc"]
+        # Older ones have one for all of their runs.
+        assert run.get("git_revision", manifest.get("git_revision"))
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)

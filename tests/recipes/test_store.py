@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from profkit.errors import RunError, UsageError
+from recipes.common import store as stores
 from recipes.common.store import Store, open_store
 
 MACHINE = {
@@ -62,9 +64,42 @@ def test_a_strange_row_is_refused(tmp_path: Path, content: str) -> None:
         _open(tmp_path)
 
 
+def _manifest(tmp_path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((tmp_path / "manifest.json").read_text())
+    return manifest
+
+
 def _run(tmp_path: Path) -> dict[str, object]:
-    run: dict[str, object] = json.loads((tmp_path / "manifest.json").read_text())["runs"][-1]
+    run: dict[str, object] = _manifest(tmp_path)["runs"][-1]
     return run
+
+
+def _revisions(tmp_path: Path) -> list[object]:
+    manifest = _manifest(tmp_path)
+    assert "git_revision" not in manifest
+    return [run["git_revision"] for run in manifest["runs"]]
+
+
+def test_each_run_keeps_the_revision_that_it_was_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for revision in ("aaa", "bbb+", None):
+        monkeypatch.setattr(stores, "git_revision", lambda revision=revision: revision)
+        _open(tmp_path).finish("complete")
+    assert _revisions(tmp_path) == ["aaa", "bbb+", None]
+    monkeypatch.setattr(stores, "git_revision", lambda: "ccc")
+    _open(tmp_path, restart=True)
+    assert _revisions(tmp_path) == ["ccc"]
+
+
+def test_an_old_manifests_one_revision_is_that_of_its_runs_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _open(tmp_path).add({"a": 1, "status": "ok"})
+    manifest = _manifest(tmp_path)
+    runs = [{"command": ["1"]}, {"command": ["2"], "git_revision": "bbb"}]
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "git_revision": "aaa", "runs": runs}))
+    monkeypatch.setattr(stores, "git_revision", lambda: "ccc")
+    assert _open(tmp_path).rows == [{"a": 1, "status": "ok"}]
+    assert _revisions(tmp_path) == ["aaa", "bbb", "ccc"]
 
 
 def test_a_run_says_what_else_its_times_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
