@@ -19,6 +19,12 @@ def fit_exponent(points: Points) -> float | None:
     return float(slope)
 
 
+def round_down(value: int, digits: int) -> int:
+    """Return the greatest whole number up to ``value`` with so many significant digits: 27,800 for 27,895 and 3."""
+    step = 10 ** max(len(str(abs(value))) - digits, 0)
+    return int(value // step * step)
+
+
 def project_limit(points: Points, limit: float) -> int | None:
     """Return the greatest sequence length whose value is within ``limit``; None under 3 points, or without growth.
 

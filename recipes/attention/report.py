@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from profkit.report.formats import Column, Table, render_markdown
-from recipes.attention.growth import fit_exponent, project_limit
+from recipes.attention.growth import fit_exponent, project_limit, round_down
 from recipes.attention.names import BATCH, COMPILED, IMPLEMENTATIONS, MIB, SDPA, WRITTEN
 from recipes.attention.workspace import find_held, workspace_mib
 from recipes.common.pictures import COLOURS, label_plainly, new_figure, with_gaps
@@ -26,6 +26,10 @@ _SHOWN_TO_DETECTORS = (
     *("forward_mean_ms", "forward_std_ms", "backward_mean_ms", "backward_std_ms"),
     *("mem_after_inputs_MiB", "saved_activations_MiB", "forward_peak_MiB", "backward_peak_MiB"),
 )
+
+
+_DIGITS = 3
+"""An extrapolation's: where the memory really ends depends on the allocator too, which the peaks do not know."""
 
 
 def add_growth(rows: Sequence[Row]) -> None:
@@ -124,15 +128,20 @@ def _limits(rows: Sequence[Row], free_bytes: int | None) -> Iterator[str]:
     for (implementation, dtype, d_model), series in _by_series(rows).items():
         points = [(size, max(peaks)) for size, peaks in _peaks(series)]
         limit = None if free_bytes is None else project_limit(points, free_bytes / MIB)
+        limit = None if limit is None else round_down(limit, _DIGITS)
         lines.append({"implementation": implementation, "dtype": dtype, "d_model": d_model, "seq_len": limit})
-    yield "## The sequence length at which the memory ends"
+    yield "## The sequence length at which the memory would end"
     if all(line["seq_len"] is None for line in lines):
         yield "Not projected: that takes measured peaks at three lengths, and this device counts none or too few ran."
         return
     columns = [Column("implementation", "implementation", right=False), Column("dtype", "dtype", right=False)]
-    columns += [Column("d_model", "d_model"), Column("longest seq_len that fits", "seq_len")]
+    columns += [Column("d_model", "d_model"), Column("longest seq_len that would fit", "seq_len")]
     free = f"{(free_bytes or 0) / 2**30:.1f} GiB"
-    yield f"From the measured peaks of forward and backward, to the {free} that were free at first; batch {BATCH}."
+    yield (
+        f"An extrapolation, rounded down to {_DIGITS} digits: from the measured peaks of forward and backward to the "
+        f"{free} that were free at first; batch {BATCH}. Peaks are of what is allocated: what fragmentation takes is "
+        "not in it, so the memory may end earlier."
+    )
     yield render_markdown(build_table(columns, lines))
 
 
