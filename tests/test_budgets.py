@@ -146,6 +146,7 @@ def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
         idle_share = 0.3
         clean_idle_share = None
         mfu = 0.4
+        mfu_steps = "unbroken"
         model_flops = 5
         steps = (1, 2)
         twin = "clean"

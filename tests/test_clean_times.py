@@ -41,6 +41,17 @@ def test_cuda_events_have_a_column_and_the_table_fits() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_unbroken_steps_have_a_line_of_their_own() -> None:
+    manifest = _manifest([404, 444], [612])
+    for step in manifest["clean"]["steps"]:
+        step["forward_event_ns"] = step["forward_ns"] - 3000
+    manifest["clean"]["unbroken"] = [{"step_ns": ns * MS} for ns in (380, 390, 410)]
+    text = render_clean_times(manifest)
+    assert "\nunbroken step: median 390.0 ms, MAD 10.00 ms; 3 more, which wait once\n" in text
+    assert "a step waits for the GPU after each phase; an unbroken one may be faster" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_script_says_where_its_times_come_from() -> None:
     steps = [{"backward_ns": 5 * MS, "optimizer_ns": MS, "step_ns": (10 + i) * MS} for i in range(5)]
     text = render_clean_times({"attached": {"label": "…", "steps": steps[:4]}, "profiled": {"steps": steps[4:]}})

@@ -119,6 +119,28 @@ def test_events_are_merged_into_the_steps(
         }
 
 
+def test_unbroken_steps_wait_once_and_are_as_many_as_the_others(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch, capturing: list[bool]
+) -> None:
+    waits: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    step = TrainingStep(workload, CPU)
+    step.device = CUDA
+    measured = measure_clean(step, CUDA)
+    assert (len(measured.times), len(measured.unbroken), len(measured.losses)) == (12, 12, 4)
+    assert waits == [CUDA] * (12 * 4 + 12), "after each of four phases, and then at the end alone"
+    assert all(list(one) == ["step_ns"] for one in measured.unbroken)
+    step.run_measured()
+    assert len(waits) == 12 * 4 + 12 + 4 * 4, "as before"
+
+
+def test_unbroken_steps_of_contexts_keep_them_apart(workload: Workload) -> None:
+    both = ContextSteps(
+        Workload("tiny", batch=1, context=8, warmup_steps=0, steps=2, device="cpu", contexts=(8, 16)), CPU
+    )
+    assert [one["context"] for one in both.run_unbroken()] == [8, 8, 16, 16]
+
+
 def test_repeated_phases_are_summed_and_captured_ones_left_out(capturing: list[bool]) -> None:
     events = PhaseEvents()
     taken: list[dict[str, Any]] = []

@@ -229,6 +229,22 @@ def test_mfu_is_of_unprofiled_time_and_the_datasheets_peak(tmp_path: Path) -> No
     assert (result.peaks.source, result.peaks.flops_per_s) == ("measured", {"bf16": 1e12})
 
 
+def test_mfu_is_of_unbroken_steps_where_there_are_any(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    assert "MFU is of steps that wait for the GPU after each phase; unbroken ones may have more" in books(
+        read_trace(run).efficiency()
+    )
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["clean"]["unbroken"] = [{"step_ns": ns} for ns in (700, 720, 790)]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    result = read_trace(run).efficiency()
+    assert (result.mfu, result.mfu_steps) == (pytest.approx(9_000 / (720e-9 * 989.5e12)), "unbroken")
+    assert "MFU is of unbroken steps, which wait for the GPU once, at their end" in books(result)
+    # All else is of the steps whose phases were timed, as the recorded ones were.
+    assert result.clean_idle_share == pytest.approx(240 / 800)
+    assert not any("MFU is of" in line for line in books(read_trace(_trace(tmp_path / "t.sqlite")).efficiency()))
+
+
 def test_the_file_of_a_run_knows_its_run(tmp_path: Path) -> None:
     run = _run(tmp_path)
     assert read_trace(run / "trace.sqlite").efficiency().mfu == read_trace(run).efficiency().mfu

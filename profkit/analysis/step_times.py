@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Clock = Literal["wall", "cuda-events"]
 Twin = Literal["clean", "attached"]
+StepKind = Literal["unbroken", "phase by phase", "whole"]
+"""How a step was waited for: at its end, among others that were waited for after each phase; so; or in no other way."""
 
 REST = "rest"
 """What a script's step does outside the phases that were timed: its forward pass, its loss, its data."""
@@ -54,15 +56,33 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of a run's steps, phase by phase, the whole step last; of several contexts one after the other."""
+    """The times of a run's steps, phase by phase, the whole step last; of several contexts one after the other.
+
+    The steps of a built-in model wait for the device after each phase. ``unbroken`` are others of them, by context
+    (None if there is one), that wait at their end alone, as a training loop may. Not every run has them.
+    """
 
     twin: Twin
     phases: tuple[PhaseTimes, ...]
+    unbroken: Mapping[int | None, SampleStatistics]
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data, numbers as they are."""
         rows = [{**asdict(one), "cost": one.cost} for one in self.phases]
-        return {"twin": self.twin, "phases": rows}
+        unbroken = [{"context": context, **asdict(one)} for context, one in self.unbroken.items()]
+        return {"twin": self.twin, "phases": rows, "unbroken": unbroken}
+
+    @property
+    def waits_for_phases(self) -> bool:
+        """Whether the steps of ``phases`` wait for the device after each phase."""
+        return self.twin == "clean" and any(one.phase != STEP for one in self.phases)
+
+    @property
+    def kind(self) -> StepKind:
+        """Which steps MFU is of: unbroken ones where there are any."""
+        if self.unbroken:
+            return "unbroken"
+        return "phase by phase" if self.waits_for_phases else "whole"
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per phase and context; columns such as ``clean_median`` and ``profiled_p90``, in ns."""
@@ -87,7 +107,7 @@ def summarize_step_times(manifest: Mapping[str, Any]) -> StepTimes | None:
     for context in dict.fromkeys(step.get("context") for step in clean):
         mine, theirs = ([step for step in steps if step.get("context") == context] for steps in (clean, profiled))
         phases += _summarize(context, mine, theirs)
-    return StepTimes(twin, tuple(phases)) if phases else None
+    return StepTimes(twin, tuple(phases), _read_unbroken(manifest)) if phases else None
 
 
 def collect_samples(manifest: Mapping[str, Any]) -> tuple[Twin, dict[tuple[int | None, str], list[int]]]:
@@ -99,6 +119,14 @@ def collect_samples(manifest: Mapping[str, Any]) -> tuple[Twin, dict[tuple[int |
         by_phase = _by_phase(mine, _EVENTS) | _by_phase(mine, _WALL)
         samples |= {(context, phase): by_phase[phase] for phase in sorted(by_phase, key=_place)}
     return twin, samples
+
+
+def _read_unbroken(manifest: Mapping[str, Any]) -> dict[int | None, SampleStatistics]:
+    clean = manifest.get("clean")
+    found: dict[int | None, list[int]] = {}
+    for step in clean.get("unbroken", []) if isinstance(clean, dict) else []:
+        found.setdefault(step.get("context"), []).append(step[f"{STEP}{_WALL}"])
+    return {context: summarize_samples(samples) for context, samples in found.items()}
 
 
 def _read_steps(manifest: Mapping[str, Any]) -> tuple[Twin, list[Step], list[Step]]:

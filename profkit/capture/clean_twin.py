@@ -38,28 +38,36 @@ class ObservableSteps(Steps, Protocol):
     def observe(self, observer: StepObserver) -> None:
         """Tell ``observer`` of each phase and step from now on."""
 
+    def run_unbroken(self) -> list[dict[str, int]]:
+        """Run as many steps again, each waited for at its end alone, and return each one's ``step_ns``."""
+
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured steps' times in ns and losses, and what happened within them that makes a step slow."""
+    """The measured steps' times in ns and losses, and what happened within them that makes a step slow.
+
+    ``unbroken`` are the times of further steps that wait for the device once, at their end.
+    """
 
     times: list[dict[str, int]]
     losses: list[float]
     during: dict[str, int]
+    unbroken: list[dict[str, int]]
 
 
 def measure_steps(steps: Steps) -> Measured:
     """Run the measured steps once."""
     before = read_counters()
     times = steps.run_measured()
-    return Measured(times, list(steps.losses), counted_since(before))
+    return Measured(times, list(steps.losses), counted_since(before), [])
 
 
 def measure_clean(steps: ObservableSteps, device: torch.device) -> Measured:
     """Run the measured steps, and all of them again until there are ten of each context or five seconds would pass.
 
     The losses are those of the first time alone, for they are what the recorded steps have too. On CUDA each phase and
-    step also has its ``_event_ns``.
+    step also has its ``_event_ns``, and as many unbroken steps follow: those measured wait for the device after each
+    phase, and so take longer than a training loop's.
     """
     events = _EventObserver()
     if device.type == "cuda":
@@ -74,11 +82,19 @@ def measure_clean(steps: ObservableSteps, device: torch.device) -> Measured:
         quick = perf_counter_ns() - start_ns + once_ns < _LONGEST_NS
         return decided_by_first(len(times) < _ENOUGH_STEPS * contexts and quick, device)
 
+    rounds = 1
     while goes_on():
         times += steps.run_measured()
+        rounds += 1
+    unbroken = _run_unbroken(steps, rounds) if device.type == "cuda" else []
     by_events = events.steps or [{}] * len(times)
     both = [{**wall, **gpu} for wall, gpu in zip(times, by_events, strict=True)]
-    return Measured(both, losses, counted_since(before))
+    return Measured(both, losses, counted_since(before), unbroken)
+
+
+def _run_unbroken(steps: ObservableSteps, rounds: int) -> list[dict[str, int]]:
+    steps.observe(StepObserver())
+    return [one for _ in range(rounds) for one in steps.run_unbroken()]
 
 
 class _EventObserver(StepObserver):

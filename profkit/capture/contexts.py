@@ -47,6 +47,10 @@ class ContextSteps:
         for step in self._steps:
             step.run_warmup()
 
+    def run_unbroken(self) -> list[dict[str, int]]:
+        """Run every context's unbroken steps and return their times, each with the ``context`` it belongs to."""
+        return [{"context": step.workload.context, **one} for step in self._steps for one in step.run_unbroken()]
+
     def run_measured(self) -> list[dict[str, int]]:
         """Run every context's measured steps and return their times, each with the ``context`` it belongs to."""
         times = []

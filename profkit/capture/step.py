@@ -57,7 +57,8 @@ class TrainingStep:
     """A built-in model with its optimizer and one batch of random tokens, ready to run step by step.
 
     Every step sees the same batch, so that it does the same work and copies no input. The device is waited for at the
-    end of each phase, inside its range: a phase's time is then all of its work, profiled or not.
+    end of each phase, inside its range: a phase's time is then all of its work, profiled or not. Unbroken steps wait
+    once, at their end: while the device works through a phase the host may be launching the next.
 
     Args:
         shared: the same model made for another context, whose parameters and optimizer this one takes.
@@ -88,6 +89,7 @@ class TrainingStep:
         self.loss: Tensor | None = None
         self.losses: list[float] = []
         self._observer = StepObserver()
+        self._waits_for_phases = True
 
     def _replicated(self) -> torch.nn.Module:
         """Return the module, or with several ranks what also averages their gradients."""
@@ -126,6 +128,22 @@ class TrainingStep:
                 self.losses.append(float(self.loss))
         return times
 
+    def run_unbroken(self) -> list[dict[str, int]]:
+        """Run as many steps as are measured, each waited for at its end alone, and return each one's ``step_ns``."""
+        self._waits_for_phases = False
+        times = []
+        for _ in range(self.workload.steps):
+            start_ns = perf_counter_ns()
+            self._run_phases()
+            self._wait()
+            times.append({"step_ns": perf_counter_ns() - start_ns})
+        self._waits_for_phases = True
+        return times
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _run_phases(self) -> dict[str, int]:
         if self.workload.compile_mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
@@ -157,8 +175,8 @@ class TrainingStep:
             self._observer.phase_begun(name)
             yield
             self._observer.phase_done(name)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            if self._waits_for_phases:
+                self._wait()
         times[f"{name}_ns"] = perf_counter_ns() - start_ns
 
     def _autocast(self) -> torch.autocast:

@@ -80,6 +80,7 @@ def measure(order: Order) -> dict[str, Any]:
         "losses": done.losses,
         "steps": done.times,
         "during": done.during,
+        **({"unbroken": done.unbroken} if done.unbroken else {}),
         "work": steps.work if isinstance(steps, CallableSteps) else None,
         **(describe_rank() if order.workload.ranks > 1 else {}),
     }

@@ -48,8 +48,9 @@ def first_manifest(
 def last_manifest(first: dict[str, Any], clean: dict[str, Any], profiled: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest of a run that went well.
 
-    ``clean`` and ``profiled`` hold each step's times and loss from the two processes; they are never mixed. Of several
-    ranks they are the first's, and each rank's own stand under ``processes``.
+    ``clean`` and ``profiled`` hold each step's times and loss from the two processes; they are never mixed. Further
+    clean steps, which wait for the device at their end alone, are ``unbroken``. Of several ranks all are the first's,
+    and each rank's own stand under ``processes``.
     """
     versions = {**first["versions"], "torch": profiled["torch"], "cuda": profiled["cuda"]}
     facts = ("device", "gpu", "parameter_count", "conditions")
@@ -62,7 +63,7 @@ def last_manifest(first: dict[str, Any], clean: dict[str, Any], profiled: dict[s
         "versions": versions,
         **{fact: profiled[fact] for fact in facts},
         "float32_matmul_precision": profiled["conditions"]["float32_matmul_precision"],
-        "clean": {part: clean[part] for part in (*samples, "processes") if part in clean},
+        "clean": {part: clean[part] for part in (*samples, "unbroken", "processes") if part in clean},
         "profiled": {part: profiled[part] for part in samples},
         **({"processes": profiled["processes"]} if "processes" in profiled else {}),
     }

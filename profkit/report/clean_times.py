@@ -36,7 +36,8 @@ def render_clean_times(manifest: dict[str, Any]) -> str:
     for context in contexts:
         rows = [one for one in times.phases if one.context == context]
         title = "" if context is None else f"context {context}\n"
-        parts.append(f"{title}{_render_rows(rows)}\n{_render_spread(rows)}")
+        unbroken = _render_unbroken(times.unbroken.get(context))
+        parts.append(f"{title}{_render_rows(rows)}\n{_render_spread(rows)}{unbroken}")
     return "\n\n".join([*parts, _explain(times)])
 
 
@@ -63,6 +64,14 @@ def _render_spread(rows: list[PhaseTimes]) -> str:
     return text
 
 
+def _render_unbroken(unbroken: SampleStatistics | None) -> str:
+    """Return the line on steps that wait once; "" where there were none."""
+    if unbroken is None:
+        return ""
+    median, deviation = (format_ns(round(value)) for value in (unbroken.median, unbroken.median_absolute_deviation))
+    return f"\nunbroken step: median {median}, MAD {deviation}; {unbroken.count} more, which wait once"
+
+
 def _explain(times: StepTimes) -> str:
     clean = min(one.clean.count for one in times.phases)
     profiled = min(one.profiled.count for one in times.phases if one.profiled)
@@ -72,6 +81,8 @@ def _explain(times: StepTimes) -> str:
     ]
     if any(one.on_gpu for one in times.phases):
         lines.append("wall time, until the device has done a phase; on GPU: by CUDA events around it")
+        if times.waits_for_phases:
+            lines.append("a step waits for the GPU after each phase; an unbroken one may be faster")
     if any(one.clock == "cuda-events" for one in times.phases):
         lines.append("backward and optimizer: by CUDA events around them")
     if any(one.phase == REST for one in times.phases):

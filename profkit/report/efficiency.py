@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow, Inflation
+from profkit.analysis.step_times import StepKind
 from profkit.ranges import STEP
 from profkit.report.document import Document, render_document
 from profkit.report.formats import Column, Format, Table, render_csv, render_json
@@ -107,6 +108,8 @@ def books(result: EfficiencyResult) -> list[str]:
         lines.append("bound by memory: most kernel time moves data, or even a perfect kernel would wait for it")
     else:
         lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
+    if result.mfu is not None and result.mfu_steps in _MFU_OF:
+        lines.append(_MFU_OF[result.mfu_steps])
     lines += [*_launch_words(result), *(_inflation_words(one) for one in result.inflation if one.phase == STEP)]
     if any(step.communication_ns for step in result.steps):
         lines.append("waiting: before the last rank had come to the collective; – where the trace holds one rank alone")
@@ -117,6 +120,12 @@ _SOURCES = {
     "formula": "worked out from the model's sizes",
     "counted": "torch's count of one step",
     "payload": "what the ranges carry",
+}
+
+
+_MFU_OF: dict[StepKind | None, str] = {
+    "unbroken": "MFU is of unbroken steps, which wait for the GPU once, at their end",
+    "phase by phase": "MFU is of steps that wait for the GPU after each phase; unbroken ones may have more",
 }
 
 

@@ -158,7 +158,8 @@ def _judge_idle(found: EfficiencyResult, limit: float) -> BudgetLine:
 def _judge_mfu(found: EfficiencyResult, limit: float) -> BudgetLine:
     if found.mfu is None:
         return broken(MIN_MFU, "share", limit, _explain_no_mfu(found))
-    detail = f"{found.model_flops:,} model FLOPs a step over the median unprofiled step and the datasheet's peak"
+    step = "unbroken" if found.mfu_steps == "unbroken" else "unprofiled"
+    detail = f"{found.model_flops:,} model FLOPs a step over the median {step} step and the datasheet's peak"
     return BudgetLine(MIN_MFU, None, found.mfu, limit, "share", found.mfu >= limit, detail)
 
 

@@ -56,11 +56,11 @@ class ModelFlops:
         return self._works.total(np.array(passes, dtype=np.int64)).flops
 
     def _share(self, flops: int | None, context: int | None) -> float | None:
-        clean, sheet = self._facts.clean_times(STEP, context), self._facts.datasheet
+        step_ns, sheet = self._facts.step_ns(context), self._facts.datasheet
         peak = sheet.flops_per_s.get(self._facts.dtype or "") if sheet is not None else None
-        if flops is None or clean is None or peak is None or clean.clean.median <= 0:
+        if flops is None or not step_ns or peak is None:
             return None
-        return flops / (clean.clean.median / 1e9 * peak)
+        return flops / (step_ns / 1e9 * peak)
 
     def _context(self, step: int) -> int | None:
         return context_of(self._names[self._nodes.of_range[step]])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from profkit.analysis.efficiency.gpu_steps import GpuStep
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.run_facts import Peaks
+from profkit.analysis.step_times import StepKind
 from profkit.analysis.warnings import Caution
 
 if TYPE_CHECKING:
@@ -90,13 +91,15 @@ class EfficiencyResult:
          "capture": {parts of the GPUs' time from the first to the last thing recorded},
          "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
          "steps": [{fields of `GpuStep`, "idle_share"}], "twin": "clean" | "attached" | null,
-         "inflation": [{fields of `Inflation`}], "model_flops", "mfu", "idle_share", "clean_idle_share",
+         "inflation": [{fields of `Inflation`}], "model_flops", "mfu",
+         "mfu_steps": "unbroken" | "phase by phase" | "whole" | null, "idle_share", "clean_idle_share",
          "warnings": [{"code", "message"}]}
 
     ``ranges`` stand depth first. ``twin`` says which steps were timed without a profiler: those of a process of their
     own, or those of the same script before it was recorded. ``model_flops`` are a step's; ``mfu`` and ``idle_share``
-    are of all steps together, None without steps (or, for MFU, without what it needs); ``clean_idle_share`` is the
-    latter as it would be without a profiler, None where that is not known.
+    are of all steps together, None without steps (or, for MFU, without what it needs); ``mfu_steps`` says how the steps
+    were waited for whose time MFU is over. ``clean_idle_share`` is the idle share as it would be without a profiler,
+    None where that is not known.
     """
 
     trace: str
@@ -111,6 +114,7 @@ class EfficiencyResult:
     inflation: tuple[Inflation, ...]
     model_flops: int | None
     mfu: float | None
+    mfu_steps: StepKind | None
     idle_share: float | None
     clean_idle_share: float | None
     warnings: tuple[Caution, ...]

@@ -12,6 +12,7 @@ from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
 from profkit.analysis.efficiency.work import RunWork, read_work
 from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.errors import UsageError
+from profkit.ranges import STEP
 from profkit.run_directory import MANIFEST, read_manifest
 from profkit.trace.columns import Trace
 
@@ -55,6 +56,14 @@ class RunFacts:
         """Return what a phase (or ``step``) took without a profiler."""
         phases = self.step_times.phases if self.step_times is not None else ()
         return next((one for one in phases if (one.phase, one.context) == (phase, context)), None)
+
+    def step_ns(self, context: int | None) -> float | None:
+        """Return the median step without a profiler: of unbroken ones, where there are any."""
+        unbroken = {} if self.step_times is None else self.step_times.unbroken
+        if context in unbroken:
+            return unbroken[context].median
+        timed = self.clean_times(STEP, context)
+        return None if timed is None else timed.clean.median
 
 
 def read_run_facts(

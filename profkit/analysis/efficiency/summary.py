@@ -97,6 +97,7 @@ def measure_efficiency(
         inflation=known.inflations.table,
         model_flops=known.models.of_all,
         mfu=known.models.mfu_of_all,
+        mfu_steps=facts.step_times.kind if facts.step_times is not None else None,
         idle_share=sum(step.gpu.idle_ns for step in steps) / span_ns if span_ns else None,
         clean_idle_share=known.inflations.clean_idle_share,
         warnings=tuple(warn_of_efficiency(attribution, range, rows, facts)),
