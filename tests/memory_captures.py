@@ -23,11 +23,21 @@ STACKS = {
     "data": [("batch", "train.py", 5), ("<module>", "train.py", 40)],
     "backward": [],
     "state": [("_init_group", "/x/site-packages/torch/optim/adam.py", 7), ("<module>", "train.py", 44)],
+    "compiled state": [
+        ("_init_group", "/x/site-packages/torch/optim/adam.py", 7),
+        ("_fn", "/x/site-packages/torch/_dynamo/eval_frame.py", 1263),
+        ("<module>", "train.py", 46),
+    ],
     "mask": [("mask", "train.py", 21), ("<module>", "train.py", 41)],
     "keep": [("remember", "train.py", 30), ("<module>", "train.py", 45)],
     "bucket": [("_ddp_init_helper", "/x/site-packages/torch/nn/parallel/distributed.py", 8), ("main", "train.py", 6)],
     "generated": [
         ("call", f"/tmp/torchinductor_me/ym/cymh4uh5{'k' * 44}.py", 90),
+        ("forward", "train.py", 12),
+    ],
+    "generated anew": [
+        ("call", f"/tmp/torchinductor_me/2a/c2aomvkf{'q' * 44}.py", 71),
+        ("run", "/x/site-packages/torch/_inductor/utils.py", 3401),
         ("forward", "train.py", 12),
     ],
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from click.testing import CliRunner
@@ -106,6 +107,67 @@ def test_a_moved_peak() -> None:
     result = compared(Training(), training)
     assert kinds(result)["new"] == 60 * MIB
     assert kinds(result)["moved peak"] == -(12 + 8 + 4) * MIB - 3072
+
+
+def with_states(stack: str, size: int = 4 * MIB, steps: int = 3) -> Training:
+    """The lines of ``stack`` make the optimizer's states, which the ledger names."""
+    training = Training(steps=0)
+    training.states = [training.malloc(size, stack, ("optimizer_state", f"w{n}.exp_avg")) for n in range(4)]
+    for step in range(steps):
+        training.step(step, False)
+    return training
+
+
+def ledgered(training: Training, folder: Path) -> OpenedSnapshot:
+    folder.mkdir(exist_ok=True)
+    return read_snapshot(training.write_run(folder))
+
+
+def test_a_tensor_is_known_by_its_name_whatever_lines_made_it(tmp_path: Path) -> None:
+    before, after = with_states("state"), with_states("keep")
+    one, other = ledgered(before, tmp_path / "a"), ledgered(after, tmp_path / "b")
+    assert kinds(one.against(other)) == {}
+    assert kinds(compared(before, after)) == {"new": 16 * MIB, "gone": -16 * MIB}  # without the ledgers
+    assert kinds(one.against(opened(after))) == {"new": 16 * MIB, "gone": -16 * MIB}  # and with one of them
+
+
+def test_a_tensor_that_grew_is_told_by_its_name(tmp_path: Path) -> None:
+    before, after = with_states("state"), with_states("keep", 6 * MIB)
+    assert kinds(ledgered(before, tmp_path / "a").against(ledgered(after, tmp_path / "b"))) == {"larger": 8 * MIB}
+
+
+@pytest.mark.parametrize(("stack", "other"), [("state", "compiled state"), ("generated", "generated anew")])
+def test_frames_of_the_compiler_tell_no_two_lines_apart(stack: str, other: str) -> None:
+    assert kinds(compared(with_states(stack), with_states(other))) == {}
+
+
+OPPOSITE = {"new": "gone", "larger": "smaller", "longer-lived": "shorter-lived"}
+OPPOSITE |= {later: earlier for earlier, later in OPPOSITE.items()}
+TRAININGS = st.one_of(
+    st.builds(Training, steps=st.integers(0, 4), scale=st.integers(1, 3), leaks=st.booleans()),
+    st.builds(
+        with_states,
+        st.sampled_from(["state", "compiled state", "keep", "forward"]),
+        st.sampled_from([3 * MIB, 4 * MIB]),
+        st.integers(0, 3),
+    ),
+    st.builds(with_mask, st.booleans()),
+    st.builds(with_two, st.integers(0, 1)),
+)
+
+
+@given(TRAININGS, TRAININGS, st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_other_way_round_is_the_opposite(before: Training, after: Training, has_ledger: bool) -> None:
+    with TemporaryDirectory() as folder:
+        sides = [
+            ledgered(training, Path(folder) / str(number)) if has_ledger else opened(training)
+            for number, training in enumerate((before, after))
+        ]
+    there, back = sides[0].against(sides[1]), sides[1].against(sides[0])
+    assert sum(there.by_kind.values()) == sum(part.bytes for part in there.parts) == there.difference_bytes
+    assert there.by_kind == {OPPOSITE.get(kind, kind): -size for kind, size in back.by_kind.items()}
+    assert {part.kind for part in sides[0].against(sides[0]).parts} <= {"same"}
 
 
 @given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())

@@ -44,6 +44,9 @@ EVIDENCE = ("identity", "metadata", "stack", "lifetime", "none")
 # 4096 KiB × 2 + 16 KiB × 8 (before), and 1 MiB for cuBLASLt (aten/src/ATen/cuda/CublasHandlePool.cpp).
 _WORKSPACE_BYTES = frozenset({2**25, (4096 * 2 + 16 * 8) * 1024, 2**20})
 
+# Roles under which a name is one tensor's; that of a saved one is its module's, which saves several.
+_OF_ONE_TENSOR = frozenset({"parameter", "gradient", "optimizer_state", "buffer", "input"})
+
 _MAIN, _BACKWARD, _OPTIMIZER, _UNKNOWN = range(4)
 
 
@@ -54,6 +57,10 @@ class Claim:
     category: str
     evidence: str
     owner: str | None = None
+
+
+Named = tuple[str, str]
+"""Category and name of a tensor."""
 
 
 class Classifier:
@@ -80,6 +87,13 @@ class Classifier:
         if category is None:
             return Claim("unknown", "none", name)
         return Claim(category, "metadata" if name else "lifetime", name)
+
+    def named(self, row: int) -> Named | None:
+        """Return which tensor the ledger says an allocation is; None where it names none, or several alike."""
+        owner = self._owners.get(row)
+        if owner is None or owner.role is None or owner.role not in _OF_ONE_TENSOR or not owner.name:
+            return None
+        return ROLES[owner.role], owner.name
 
     def _category_of_stack(self, number: int) -> str | None:
         if number not in self._by_stack:

@@ -1,9 +1,10 @@
 """What explains the difference of two peaks: the allocations that made them up, matched, and the parts summed.
 
-Allocations of two runs are the same when the same lines asked for as many bytes as the same one of a row: by
-normalised stack (functions and files; line numbers shift with every edit), requested size, and ordinal among the like
-in their step; never by address. Every allocation at either peak falls under exactly one kind, so that the parts sum to
-the difference:
+Allocations of two runs are the same when they are the same tensor's, where both ledgers name it (a parameter's, a
+gradient's or an optimizer state's, whatever lines made it), and else when the same lines asked for them: by normalised
+stack (functions and files; line numbers shift with every edit, and what torch.compile wrote or put around a call is in
+one run alone); then by requested size and ordinal among the like in their step; never by address. Every allocation at
+either peak falls under exactly one kind, so that the parts sum to the difference:
 
 ``same``: at both peaks; ``padding``: at both, charged differently for the same request; ``larger`` and ``smaller``: at
 both, of another size;
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.owners import read_metadata
 from profkit.analysis.memory.summary import DeviceMemory
 from profkit.analysis.warnings import Caution
@@ -77,8 +79,9 @@ class Comparison:
 class _Side:
     """One run, with its allocations by what identifies them."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    def __init__(self, memory: DeviceMemory, shared: frozenset[Named]) -> None:
         self.memory = memory
+        self.shared = shared
         self.replay = memory.history.replay
         self.peak = memory.history.peak_moment
         self.live = memory.live_rows(self.peak)
@@ -88,10 +91,15 @@ class _Side:
         """Return the normalised stack of an allocation, its owner where named, and whether it is older than history."""
         number = self.memory.stacks.number_of(row)
         if number not in self._normalised:
-            frames = self.memory.stacks.facts[number].shown
+            frames = self.memory.stacks.facts[number].shown_but_compiler
             self._normalised[number] = tuple((name, file.rpartition("/")[2]) for name, file, _ in frames)
         is_from_before = int(self.replay.birth[row]) < 0
         return self._normalised[number], read_metadata(self.memory.stacks.raw_of(row)), is_from_before
+
+    def identity(self, row: int) -> Key:
+        """Return what an allocation has in common with its like: its name where both runs know it, else its origin."""
+        named = self.memory.classifier.named(row)
+        return named if named in self.shared else self.origin(row)
 
     def size(self, row: int) -> int:
         return int(self.replay.size_bytes[row])
@@ -101,10 +109,10 @@ class _Side:
 
     @cached_property
     def all_like(self) -> dict[Key, list[int]]:
-        """Origin and requested size → the allocations of the whole history, by birth."""
+        """Identity and requested size → the allocations of the whole history, by birth."""
         found: dict[Key, list[int]] = defaultdict(list)
         for row, requested in enumerate(self.replay.requested_bytes.tolist()):
-            found[self.origin(row), requested].append(row)
+            found[self.identity(row), requested].append(row)
         return found
 
     @cached_property
@@ -125,12 +133,13 @@ class _Side:
 
     def like(self, other: _Side, row: int) -> list[int]:
         """Return this side's allocations that are the same as one of the other side's."""
-        return self.all_like.get((other.origin(row), int(other.replay.requested_bytes[row])), [])
+        return self.all_like.get((other.identity(row), int(other.replay.requested_bytes[row])), [])
 
 
 def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, str]) -> Comparison:
     """Return what explains the difference between the peaks of two runs."""
-    old, new = _Side(before), _Side(after)
+    shared = _names(before) & _names(after)
+    old, new = _Side(before, shared), _Side(after, shared)
     pairs, only_old, only_new = _pair(old, new)
     sums: dict[tuple[str, Key], list[int]] = defaultdict(lambda: [0, 0])
     shown: dict[Key, tuple[_Side, int]] = {}
@@ -160,6 +169,11 @@ def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, s
     )
 
 
+def _names(memory: DeviceMemory) -> frozenset[Named]:
+    named = map(memory.classifier.named, range(len(memory.history.replay)))
+    return frozenset(one for one in named if one is not None)
+
+
 def _label(side: _Side, row: int) -> str:
     return side.memory.classifier.claim_of(row).owner or side.memory.stacks.of(row).label
 
@@ -172,7 +186,7 @@ def _kind_of_pair(old: _Side, a: int, new: _Side, b: int) -> str:
 
 
 def _pair(old: _Side, new: _Side) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Pair the allocations of the peaks: same stack, size and ordinal; then stack and size; then stack alone."""
+    """Pair the allocations of the peaks: same identity, size and ordinal; then identity and size; then identity."""
     pairs: list[tuple[int, int]] = []
     left, right = list(old.live), list(new.live)
     left_made: list[int] = []
@@ -198,7 +212,7 @@ def _pair(old: _Side, new: _Side) -> tuple[list[tuple[int, int]], list[int], lis
 
 
 def _key(side: _Side, row: int, depth: int) -> Key:
-    return (side.origin(row), int(side.replay.requested_bytes[row]), side.ordinals[row])[:depth]
+    return (side.identity(row), int(side.replay.requested_bytes[row]), side.ordinals[row])[:depth]
 
 
 def _split(rows: list[int], is_first: Callable[[int], bool]) -> tuple[list[int], list[int]]:

@@ -22,6 +22,8 @@ _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "to
 # Code that torch.compile wrote: Inductor names its files by the SHA-256 of what is in them, in base 32
 # (torch/_inductor/codecache.py, code_hash), and FX numbers what it evaluates (torch/fx/graph_module.py).
 _GENERATED = re.compile(r"(?:^|/)(c[a-z2-7]{7})[a-z2-7]{44}\.py$|^<eval_with_key>")
+# What stands around a compiled call, and around every call that torch.compile leaves alone.
+_COMPILER = ("torch/_dynamo/", "torch/_inductor/")
 _NATIVE_ENDINGS = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc", ".c", ".so")
 # The allocator's own frames and torch's plumbing around them: every native stack begins with these.
 _PLUMBING = (
@@ -53,6 +55,11 @@ class StackFacts:
     def shown(self) -> Stack:
         """What identifies the stack to a person: Python frames, or native ones where there are no others."""
         return self.python or tuple(f for f in self.frames if not f[0].startswith(_PLUMBING)) or self.frames
+
+    @cached_property
+    def shown_but_compiler(self) -> Stack:
+        """The shown frames that an eager and a compiled run can both have."""
+        return tuple(frame for frame in self.shown if not _is_compiler(frame))
 
     @cached_property
     def user_first(self) -> tuple[str, ...]:
@@ -137,6 +144,11 @@ def _short(frame: tuple[str, str, int]) -> str:
 def _is_library(frame: tuple[str, str, int]) -> bool:
     file = frame[1]
     return any(mark in file for mark in _LIBRARIES) or _GENERATED.search(file) is not None
+
+
+def _is_compiler(frame: tuple[str, str, int]) -> bool:
+    file = frame[1]
+    return any(mark in file for mark in _COMPILER) or _GENERATED.search(file) is not None
 
 
 def _is_native(frame: tuple[str, str, int]) -> bool:
