@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
 from profkit.cli.memory import memory
+from profkit.report.memory_compare import render_comparison
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.captures import capture
@@ -134,6 +137,36 @@ def test_a_tensor_is_known_by_its_name_whatever_lines_made_it(tmp_path: Path) ->
 def test_a_tensor_that_grew_is_told_by_its_name(tmp_path: Path) -> None:
     before, after = with_states("state"), with_states("keep", 6 * MIB)
     assert kinds(ledgered(before, tmp_path / "a").against(ledgered(after, tmp_path / "b"))) == {"larger": 8 * MIB}
+
+
+def test_a_group_of_several_owners_says_how_many(tmp_path: Path) -> None:
+    """Four states, the largest in the middle, stand in one line; so does a single one, under its name alone."""
+    for folder, sizes, said in (
+        ("several", (4, 5, 7, 5), "w2.exp_avg and 3 more"),
+        ("one", (4,), "w0.exp_avg"),
+    ):
+        after = Training(steps=0)
+        after.states = [
+            after.malloc(size * MIB, "state", ("optimizer_state", f"w{number}.exp_avg"))
+            for number, size in enumerate(sizes)
+        ]
+        after.step(0, False)
+        runs = [ledgered(Training(steps=0), tmp_path / "before"), ledgered(after, tmp_path / folder)]
+        result = runs[0].against(runs[1])
+        states = [part for part in result.parts if "exp_avg" in part.label]
+        assert [(part.kind, part.count, part.owner_count) for part in states] == [("new", len(sizes), len(sizes))]
+        rows = list(csv.DictReader(io.StringIO(render_comparison(result, "csv"))))
+        assert [row["stack"] for row in rows if "exp_avg" in row["stack"]] == [said]
+        assert f" {len(sizes)}  {said}\n" in render_comparison(result)
+
+
+def test_a_group_that_not_only_named_tensors_are_in_is_told_by_its_stack(tmp_path: Path) -> None:
+    after = Training(steps=0)
+    after.states = [after.malloc(4 * MIB, "state", ("optimizer_state", "w0.exp_avg")), after.malloc(9 * MIB, "state")]
+    after.step(0, False)
+    result = ledgered(Training(steps=0), tmp_path / "a").against(ledgered(after, tmp_path / "b"))
+    (part,) = (part for part in result.parts if any("_init_group" in frame for frame in part.stack))
+    assert (part.label, part.count, part.owner_count) == ("train.py:44 <module> (adam.py:7 _init_group)", 2, 0)
 
 
 @pytest.mark.parametrize(("stack", "other"), [("state", "compiled state"), ("generated", "generated anew")])

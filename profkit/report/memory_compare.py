@@ -36,7 +36,7 @@ def render_comparison(
     if style == "json":
         return render_json(comparison.to_dict())
     if style == "csv":
-        values = [(part.bytes, part.kind, part.count, part.label) for part in comparison.parts]
+        values = [(part.bytes, part.kind, part.count, _name(part)) for part in comparison.parts]
         return render_csv(Table(_COLUMNS, [], values))
     kinds, parts = _kind_table(comparison), _part_table(comparison, top)
     heads = head_lines(comparison)
@@ -77,4 +77,8 @@ def _part_table(comparison: Comparison, top: int) -> Table:
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:
-    return format_bytes(part.bytes), part.kind, f"{part.count:,}", part.label
+    return format_bytes(part.bytes), part.kind, f"{part.count:,}", _name(part)
+
+
+def _name(part: Part) -> str:
+    return f"{part.label} and {part.owner_count - 1:,} more" if part.owner_count > 1 else part.label

@@ -36,13 +36,17 @@ Key = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What the allocations of one kind from one stack add to the difference (negative: take from it)."""
+    """What the allocations of one kind from one stack add to the difference (negative: take from it).
+
+    ``label`` is an owner of theirs, the largest's, where all have one, else the stack's; of ``owner_count`` owners.
+    """
 
     kind: str
     bytes: int
     count: int
     stack: tuple[str, ...]
     label: str
+    owner_count: int
 
 
 @dataclass(frozen=True)
@@ -136,26 +140,23 @@ class _Side:
         return self.all_like.get((other.identity(row), int(other.replay.requested_bytes[row])), [])
 
 
+_Share = tuple[int, _Side, int]
+"""Bytes that an allocation adds to the difference, the side that it is of, and its row there."""
+
+
 def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, str]) -> Comparison:
     """Return what explains the difference between the peaks of two runs."""
     shared = _names(before) & _names(after)
     old, new = _Side(before, shared), _Side(after, shared)
     pairs, only_old, only_new = _pair(old, new)
-    sums: dict[tuple[str, Key], list[int]] = defaultdict(lambda: [0, 0])
-    shown: dict[Key, tuple[_Side, int]] = {}
+    groups: dict[tuple[str, Key], list[_Share]] = defaultdict(list)
     for kind, size, side, row in (
         *((_kind_of_pair(old, a, new, b), new.size(b) - old.size(a), new, b) for a, b in pairs),
         *((kind, new.size(row), new, row) for kind, row in _judge(new, only_new, old, ("new", "longer-lived"))),
         *((kind, -old.size(row), old, row) for kind, row in _judge(old, only_old, new, ("gone", "shorter-lived"))),
     ):
-        total = sums[kind, side.origin(row)]
-        total[0] += size
-        total[1] += 1
-        shown[side.origin(row)] = (side, row)
-    parts = [
-        Part(kind, size, count, shown[origin][0].memory.stacks.of(shown[origin][1]).user_first, _label(*shown[origin]))
-        for (kind, origin), (size, count) in sums.items()
-    ]
+        groups[kind, side.origin(row)].append((size, side, row))
+    parts = [_sum_up(kind, shares) for (kind, _), shares in groups.items()]
     parts.sort(key=lambda part: (-abs(part.bytes), KINDS.index(part.kind), part.label))
     exact = before.history.bounds is None and after.history.bounds is None
     return Comparison(
@@ -174,8 +175,23 @@ def _names(memory: DeviceMemory) -> frozenset[Named]:
     return frozenset(one for one in named if one is not None)
 
 
-def _label(side: _Side, row: int) -> str:
-    return side.memory.classifier.claim_of(row).owner or side.memory.stacks.of(row).label
+def _sum_up(kind: str, shares: list[_Share]) -> Part:
+    """Return the part that allocations of one kind and one stack make."""
+    _, side, row = shares[-1]
+    stack = side.memory.stacks.of(row)
+    owners: dict[str | None, int] = defaultdict(int)
+    for size, side, row in shares:
+        owners[side.memory.classifier.claim_of(row).owner] += abs(size)
+    names = sorted((-size, name) for name, size in owners.items() if name is not None)
+    is_owned = len(names) == len(owners)
+    return Part(
+        kind=kind,
+        bytes=sum(size for size, _, _ in shares),
+        count=len(shares),
+        stack=stack.user_first,
+        label=names[0][1] if is_owned else stack.label,
+        owner_count=len(names) if is_owned else 0,
+    )
 
 
 def _kind_of_pair(old: _Side, a: int, new: _Side, b: int) -> str:
