@@ -308,12 +308,12 @@ def test_waiting_for_launches_is_told_where_it_is_much_and_not_the_most(tmp_path
     rows = _rows(result)
     assert rows["step *"].launching_share == pytest.approx(480 * 865 / 880 / 1_600)
     assert rows["step */forward"].launching_share == pytest.approx(475 / 6 / 400)
-    told = "bound by the largest part of its time; waiting for launches too: step * 29.5%, backward 20.9%"
+    told = "bound by the largest part of its time; waiting for the host too: step * 29.5% (launch)"
     assert told in books(result)
     bare = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
     assert _rows(bare)["step */forward"].verdict == "launch-bound"
-    (line,) = [line for line in books(bare) if "waiting for launches too" in line]
-    assert line.endswith("too: step * 43.2%, layer * 45.8%, backward 32.5%"), "not forward, whose verdict says so"
+    (line,) = [line for line in books(bare) if "waiting for the host too" in line]
+    assert line.endswith("too: step * 43.2% (launch)"), "nor forward, whose verdict says so, nor what lies in a step"
 
 
 def test_launch_bound_ranges_are_warned_of(tmp_path: Path) -> None:

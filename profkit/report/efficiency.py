@@ -11,6 +11,7 @@ from profkit.analysis.step_times import StepKind
 from profkit.ranges import STEP
 from profkit.report.document import Document, render_document
 from profkit.report.formats import Column, Format, Table, render_csv, render_json
+from profkit.report.host_waits import host_wait_lines
 from profkit.report.ranges import indent_name
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
 from profkit.report.units import format_count, format_ns, format_share, four_digits
@@ -110,7 +111,7 @@ def books(result: EfficiencyResult) -> list[str]:
         lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
     if result.mfu is not None and result.mfu_steps in _MFU_OF:
         lines.append(_MFU_OF[result.mfu_steps])
-    lines += [*_launch_words(result), *(_inflation_words(one) for one in result.inflation if one.phase == STEP)]
+    lines += [*host_wait_lines(result), *(_inflation_words(one) for one in result.inflation if one.phase == STEP)]
     if any(step.communication_ns for step in result.steps):
         lines.append("waiting: before the last rank had come to the collective; – where the trace holds one rank alone")
     return lines
@@ -127,25 +128,6 @@ _MFU_OF: dict[StepKind | None, str] = {
     "unbroken": "MFU is of unbroken steps, which wait for the GPU once, at their end",
     "phase by phase": "MFU is of steps that wait for the GPU after each phase; unbroken ones may have more",
 }
-
-
-def _launch_words(result: EfficiencyResult) -> list[str]:
-    """Say what waits much for launches though that is not its verdict: faster kernels alone gain less there."""
-    waiting = [
-        f"{row.name} {format_share(share)}"
-        for row in result.ranges
-        if row.verdict != _LAUNCH_BOUND and (share := row.launching_share or 0.0) >= _MUCH
-    ]
-    if not waiting:
-        return []
-    more = f", {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
-    return [f"bound by the largest part of its time; waiting for launches too: {', '.join(waiting[:_NAMED])}{more}"]
-
-
-_LAUNCH_BOUND = "launch-bound"
-_MUCH = 0.2
-"""The share of a range's time that waiting for launches must have to be told where it is not the largest."""
-_NAMED = 3
 
 
 def _inflation_words(one: Inflation) -> str:

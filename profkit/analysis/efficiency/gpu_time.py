@@ -67,8 +67,19 @@ class GpuParts:
         """Return the share that is idle while the host launches, if only this part of all idle time were there."""
         return self._share_at(self.launching_ns, factor)
 
+    def host_share_at(self, factor: float) -> float:
+        """Return the share that is idle while the host does not launch, if only this part of all idle time were there.
+
+        The host synchronises then, or is outside CUDA.
+        """
+        return self._share_at(self.synchronising_ns + self.outside_cuda_ns, factor)
+
+    def span_ns_at(self, factor: float) -> float:
+        """Return how long the span would be if only this part of its idle time were there."""
+        return self.busy_ns + self.idle_ns * factor
+
     def _share_at(self, idle_part_ns: int, factor: float) -> float:
-        whole = self.busy_ns + self.idle_ns * factor
+        whole = self.span_ns_at(factor)
         return idle_part_ns * factor / whole if whole else 0.0
 
     def to_dict(self) -> dict[str, int]:

@@ -65,8 +65,17 @@ class EfficiencyRow:
     @property
     def launching_share(self) -> float | None:
         """The share of its time on the GPU that is idle while the host launches, without a profiler where known."""
-        factor = 1.0 if self.idle_factor is None else self.idle_factor
-        return None if self.gpu is None else self.gpu.launching_share_at(factor)
+        return None if self.gpu is None else self.gpu.launching_share_at(self.best_idle_factor)
+
+    @property
+    def host_share(self) -> float | None:
+        """The share of it that is idle while the host synchronises or is outside CUDA, as ``launching_share`` is."""
+        return None if self.gpu is None else self.gpu.host_share_at(self.best_idle_factor)
+
+    @property
+    def best_idle_factor(self) -> float:
+        """What is left of idle time without a profiler, where that is known; else all of it."""
+        return 1.0 if self.idle_factor is None else self.idle_factor
 
 
 @dataclass(frozen=True)
