@@ -343,6 +343,29 @@ def test_unprofiled_steps_that_vary_widely_are_warned_of(tmp_path: Path) -> None
     assert found[-1].message.startswith("2 unprofiled steps vary widely, by 47% of their mean")
 
 
+def test_phases_whose_unprofiled_times_lie_far_apart_are_warned_of(tmp_path: Path) -> None:
+    """Of forward, 4 of 10 times are half as long again: its median is one of the others. The loss is too short."""
+    run = _run(tmp_path)
+    manifest = json.loads((run / "manifest.json").read_text())
+    for slow, expected in ((1_380_000, []), (1_500_000, ["uneven-clean-phases"])):
+        forward = [1_000_000] * 6 + [slow] * 4
+        step = {"backward_ns": 85_000_000, "step_ns": 110_000_000}
+        steps = [step | {"forward_ns": 15 * ns, "loss_ns": ns // 100} for ns in forward]
+        manifest["clean"] = {"steps": steps}
+        (run / "manifest.json").write_text(json.dumps(manifest))
+        found = [one for one in read_trace(run).efficiency().warnings if one.code.startswith("uneven")]
+        assert [one.code for one in found] == expected
+    assert found[0].message == (
+        "forward took 15.0 to 22.5 ms unprofiled (10th to 90th percentile): its verdict and idle share rest on the"
+        " median"
+    )
+    manifest["clean"] = {"steps": [one | {"backward_ns": 8 * one["forward_ns"]} for one in steps]}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    (both,) = [one for one in read_trace(run).efficiency().warnings if one.code.startswith("uneven")]
+    assert both.message.startswith("forward took 15.0 to 22.5 ms, backward took 120 to 180 ms unprofiled (10th to 90th")
+    assert both.message.endswith(": their verdicts and idle shares rest on the median")
+
+
 def test_ceilings_of_another_gpu_are_refused(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(json.dumps(_ceilings("NVIDIA A100-SXM4-40GB")))
     with pytest.raises(UsageError, match="A100-SXM4-40GB, the capture is of NVIDIA H200"):

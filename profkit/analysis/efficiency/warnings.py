@@ -10,10 +10,12 @@ from profkit.analysis.efficiency.result import EfficiencyRow
 from profkit.analysis.efficiency.run_facts import RunFacts
 from profkit.analysis.selection import count_in_warmup, select_ranges
 from profkit.analysis.warnings import Caution, warn_of_placement
-from profkit.ranges import STEP
+from profkit.ranges import PHASES, STEP
 
 _WIDE = 0.3
 """The standard deviation, as a share of the mean, past which `profkit run` calls times wide too."""
+_APART, _PART = 1.4, 0.1
+"""How many times its 10th percentile a phase's 90th must be to be told, and what share of the step it must have."""
 _SLIGHT = 0.02
 """What profiling adds to a step, as a share of it, below which it decides no verdict."""
 
@@ -26,6 +28,7 @@ def warn_of_efficiency(
         *_warn_of_warmup(attribution, request),
         *_warn_of_launch_bound(rows, facts),
         *_warn_of_spread(facts),
+        *_warn_of_uneven_phases(facts),
         *_warn_of_missing(facts),
         *warn_of_placement(attribution),
     ]
@@ -83,6 +86,31 @@ def _warn_of_spread(facts: RunFacts) -> list[Caution]:
         )
         for one in wide
     ]
+
+
+def _warn_of_uneven_phases(facts: RunFacts) -> list[Caution]:
+    """Return which phases took so unlike times without a profiler that their medians may lie between two kinds of them.
+
+    A step can be even where a phase of it is not: two modes of one phase are lost among the others' time.
+    """
+    uneven = []
+    for one in facts.step_times.phases if facts.step_times is not None else ():
+        step, clean = facts.clean_times(STEP, one.context), one.clean
+        if one.phase not in PHASES or step is None or clean.median < _PART * step.clean.median:
+            continue
+        if clean.p90 > _APART * clean.p10:
+            where = "" if one.context is None else f" at context {one.context}"
+            uneven.append(f"{one.phase}{where} took {_ms(clean.p10)} to {_ms(clean.p90)} ms")
+    if not uneven:
+        return []
+    whose = "its verdict and idle share" if len(uneven) == 1 else "their verdicts and idle shares"
+    message = f"{', '.join(uneven)} unprofiled (10th to 90th percentile): {whose} rest on the median"
+    return [Caution("uneven-clean-phases", message)]
+
+
+def _ms(time_ns: float) -> str:
+    time_ms = time_ns / 1e6
+    return f"{time_ms:#.3g}" if time_ms < 100 else f"{time_ms:,.0f}"
 
 
 def _warn_of_missing(facts: RunFacts) -> list[Caution]:
