@@ -372,6 +372,20 @@ def test_ceilings_of_another_gpu_are_refused(tmp_path: Path) -> None:
         read_trace(_trace(tmp_path / "t.sqlite")).efficiency(ceilings=tmp_path / "c.json")
 
 
+def test_ceilings_of_another_gpu_of_that_name_are_warned_of(tmp_path: Path) -> None:
+    run, ours, theirs = _run(tmp_path), "GPU-78dab136-d5bd", "GPU-8443b058-24ca"
+    manifest, ceilings = (json.loads((run / name).read_text()) for name in ("manifest.json", "ceilings.json"))
+    for used, measured, count in ((ours, theirs, 1), (ours, ours, 0), (None, theirs, 0), (ours, None, 0)):
+        manifest["conditions"] = {"gpu_uuid": used}
+        ceilings["device"]["uuid"] = measured
+        (run / "manifest.json").write_text(json.dumps(manifest))
+        (run / "ceilings.json").write_text(json.dumps(ceilings))
+        found = [one.message for one in read_trace(run).efficiency().warnings if one.code == "other-gpu"]
+        assert found == ["the ceilings were measured on another NVIDIA H200 (GPU-8443b058) than the run's"] * count
+    (run / "measured.json").write_text(json.dumps(_ceilings()))
+    assert not read_trace(run).efficiency(ceilings=run / "measured.json").warnings
+
+
 def test_float32_products_of_a_run_may_be_tf32(tmp_path: Path) -> None:
     run = _run(tmp_path, work=False)
     manifest = json.loads((run / "manifest.json").read_text())

@@ -42,7 +42,8 @@ class RunFacts:
 
     ``dtype`` is what matrix products were done in where their range does not say so itself. ``peaks`` are measured ones
     if there are any, else the datasheet's; MFU is a share of ``datasheet``'s. ``step_times`` are those without a
-    profiler, beside those with one.
+    profiler, beside those with one. ``ceilings_uuid`` is the GPU that was measured, where the run's is known to be
+    another of that name.
     """
 
     gpu: str | None
@@ -51,6 +52,7 @@ class RunFacts:
     peaks: Peaks | None
     datasheet: Datasheet | None
     step_times: StepTimes | None
+    ceilings_uuid: str | None
 
     def clean_times(self, phase: str, context: int | None) -> PhaseTimes | None:
         """Return what a phase (or ``step``) took without a profiler."""
@@ -101,6 +103,7 @@ def read_run_facts(
         peaks=_peaks(measured, sheet),
         datasheet=sheet,
         step_times=summarize_step_times(manifest),
+        ceilings_uuid=_other_uuid(measured, manifest),
     )
 
 
@@ -109,6 +112,14 @@ def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
         products = {one.dtype: one.best_flops_per_s for one in measured.gemm}
         return Peaks("measured", measured.device.name, products, measured.copy.best_bytes_per_s)
     return None if sheet is None else Peaks("datasheet", sheet.name, sheet.flops_per_s, sheet.bytes_per_s)
+
+
+def _other_uuid(measured: Ceilings | None, manifest: Mapping[str, Any]) -> str | None:
+    """Return which GPU was measured if it is not the run's; None where either is not known."""
+    conditions = manifest.get("conditions")
+    used = conditions.get("gpu_uuid") if isinstance(conditions, dict) else None
+    found = measured.device.uuid if measured is not None else None
+    return str(found) if None not in (used, found) and used != found else None
 
 
 def _gpu_name(trace: Trace, manifest: Mapping[str, Any]) -> str | None:

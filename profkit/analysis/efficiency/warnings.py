@@ -16,6 +16,7 @@ _WIDE = 0.3
 """The standard deviation, as a share of the mean, past which `profkit run` calls times wide too."""
 _APART, _PART = 1.4, 0.1
 """How many times its 10th percentile a phase's 90th must be to be told, and what share of the step it must have."""
+_UUID_HEAD = len("GPU-01234567")
 _SLIGHT = 0.02
 """What profiling adds to a step, as a share of it, below which it decides no verdict."""
 
@@ -29,6 +30,7 @@ def warn_of_efficiency(
         *_warn_of_launch_bound(rows, facts),
         *_warn_of_spread(facts),
         *_warn_of_uneven_phases(facts),
+        *_warn_of_ceilings(facts),
         *_warn_of_missing(facts),
         *warn_of_placement(attribution),
     ]
@@ -111,6 +113,14 @@ def _warn_of_uneven_phases(facts: RunFacts) -> list[Caution]:
 def _ms(time_ns: float) -> str:
     time_ms = time_ns / 1e6
     return f"{time_ms:#.3g}" if time_ms < 100 else f"{time_ms:,.0f}"
+
+
+def _warn_of_ceilings(facts: RunFacts) -> list[Caution]:
+    """Return that the peaks are those of another GPU than the run's, though of its name."""
+    if facts.ceilings_uuid is None or facts.peaks is None:
+        return []
+    measured = f"{facts.peaks.gpu} ({facts.ceilings_uuid[:_UUID_HEAD]})"
+    return [Caution("other-gpu", f"the ceilings were measured on another {measured} than the run's")]
 
 
 def _warn_of_missing(facts: RunFacts) -> list[Caution]:
