@@ -294,9 +294,15 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     assert rows["step */forward"].idle_share == pytest.approx(240 / 400)
     assert rows["step */forward"].clean_idle_share == pytest.approx(40 / 200)
     assert (result.idle_share, result.clean_idle_share) == (pytest.approx(440 / 1000), pytest.approx(240 / 800))
-    bare = _rows(read_trace(_trace(tmp_path / "t.sqlite")).efficiency())
+    recorded = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
+    bare = _rows(recorded)
     assert bare["step */forward"].verdict == "launch-bound"
     assert bare["step */forward"].clean_idle_share is None
+    estimated = [
+        "idle is estimated as without the profiler: each phase's shrunk alike" in "".join(books(one))
+        for one in (result, recorded)
+    ]
+    assert estimated == [True, False]
     (one, step) = result.inflation
     assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)
     assert (step.phase, step.cost) == ("step", 0.25)

@@ -102,7 +102,9 @@ def books(result: EfficiencyResult) -> list[str]:
     """Return the lines that say what the columns are of, and what they rest on."""
     lines = ["wall is the host's; busy, the union of the range's kernels; idle, of its time on the GPU"]
     if any(row.clean_idle_share is not None for row in result.ranges):
-        lines.append("idle is as it would be without the profiler; wall and busy are as recorded")
+        lines.append(
+            "wall and busy are as recorded; idle is estimated as without the profiler: each phase's shrunk alike"
+        )
     if result.work_source is not None:
         lines.append(f"TFLOP/s are over busy time; FLOPs are {_SOURCES[result.work_source]}")
         lines.append(f"peak: how near to {_peak_words(result)}")
