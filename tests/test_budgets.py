@@ -294,10 +294,22 @@ def test_the_same_program_placed_elsewhere_is_no_higher_peak(tmp_path: Path) -> 
     assert totals[1].allocated_peak_bytes > totals[0].allocated_peak_bytes
     found = line(high, Budgets(), baseline=low)
     assert (found.held, found.measured, found.limit) == (True, *(one.requested_peak_bytes for one in totals[::-1]))
+    requested, allocated = totals[0].requested_peak_bytes, [one.allocated_peak_bytes for one in totals]
     assert found.detail == (
-        "requested, by replay; allocated, which placement changes too, "
-        f"{totals[1].allocated_peak_bytes:,} B against {totals[0].allocated_peak_bytes:,} B"
+        f"requested, by replay: {requested:,} B against {requested:,} B (+0 B);"
+        f" allocated, which placement changes too: {allocated[1]:,} B against {allocated[0]:,} B"
     )
+
+
+def test_a_peak_that_is_higher_by_512_bytes_breaks_and_shows(tmp_path: Path) -> None:
+    for name, more in (("before.pickle", 0), ("after.pickle", 512)):
+        allocator = ReferenceAllocator()
+        allocator.record()
+        allocator.malloc(32 * MIB + more)
+        (tmp_path / name).write_bytes(pickle.dumps(allocator.snapshot()))
+    found = line(tmp_path / "after.pickle", Budgets(), baseline=tmp_path / "before.pickle")
+    assert not found.held
+    assert found.detail.startswith("requested, by replay: 33,554,944 B against 33,554,432 B (+512 B); allocated, which")
 
 
 def test_memory_that_one_of_the_two_recorded_is_no_pass(tmp_path: Path, run: Path) -> None:

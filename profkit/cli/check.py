@@ -40,7 +40,7 @@ from profkit.report.formats import Format
     "--baseline",
     type=click.Path(path_type=Path),
     metavar="RUN0",
-    help="No measurable slowdown against this run, and no higher peak of memory.",
+    help="No measurable slowdown against this run, and no higher peak of requested memory.",
 )
 @click.option("--max-slowdown", type=Percent(), help="So much slower than the baseline is let through  [default: 0%]")
 @click.option("--force", is_flag=True, help="Take a baseline of other provenance (GPU, driver, precision, …) too.")

@@ -86,7 +86,10 @@ def _judge_peak(run: OpenedSnapshot, baseline: OpenedSnapshot) -> BudgetLine:
         # Which of two free blocks is taken goes by their addresses, and those are the driver's: the same program may
         # hold a larger block, and have a higher allocated peak, in another process. What it requests is its own.
         before, after = _requested_peak(baseline), _requested_peak(run)
-        detail = f"requested, by replay; allocated, which placement changes too, {high:,} B against {base_low:,} B"
+        detail = (
+            f"requested, by replay: {after:,} B against {before:,} B ({after - before:+,} B);"
+            f" allocated, which placement changes too: {high:,} B against {base_low:,} B"
+        )
         return BudgetLine(BASELINE, "peak", after, before, "bytes", after <= before, detail)
     if high is None or base_high is None or (high > base_low and low <= base_high):
         return broken(BASELINE, "bytes", base_low, "the peaks are not proven, and their bounds overlap", "peak")
