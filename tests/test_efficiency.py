@@ -34,6 +34,7 @@ SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
 KINETO = ROOT / "traces" / "small-train.kineto.json.gz"
 PEAKS = Peaks("measured", "H200", {"fp32": 50e12, "bf16": 700e12}, 4e12)
 KNOWN = Roofline(20.0, 10.0)
+_MOVER = "void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)"
 
 
 def _rows(result: EfficiencyResult) -> dict[str, EfficiencyRow]:
@@ -94,7 +95,7 @@ def test_kernels_of_a_range_are_sorted_into_movers_by_their_names(tmp_path: Path
     builder = NsysBuilder()
     builder.range("a", 0, 1_000, int64Value=10**9)
     builder.kernel(10, 40, name="ampere_sgemm_64x32_nt", start=20)
-    builder.kernel(11, 60, name="void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)", start=60)
+    builder.kernel(11, 60, name=_MOVER, start=60)
     attribution = read_trace(builder.write(tmp_path / "t.sqlite")).attribution
     nodes = build_nodes(attribution, numbered=True)
     _, own_ns, moving_ns = _count_launches(attribution, nodes, np.arange(1))
@@ -113,7 +114,7 @@ def test_other_operations_take_their_time_at_the_peak_of_fp32() -> None:
     assert build_roofline(amount, None) == Roofline(None, None)
 
 
-def _trace(path: Path) -> Path:
+def _trace(path: Path, kernel: str = "gemm") -> Path:
     """Two steps of 1,000 ns: forward with two layers, backward on the autograd thread, a pause outside CUDA."""
     builder = NsysBuilder()
     builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA H200")
@@ -124,10 +125,10 @@ def _trace(path: Path) -> Path:
         builder.range("forward", at, at + 400, int64Value=3_000)
         for layer in (0, 1):
             builder.range(f"layer {layer}", at + 200 * layer, at + 200 * layer + 150, int64Value=1_000 + 500 * layer)
-            builder.kernel(at + 200 * layer + 5, 80, start=at + 200 * layer + 20, name="gemm")
+            builder.kernel(at + 200 * layer + 5, 80, start=at + 200 * layer + 20, name=kernel)
         builder.range("backward", at + 400, at + 1_000, int64Value=6_000)
         for launch in (410, 420, 430, 440):
-            builder.kernel(at + launch, 100, start=at + launch + 10 * (launch - 400), tid=101, name="gemm")
+            builder.kernel(at + launch, 100, start=at + launch + 10 * (launch - 400), tid=101, name=kernel)
         builder.call(at + 990, duration=5, name="cudaDeviceSynchronize_v3020")
     return builder.write(path)
 
@@ -168,7 +169,7 @@ def _ceilings(gpu: str = "NVIDIA H200") -> dict[str, Any]:
     }
 
 
-def _run(folder: Path, *, work: bool = True, ceilings: bool = True, clean_ns: int = 800) -> Path:
+def _run(folder: Path, *, work: bool = True, ceilings: bool = True, clean_ns: int = 800, kernel: str = "gemm") -> Path:
     steps = [{"forward_ns": clean_ns // 4, "step_ns": clean_ns}] * 3
     profiled = [{"forward_ns": 400, "step_ns": 1_000}] * 2
     manifest = {
@@ -185,7 +186,7 @@ def _run(folder: Path, *, work: bool = True, ceilings: bool = True, clean_ns: in
         (folder / "work.json").write_text(json.dumps(_work()))
     if ceilings:
         (folder / "ceilings.json").write_text(json.dumps(_ceilings()))
-    _trace(folder / "trace.sqlite")
+    _trace(folder / "trace.sqlite", kernel)
     return folder
 
 
@@ -306,6 +307,13 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     (one, step) = result.inflation
     assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)
     assert (step.phase, step.cost) == ("step", 0.25)
+
+
+@pytest.mark.parametrize("kernel", ["gemm", _MOVER])
+def test_what_bound_by_memory_means_is_told_where_a_range_is(tmp_path: Path, kernel: str) -> None:
+    result = read_trace(_run(tmp_path, kernel=kernel)).efficiency()
+    assert _rows(result)["step */forward"].verdict == ("memory-bound" if kernel == _MOVER else "compute-bound")
+    assert any(line.startswith("bound by memory: ") for line in books(result)) == (kernel == _MOVER)
 
 
 def test_waiting_for_launches_is_told_where_it_is_much_and_not_the_most(tmp_path: Path) -> None:

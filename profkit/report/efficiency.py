@@ -108,7 +108,8 @@ def books(result: EfficiencyResult) -> list[str]:
     if result.work_source is not None:
         lines.append(f"TFLOP/s are over busy time; FLOPs are {_SOURCES[result.work_source]}")
         lines.append(f"peak: how near to {_peak_words(result)}")
-        lines.append("bound by memory: most kernel time moves data, or even a perfect kernel would wait for it")
+        if any(row.verdict == "memory-bound" for row in result.ranges):
+            lines.append("bound by memory: most kernel time moves data, or even a perfect kernel would wait for it")
     else:
         lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
     if result.mfu is not None and result.mfu_steps in _MFU_OF:
