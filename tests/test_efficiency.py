@@ -316,6 +316,15 @@ def test_what_bound_by_memory_means_is_told_where_a_range_is(tmp_path: Path, ker
     assert any(line.startswith("bound by memory: ") for line in books(result)) == (kernel == _MOVER)
 
 
+@pytest.mark.parametrize(("kernel", "at_peak_ns"), [("gemm", 3.0), (_MOVER, 0.4)])
+def test_a_range_whose_kernels_move_data_is_held_to_the_peak_of_memory(
+    tmp_path: Path, kernel: str, at_peak_ns: float
+) -> None:
+    """Forward: 3,000 FLOPs at 1 TFLOP/s, 200 B at 500 GB/s, twice in 320 ns busy."""
+    forward = _rows(read_trace(_run(tmp_path, kernel=kernel)).efficiency())["step */forward"]
+    assert forward.roof_share == pytest.approx(2 * at_peak_ns / 320)
+
+
 def test_waiting_for_launches_is_told_where_it_is_much_and_not_the_most(tmp_path: Path) -> None:
     """Of 1,600 ns without a profiler the steps' idle parts have 480, and 865 of 880 recorded ones were launching."""
     result = read_trace(_run(tmp_path)).efficiency()

@@ -24,11 +24,11 @@ class EfficiencyRow:
     ``idle_share`` the idle part of that; None if it launched nothing. ``flops`` are matrix products as executed,
     ``needed_flops`` those without what a causal mask hides, ``other_flops`` all other operations; rates are over
     ``busy_ns``. ``ceiling_share`` is the time that ``flops`` would take at their dtypes' peak over ``busy_ns``.
-    ``roof_share`` is the same of all operations or of the least bytes, whichever would take longer: how near the range
-    comes to the peak that it would meet first. ``intensity`` is all operations per least byte. ``mfu`` is of steps:
-    model FLOPs over the median unprofiled step time and the datasheet's peak (Chowdhery et al. 2022, appendix B).
-    ``idle_factor`` is what unprofiled time leaves of the idle time, where that is known of the phase around it, and
-    ``clean_idle_share`` the idle share that follows.
+    ``roof_share`` is the same of the least bytes where the range is memory-bound; else of all operations or of the
+    least bytes, whichever would take longer: how near the range comes to the peak that it would meet first.
+    ``intensity`` is all operations per least byte. ``mfu`` is of steps: model FLOPs over the median unprofiled step
+    time and the datasheet's peak (Chowdhery et al. 2022, appendix B). ``idle_factor`` is what unprofiled time leaves of
+    the idle time, where that is known of the phase around it, and ``clean_idle_share`` the idle share that follows.
     """
 
     path: str

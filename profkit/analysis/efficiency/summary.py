@@ -219,7 +219,8 @@ def _build_row(
         least_bytes=amount.least_bytes,
         flops_per_s=_ratio(amount.flops, busy_ns / 1e9),
         ceiling_share=_ratio(at_peak, busy_ns),
-        roof_share=_ratio(roofline.bound_ns, busy_ns),
+        # Products take longer at their peak than the bytes in some ranges that by their kernels wait for memory.
+        roof_share=_ratio(roofline.memory_ns if verdict.word == "memory-bound" else roofline.bound_ns, busy_ns),
         bytes_per_s=_ratio(amount.least_bytes, busy_ns / 1e9),
         intensity=_ratio(operations, amount.least_bytes),
         mfu=mfu,
