@@ -7,6 +7,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from profkit.analysis.compare import bootstrap
 from profkit.analysis.compare.bootstrap import FEWEST, Statistic, bootstrap_differences, judge_change
@@ -64,6 +67,19 @@ def test_the_draws_are_the_same_every_time_and_for_every_column() -> None:
     assert again is not None
     for ends, end in zip(first, again, strict=True):
         assert np.allclose(ends, end[0], rtol=1e-12)
+
+
+SAMPLES = st.integers(FEWEST, 9).flatmap(lambda size: arrays(np.int64, (size, 3), elements=st.integers(0, 10**6)))
+
+
+@given(SAMPLES, SAMPLES, st.sampled_from(["mean", "median"]))
+@settings(max_examples=60, deadline=None)
+def test_the_sides_exchanged_negate_the_interval(before: np.ndarray, after: np.ndarray, statistic: Statistic) -> None:
+    there, back = bootstrap_differences(before, after, statistic), bootstrap_differences(after, before, statistic)
+    assert there is not None
+    assert back is not None
+    assert (there[0] == -back[1]).all()
+    assert (there[1] == -back[0]).all()
 
 
 def test_samples_that_do_not_vary_leave_no_doubt() -> None:

@@ -37,9 +37,9 @@ unprofiled steps (in a process of their own), medians of 6 and 6
 
    change    before     after        95% interval  per step
 ─────────  ────────  ────────  ──────────────────  ──────────────
--6.000 µs  10.70 µs  4.700 µs  -6.017 … -5.984 µs  kernel time
--6.000 µs  10.70 µs  4.700 µs  -6.017 … -5.984 µs  busy
--6.000 µs  11.54 µs  5.540 µs  -6.017 … -5.984 µs  wall, profiled
+-6.000 µs  10.70 µs  4.700 µs  -6.016 … -5.984 µs  kernel time
+-6.000 µs  10.70 µs  4.700 µs  -6.016 … -5.984 µs  busy
+-6.000 µs  11.54 µs  5.540 µs  -6.016 … -5.984 µs  wall, profiled
         0         7         7                      kernels
 
    change    before     after        95% interval  phase
@@ -49,12 +49,12 @@ unprofiled steps (in a process of their own), medians of 6 and 6
 
    change    before     after        95% interval  category
 ─────────  ────────  ────────  ──────────────────  ───────────
--6.000 µs  8.000 µs  2.000 µs  -6.005 … -5.996 µs  gemm
+-6.000 µs  8.000 µs  2.000 µs  -6.004 … -5.996 µs  gemm
      0 ns  2.700 µs  2.700 µs                      elementwise
 
    change        95% interval    before  range, category, kernels
 ─────────  ──────────────────  ────────  ───────────────────────────────────────
--6.000 µs  -6.005 … -5.996 µs  8.000 µs  forward/layer */ffn, gemm
+-6.000 µs  -6.004 … -5.996 µs  8.000 µs  forward/layer */ffn, gemm
                                           was sm80_xmma_gemm…32_f32_tn_n_64x64x8
                                           now nvjet_tst_128x…_1x2_h_bz_coopA_TNT
      0 ns                      2.700 µs  (3 more: no measurable difference)
@@ -112,7 +112,7 @@ def test_the_python_face_says_the_same_as_json(profkit: Run, runs: tuple[Path, P
         "before_ns": 85_600,
         "after_ns": 37_600,
         "change_ns": -6000,
-        "low_ns": -6017,
+        "low_ns": -6016,
         "high_ns": -5984,
         "verdict": "less",
     }
@@ -137,7 +137,7 @@ def test_csv_holds_every_line_of_a_view(profkit: Run, runs: tuple[Path, Path], v
 
 def test_documents(profkit: Run, runs: tuple[Path, Path]) -> None:
     markdown = profkit("compare", *runs, "--force", "--format", "markdown").stdout
-    assert "| -6.000 µs | 8.000 µs | 2.000 µs | -6.005 … -5.996 µs | gemm |" in markdown
+    assert "| -6.000 µs | 8.000 µs | 2.000 µs | -6.004 … -5.996 µs | gemm |" in markdown
     latex = profkit("compare", *runs, "--force", "--format", "latex").stdout
     assert latex.startswith("% before  fp32\n% after   bf16")
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5

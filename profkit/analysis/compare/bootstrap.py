@@ -6,9 +6,13 @@ percentiles of the resampled differences (Efron's percentile interval). For mean
 the plain one is too narrow by a factor of the square root of (n - 1)/n and takes no account of how uncertain the spread
 of few samples is. Medians get the plain one, which is wide enough for them.
 
+There are two sequences of draws, one for either side, and in half of the resamples they are exchanged. With the sides
+exchanged the differences are then the same ones negated, and so is the interval: which capture is called the earlier
+decides no verdict.
+
 How often an interval of means holds the true difference, of 10,000 pairs of synthetic samples each (normal, lognormal,
-and with one step in ten slower by ten deviations; 5 to 30 samples a side): 94.0 % to 96.5 %, where the plain percentile
-interval of five holds it in 86 % or 87 % (``tests/test_bootstrap.py``). Below `FEWEST` samples no resampling reaches
+and with one step in ten slower by ten deviations; 5 to 30 samples a side): 94.1 % to 97.1 %, where the plain percentile
+interval of five holds it in 86 % to 87 % (``tests/test_bootstrap.py``). Below `FEWEST` samples no resampling reaches
 far enough, and there is no interval.
 """
 
@@ -32,7 +36,6 @@ FEWEST = 5
 """Fewest samples a side: of three an interval holds the true difference in 90 % of cases, of four medians in 93 %."""
 
 _RESAMPLES = 4000
-_SEED = 0
 # So many columns are resampled at once: 8 MB.
 _CHUNK = 256
 
@@ -42,7 +45,8 @@ def bootstrap_differences(
 ) -> tuple[Floats, Floats] | None:
     """Return the low and high ends of the intervals of ``after - before``, one pair a column; None of too few samples.
 
-    Every column is resampled by the same draws, and draws are the same on every call.
+    Every column is resampled by the same draws, and draws are the same on every call. With the sides exchanged the
+    interval is the negated one, exactly.
 
     Args:
         before: samples, (sample, column).
@@ -52,15 +56,14 @@ def bootstrap_differences(
     fewest = min(len(before), len(after))
     if fewest < FEWEST:
         return None
-    random = np.random.default_rng(_SEED)
-    picks = [random.integers(0, len(side), (_RESAMPLES, len(side))) for side in (before, after)]
+    picks = [np.concatenate(halves) for halves in (_draw(len(before), (0, 1)), _draw(len(after), (1, 0)))]
     summarize = _Means(picks) if statistic == "mean" else _Medians(picks)
     tail = _expanded_tail(fewest) if statistic == "mean" else (1 - LEVEL) / 2
     low, high = np.empty(before.shape[1]), np.empty(before.shape[1])
     for first in range(0, before.shape[1], _CHUNK):
         some = slice(first, first + _CHUNK)
         differences = summarize(1, after[:, some]) - summarize(0, before[:, some])
-        low[some], high[some] = np.quantile(differences, [tail, 1 - tail], axis=0)
+        low[some], high[some] = np.quantile(differences, tail, axis=0), -np.quantile(-differences, tail, axis=0)
     return low, high
 
 
@@ -95,6 +98,11 @@ class _Medians:
 
     def __call__(self, side: int, samples: npt.NDArray[Any]) -> Floats:
         return np.stack([np.median(column[self._picks[side]], axis=1) for column in samples.T], axis=1)
+
+
+def _draw(size: int, sequences: tuple[int, int]) -> list[npt.NDArray[np.int64]]:
+    """Return which samples of ``size`` each resample holds, half of them by either sequence of draws."""
+    return [np.random.default_rng(seed).integers(0, size, (_RESAMPLES // 2, size)) for seed in sequences]
 
 
 def _count_draws(drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
