@@ -163,12 +163,34 @@ def test_nothing_changed(profkit: Run) -> None:
     trace = ROOT / "traces" / "small-train.nsys2025.sqlite"
     done = profkit("compare", trace, trace)
     assert done.returncode == 0
-    assert "(74 more: unchanged)" in done.stdout
+    assert "\nno change in 74 kernels: each took as long in both\n" in done.stdout
+    assert "more" not in done.stdout
     assert "kernels change by 0 + rounding 0 = 0 ns" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stderr == (
         "warning: 2 and 2 steps: too few for an interval, which needs 5 a side; record more with --steps\n"
     )
+
+
+def test_a_run_and_itself_are_told_to_be_the_same(profkit: Run, runs: tuple[Path, Path]) -> None:
+    """No table of no kernel, and nothing of intervals and chance where there is nothing that chance could have done."""
+    out = profkit("compare", runs[0], runs[0]).stdout
+    assert "\nno change in 4 kernels: each took as long in both\n" in out
+    assert "no measurable difference" not in out
+    assert "intervals" not in out
+    assert out.endswith("(warm-up, outside steps or the range)\n")
+
+
+def test_kernels_of_other_names_are_a_change_even_where_the_time_is_none(profkit: Run, tmp_path: Path) -> None:
+    before, after = make_run(tmp_path / "a", trace=False), make_run(tmp_path / "b", trace=False)
+    renamed = {
+        path: [(NVJET if name == SGEMM else name, ns) for name, ns in kernels] for path, kernels in EAGER.items()
+    }
+    write_steps(before / NSYS_EXPORT, varied(EAGER, 1))
+    write_steps(after / NSYS_EXPORT, varied(renamed, 1))
+    out = profkit("compare", before, after).stdout
+    assert "no change in" not in out
+    assert "range, category, kernels" in out
 
 
 def test_two_profilers_of_one_workload(profkit: Run, captures: Path) -> None:

@@ -209,6 +209,21 @@ def test_the_parts_always_sum(steps: int, other_steps: int, scale: int, leaks: b
     compared(Training(steps=steps), Training(steps=other_steps, scale=scale, leaks=leaks))
 
 
+def test_two_peaks_of_the_same_are_told_in_one_line(tmp_path: Path) -> None:
+    snapshot = Training().write(tmp_path, "a.pickle")
+    out = CliRunner().invoke(memory, [str(snapshot), "--against", str(snapshot)]).stdout
+    assert [line.split() for line in out.splitlines()[:2]] == [
+        ["before", "48.00", "MiB", "a.pickle"],
+        ["after", "48.00", "MiB", "a.pickle"],
+    ]
+    assert out.splitlines()[2:] == ["no change in 12 allocations: the same ones make up both peaks"]
+    for style, sign in (("markdown", "|"), ("latex", "tabular")):
+        assert (
+            sign
+            not in CliRunner().invoke(memory, [str(snapshot), "--against", str(snapshot), "--format", style]).stdout
+        )
+
+
 def test_the_command(tmp_path: Path) -> None:
     before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
     out = CliRunner().invoke(memory, [str(before), "--against", str(after)]).stdout

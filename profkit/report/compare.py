@@ -26,7 +26,7 @@ from profkit.report.formats import (
 )
 from profkit.report.kernel_names import simplify_name
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
-from profkit.report.units import format_interval, format_ns, format_signed_ns
+from profkit.report.units import format_count, format_interval, format_ns, format_signed_ns
 
 View = Literal["phase", "category", "range", "kernel"]
 VIEWS: tuple[View, ...] = ("phase", "category", "range", "kernel")
@@ -96,7 +96,7 @@ def books(time: TimeComparison) -> list[str]:
         f"kernels change by {whole.change_ns - rounding:,} + rounding {rounding:,} = {whole.change_ns:,} ns",
         f"left out: {time.left_out_ns[0]:,} and {time.left_out_ns[1]:,} ns (warm-up, outside steps or the range)",
     ]
-    if whole.low_ns is not None:
+    if whole.low_ns is not None and not _is_unchanged(time):
         lines.append(f"intervals: bootstrap over each side's {unit}s; run-to-run variation is not in them")
         by_chance = round((1 - LEVEL) * len(time.parts))
         if by_chance:
@@ -165,9 +165,9 @@ def _whole_table(time: TimeComparison) -> Table:
     return _lines_table(time, f"per {time.unit}", cells)
 
 
-def _view_table(time: TimeComparison, view: View, top: int | None) -> Table:
+def _view_table(time: TimeComparison, view: View, top: int | None) -> str | Table:
     if view == "kernel":
-        return _part_table(time, top)
+        return _say_unchanged(time) if _is_unchanged(time) else _part_table(time, top)
     lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[view]
     cells = [_line_cells(time, line) for line in lines[:top]]
     if top is not None and lines[top:]:
@@ -178,6 +178,16 @@ def _view_table(time: TimeComparison, view: View, top: int | None) -> Table:
 def _lines_table(time: TimeComparison, heading: str, cells: list[list[str]]) -> Table:
     name = Column(heading, "name", right=False, flexible=True)
     return Table((*_columns(_has_interval(time)), name), cells, [])
+
+
+def _is_unchanged(time: TimeComparison) -> bool:
+    """Whether both captures have the same kernels, and each took as long in one as in the other, to the nanosecond."""
+    return bool(time.parts) and all((part.kind, part.change.verdict) == ("same", "unchanged") for part in time.parts)
+
+
+def _say_unchanged(time: TimeComparison) -> str:
+    noun = "kernel" if time.measure == "gpu-kernel" else "operator"
+    return f"no change in {format_count(len(time.parts), noun)}: each took as long in both"
 
 
 def _part_table(time: TimeComparison, top: int | None) -> Table:

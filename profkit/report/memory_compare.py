@@ -18,6 +18,7 @@ from profkit.report.formats import (
     render_table,
 )
 from profkit.report.memory_units import format_bytes
+from profkit.report.units import format_count
 
 TOP_PARTS = 15
 
@@ -38,27 +39,34 @@ def render_comparison(
     if style == "csv":
         values = [(part.bytes, part.kind, part.count, _name(part)) for part in comparison.parts]
         return render_csv(Table(_COLUMNS, [], values))
-    kinds, parts = _kind_table(comparison), _part_table(comparison, top)
+    tables = [] if _is_same(comparison) else [_kind_table(comparison), _part_table(comparison, top)]
     heads = head_lines(comparison)
     if style == "latex":
-        return "\n".join([*(f"% {line}" for line in heads), render_latex(kinds), render_latex(parts)])
+        return "\n".join([*(f"% {line}" for line in heads), *map(render_latex, tables)])
     if style == "markdown":
-        return "\n\n".join(
-            ["\n".join(f"- {escape_markdown(line)}" for line in heads), render_markdown(kinds), render_markdown(parts)]
-        )
-    return "\n\n".join(["\n".join(heads), render_table(kinds), render_table(parts, full=full_names)])
+        return "\n\n".join(["\n".join(f"- {escape_markdown(line)}" for line in heads), *map(render_markdown, tables)])
+    return "\n\n".join(["\n".join(heads), *(render_table(table, full=full_names) for table in tables)])
 
 
 def head_lines(comparison: Comparison) -> list[str]:
-    """Return the two peaks and their difference."""
+    """Return the two peaks and their difference, or that there is none in any allocation."""
     sign = "+" if comparison.difference_bytes > 0 else ""
     difference = f"{sign}{format_bytes(comparison.difference_bytes)} ({sign}{comparison.difference_bytes:,} B)"
+    change = f"the peak changed by {difference}"
+    if _is_same(comparison):
+        count = format_count(sum(part.count for part in comparison.parts), "allocation")
+        change = f"no change in {count}: the same ones make up both peaks"
     lines = [
         f"before {format_bytes(comparison.before_peak_bytes):>11}  {PurePath(comparison.before).name}",
         f"after  {format_bytes(comparison.after_peak_bytes):>11}  {PurePath(comparison.after).name}",
-        f"the peak changed by {difference}{'' if comparison.exact else '; not both peaks are proven'}",
+        f"{change}{'' if comparison.exact else '; not both peaks are proven'}",
     ]
     return list(map(make_visible, lines))
+
+
+def _is_same(comparison: Comparison) -> bool:
+    """Whether all that is at one peak is at the other, of the same sizes."""
+    return all(part.kind == "same" for part in comparison.parts)
 
 
 def _kind_table(comparison: Comparison) -> Table:
