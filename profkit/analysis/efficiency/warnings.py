@@ -76,15 +76,19 @@ def _warn_of_launch_bound(rows: Sequence[EfficiencyRow], facts: RunFacts) -> lis
 
 
 def _warn_of_spread(facts: RunFacts) -> list[Caution]:
-    """Return which unprofiled steps took so unlike times that their median says little: verdicts and MFU rest on it."""
-    phases = facts.step_times.phases if facts.step_times is not None else ()
+    """Return which unprofiled steps took so unlike times that their median says little: verdicts and MFU rest on it.
+
+    MFU does not where the run has unbroken steps.
+    """
+    phases, unbroken = ((), {}) if facts.step_times is None else (facts.step_times.phases, facts.step_times.unbroken)
     wide = [one for one in phases if one.phase == STEP and (one.clean.relative_deviation or 0.0) > _WIDE]
     return [
         Caution(
             "uneven-clean-steps",
             f"{one.clean.count} unprofiled steps{'' if one.context is None else f' at context {one.context}'} vary"
-            f" widely, by {one.clean.relative_deviation:.0%} of their mean (standard deviation): verdicts and MFU rest"
-            " on their median, and are no surer; time more steps (`profkit run --warmup`)",
+            f" widely, by {one.clean.relative_deviation:.0%} of their mean (standard deviation): verdicts"
+            f"{'' if one.context in unbroken else ' and MFU'} rest on their median, and are no surer; time more steps"
+            " (`profkit run --warmup`)",
         )
         for one in wide
     ]
