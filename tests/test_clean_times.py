@@ -44,7 +44,7 @@ def test_cuda_events_have_a_column_and_the_table_fits() -> None:
 def test_unbroken_steps_have_a_line_of_their_own() -> None:
     manifest = _manifest([404, 444], [612])
     for step in manifest["clean"]["steps"]:
-        step["forward_event_ns"] = step["forward_ns"] - 3000
+        step |= {"forward_event_ns": step["forward_ns"] - 3000, "backward_ns": step["forward_ns"]}
     manifest["clean"]["unbroken"] = [{"step_ns": ns * MS} for ns in (380, 390, 410)]
     text = render_clean_times(manifest)
     assert "\nunbroken step: median 390.0 ms, MAD 10.00 ms; 3 more, which wait once\n" in text

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Clock = Literal["wall", "cuda-events"]
 Twin = Literal["clean", "attached"]
 StepKind = Literal["unbroken", "phase by phase", "whole"]
-"""How a step was waited for: at its end, among others that were waited for after each phase; so; or in no other way."""
+"""Which steps MFU is over: those timed without a break, those that wait after each phase, or those timed as a whole."""
 
 REST = "rest"
 """What a script's step does outside the phases that were timed: its forward pass, its loss, its data."""
@@ -75,7 +75,7 @@ class StepTimes:
     @property
     def waits_for_phases(self) -> bool:
         """Whether the steps of ``phases`` wait for the device after each phase."""
-        return self.twin == "clean" and any(one.phase != STEP for one in self.phases)
+        return self.twin == "clean" and len({one.phase for one in self.phases} - {STEP}) > 1
 
     @property
     def kind(self) -> StepKind:
