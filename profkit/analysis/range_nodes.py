@@ -9,7 +9,7 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.selection import kind_of
+from profkit.analysis.selection import join_path, kind_of
 from profkit.trace.columns import Ints
 
 
@@ -49,7 +49,7 @@ class RangeNodes:
         while stack:
             index, prefix = stack.pop()
             name, domain = self.labels[index]
-            path = prefix + name.replace("/", "\\/")
+            path = prefix + join_path([name])
             found.append(NodePath(index, path, name, domain))
             stack += [(child, path + "/") for child in reversed(children.get(index, []))]
         return found

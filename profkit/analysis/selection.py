@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -250,6 +251,11 @@ def ancestors(parent: Ints, index: int) -> list[int]:
 def split_path(request: str) -> list[str]:
     """Return the parts of a path; ``\\/`` is a slash within a part."""
     return [part.replace("\\/", "/") for part in re.split(r"(?<!\\)/", request)]
+
+
+def join_path(parts: Iterable[str]) -> str:
+    """Return a path as it is written: parts joined by slashes; a slash within a part is ``\\/``."""
+    return "/".join(part.replace("/", "\\/") for part in parts)
 
 
 def _match(attribution: Attribution, request: str) -> Bools:

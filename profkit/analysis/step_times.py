@@ -122,9 +122,8 @@ def collect_samples(manifest: Mapping[str, Any]) -> tuple[Twin, dict[tuple[int |
 
 
 def _read_unbroken(manifest: Mapping[str, Any]) -> dict[int | None, SampleStatistics]:
-    clean = manifest.get("clean")
     found: dict[int | None, list[int]] = {}
-    for step in clean.get("unbroken", []) if isinstance(clean, dict) else []:
+    for step in _steps(manifest.get("clean"), "unbroken"):
         found.setdefault(step.get("context"), []).append(step[f"{STEP}{_WALL}"])
     return {context: summarize_samples(samples) for context, samples in found.items()}
 
@@ -166,8 +165,8 @@ def _by_phase(steps: list[Step], suffix: str) -> dict[str, list[int]]:
     return found
 
 
-def _steps(part: Any) -> list[Step]:
-    steps = part.get("steps") if isinstance(part, dict) else None
+def _steps(part: Any, name: str = "steps") -> list[Step]:
+    steps = part.get(name) if isinstance(part, dict) else None
     return steps or []
 
 

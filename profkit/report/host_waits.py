@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
+from profkit.analysis.selection import join_path, split_path
 from profkit.report.units import format_share
 
 _SAY_SO = ("launch-bound", "host-bound")
 _MUCH = 0.2
 """The share of a range's time that waiting for the host must have to be told where it is not the largest."""
 _NAMED = 3
-_SLASH = re.compile(r"(?<!\\)/")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def host_wait_lines(result: EfficiencyResult) -> list[str]:
     if not waits:
         return []
     waits.sort(key=lambda one: -one.time_ns)
-    paths = [row.path for row in result.ranges]
+    paths = [split_path(row.path) for row in result.ranges]
     told = [f"{_name_among(paths, one.path)} {format_share(one.share)} ({one.word})" for one in waits[:_NAMED]]
     more = f", {len(waits) - _NAMED} more" if len(waits) > _NAMED else ""
     return [f"bound by the largest part of its time; waiting for the host too: {', '.join(told)}{more}"]
@@ -55,11 +54,11 @@ def _find_waits(rows: Sequence[EfficiencyRow]) -> Iterator[_Wait]:
                 yield _Wait(row.path, word, share, share * span_ns)
 
 
-def _name_among(paths: Sequence[str], path: str) -> str:
+def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:
     """Return the shortest end of a path, in whole names, that no other path has."""
-    names = _SLASH.split(path)
+    names = split_path(path)
     for count in range(1, len(names)):
-        end = "/".join(names[-count:])
-        if sum(f"/{other}".endswith(f"/{end}") for other in paths) == 1:
-            return end
+        end = names[-count:]
+        if sum(other[-count:] == end for other in paths) == 1:
+            return join_path(end)
     return path

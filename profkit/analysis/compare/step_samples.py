@@ -7,7 +7,6 @@ around it, numbers taken for one kind (``forward/layer */ffn``), whatever lies a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,11 +124,6 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
         even=even,
         has_contexts=by_step and len(distinct_values(find_contexts(attribution)[members])) > 1,
     )
-
-
-def join_path(path: Iterable[str]) -> str:
-    """Return a path as it is written: parts joined by slashes; a slash within a part is ``\\/``."""
-    return "/".join(part.replace("/", "\\/") for part in path)
 
 
 def _choose_steps(attribution: Attribution, range: str | None) -> Ints:

@@ -19,7 +19,8 @@ import numpy as np
 
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict, bootstrap_differences, judge_change
 from profkit.analysis.compare.compare_parts import Match, PartKind, match_parts, nearest
-from profkit.analysis.compare.step_samples import Key, RangePath, StepSamples, join_path
+from profkit.analysis.compare.step_samples import Key, RangePath, StepSamples
+from profkit.analysis.selection import join_path
 from profkit.analysis.warnings import Caution
 from profkit.trace.columns import Ints, Measure
 

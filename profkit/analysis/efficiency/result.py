@@ -27,8 +27,9 @@ class EfficiencyRow:
     ``roof_share`` is the same of the least bytes where the range is memory-bound; else of all operations or of the
     least bytes, whichever would take longer: how near the range comes to the peak that it would meet first.
     ``intensity`` is all operations per least byte. ``mfu`` is of steps: model FLOPs over the median unprofiled step
-    time and the datasheet's peak (Chowdhery et al. 2022, appendix B). ``idle_factor`` is what unprofiled time leaves of
-    the idle time, where that is known of the phase around it, and ``clean_idle_share`` the idle share that follows.
+    time (of unbroken steps, where there are any) and the datasheet's peak (Chowdhery et al. 2022, appendix B).
+    ``idle_factor`` is what unprofiled time leaves of the idle time, where that is known of the phase around it, and
+    ``clean_idle_share`` the idle share that follows.
     """
 
     path: str

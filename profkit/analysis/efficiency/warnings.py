@@ -9,6 +9,7 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.efficiency.result import EfficiencyRow
 from profkit.analysis.efficiency.run_facts import RunFacts
 from profkit.analysis.selection import count_in_warmup, select_ranges
+from profkit.analysis.step_times import PhaseTimes
 from profkit.analysis.warnings import Caution, warn_of_placement
 from profkit.ranges import PHASES, STEP
 
@@ -85,8 +86,8 @@ def _warn_of_spread(facts: RunFacts) -> list[Caution]:
     return [
         Caution(
             "uneven-clean-steps",
-            f"{one.clean.count} unprofiled steps{'' if one.context is None else f' at context {one.context}'} vary"
-            f" widely, by {one.clean.relative_deviation:.0%} of their mean (standard deviation): verdicts"
+            f"{one.clean.count} unprofiled steps{_where(one)} vary widely, by {one.clean.relative_deviation:.0%} of"
+            " their mean (standard deviation): verdicts"
             f"{'' if one.context in unbroken else ' and MFU'} rest on their median, and are no surer; time more steps"
             " (`profkit run --warmup`)",
         )
@@ -105,13 +106,16 @@ def _warn_of_uneven_phases(facts: RunFacts) -> list[Caution]:
         if one.phase not in PHASES or step is None or clean.median < _PART * step.clean.median:
             continue
         if clean.p90 > _APART * clean.p10:
-            where = "" if one.context is None else f" at context {one.context}"
-            uneven.append(f"{one.phase}{where} took {_ms(clean.p10)} to {_ms(clean.p90)} ms")
+            uneven.append(f"{one.phase}{_where(one)} took {_ms(clean.p10)} to {_ms(clean.p90)} ms")
     if not uneven:
         return []
     whose = "its verdict and idle share" if len(uneven) == 1 else "their verdicts and idle shares"
     message = f"{', '.join(uneven)} unprofiled (10th to 90th percentile): {whose} rest on the median"
     return [Caution("uneven-clean-phases", message)]
+
+
+def _where(one: PhaseTimes) -> str:
+    return "" if one.context is None else f" at context {one.context}"
 
 
 def _ms(time_ns: float) -> str:

@@ -142,13 +142,16 @@ def _short(frame: tuple[str, str, int]) -> str:
 
 
 def _is_library(frame: tuple[str, str, int]) -> bool:
-    file = frame[1]
-    return any(mark in file for mark in _LIBRARIES) or _GENERATED.search(file) is not None
+    return _stands_in(frame[1], _LIBRARIES)
 
 
 def _is_compiler(frame: tuple[str, str, int]) -> bool:
-    file = frame[1]
-    return any(mark in file for mark in _COMPILER) or _GENERATED.search(file) is not None
+    return _stands_in(frame[1], _COMPILER)
+
+
+def _stands_in(file: str, places: tuple[str, ...]) -> bool:
+    """Return whether a file lies in one of some places, or torch.compile wrote it: that is nobody's own."""
+    return any(place in file for place in places) or _GENERATED.search(file) is not None
 
 
 def _is_native(frame: tuple[str, str, int]) -> bool:
