@@ -14,6 +14,7 @@ import click
 from profkit.report.formats import Column, render_markdown
 from recipes.common.command import Options, exit_with, recipe_options, run_recipe
 from recipes.common.recipe import Cell, Device, Recipe, Report, Row
+from recipes.common.sentences import list_sentences
 from recipes.common.tables import build_table
 from recipes.precision.inputs import FLOAT32, KEEPS, LOWER, MIXED
 from recipes.precision.limits import LIMITS, describe_limits, draw_errors
@@ -67,7 +68,7 @@ def answer_classes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
         for line in _classes(row):
             lists.setdefault(line, []).append(str(row["dtype"]))
-    yield "\n".join(f"- Autocast to {' and '.join(dtypes)}, {line}." for line, dtypes in lists.items())
+    yield list_sentences(f"Autocast to {' and '.join(dtypes)}, {line}." for line, dtypes in lists.items())
     if any("ran_low" not in entry for row in rows for entry in row["classes"]):
         yield "These were judged by the dtype of what came out; in which dtype each ran within is not known."
     else:

@@ -16,6 +16,7 @@ from profkit.report.formats import Column
 from recipes.common.command import Options, exit_with, recipe_options, run_recipe
 from recipes.common.pictures import new_figure
 from recipes.common.recipe import Cell, Device, Recipe, Report, Row, whole
+from recipes.common.sentences import list_sentences
 
 CELLS: list[Cell] = [
     {"case": case, "additions": additions, "addend": addend, "sum_dtype": total, "addend_dtype": added, "cast": cast}
@@ -75,11 +76,13 @@ def add_error(rows: Sequence[Row]) -> None:
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     """Say what each sum shows, from its numbers alone."""
     measured = [row for row in rows if row.get("result") is not None]
-    lines = [f"- {_conclude(row)}" for row in measured]
+    sentences = [_conclude(row) for row in measured]
     for one, other in pairwise(measured):
         if {one["cast"], other["cast"]} == {"implicit", "explicit"}:
             same = "the same to the last bit" if one["result"] == other["result"] else "not the same"
-            lines.append(f"- Casting the addend by hand or leaving it to the addition is {same} ({other['result']!r}).")
+            sentences.append(
+                f"Casting the addend by hand or leaving it to the addition is {same} ({other['result']!r})."
+            )
     figure = new_figure("Distance from the true sum")
     axes = figure.subplots()
     labels = [f"{row['case']}: {row['additions']:,} × {row['addend']}, {_dtypes(row)}" for row in measured]
@@ -87,7 +90,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("absolute error")
-    return Report("## What the numbers say\n\n" + "\n".join(lines), {"errors.png": figure})
+    return Report("## What the numbers say\n\n" + list_sentences(sentences), {"errors.png": figure})
 
 
 def _conclude(row: Row) -> str:

@@ -14,6 +14,7 @@ from recipes.attention.names import BATCH, COMPILED, IMPLEMENTATIONS, MIB, SDPA,
 from recipes.attention.workspace import find_held, workspace_mib
 from recipes.common.pictures import COLOURS, label_plainly, new_figure, with_gaps
 from recipes.common.recipe import OK, Report, Row, whole
+from recipes.common.sentences import list_sentences
 from recipes.common.tables import build_pivot, build_table
 from recipes.detectors.inspect import inspect_tables
 from recipes.detectors.tables import build_table as build_benchmark
@@ -53,7 +54,7 @@ def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
     shown = [{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows]
     findings = inspect_tables([build_benchmark("this table", shown)])
     said = [*chain.from_iterable(map(find_held, _by_series(rows).values())), *(each.message for each in findings)]
-    sections += ["## What the detectors say", "\n".join(f"- {each}" for each in said) or "Nothing."]
+    sections += ["## What the detectors say", list_sentences(said) or "Nothing."]
     return Report("\n\n".join(sections), {"times.png": draw_times(rows), "memory.png": draw_memory(rows)})
 
 

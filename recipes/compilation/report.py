@@ -10,6 +10,7 @@ from profkit.report.formats import render_markdown
 from profkit.report.units import format_count, format_ns, four_digits
 from recipes.common.launches import BUSY
 from recipes.common.recipe import OK, Report, Row
+from recipes.common.sentences import list_sentences
 from recipes.common.tables import build_pivot
 from recipes.compilation.cells import ATTENTION, KEYS, MODEL
 from recipes.compilation.fusions import tell_fusions
@@ -46,15 +47,15 @@ def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
         *_pivots(rows),
         "## How much faster",
         *_how_to_read(pairs),
-        _list([say_speed(pair) for pair in pairs]) or "No pair was measured.",
+        list_sentences([say_speed(pair) for pair in pairs]) or "No pair was measured.",
         *_say_control(pairs),
         f"## {noun.capitalize()}s of a step, before and after",
-        _list([say_kernels(pair) for pair in pairs]) or "No pair was measured.",
+        list_sentences([say_kernels(pair) for pair in pairs]) or "No pair was measured.",
         *tell_splits(pairs),
         *_say_command(pairs, machine.get("device")),
         *tell_fusions(pairs),
         "## What the detectors say",
-        _list(remark(rows)) or "Nothing.",
+        list_sentences(remark(rows)) or "Nothing.",
     ]
     pictures = {"speedup.png": draw_speedups(pairs), "kernels.png": draw_kernels(pairs)}
     return Report("\n\n".join(filter(None, sections)), pictures)
@@ -205,7 +206,3 @@ def _pivots(rows: Sequence[Row]) -> Iterator[str]:
             if any(row.get("kernel_speedup") for row in some):
                 yield "Its kernel time alone:"
                 yield render_markdown(build_pivot(some, down, across, "kernel_speedup", digits=3))
-
-
-def _list(sentences: Sequence[str]) -> str:
-    return "\n".join(f"- {sentence}" for sentence in sentences)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from profkit.report.formats import Column, render_markdown
 from profkit.report.memory_units import format_bytes
 from profkit.report.units import format_count
 from recipes.common.recipe import Device, Report, Row, whole
+from recipes.common.sentences import list_sentences
 from recipes.common.tables import build_pivot, build_table
 from recipes.model_memory.answers import (
     MAKING,
@@ -57,7 +58,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     in_short = [*answer_peaks(plain), *(line for group in groups for line in answer_checkpoints(group))]
     sections = [
         "## In short",
-        _list([*in_short, *answer_predicted(rows)]),
+        list_sentences([*in_short, *answer_predicted(rows)]),
         tell_command(rows, recorded=bool(is_measured(rows))),
         "## Peaks, and the phase that each falls in",
         *_peaks(plain),
@@ -66,7 +67,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
         "## What a block keeps for backward",
         *show_saved(plain),
         "## The residual stream",
-        _list(answer_residual(plain)) or "Not seen: no forward pass came to its end.",
+        list_sentences(answer_residual(plain)) or "Not seen: no forward pass came to its end.",
         "## The largest allocations at the peak",
         *show_largest(largest),
         "## Predicted against measured",
@@ -84,15 +85,11 @@ def _telling(rows: Sequence[Row]) -> list[Any]:
     return sorted(rows, key=lambda row: (-whole(row["context"]), -whole(row["parameters"])))
 
 
-def _list(sentences: Iterable[str]) -> str:
-    return "\n".join(f"- {sentence}" for sentence in sentences)
-
-
 def _peaks(rows: Sequence[Row]) -> Iterator[str]:
     measured = bool(is_measured(rows))
     if measured:
         yield answer_padding(rows)
-        yield _list(answer_growth(rows))
+        yield list_sentences(answer_growth(rows))
     keys = ("allocated_peak_bytes", "peak_phase") if measured else ("predicted_peak_bytes", "predicted_phase")
     what = "allocated at the peak" if measured else "requested at the predicted peak"
     told = [{**row, "peak": _told_peak(row, *keys)} for row in rows]
@@ -214,7 +211,7 @@ def _warnings(rows: Sequence[Row]) -> Iterator[str]:
             found.setdefault(message, []).append(row)
     if found:
         yield "## What the recordings warn of"
-        yield "\n".join(f"- {message} ({len(here)} of {len(rows)} rows)" for message, here in found.items())
+        yield list_sentences(f"{message} ({len(here)} of {len(rows)} rows)" for message, here in found.items())
 
 
 def _phases_of(row: Row) -> Iterator[Row]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from profkit.report.units import format_count
 from recipes.common.recipe import OK, Report, Row
+from recipes.common.sentences import list_sentences
 from recipes.nsight.attention import answer_attention
 from recipes.nsight.commands import find_origins
 from recipes.nsight.other_kernels import answer_others
@@ -42,13 +43,13 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     compared = [row for row in alike if row["status"] == OK]
     answers = {letter: answer(alike if letter == "a" else compared) for letter, (_, answer) in QUESTIONS.items()}
     short = [f"({letter}) {line}" for letter, answer in answers.items() for line in answer.short]
-    sections = [f"## In short{setting}", _listed(short) or _NONE, *_left_out(rows, alike)]
+    sections = [f"## In short{setting}", list_sentences(short) or _NONE, *_left_out(rows, alike)]
     if compared:
         sections += [f"![Times with the profiler over those without]({_RATIOS})", f"![Shares of the time]({_SHARES})"]
         sections += [*_tell_captures(compared)]
     for letter, answer in answers.items():
         sections += [f"## ({letter}) {QUESTIONS[letter][0]}", *_section(answer)]
-    sections += ["## What the captures warn of", _listed(_warnings(rows)) or _NO_WARNING]
+    sections += ["## What the captures warn of", list_sentences(_warnings(rows)) or _NO_WARNING]
     return Report("\n\n".join(sections), {_RATIOS: draw_ratios(compared), _SHARES: draw_shares(compared)})
 
 
@@ -93,7 +94,3 @@ def choose_alike(rows: Sequence[Row]) -> tuple[str, list[Row]]:
     chosen = settings.most_common(1)[0][0]
     alike = [row for row in rows if (row["batch"], row["steps"], row["profiler"]) == chosen]
     return f": batch {chosen[0]}, {chosen[1]} steps recorded by {profiler_name(alike[0])}", alike
-
-
-def _listed(sentences: Iterable[str]) -> str:
-    return "\n".join(f"- {sentence}" for sentence in sentences)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from profkit.report.formats import Column, render_markdown
 from profkit.report.units import format_share
 from recipes.common.pictures import COLOURS, new_figure
+from recipes.common.sentences import list_sentences
 from recipes.common.tables import DASH, build_table
 from recipes.precision.inputs import EPSILON, FEATURES, MOST, ONE_BY_ONE, ROWS, SCALES
 
@@ -45,7 +46,7 @@ def describe_limits(rows: Sequence[Found]) -> Iterator[str]:
     by_dtype = {row["dtype"]: row for row in rows}
     if {"float16", "bfloat16"} <= by_dtype.keys():
         sentences.append(compare(by_dtype["float16"], by_dtype["bfloat16"]))
-    yield "\n".join(f"- {line}" for line in sentences)
+    yield list_sentences(sentences)
     columns = [Column("", "what", right=False)] + [Column(str(row["dtype"]), str(row["dtype"])) for row in rows]
     lines = [{"what": what, **{str(row["dtype"]): tell(row) for row in rows}} for what, tell in _LINES.items()]
     known = [line for line in lines if set(line.values()) - {line["what"], DASH}]
