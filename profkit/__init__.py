@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from profkit.analysis.memory.opened import read_snapshot as read_snapshot
     from profkit.analysis.opened import read_trace as read_trace
     from profkit.analysis.step_times import read_step_times as read_step_times
-    from profkit.ranges import annotate as annotate
+    from profkit.annotation import annotate as annotate
 
 _HOMES = {
-    "annotate": "profkit.ranges",
+    "annotate": "profkit.annotation",
     "compare": "profkit.analysis.compare.comparison",
     "read_snapshot": "profkit.analysis.memory.opened",
     "read_step_times": "profkit.analysis.step_times",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from profkit.report.files import write_whole
+from profkit.files import write_whole
 from profkit.report.formats import Column, Table, render_csv, render_markdown
 from profkit.report.units import format_count
 from recipes.common.command import exit_with

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.efficiency.work import read_work
+from profkit.run.work import read_work
 from tests.doubts import without_doubts
 
 pytest.importorskip("torch")

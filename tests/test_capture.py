@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from profkit import ranges
+from profkit import annotation as ranges
 from profkit.errors import UsageError
 from profkit.models.flops import backward_flops, forward_flops
 from profkit.models.presets import PRESETS

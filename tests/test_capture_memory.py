@@ -15,7 +15,7 @@ from profkit.capture.memory_observer import MemoryObserver
 from profkit.capture.owners import OwnerLedger
 from profkit.capture.step import TrainingStep
 from profkit.models.workload import MemoryOrder, Order, Workload
-from profkit.snapshot.ledger import ROLES, VERSION, read_ledger
+from profkit.run.owners import ROLES, VERSION, read_owners
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_steps_owners_are_written_and_read_back(tmp_path: Path, monkeypatch: p
     ledger.close()
     header = json.loads(path.read_text().splitlines()[0])
     assert (header["kind"], header["version"], header["peaks_reset_us"]) == ("header", VERSION, 1)
-    read = read_ledger(path)
+    read = read_owners(path)
     assert [one.name for one in read.steps] == ["warmup 0", "step 0", "step 1"]
     assert [one.moment for one in read.figures] == ["start", "warmup 0", "step 0", "step 1", "dump"]
     assert [one.allocated_peak_bytes for one in read.figures] == [3, 7, 7, 7, 7]

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import profkit.analysis.efficiency.datasheet as datasheets
-from profkit.analysis.efficiency.ceilings import Copy, Gemm, read_ceilings
 from profkit.analysis.efficiency.datasheet import find_datasheet
-from profkit.errors import RunError
 from profkit.report.ceilings import render_ceilings
+from profkit.run.ceilings import read_ceilings
 
 CEILINGS: dict[str, Any] = {
     "version": 1,
@@ -33,37 +32,6 @@ CEILINGS: dict[str, Any] = {
 def _write(path: Path, content: Any) -> Path:
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
-
-
-def test_every_field_comes_back_from_a_file_and_from_a_run(tmp_path: Path) -> None:
-    file = _write(tmp_path / "ceilings.json", CEILINGS)
-    ceilings = read_ceilings(file)
-    assert ceilings is not None
-    assert ceilings == read_ceilings(tmp_path)
-    assert (ceilings.device.name, ceilings.device.uuid, ceilings.device.clock_mhz) == ("NVIDIA H200", "GPU-0", 1755)
-    assert ceilings.find("bf16") == Gemm("bf16", 8192, 8192, 8192, 8e14, 7.5e14)
-    assert ceilings.find("fp32") is None
-    assert ceilings.copy == Copy(2**30, 4e12, 3.9e12)
-
-
-def test_a_run_need_have_none_but_a_named_file_must_be_there(tmp_path: Path) -> None:
-    assert read_ceilings(tmp_path) is None
-    with pytest.raises(RunError, match="no such file; measure with `profkit ceilings -o"):
-        read_ceilings(tmp_path / "mine.json")
-
-
-@pytest.mark.parametrize("rate", [0, -1.0, "fast", None])
-def test_a_rate_that_is_none_is_refused(tmp_path: Path, rate: Any) -> None:
-    content = copy.deepcopy(CEILINGS)
-    content["gemm"][0]["best_flops_per_s"] = rate
-    with pytest.raises(RunError, match=r"damaged .*measure again"):
-        read_ceilings(_write(tmp_path / "ceilings.json", content))
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 0}', "[" * 100_000])
-def test_another_version_or_form_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(RunError, match="measure again"):
-        read_ceilings(_write(tmp_path / "ceilings.json", content))
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.efficiency.work import read_work
 from profkit.analysis.opened import read_trace
 from profkit.models.flops import forward_flops
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Order, Workload
+from profkit.run.work import read_work
 from tests.doubts import without_doubts
 
 torch = pytest.importorskip("torch")

@@ -24,7 +24,7 @@ from profkit.analysis.efficiency.run_facts import Peaks
 from profkit.analysis.efficiency.summary import _count_launches
 from profkit.analysis.efficiency.verdicts import MOVERS, Roofline, build_roofline, judge
 from profkit.analysis.opened import read_trace
-from profkit.analysis.range_nodes import build_nodes
+from profkit.analysis.range_paths import build_nodes
 from profkit.errors import TraceError, UsageError
 from profkit.report.efficiency import books
 from tests.conftest import ROOT

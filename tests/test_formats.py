@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profkit.report.files import write_whole
+from profkit.files import write_whole
 from profkit.report.formats import (
     Column,
     Table,
@@ -28,8 +28,7 @@ from profkit.report.formats import (
     shorten,
 )
 from profkit.report.kernel_names import simplify_name
-from profkit.report.memory_units import format_bytes
-from profkit.report.units import format_count, format_interval, format_ns, format_share, format_signed_ns
+from profkit.report.units import format_bytes, format_count, format_interval, format_ns, format_share, format_signed_ns
 
 ESCAPE = "\x1b[31mred\x1b[0m"
 

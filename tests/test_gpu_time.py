@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit.analysis.attribution import Attribution, attribute_work
-from profkit.analysis.busy import disjoint_pieces, union_ns
 from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.efficiency.gpu_time import GpuParts, build_gpu_times, sum_parts
 from profkit.analysis.efficiency.host_time import LONGEST_PAUSE_NS, build_host_times
-from profkit.analysis.efficiency.intervals import Stretches, gaps, intersect, subtract, unite
 from profkit.analysis.efficiency.windows import find_windows
+from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
 from profkit.analysis.opened import read_trace
-from profkit.analysis.selection import select_ranges, select_work
+from profkit.analysis.range_paths import select_ranges
 from profkit.trace.columns import Trace
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of
@@ -150,10 +149,11 @@ def _trace(path: Path, some_calls: list, some_kernels: list, span: tuple[int, in
 
 def _own(attribution: Attribution, device: int) -> list[tuple[int, int]]:
     """Return the times of what lies under the range, by the rule of ``--range``."""
-    trace, selection = attribution.trace, select_ranges(attribution, "r")
+    trace, members = attribution.trace, select_ranges(attribution, "r")
     found = []
     for rows, placed in ((trace.work, attribution.work), (trace.copies, attribution.copies)):
-        under = select_work(attribution, rows, placed, selection).rows & (rows.device == device)
+        under = placed.under(members).rows
+        under = under[rows.device[under] == device]
         found += list(zip(rows.start_ns[under].tolist(), rows.end_ns[under].tolist(), strict=True))
     return found
 

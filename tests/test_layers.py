@@ -12,22 +12,27 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "profkit"
 
 # Who may import whom; the design's arrows. Each layer may also import itself.
-BASE = {"errors", "ranges", "run_directory", "version"}
+BASE = {"errors", "files", "findings", "names", "run", "version"}
 ALLOWED = {
     "errors": set(),
     "version": set(),
-    "ranges": {"errors"},
+    "names": set(),
+    "findings": set(),
+    "files": set(),
+    "annotation": set(),
+    "guides": set(),
     "run_directory": {"errors"},
-    "models": {"errors", "ranges"},
-    "capture": {"models", *BASE},
-    "launch": {"models", *BASE},  # the presets alone: checked by test_launch_never_loads_torch
+    "run": {"errors", "files", "names"},
+    "models": {"errors", "names", "annotation"},
+    "capture": {"models", "annotation", "run_directory", *BASE},
+    "launch": {"models", "run_directory", *BASE},
     "trace": BASE,
     "snapshot": BASE,
-    "analysis": {"trace", "snapshot", *BASE},
-    "report": {"analysis", "trace", "snapshot", *BASE},
-    "cli": {"report", "analysis", "trace", "snapshot", "launch", "models", *BASE},
+    "analysis": {"trace", "snapshot", "run_directory", *BASE},
+    "report": {"analysis", "trace", "snapshot", "run_directory", *BASE},
+    "cli": {"guides", "report", "analysis", "trace", "snapshot", "launch", "models", "run_directory", *BASE},
     "__main__": {"cli"},
-    "__init__": {"analysis", "ranges", "version"},
+    "__init__": {"analysis", "annotation", "version"},
 }
 
 

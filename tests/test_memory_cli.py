@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from profkit.cli.memory import memory
 from profkit.errors import RunError, SnapshotError, UsageError
-from profkit.report.memory_units import format_after, format_bytes
+from profkit.report.units import format_after, format_bytes
 from tests.allocator_reference import MIB
 from tests.captures import capture
 from tests.memory_captures import Training

@@ -83,7 +83,7 @@ def test_flops_of_a_range_are_those_of_the_ranges_inside_it() -> None:
 
 
 def test_payloads_of_ranges_equal_the_flops_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    from profkit import ranges
+    from profkit import annotation as ranges
 
     stack: list[str] = []
     seen: dict[str, int | None] = {}

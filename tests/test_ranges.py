@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from profkit import ranges
-from profkit.ranges import annotate, layer_range, record_in_torch, step_range
+from profkit import annotation as ranges
+from profkit.annotation import annotate, record_in_torch
+from profkit.names import layer_range, step_range
 
 
 @pytest.fixture

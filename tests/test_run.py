@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.efficiency.ceilings import read_ceilings
-from profkit.analysis.efficiency.work import read_work
+from profkit.run.ceilings import read_ceilings
+from profkit.run.work import read_work
 from tests.doubts import without_doubts
 
 pytest.importorskip("torch")

@@ -17,6 +17,8 @@ from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run, products_pe
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.opened import read_trace
 from profkit.models.presets import PRESETS
+from profkit.run.manifest import Manifest
+from profkit.run.records import decode
 from tests.nsys_builder import NsysBuilder
 
 TRACES = Path(__file__).parent.parent / "traces"
@@ -182,24 +184,24 @@ def test_what_counts_as_a_product(tmp_path: Path, kernels: list[str], verdict: l
     [
         ({}, UNKNOWN_RUN),
         ({"status": "failed", "workload": {"preset_name": "tiny", "steps": 2}}, UNKNOWN_RUN),
-        ({"status": "complete", "workload": "?"}, UNKNOWN_RUN),
         ({"status": "complete", "workload": {"steps": 3, "annotate": False}}, UNKNOWN_RUN),
     ],
 )
 def test_what_is_not_known_is_not_checked(manifest: dict[str, Any], known: object) -> None:
-    assert know_run(manifest) == known
+    assert know_run(decode(Manifest, manifest)) == known
 
 
 def test_what_is_known_of_a_command_and_of_an_older_run() -> None:
-    script = know_run({"status": "complete", "workload": {"steps": 3, "annotate": True}})
+    script = know_run(decode(Manifest, {"status": "complete", "workload": {"steps": 3, "annotate": True}}))
     assert (script.steps, script.layers, script.even) == (3, None, False)
     old = _manifest()
     del old["preset"]
-    assert (know_run(old).steps, know_run(old).layers) == (2, None)
-    assert know_run(_manifest(contexts=[128, 256, 512])).steps == 6
-    assert not know_run(_manifest(warmup_steps=0)).even
-    assert not know_run(_manifest(compile_mode="reduce-overhead")).even
-    assert know_run(_manifest(compile_mode="reduce-overhead", warmup_steps=3)).even
+    known = know_run(decode(Manifest, old))
+    assert (known.steps, known.layers) == (2, None)
+    assert know_run(decode(Manifest, _manifest(contexts=[128, 256, 512]))).steps == 6
+    assert not know_run(decode(Manifest, _manifest(warmup_steps=0))).even
+    assert not know_run(decode(Manifest, _manifest(compile_mode="reduce-overhead"))).even
+    assert know_run(decode(Manifest, _manifest(compile_mode="reduce-overhead", warmup_steps=3))).even
 
 
 def test_products_of_the_presets() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.efficiency.work import read_work
 from profkit.analysis.opened import read_trace
+from profkit.run.work import read_work
 from tests.doubts import without_doubts
 
 torch = pytest.importorskip("torch")

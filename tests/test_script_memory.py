@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 from profkit.models.attachment import Attachment
 from profkit.models.workload import MemoryOptions
-from profkit.snapshot.ledger import Ledger, read_ledger
+from profkit.run.owners import Owners, read_owners
 from tests.hooked_workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -152,8 +152,8 @@ def _files(place: Path) -> list[str]:
     return sorted(path.name for path in (place / "run").iterdir())
 
 
-def _ledger(place: Path) -> Ledger:
-    return read_ledger(place / "run" / "ledger.jsonl")
+def _ledger(place: Path) -> Owners:
+    return read_owners(place / "run" / "ledger.jsonl")
 
 
 def test_a_script_is_recorded_from_the_first_use_of_cuda_to_its_last_measured_step(
@@ -184,7 +184,7 @@ def test_a_script_is_recorded_from_the_first_use_of_cuda_to_its_last_measured_st
     assert done.stdout.rstrip().endswith("profkit memory run --timeline memory.html")
 
 
-def _roles(ledger: Ledger) -> set[str]:
+def _roles(ledger: Owners) -> set[str]:
     return {one.role for one in ledger.owned}
 
 
@@ -421,7 +421,7 @@ def test_every_workload_is_recorded_to_its_end(workloads: dict[str, dict[str, An
     memory = workloads["remembered"]["memory"]
     assert memory["failure"] is None
     assert memory["snapshot"] == "snapshot.pickle"
-    ledger = read_ledger(workloads["remembered"]["folder"] / "ledger.jsonl")
+    ledger = read_owners(workloads["remembered"]["folder"] / "ledger.jsonl")
     assert len(ledger.steps) == 4 * len(WORKLOADS)
     assert _roles(ledger) >= {"parameter", "gradient", "optimizer_state", "input", "saved"}
     assert "blocks.1.linear.weight" in {one.name for one in ledger.owned}

@@ -8,7 +8,7 @@ import pytest
 
 from profkit.analysis.compare.step_samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.opened import read_trace
-from profkit.analysis.selection import join_path
+from profkit.analysis.range_paths import join_path
 from profkit.errors import UsageError
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder

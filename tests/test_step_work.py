@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.efficiency.work import RunWork, read_work
 from profkit.models.flops import flops_by_path
 from profkit.models.presets import PRESETS
 from profkit.models.step_work import model_work
 from profkit.models.workload import Workload
+from profkit.run.work import RunWork, read_work
 
 torch = pytest.importorskip("torch")
 

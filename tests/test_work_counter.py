@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from profkit.capture import work_counter  # noqa: E402
 from profkit.capture.work_counter import WorkCounter  # noqa: E402
-from profkit.ranges import annotate  # noqa: E402
+from profkit.names import annotate  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -1,21 +1,49 @@
-"""Put every piece of GPU work under the ranges that were open when it was launched.
+"""Put every piece of GPU work under the ranges that were open when it was launched: the one rule that all commands ask.
 
-The rules of truth: a launch and its kernel share correlation id and process (the readers see to that); a kernel
-belongs to the ranges of its launching thread (`direct`), and around those stand the ranges of the thread that the
-launching one works for (`inferred`, see `profkit.analysis.helpers`). The ledger that follows closes in integers.
+A launch and its kernel share correlation id and process (the readers see to that). A kernel then has up to three
+places, each a thread and a moment on it:
+
+1. its launching thread, at the launch (`DIRECT`);
+2. the thread that waited for the launching one, at the launch (`INFERRED`, `profkit.analysis.waiting_threads`);
+3. for backward work of torch.profiler's traces, the range that stands for its forward operator's (`SEQUENCE`,
+   `profkit.analysis.backward_links`).
+
+It lies under every range that is open in one of its places: from the range's first nanosecond to just before its last.
+A child lies within its parent, so what lies under a range lies under its parent too. The ledger over all work closes in
+integers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from profkit.analysis.helpers import AMBIGUOUS, HelperFinder, Hosts
+from profkit.analysis.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
+from profkit.analysis.intervals import running_maximum
 from profkit.analysis.nesting import NO_RANGE, Timeline, build_timelines
-from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Ranges, Trace, Work, rows_by_value
+from profkit.analysis.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads
+from profkit.trace.columns import (
+    NO_LAUNCH,
+    Bools,
+    Copies,
+    Ints,
+    Ranges,
+    Trace,
+    Work,
+    empty_ints,
+    rows_by_value,
+)
 
-DIRECT, INFERRED, AMBIGUOUS_HOST, OUTSIDE, NO_LAUNCH_RECORD = range(5)
+DIRECT, INFERRED, SEQUENCE = range(3)
+"""How a row came under a range: by its own thread, by the thread that waited for it, by its operator's link."""
+
+OUTSIDE, AMBIGUOUS_HOST, NO_LAUNCH_RECORD = 3, 4, 5
+"""Why a row came under no range at all."""
+
+NEVER = 1 << 62
+"""A time after all others."""
 
 
 @dataclass(frozen=True)
@@ -31,31 +59,190 @@ class Ledger:
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
-    """Where each row of a table (work or copies) was launched from.
+class Under:
+    """Rows that lie under ranges: each row once a group, with the outermost of the ranges and by what evidence.
 
-    ``own`` is the innermost range of the launching thread, ``host`` that of the thread it worked for (`NO_RANGE`,
-    `AMBIGUOUS`), ``host_thread`` that thread. ``verdict`` is one of `DIRECT`, `INFERRED`, `AMBIGUOUS_HOST`, `OUTSIDE`,
-    `NO_LAUNCH_RECORD`.
+    ``member`` is the position of that range among those asked about; direct evidence goes before inferred.
     """
 
-    own: Ints
-    host: Ints
-    host_thread: Ints
-    verdict: Ints
+    rows: Ints
+    member: Ints
+    evidence: Ints
+
+
+class PlacedRows:
+    """The rows of a table, work or copies, in their places; answers which of them lie under which ranges."""
+
+    def __init__(self, rows: Work | Copies, ranges: Ranges, own: Ints, hosts: Hosts, mirrors: Mirrors) -> None:
+        """Place the rows.
+
+        Args:
+            rows: the table.
+            ranges: the trace's ranges; those of ``mirrors`` stand last.
+            own: each row's innermost range on its launching thread, or `NO_RANGE`.
+            hosts: its innermost range on the thread that waited for it, and that thread.
+            mirrors: where backward work was linked to.
+        """
+        self.ranges = ranges
+        self._rows = rows
+        self._own, self._hosts, self._mirrors = own, hosts, mirrors
+        self._queues: dict[int, list[tuple[int, Ints, int]]] = {}  # thread → begin in _order, launch times, evidence
+        order, begin = [], 0
+        for evidence, threads in ((DIRECT, rows.launch_thread), (INFERRED, hosts.thread)):
+            for thread, found in rows_by_value(threads).items():
+                if thread < 0:
+                    continue
+                times = rows.launch_ns[found]
+                in_order = (times[1:] >= times[:-1]).all()
+                queue = found if in_order else found[np.argsort(times, kind="stable")]
+                self._queues.setdefault(thread, []).append((begin, rows.launch_ns[queue], evidence))
+                order.append(queue)
+                begin += len(queue)
+        self._linked = (begin, empty_ints())
+        if len(mirrors) and isinstance(rows, Work):
+            linked = np.flatnonzero(mirrors.of_row >= 0)
+            queue = linked[np.argsort(mirrors.of_row[linked], kind="stable")]
+            self._linked = (begin, mirrors.of_row[queue])
+            order.append(queue)
+        self._order = np.concatenate(order) if order else empty_ints()
+
+    @property
+    def host_thread(self) -> Ints:
+        """Return the thread that waited for each row's launching one, or `NO_RANGE`."""
+        return self._hosts.thread
+
+    @cached_property
+    def verdict(self) -> Ints:
+        """Return of each row how it was placed, or why it was not: `DIRECT`, `INFERRED`, `OUTSIDE`, …
+
+        A mirror lies within a range of the row's own, or stands where there is none: links place nothing by themselves.
+        """
+        return np.select(
+            [
+                self._rows.launch_thread == NO_LAUNCH,
+                self._own != NO_RANGE,
+                self._hosts.range >= 0,
+                self._hosts.range == AMBIGUOUS,
+            ],
+            [NO_LAUNCH_RECORD, DIRECT, INFERRED, AMBIGUOUS_HOST],
+            default=OUTSIDE,
+        )
+
+    @cached_property
+    def innermost(self) -> Ints:
+        """Return the innermost range that each row lies under, `NO_RANGE` for none."""
+        found = np.where(self._own != NO_RANGE, self._own, np.maximum(self._hosts.range, NO_RANGE))
+        if len(self._mirrors) and isinstance(self._rows, Work):
+            linked = self._mirrors.of_row >= 0
+            found[linked] = self._mirrors.range_at(self._mirrors.of_row[linked])
+        return found
+
+    def under(self, members: Ints, group: Ints | None = None) -> Under:
+        """Return the rows that lie under the ranges ``members``, each once; with ``group``, once for each group."""
+        group = np.zeros(len(members), dtype=np.int64) if group is None else group
+        found, low, high, evidence = self._slices(members)
+        if not len(found):
+            return Under(found, found, found)
+        ranges = self.ranges
+        # Of two that begin before the same launch, the one that opened first and stays longest is the outer one.
+        keys = (-ranges.end_ns[members[found]], ranges.start_ns[members[found]], low, group[found])
+        order = np.lexsort(keys)
+        found, low, high, evidence = found[order], low[order], high[order], evidence[order]
+        groups = group[found]
+        first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+        before = np.concatenate([[0], running_maximum(high, first)[:-1]])
+        before[first] = low[first]
+        low = np.maximum(low, before)
+        length = np.maximum(high - low, 0)
+        step = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+        rows = self._order[np.repeat(low, length) + step]
+        found, evidence = np.repeat(found, length), np.repeat(evidence, length)
+        if self._has_two_places and len(rows):
+            # One sort brings together what lies in one group twice, the best evidence first.
+            keys = (group[found] * len(self._rows) + rows) * (SEQUENCE + 1) + evidence
+            order = np.argsort(keys, kind="stable")
+            keys = keys[order] // (SEQUENCE + 1)
+            kept = order[np.concatenate([[True], keys[1:] != keys[:-1]])]
+            rows, found, evidence = rows[kept], found[kept], evidence[kept]
+        return Under(rows, found, evidence)
+
+    def count(self, members: Ints) -> Ints:
+        """Return how many rows lie under each range."""
+        if self._has_two_places:
+            under = self.under(members, np.arange(len(members)))
+            return np.bincount(under.member, minlength=len(members))
+        found, low, high, _ = self._slices(members)
+        counts = np.zeros(len(members), dtype=np.int64)
+        np.add.at(counts, found, high - low)
+        return counts
+
+    def extent(self, members: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
+        """Return the least start and the greatest end among the rows under each range; `NEVER` and -`NEVER` of none.
+
+        ``start_ns`` and ``end_ns`` are the rows', in their own order, or `NEVER` and -`NEVER` of rows to pass over.
+        """
+        first = np.full(len(members), NEVER, dtype=np.int64)
+        last = np.full(len(members), -NEVER, dtype=np.int64)
+        found, low, high, _ = self._slices(members)
+        some = np.flatnonzero(high > low)
+        # In order of their beginnings, what lies between one stretch and the next is passed over once at most.
+        some = some[np.argsort(low[some], kind="stable")]
+        if len(some):
+            edges = np.stack([low[some], high[some]], axis=1).reshape(-1)
+            starts, ends = np.append(start_ns[self._order], NEVER), np.append(end_ns[self._order], -NEVER)
+            np.minimum.at(first, found[some], np.minimum.reduceat(starts, edges)[::2])
+            np.maximum.at(last, found[some], np.maximum.reduceat(ends, edges)[::2])
+        return first, last
+
+    @cached_property
+    def _has_two_places(self) -> bool:
+        """Whether any row may lie under one range in two of its places, or under ranges of one group in both."""
+        ranges = self.ranges
+        both = (self._own >= 0) & (self._hosts.thread >= 0)
+        return bool(len(self._mirrors) or both.any() or (ranges.thread != ranges.end_thread).any())
+
+    def _slices(self, members: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return stretches of ``_order`` under the ranges: which range (its position), from, to, by what evidence."""
+        ranges, none = self.ranges, empty_ints()
+        elsewhere = np.flatnonzero(ranges.end_thread[members] != ranges.thread[members])
+        position = np.concatenate([np.arange(len(members)), elsewhere])
+        threads = np.concatenate([ranges.thread[members], ranges.end_thread[members[elsewhere]]])
+        parts = [(none, none, none, none)]
+        for thread, which in rows_by_value(threads).items():
+            mine = members[position[which]]
+            for begin, times, evidence in self._queues.get(thread, []):
+                low = begin + np.searchsorted(times, ranges.start_ns[mine], side="left")
+                high = begin + np.searchsorted(times, ranges.end_ns[mine], side="left")
+                parts.append((position[which], low, np.maximum(low, high), np.full(len(mine), evidence)))
+        mirrored = np.flatnonzero(members >= self._mirrors.first)
+        if len(mirrored):
+            begin, numbers = self._linked
+            low, high = (begin + np.searchsorted(numbers, edge) for edge in self._mirrors.span(members[mirrored]))
+            parts.append((mirrored, low, high, np.full(len(mirrored), SEQUENCE)))
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return columns[0], columns[1], columns[2], columns[3]
 
 
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """A trace with its work placed: the input of every analysis of time."""
+    """A trace with its work placed: the input of every analysis of time.
+
+    ``trace.ranges`` are those that were recorded and, last, the ``mirrors`` that links stand for.
+    """
 
     trace: Trace
     timelines: dict[int, Timeline]
     parent: Ints
     """Range → the range around it: on its own thread, else of the thread that its thread worked for."""
-    work: Placement
-    copies: Placement
+    mirrors: Mirrors
+    work: PlacedRows
+    copies: PlacedRows
     ledger: Ledger
+
+    @cached_property
+    def is_mirror(self) -> Bools:
+        """Return which ranges were never open, but stand for forward ranges in the backward pass."""
+        return np.arange(len(self.trace.ranges)) >= self.mirrors.first
 
 
 def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
@@ -68,18 +255,26 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
     """
     timelines, parent = build_timelines(trace.ranges)
     # One more entry, so that a launch outside every range (-1) finds no adopter.
-    finder, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
+    waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
     if not thread_only and trace.measure == "gpu-kernel":
-        finder = HelperFinder(trace, timelines)
-        _adopt_top_ranges(trace, timelines, parent, adopter, finder)
-    work = _place(trace.work, timelines, adopter, finder)
-    copies = _place(trace.copies, timelines, adopter, finder)
-    return Attribution(trace, timelines, parent, work, copies, _build_ledger(work, trace.work.duration_ns))
+        waiting = WaitingThreads(trace, timelines)
+        _adopt_top_ranges(trace, timelines, parent, adopter, waiting)
+    own, hosts = _place(trace.work, timelines, adopter, waiting)
+    own_copies, copy_hosts = _place(trace.copies, timelines, adopter, waiting)
+    mirrors = NO_MIRRORS
+    if not thread_only and trace.origins is not None:
+        around = np.where(own != NO_RANGE, own, np.maximum(hosts.range, NO_RANGE))
+        trace, parent, mirrors = mirror_forward_ranges(trace, timelines, parent, around)
+    work = PlacedRows(trace.work, trace.ranges, own, hosts, mirrors)
+    copies = PlacedRows(trace.copies, trace.ranges, own_copies, copy_hosts, mirrors)
+    ledger = _build_ledger(work.verdict, trace.work.duration_ns)
+    return Attribution(trace, timelines, parent, mirrors, work, copies, ledger)
 
 
 def _place(
-    rows: Work | Copies, timelines: dict[int, Timeline], adopter: Ints, finder: HelperFinder | None
-) -> Placement:
+    rows: Work | Copies, timelines: dict[int, Timeline], adopter: Ints, waiting: WaitingThreads | None
+) -> tuple[Ints, Hosts]:
+    """Return each row's innermost range on its launching thread, and on the thread that waited for that one."""
     own = np.full(len(rows), NO_RANGE, dtype=np.int64)
     host = own.copy()
     host_thread = own.copy()
@@ -89,21 +284,16 @@ def _place(
         times = rows.launch_ns[members]
         if thread in timelines:
             own[members] = timelines[thread].innermost_at(times)
-        if finder is None or not finder.is_helper(thread):
+        if waiting is None or not waiting.may_help(thread):
             continue
         # A thread with a range of its own works for itself, unless it is the autograd engine's.
-        asking = members if finder.is_autograd(thread) else members[own[members] == NO_RANGE]
+        asking = members if waiting.is_autograd(thread) else members[own[members] == NO_RANGE]
         if len(asking):
             process = int(rows.process[asking[0]])
             times = rows.launch_ns[asking]
-            hosts = _follow_adopters(finder.find_hosts(thread, process, times), adopter[own[asking]], times, timelines)
+            hosts = _follow_adopters(waiting.find_hosts(thread, process, times), adopter[own[asking]], times, timelines)
             host[asking], host_thread[asking] = hosts.range, hosts.thread
-    verdict = np.select(
-        [rows.launch_thread == NO_LAUNCH, own != NO_RANGE, host >= 0, host == AMBIGUOUS],
-        [NO_LAUNCH_RECORD, DIRECT, INFERRED, AMBIGUOUS_HOST],
-        default=OUTSIDE,
-    )
-    return Placement(own, host, host_thread, verdict)
+    return own, Hosts(host, host_thread)
 
 
 def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dict[int, Timeline]) -> Hosts:
@@ -116,20 +306,20 @@ def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dic
 
 
 def _adopt_top_ranges(
-    trace: Trace, timelines: dict[int, Timeline], parent: Ints, adopter: Ints, finder: HelperFinder
+    trace: Trace, timelines: dict[int, Timeline], parent: Ints, adopter: Ints, waiting: WaitingThreads
 ) -> None:
-    """Give the outermost ranges of helper threads a parent: the innermost range of the thread they work for.
+    """Give the outermost ranges of autograd threads a parent: the innermost range of the thread they work for.
 
     Fills ``parent``, and with that thread ``adopter``, also of the ranges within.
     """
     ranges = trace.ranges
     for thread in timelines:
-        if not finder.is_autograd(thread):
+        if not waiting.is_autograd(thread):
             continue
         mine = np.flatnonzero((ranges.thread == thread) & (ranges.end_thread == thread))
         top = mine[parent[mine] == NO_RANGE]
         if len(top):
-            hosts = finder.find_hosts(thread, int(ranges.process[top[0]]), ranges.start_ns[top])
+            hosts = waiting.find_hosts(thread, int(ranges.process[top[0]]), ranges.start_ns[top])
             parent[top] = _enclosing(ranges, parent, np.maximum(hosts.range, NO_RANGE), top)
             adopter[top] = np.where(parent[top] != NO_RANGE, hosts.thread, NO_RANGE)
             for index in mine[np.lexsort((-ranges.end_ns[mine], ranges.start_ns[mine]))].tolist():
@@ -150,9 +340,9 @@ def _enclosing(ranges: Ranges, parent: Ints, candidate: Ints, members: Ints) -> 
         candidate = np.where(climbing, parent[candidate], candidate)
 
 
-def _build_ledger(placement: Placement, duration_ns: Ints) -> Ledger:
-    def total(verdict: int) -> int:
-        return int(duration_ns[placement.verdict == verdict].sum())
+def _build_ledger(verdict: Ints, duration_ns: Ints) -> Ledger:
+    def total(kind: int) -> int:
+        return int(duration_ns[verdict == kind].sum())
 
     return Ledger(
         direct_ns=total(DIRECT),
@@ -162,3 +352,10 @@ def _build_ledger(placement: Placement, duration_ns: Ints) -> Ledger:
         no_launch_ns=total(NO_LAUNCH_RECORD),
         total_ns=int(duration_ns.sum()),
     )
+
+
+def mark_members(count: int, members: Ints) -> Bools:
+    """Return a truth column of ``count`` rows, true at ``members``."""
+    marked = np.zeros(count, dtype=np.bool_)
+    marked[members] = True
+    return marked

@@ -10,7 +10,7 @@ import numpy as np
 
 from profkit.analysis.attribution import AMBIGUOUS_HOST, NO_LAUNCH_RECORD, OUTSIDE, Attribution
 from profkit.analysis.categories import categorize
-from profkit.analysis.range_tree import kind_paths
+from profkit.analysis.range_paths import kind_paths
 from profkit.analysis.ranks import Ranks
 from profkit.errors import UsageError
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
@@ -101,7 +101,7 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
     name = trace.work.name[chosen]
     if by == "range":
         placed = attribution.work
-        innermost = np.where(placed.own[chosen] >= 0, placed.own[chosen], placed.host[chosen])
+        innermost = placed.innermost[chosen]
         # Below the ranges' own numbers, one for each reason why work has none.
         place = np.where(innermost >= 0, innermost, -1 - placed.verdict[chosen])
         ids, inverse = np.unique(place, return_inverse=True)

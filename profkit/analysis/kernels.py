@@ -8,20 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis.attribution import Attribution, Ledger
-from profkit.analysis.busy import busy_ns, union_ns
 from profkit.analysis.checks.limits import refuse_impossible_times
-from profkit.analysis.kernel_filter import Instances, KernelFilter, choose_work
+from profkit.analysis.intervals import busy_ns, union_ns
 from profkit.analysis.kernel_rows import Grouping, KernelRow, build_rows
 from profkit.analysis.ranks import RankRow, Ranks, compare_ranks, slowest_rank
-from profkit.analysis.selection import (
-    DIRECT_EVIDENCE,
-    INFERRED_EVIDENCE,
-    SEQUENCE_EVIDENCE,
-    RangeEvidence,
-)
-from profkit.analysis.warnings import Caution, warn_of_instances, warn_of_placement, warn_of_sequence
+from profkit.analysis.selection import Instances, KernelFilter, RangeEvidence, choose_work
+from profkit.analysis.warnings import warn_of_instances, warn_of_placement
 from profkit.errors import TraceError, UsageError
-from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace
+from profkit.findings import Finding
+from profkit.trace.columns import Bools, Copies, Measure, Trace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +73,7 @@ class KernelsResult:
     kernels: tuple[KernelRow, ...]
     range_evidence: RangeEvidence | None
     ledger: Ledger
-    warnings: tuple[Caution, ...]
+    warnings: tuple[Finding, ...]
     by: Grouping = "kernel"
     per_instance: tuple[InstanceRow, ...] | None = None
     filters: KernelFilter = field(default_factory=KernelFilter)
@@ -135,7 +130,6 @@ def summarize_kernels(
     work = trace.work
     total_ns = int(work.duration_ns[rows].sum())
     graphs = rows & work.is_graph
-    evidence_ns = None if instances is None else _sum_evidence(work.duration_ns, instances.selected.evidence, rows)
     outermost_count = None if instances is None else len(instances.outermost)
     compared = compare_ranks(trace, ranks, chosen)
     slowest = slowest_rank(compared)
@@ -152,11 +146,10 @@ def summarize_kernels(
         wall_ns=last_ns - first_ns if instances is None else instances.wall_ns,
         copies=_total_copies(trace.copies, chosen.copies),
         kernels=build_rows(attribution, rows, by, outermost_count, ranks),
-        range_evidence=evidence_ns,
+        range_evidence=chosen.sum_evidence(work.duration_ns),
         ledger=attribution.ledger,
         warnings=(
             *warn_of_instances(attribution, instances, int(rows.sum())),
-            *warn_of_sequence(instances, evidence_ns),
             *warn_of_placement(attribution),
         ),
         by=by,
@@ -192,11 +185,6 @@ def extent_ns(trace: Trace) -> tuple[int, int]:
     return min(int(c.min()) for c in starts), max(int(c.max()) for c in ends)
 
 
-def _sum_evidence(duration_ns: Ints, evidence: Ints, rows: Bools) -> RangeEvidence:
-    kinds = (DIRECT_EVIDENCE, INFERRED_EVIDENCE, SEQUENCE_EVIDENCE)
-    return RangeEvidence(*(int(duration_ns[rows & (evidence == kind)].sum()) for kind in kinds))
-
-
 def _total_copies(copies: Copies, rows: Bools) -> CopyTotals:
     duration = copies.end_ns - copies.start_ns
     sets, moves = rows & copies.is_memset, rows & ~copies.is_memset
@@ -208,21 +196,20 @@ def _instance_rows(
 ) -> tuple[InstanceRow, ...]:
     """Return one line per instance that counts; nested instances of one name report under the one around them."""
     trace, work = attribution.trace, attribution.trace.work
-    selection = instances.selection
     chosen = np.flatnonzero(rows)
-    position = instances.selected.instance[chosen]
-    count = np.bincount(position, minlength=len(selection.members))
+    position = instances.of_row[chosen]
+    count = np.bincount(position, minlength=len(instances.members))
     devices, device = np.unique(work.device[chosen], return_inverse=True)
     group = position * max(len(devices), 1) + device
     groups, unions = union_ns(group, work.start_ns[chosen], work.end_ns[chosen])
-    busy, total = (np.zeros(len(selection.members), dtype=np.int64) for _ in range(2))
+    busy, total = (np.zeros(len(instances.members), dtype=np.int64) for _ in range(2))
     np.add.at(busy, groups // max(len(devices), 1), unions)
     np.add.at(total, position, work.duration_ns[chosen])
     ranges = trace.ranges
     rank_of = {process: rank for rank, process in ranks.members}
     return tuple(
         InstanceRow(
-            instance=selection.first_number + i,
+            instance=instances.first_number + i,
             start_ns=int(ranges.start_ns[index]),
             wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
             kernel_count=int(count[i]),
@@ -230,6 +217,6 @@ def _instance_rows(
             busy_ns=int(busy[i]),
             rank=rank_of.get(int(ranges.process[index])),
         )
-        for i, index in enumerate(selection.members.tolist())
+        for i, index in enumerate(instances.members.tolist())
         if instances.present[i]
     )

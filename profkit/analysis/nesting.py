@@ -139,3 +139,12 @@ def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Time
         innermost.append(index)
     close_until(float("inf"))
     return Timeline(np.array(times, dtype=np.int64), np.array(innermost, dtype=np.int64))
+
+
+def ancestors(parent: Ints, index: int) -> list[int]:
+    """Return a range and all ranges around it, innermost first; none of `NO_RANGE`."""
+    chain = []
+    while index != NO_RANGE:
+        chain.append(index)
+        index = int(parent[index])
+    return chain

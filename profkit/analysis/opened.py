@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, know_run
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
-from profkit.analysis.kernel_filter import KernelFilter
 from profkit.analysis.kernel_rows import Grouping
 from profkit.analysis.kernels import KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.ranks import Ranks, explain_no_rank, find_ranks
+from profkit.analysis.selection import KernelFilter
 from profkit.errors import TraceError, UsageError
-from profkit.run_directory import LOG, find_trace, is_of_run, rank_traces, read_manifest, read_ranks
+from profkit.run.directory import Run, find_run
 from profkit.trace.columns import Trace
 from profkit.trace.processes import combine_traces, only_process
 
@@ -39,8 +39,8 @@ class OpenedTrace:
         trace: Trace,
         *,
         thread_only: bool = False,
-        log: str = "",
-        run: KnownRun = UNKNOWN_RUN,
+        run: Run | None = None,
+        known: KnownRun = UNKNOWN_RUN,
         ranks: Ranks | None = None,
     ) -> None:
         self.trace = trace
@@ -48,10 +48,9 @@ class OpenedTrace:
         self.rank: int | None = None
         """The one rank that the trace was limited to, if it was."""
         self._thread_only = thread_only
-        self._log = log
-        self._run = run
-        self.run_directory: Path | None = None
-        """The run directory that the trace lies in, if it lies in one."""
+        self.run = run
+        """The run that the trace is of, if it lies in a run directory."""
+        self._known = known
 
     def of_rank(self, rank: int) -> OpenedTrace:
         """Return what one rank did, as a trace of its own: its books close over that rank's time.
@@ -60,12 +59,11 @@ class OpenedTrace:
             UsageError: there is no such rank.
         """
         trace = only_process(self.trace, self.ranks.process_of(rank))
-        alone = replace(self._run, pids=())
+        alone = replace(self._known, pids=())
         opened = OpenedTrace(
-            trace, thread_only=self._thread_only, log=self._log, run=alone, ranks=self.ranks.only(rank)
+            trace, thread_only=self._thread_only, run=self.run, known=alone, ranks=self.ranks.only(rank)
         )
         opened.rank = rank
-        opened.run_directory = self.run_directory
         return opened
 
     @cached_property
@@ -76,7 +74,7 @@ class OpenedTrace:
     @cached_property
     def self_check(self) -> SelfCheck:
         """Return whether the capture can be trusted."""
-        return check_capture(self.attribution, self._log, self._run)
+        return check_capture(self.attribution, "" if self.run is None else self.run.log, self._known)
 
     def kernels(
         self,
@@ -137,9 +135,7 @@ class OpenedTrace:
         from profkit.analysis.efficiency.run_facts import read_run_facts
         from profkit.analysis.efficiency.summary import measure_efficiency
 
-        facts = read_run_facts(
-            self.trace, self.run_directory, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype
-        )
+        facts = read_run_facts(self.trace, self.run, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype)
         return measure_efficiency(self.attribution, facts, self.ranks, range, numbered=numbered)
 
     def attention(self, range: str | None = None) -> AttentionResult:
@@ -158,7 +154,7 @@ class OpenedTrace:
         from profkit.analysis.efficiency.attention_parts import measure_attention
         from profkit.analysis.efficiency.run_facts import read_run_facts
 
-        return measure_attention(self.attribution, read_run_facts(self.trace, self.run_directory), range)
+        return measure_attention(self.attribution, read_run_facts(self.trace, self.run), range)
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
@@ -182,28 +178,26 @@ def read_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         UsageError: there is no such rank.
     """
     path = Path(path)
-    log, run, pids = "", UNKNOWN_RUN, {}
-    if path.is_dir():
-        trace = _read_run(path, rank)
-        run, pids = know_run(read_manifest(path)), read_ranks(path)
-        log = (path / LOG).read_text(encoding="utf-8", errors="replace") if (path / LOG).exists() else ""
+    run = find_run(path)
+    if run is not None and path.is_dir():
+        trace = _read_run(run, rank)
+        known, pids = know_run(run.manifest), run.manifest.rank_of_pid
     else:
-        trace = _read(path)
-    opened = OpenedTrace(trace, thread_only=thread_only, log=log, run=run, ranks=find_ranks(trace, pids))
-    opened.run_directory = path if path.is_dir() else path.parent if is_of_run(path) else None
+        trace, known, pids = _read(path), UNKNOWN_RUN, {}
+    opened = OpenedTrace(trace, thread_only=thread_only, run=run, known=known, ranks=find_ranks(trace, pids))
     return opened if rank is None else opened.of_rank(rank)
 
 
-def _read_run(run: Path, rank: int | None) -> Trace:
+def _read_run(run: Run, rank: int | None) -> Trace:
     """Return the trace of a run; if its ranks left one each, that of the wanted rank, or all as one."""
-    found = rank_traces(run)
+    found = run.rank_traces
     if not found:
-        return _read(find_trace(run))
+        return _read(run.find_trace())
     if rank is not None and rank not in found:
         raise UsageError(explain_no_rank(rank, tuple(found)))
     wanted = {rank: found[rank]} if rank is not None else found
     # One file after the other: parsed, each takes many times its columns' memory.
-    return combine_traces([_of_rank(_read(path), number) for number, path in wanted.items()], str(run))
+    return combine_traces([_of_rank(_read(path), number) for number, path in wanted.items()], str(run.path))
 
 
 def _of_rank(trace: Trace, number: int) -> Trace:

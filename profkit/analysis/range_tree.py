@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.busy import union_ns
 from profkit.analysis.checks.limits import refuse_impossible_times
-from profkit.analysis.launches import Launches
-from profkit.analysis.range_nodes import RangeNodes, build_nodes
-from profkit.analysis.selection import explain_no_ranges, outermost
-from profkit.analysis.warnings import Caution, warn_of_placement
+from profkit.analysis.intervals import union_ns
+from profkit.analysis.range_paths import RangeNodes, build_nodes, explain_no_ranges
+from profkit.analysis.selection import outermost
+from profkit.analysis.warnings import warn_of_placement
+from profkit.findings import Finding
 from profkit.trace.columns import Ints, rows_by_value
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RangesResult:
     measure: str
     total_ns: int
     ranges: tuple[RangeRow, ...]
-    warnings: tuple[Caution, ...]
+    warnings: tuple[Finding, ...]
     rank: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,13 +62,6 @@ class RangesResult:
         import pandas as pd
 
         return pd.DataFrame([asdict(row) for row in self.ranges], columns=list(RangeRow.__dataclass_fields__))
-
-
-def kind_paths(attribution: Attribution) -> list[str]:
-    """Return each range's path in the tree of kinds, as ``summarize_ranges(numbered=False)`` has it."""
-    nodes = build_nodes(attribution, numbered=False)
-    path = {place.node: place.path for place in nodes.depth_first()}
-    return [path[index] for index in nodes.of_range.tolist()]
 
 
 def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:
@@ -125,13 +118,12 @@ def work_by_node(attribution: Attribution, nodes: RangeNodes, members: Ints) -> 
 
     One level of the tree at a time, so that what is held at once grows with the work and not with the tree.
     """
-    work, ranges = attribution.trace.work, attribution.trace.ranges
-    if not len(work):
+    if not len(attribution.trace.work):
         return
-    launches = Launches(work, attribution.work)
     node = nodes.of_range[members]
     for some in rows_by_value(nodes.depth[node]).values():
-        yield launches.under(ranges, members[some], node[some])
+        under = attribution.work.under(members[some], node[some])
+        yield under.rows, node[some][under.member]
 
 
 def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> Ints:
@@ -143,13 +135,13 @@ def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> Ints
     return wall
 
 
-def _warnings(attribution: Attribution) -> list[Caution]:
+def _warnings(attribution: Attribution) -> list[Finding]:
     trace = attribution.trace
     found = []
     if not len(trace.ranges):
-        found.append(Caution("no-ranges", explain_no_ranges(trace)))
+        found.append(Finding("no-ranges", explain_no_ranges(trace)))
     if not len(trace.work):
         found.append(
-            Caution("no-kernels", f"{trace.path}: no GPU kernels were recorded; wall times are all there is to show")
+            Finding("no-kernels", f"{trace.path}: no GPU kernels were recorded; wall times are all there is to show")
         )
     return found + warn_of_placement(attribution)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.busy import busy_ns
 from profkit.analysis.categories import categorize
-from profkit.analysis.kernel_filter import Chosen
+from profkit.analysis.intervals import busy_ns
+from profkit.analysis.selection import Chosen
 from profkit.errors import UsageError
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 

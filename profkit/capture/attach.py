@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from profkit.annotation import annotate
 from profkit.capture.conditions import read_conditions
 from profkit.capture.failures import note_failure
 from profkit.capture.hooks import Hooks
@@ -27,7 +28,7 @@ from profkit.capture.script_memory import ScriptMemory
 from profkit.capture.step_samples import StepSamples
 from profkit.capture.whole_files import write_json
 from profkit.models.attachment import COMPLETE, CUT_SHORT, NOT_REACHED, VARIABLE, Attachment
-from profkit.ranges import WARMUP, annotate
+from profkit.names import WARMUP
 from profkit.run_directory import KINETO_TRACE, WORK
 
 if TYPE_CHECKING:

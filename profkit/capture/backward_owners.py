@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profkit.ranges import LOSS
+from profkit.names import LOSS
 
 PREFIX = "profkit:backward:"
 

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from profkit.annotation import annotate
 from profkit.capture.hooks import Hooks
 from profkit.capture.script_memory import ScriptMemory
 from profkit.errors import UsageError
 from profkit.models.workload import CallableWorkload
-from profkit.ranges import WARMUP, annotate, step_range
+from profkit.names import WARMUP, step_range
 
 T = TypeVar("T")
 

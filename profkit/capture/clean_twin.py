@@ -14,7 +14,7 @@ from profkit.capture.conditions import counted_since, read_counters
 from profkit.capture.phase_events import PhaseEvents
 from profkit.capture.rank_group import decided_by_first
 from profkit.capture.step import StepObserver
-from profkit.ranges import STEP
+from profkit.names import STEP
 
 # A median of three says little, and its spread nothing: this many steps of each context, if they are quick.
 _ENOUGH_STEPS = 10

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from profkit.annotation import annotate
 from profkit.capture.step import StepObserver, TrainingStep
 from profkit.models.workload import Workload
-from profkit.ranges import annotate, context_range
+from profkit.names import context_range
 
 
 class ContextSteps:

@@ -30,7 +30,7 @@ from profkit.capture.conditions import autocast_dtypes, count_compiled_graphs
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.capture.phase_clock import PhaseClock
-from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, step_range
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, step_range
 
 # Before torch 2.6 a hook of all modules is not shown their keyword arguments.
 _KEYWORDS = {"with_kwargs": True} if "with_kwargs" in signature(register_module_forward_hook).parameters else {}

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from profkit.annotation import record_in_torch
 from profkit.capture.owners import OwnerLedger, now_us
 from profkit.capture.whole_files import partial_of
-from profkit.ranges import record_in_torch
 
 OUT_OF_MEMORY = "out of memory"
 """``moment`` of the figures when an allocation failed."""

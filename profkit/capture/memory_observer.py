@@ -10,7 +10,7 @@ from torch import Tensor
 from profkit.capture.backward_owners import name_loss
 from profkit.capture.owners import OwnerLedger, now_us, when_saved
 from profkit.capture.step import StepObserver, TrainingStep
-from profkit.ranges import BACKWARD, OPTIMIZER
+from profkit.names import BACKWARD, OPTIMIZER
 
 
 class MemoryObserver(StepObserver):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from profkit.ranges import Range
+from profkit.annotation import Range
 
 
 class Call:

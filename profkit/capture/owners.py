@@ -1,5 +1,5 @@
 """The ledger of owners, written while a memory history is recorded: whose storage lies where, and what the allocator
-says of itself at every step. Its format is set down in `profkit.snapshot.ledger`, which reads it."""
+says of itself at every step. Its format is set down in `profkit.run.owners`, which reads it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from profkit.capture.module_names import Roots
 from profkit.capture.owners import OwnerLedger, now_us, when_saved
 from profkit.capture.whole_files import partial_of
 from profkit.models.workload import MemoryOptions
-from profkit.ranges import LOSS, step_range
+from profkit.names import LOSS, step_range
 from profkit.run_directory import LEDGER, SNAPSHOT, name_of_rank
 
 Method = TypeVar("Method", bound=Callable[..., None])

@@ -11,11 +11,12 @@ from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from profkit.annotation import annotate
 from profkit.errors import UsageError
 from profkit.models.flops import backward_flops, forward_flops
 from profkit.models.transformer import TransformerLM
 from profkit.models.workload import CallableWorkload, Workload
-from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, WARMUP, annotate, step_range
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, WARMUP, step_range
 
 
 def choose_device(workload: Workload | CallableWorkload) -> torch.device:

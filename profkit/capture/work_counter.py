@@ -22,11 +22,12 @@ from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profkit.annotation import observe_ranges
 from profkit.capture.operator_tables import BLANK, LOOKED_UP, OVERWRITING, QUERIES, UNREAD
 from profkit.capture.work_account import Access, Instance, WorkAccount
 from profkit.capture.work_formulas import base_name, dtype_name, masked_flops, other_flops, torch_flops
 from profkit.models.work import work_content
-from profkit.ranges import OPTIMIZER, STEP, observe_ranges
+from profkit.names import OPTIMIZER, STEP
 
 _COMPILED = "compiled code"
 _STEP = re.compile(rf"{STEP} \d+")

@@ -27,6 +27,7 @@ _COMMANDS = {
     "check": ("profkit.cli.check", "Hold a run to budgets and to a baseline: exit 3 if one is broken."),
     "doctor": ("profkit.cli.doctor", "Say what can be recorded on this machine, and what to do where it cannot."),
     "scrub": ("profkit.cli.scrub", "Copy an nsys export without environment, host, user and paths."),
+    "help": ("profkit.cli.help", "Show a guide: scripts, ranges, attribution, efficiency, memory, …"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from profkit.analysis.opened import OpenedTrace, read_trace
-from profkit.run_directory import find_trace
+from profkit.run.directory import find_run
 
 _REPORT = ".nsys-rep"
 
@@ -18,11 +18,12 @@ def open_trace(path: Path, *, rank: int | None = None, thread_only: bool = False
         ToolError: a report, and no nsys to export it.
         UsageError: there is no such rank.
     """
-    report = find_trace(path) if path.is_dir() else path
+    run = find_run(path)
+    report = run.find_trace() if run is not None and path.is_dir() else path
     if report.suffix == _REPORT and report.is_file():
         from profkit.launch.export import export_report
 
         opened = read_trace(export_report(report), rank=rank, thread_only=thread_only)
-        opened.run_directory = path if path.is_dir() else None
+        opened.run = run
         return opened
     return read_trace(path, rank=rank, thread_only=thread_only)

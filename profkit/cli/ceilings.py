@@ -7,17 +7,16 @@ from typing import get_args
 
 import click
 
-from profkit.analysis.efficiency.ceilings import build_ceilings
 from profkit.cli.outputs import write_result
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import RunError
 from profkit.launch.ceilings import measure_ceilings
-from profkit.launch.directory import write_json
 from profkit.launch.record import require_torch
 from profkit.models.workload import Device
 from profkit.report.ceilings import render_ceilings
 from profkit.report.formats import FORMATS, Format
-from profkit.run_directory import CEILINGS, read_manifest
+from profkit.run.ceilings import Ceilings, write_ceilings
+from profkit.run.directory import CEILINGS, Run
 
 
 @click.command()
@@ -39,19 +38,19 @@ def ceilings(device: Device, output: Path | None, style: Format) -> None:
     """
     require_torch()
     if output is not None and output.is_dir():
-        read_manifest(output)
+        Run(output)
     measured = measure_to(output, device)
-    write_result(render_ceilings(build_ceilings(measured), style), None)
+    write_result(render_ceilings(measured, style), None)
 
 
-def measure_to(output: Path | None, device: Device) -> dict[str, object]:
+def measure_to(output: Path | None, device: Device) -> Ceilings:
     """Measure, keep the result in ``output`` (a file or a run directory) if one is named, and return it."""
     with shown_after_a_second("measuring what the device can do"):
         measured = measure_ceilings(device)
     if output is not None:
         path = output / CEILINGS if output.is_dir() else output
         try:
-            write_json(path, measured)
+            write_ceilings(path, measured)
         except OSError as error:
             raise RunError(f"{path}: {error.strerror}; name another file with -o") from None
     return measured

@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from profkit.analysis.efficiency.evidence import find_evidence
-from profkit.analysis.warnings import Caution
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, require_png, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
+from profkit.findings import Finding
 from profkit.report.attention_parts import render_attention
 from profkit.report.efficiency import render_efficiency
 from profkit.report.efficiency_explained import render_explanation
@@ -64,7 +64,7 @@ def efficiency(
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)
         check = opened.self_check
-        warnings: tuple[Caution, ...] = ()
+        warnings: tuple[Finding, ...] = ()
         if attention:
             text = render_attention(opened.attention(name), check, style, full_names=full_names)
         else:

@@ -7,10 +7,10 @@ from typing import get_args
 
 import click
 
-from profkit.analysis.kernel_filter import KernelFilter
 from profkit.analysis.kernel_rows import Grouping
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.selection import KernelFilter
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, require_png, write_result, write_warnings

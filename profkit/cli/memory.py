@@ -19,7 +19,7 @@ from profkit.report.memory import TOP_STACKS, other_warnings, render_memory
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
 from profkit.report.memory_predicted import render_predicted
 from profkit.report.timeline import STACKINGS, Stacking, write_timeline
-from profkit.run_directory import find_snapshots
+from profkit.run.directory import Run
 
 _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks", "predicted")
 
@@ -125,7 +125,7 @@ def _open(path: Path, phases: tuple[str, ...], rank: int | None) -> OpenedSnapsh
 def _tell_rank(path: Path, opened: OpenedSnapshot, rank: int | None) -> None:
     """Say which rank is shown where several are there and none was named."""
     if rank is None and path.is_dir():
-        ranks = find_snapshots(path)
+        ranks = Run(path).snapshots
         if len(ranks) > 1:
             chosen = next(one for one, file in ranks.items() if str(file) == opened.snapshot.path)
             click.echo(f"rank {chosen} of {len(ranks)}, the one with the highest peak; --rank for another", err=True)

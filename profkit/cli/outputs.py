@@ -11,23 +11,10 @@ from pathlib import Path
 import click
 
 from profkit.errors import ProfkitError, UsageError
-from profkit.report.files import write_whole
+from profkit.files import write_whole
+from profkit.report.document import Document, Format, render
 from profkit.report.formats import make_visible
-from profkit.run_directory import (
-    CEILINGS,
-    KINETO_TRACE,
-    LEDGER,
-    LOG,
-    MANIFEST,
-    NSYS_EXPORT,
-    NSYS_REPORT,
-    PREDICTED,
-    RANK_FILES,
-    SNAPSHOT,
-    WORK,
-)
-
-_RUN_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, LEDGER, WORK, CEILINGS, PREDICTED, LOG)
+from profkit.run.directory import MANIFEST, Run
 
 
 def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None]) -> None:
@@ -76,6 +63,20 @@ def write_result(text: str, output: Path | None) -> None:
         print(text)
 
 
+def print_document(document: Document, style: Format, output: Path | None, *, full_names: bool = False) -> None:
+    """Print a result, or write it to a file; what a reader must know goes to standard error too.
+
+    Raises:
+        ProfkitError: it is to be printed and standard output is closed.
+        OSError: it cannot be written.
+    """
+    text = render(document, style, full_names=full_names, with_warnings=output is not None)
+    # The failures head a table, but of a CSV or JSON a person sees no head.
+    shown = [*document.failures, *document.warnings] if style in ("csv", "json") else document.warnings
+    write_warnings(one.message for one in shown)
+    write_result(text, output)
+
+
 def write_warnings(messages: Iterable[str]) -> None:
     """Print warnings to stderr, one line each."""
     for message in messages:
@@ -83,10 +84,8 @@ def write_warnings(messages: Iterable[str]) -> None:
 
 
 def _files_of(capture: Path) -> list[Path]:
-    run = capture if capture.is_dir() else capture.parent
-    if capture.is_dir() or (run / MANIFEST).exists():
-        return [capture, *(run / name for name in _RUN_FILES), *run.glob(RANK_FILES)]
-    return [capture]
+    folder = capture if capture.is_dir() else capture.parent
+    return [capture, *(Run(folder).files if (folder / MANIFEST).exists() else [])]
 
 
 def _is_same(one: Path, other: Path) -> bool:

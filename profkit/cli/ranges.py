@@ -8,11 +8,11 @@ import click
 
 from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
-from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
+from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError
-from profkit.report.formats import Format
-from profkit.report.ranges import render_ranges
+from profkit.report.document import Format
+from profkit.report.ranges import build_ranges_document
 
 
 @click.command()
@@ -42,10 +42,7 @@ def ranges(
         numbered = numbered or style in ("json", "csv")
         result = opened.ranges(numbered=numbered)
         check = opened.self_check
-    findings = [*check.of("failed"), *check.of("warning")] if style in ("csv", "json") else check.of("warning")
-    # Both would say why there are no ranges.
-    messages = [warning.message for warning in result.warnings]
-    write_warnings([*messages, *(f.message for f in findings if f.message not in messages)])
-    write_result(render_ranges(result, check, style, numbered=numbered, full_names=full_names), output)
+    document = build_ranges_document(result, check.findings, numbered=numbered)
+    print_document(document, style, output, full_names=full_names)
     if strict and check.failed:
         raise CheckError(f"{trace}: the capture failed its self-check")

@@ -13,7 +13,7 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.launch.nsys import Nsys
 from profkit.launch.record import AnyWorkload, Recorded, record_run, require_torch
 from profkit.models.workload import CallableWorkload, MemoryOptions, Workload
-from profkit.ranges import context_range
+from profkit.names import context_range
 
 PROFILERS = ("torch.profiler", "Nsight Systems")
 
@@ -64,7 +64,7 @@ def run_steps(
 
 def say_what_a_report_holds(run: Path) -> None:
     """Print, of a run that kept nsys' report, what is in it and cannot be taken out."""
-    from profkit.run_directory import NSYS_EXPORT, NSYS_REPORT
+    from profkit.run.directory import NSYS_EXPORT, NSYS_REPORT
 
     if (run / NSYS_REPORT).exists():
         click.echo(

@@ -11,7 +11,7 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.report.formats import FORMATS, Format
 from profkit.report.scrub import kept_warnings, render_scrub
-from profkit.run_directory import find_trace
+from profkit.run.directory import Run
 from profkit.trace.scrub import scrub_export
 
 _REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
@@ -28,7 +28,7 @@ def scrub(trace: Path, output: Path, force: bool, style: Format) -> None:
     TRACE is an nsys export (.sqlite) or a run directory. It is only read; the recorded events are the same in the
     copy. What was taken is printed. Names of ranges stay: what you wrote into them is yours to judge.
     """
-    source = find_trace(trace) if trace.is_dir() else trace
+    source = Run(trace).find_trace() if trace.is_dir() else trace
     if source.suffix in _REPORTS:
         raise UsageError(
             f"{source}: a report cannot be scrubbed, its format is nsys' own; export it"

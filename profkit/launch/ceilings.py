@@ -14,12 +14,12 @@ from profkit.errors import ToolError
 from profkit.launch.manifest import driver_version
 from profkit.launch.processes import run_child
 from profkit.models.workload import Device
+from profkit.run.ceilings import VERSION, Ceilings
+from profkit.run.records import decode
 
-VERSION = 1
 
-
-def measure_ceilings(device: Device) -> dict[str, Any]:
-    """Return the content of ``ceilings.json``, measured now; `profkit.capture.ceilings` says how.
+def measure_ceilings(device: Device) -> Ceilings:
+    """Return the ceilings, measured now; `profkit.capture.ceilings` says how.
 
     Raises:
         ToolError: there is no such device, or it could not be measured.
@@ -34,7 +34,7 @@ def measure_ceilings(device: Device) -> dict[str, Any]:
     if "error" in measured:
         raise ToolError(f"{measured['error']}; nothing was measured")
     is_gpu = measured["device"]["uuid"] is not None or measured["device"]["name"].startswith(("NVIDIA", "Tesla"))
-    return {
+    content = {
         "version": VERSION,
         "device": measured["device"],
         "torch": measured["torch"],
@@ -43,3 +43,5 @@ def measure_ceilings(device: Device) -> dict[str, Any]:
         "gemm": measured["gemm"],
         "copy": measured["copy"],
     }
+    ceilings: Ceilings = decode(Ceilings, content)
+    return ceilings

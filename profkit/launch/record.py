@@ -25,7 +25,7 @@ from profkit.launch.ranks import explain_failure, join_results, take_results
 from profkit.models.memory import predict_memory
 from profkit.models.step_work import model_work
 from profkit.models.workload import CallableWorkload, MemoryOptions, MemoryOrder, Order, Workload
-from profkit.ranges import context_range
+from profkit.names import context_range
 from profkit.run_directory import KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT, NSYS_REPORT, PREDICTED, SNAPSHOT, WORK
 
 Progress = Callable[[str], AbstractContextManager[object]]

@@ -27,16 +27,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from profkit.models.presets import Preset
-from profkit.ranges import (
-    ATTENTION,
-    BACKWARD,
-    FFN,
-    FORWARD,
-    SCALED_DOT_PRODUCT,
-    SCORES,
-    VALUE_PRODUCT,
-    layer_range,
-)
+from profkit.names import ATTENTION, BACKWARD, FFN, FORWARD, SCALED_DOT_PRODUCT, SCORES, VALUE_PRODUCT, layer_range
 
 
 @dataclass(frozen=True)

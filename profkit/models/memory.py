@@ -24,7 +24,7 @@ from profkit.models.memory_graph import INDEX_BYTES, LOGITS, POSITIONS
 from profkit.models.memory_tape import ACTIVATIONS, TEMPORARIES, Block, Line, Peak, Tape, group
 from profkit.models.presets import Preset
 from profkit.models.workload import Workload
-from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 
 VERSION = 1
 

@@ -37,7 +37,7 @@ from typing import Any
 from profkit.models.flops import flops_by_path
 from profkit.models.work import Path, Work, work_content
 from profkit.models.workload import Workload
-from profkit.ranges import (
+from profkit.names import (
     ATTENTION,
     BACKWARD,
     FFN,

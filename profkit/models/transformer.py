@@ -13,18 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from profkit.annotation import annotate
 from profkit.models import flops
 from profkit.models.presets import Preset
-from profkit.ranges import (
-    ATTENTION,
-    FFN,
-    SCALED_DOT_PRODUCT,
-    SCORES,
-    SOFTMAX,
-    VALUE_PRODUCT,
-    annotate,
-    layer_range,
-)
+from profkit.names import ATTENTION, FFN, SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT, layer_range
 
 
 class TransformerLM(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from profkit.analysis.efficiency.ceilings import Ceilings, Device
 from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
 from profkit.report.formats import Column, Format, Table, make_visible, render_json
 from profkit.report.plain_table import render_plain
 from profkit.report.units import format_share, four_digits
+from profkit.run.ceilings import Ceilings, Device
 
 _COLUMNS = (
     Column("of", "of", right=False),

@@ -7,10 +7,9 @@ from textwrap import fill
 from profkit.analysis.compare.baseline import BASELINE
 from profkit.analysis.compare.budget_lines import BudgetLine, Unit
 from profkit.analysis.compare.budgets import MIN_MFU, BudgetCheck
-from profkit.report.document import Document, render_document
 from profkit.report.formats import Column, Format, Table, make_visible, render_csv, render_json, screen_width
-from profkit.report.memory_units import format_bytes
-from profkit.report.units import format_ns, format_share
+from profkit.report.old_document import Document, render_document
+from profkit.report.units import format_bytes, format_ns, format_share
 
 _COLUMNS = (
     Column("verdict", "held", right=False),

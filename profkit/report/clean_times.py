@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from profkit.analysis.sample_statistics import SampleStatistics
-from profkit.analysis.step_times import REST, PhaseTimes, StepTimes, summarize_step_times
-from profkit.ranges import STEP
+from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
+from profkit.names import STEP
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.units import format_count, format_ns, format_share
+from profkit.run.manifest import Manifest
 
 _FIRST = Column("time of", "phase", right=False)
 _COLUMNS = (
@@ -17,7 +16,6 @@ _COLUMNS = (
     Column("p10", "clean_p10_ns"),
     Column("p90", "clean_p90_ns"),
 )
-_ON_GPU = Column("on GPU", "clean_event_median_ns")
 _LAST = (Column("profiled", "profiled_median_ns"), Column("cost", "cost"))
 
 _WHERE = {
@@ -26,7 +24,7 @@ _WHERE = {
 }
 
 
-def render_clean_times(manifest: dict[str, Any]) -> str:
+def render_clean_times(manifest: Manifest) -> str:
     """Return the tables of unprofiled beside profiled times per phase, and what they mean; "" where there are none."""
     times = summarize_step_times(manifest)
     if times is None or not any(one.profiled for one in times.phases):
@@ -36,21 +34,18 @@ def render_clean_times(manifest: dict[str, Any]) -> str:
     for context in contexts:
         rows = [one for one in times.phases if one.context == context]
         title = "" if context is None else f"context {context}\n"
-        unbroken = _render_unbroken(times.unbroken.get(context))
-        parts.append(f"{title}{_render_rows(rows)}\n{_render_spread(rows)}{unbroken}")
+        parts.append(f"{title}{_render_rows(rows)}\n{_render_spread(rows)}")
     return "\n\n".join([*parts, _explain(times)])
 
 
 def _render_rows(rows: list[PhaseTimes]) -> str:
-    on_gpu = any(one.on_gpu for one in rows)
-    columns = (_FIRST, *_COLUMNS, *((_ON_GPU,) if on_gpu else ()), *_LAST)
+    columns = (_FIRST, *_COLUMNS, *_LAST)
     cells = []
     for one in rows:
         clean = one.clean
         figures = [clean.median, clean.median_absolute_deviation, clean.p10, clean.p90]
-        gpu = [_median(one.on_gpu)] if on_gpu else []
         cost = "–" if one.cost is None else f"{one.cost:+.0%}"
-        cells.append([one.phase, *(format_ns(round(value)) for value in figures), *gpu, _median(one.profiled), cost])
+        cells.append([one.phase, *(format_ns(round(value)) for value in figures), _median(one.profiled), cost])
     return render_table(Table(columns, cells, cells))
 
 
@@ -64,14 +59,6 @@ def _render_spread(rows: list[PhaseTimes]) -> str:
     return text
 
 
-def _render_unbroken(unbroken: SampleStatistics | None) -> str:
-    """Return the line on steps that wait once; "" where there were none."""
-    if unbroken is None:
-        return ""
-    median, deviation = (format_ns(round(value)) for value in (unbroken.median, unbroken.median_absolute_deviation))
-    return f"\nunbroken step: median {median}, MAD {deviation}; {unbroken.count} more, which wait once"
-
-
 def _explain(times: StepTimes) -> str:
     clean = min(one.clean.count for one in times.phases)
     profiled = min(one.profiled.count for one in times.phases if one.profiled)
@@ -79,14 +66,8 @@ def _explain(times: StepTimes) -> str:
         _WHERE[times.twin].format(format_count(clean, "step")),
         f"profiled: the median of {format_count(profiled, 'recorded step')}",
     ]
-    if any(one.on_gpu for one in times.phases):
-        lines.append("wall time, until the device has done a phase; on GPU: by CUDA events around it")
-        if times.waits_for_phases:
-            lines.append("a step waits for the GPU after each phase; an unbroken one may be faster")
     if any(one.clock == "cuda-events" for one in times.phases):
-        lines.append("backward and optimizer: by CUDA events around them")
-    if any(one.phase == REST for one in times.phases):
-        lines.append("rest: the step less the phases above it: forward pass, loss, data")
+        lines.append("phases: by CUDA events around them; the step: by the host's clock")
     return "\n".join(lines)
 
 

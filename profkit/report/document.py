@@ -1,48 +1,252 @@
-"""A result as people read it: tables, with lines before and after them, on a screen, in Markdown or in LaTeX."""
+"""A result, built once and printed five ways: for a screen, as Markdown, as LaTeX, as CSV, as JSON.
+
+A command builds one `Document`. Its tables hold exact values under the keys that JSON and CSV use; how a person reads a
+value is its column's `Unit`. No value becomes text before the last moment, and no text is taken apart again. What a
+reader must know before trusting the result (`Finding`) stands in every format but CSV, which has no place for a
+sentence: there it goes to standard error alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from profkit.findings import Finding
 from profkit.report.formats import (
-    Format,
-    Table,
+    WIDTH,
+    csv_lines,
+    escape_latex,
     escape_markdown,
+    json_text,
     make_visible,
-    render_latex,
-    render_markdown,
-    render_table,
+    screen_width,
+    shorten,
 )
+from profkit.report.units import COUNT, Unit
+from profkit.version import __version__
+
+Format = Literal["table", "markdown", "latex", "csv", "json"]
+FORMATS: tuple[Format, ...] = ("table", "markdown", "latex", "csv", "json")
+
+SCHEMA = 1
+"""The version of the JSON: it rises when a key that exists changes its meaning or goes."""
+
+UNKNOWN = "–"
+"""What stands for a value that is not known."""
+
+UNTRUSTED = "SELF-CHECK FAILED: do not trust this capture's totals"
+
+_LEAST_WIDTH = 16
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: the ``key`` of its values, the ``heading`` that people read, and how they read a value.
+
+    ``flexible`` columns give up width on a screen, their cells shortened in the middle. ``wide`` ones are left out on a
+    screen, where there is no room. ``on_screen`` returns what stands there instead, from the whole row: a tree's name
+    moved in by its depth, say.
+    """
+
+    key: str
+    heading: str
+    unit: Unit = COUNT
+    flexible: bool = False
+    wide: bool = False
+    on_screen: Callable[[Row], str] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of exact values.
+
+    ``title`` stands above it. ``rest`` are lines that are not shown, added up as one more row for people. ``exact`` are
+    the keys that CSV holds; by default those of the columns.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    title: str = ""
+    rest: Row | None = None
+    exact: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Sentences: those of a ``head`` say what the result is, ``notes`` what its columns are of and how they add up."""
+
+    lines: Sequence[str]
+    role: Literal["head", "notes"] = "notes"
 
 
 @dataclass(frozen=True)
 class Document:
-    """What stands in a result, from top to bottom.
+    """A command's result.
 
-    ``failures`` are what the self-check found, ``heads`` what the tables are of, ``notes`` what is said about them.
-    In LaTeX all lines are comments before the tables, for a table is what goes into a paper.
+    ``data`` is the body of the JSON, where ``schema``, ``profkit``, ``command``, ``warnings`` and ``self_check`` are
+    added. ``parts`` stand in the order in which a person reads them; ``csv`` is the one table that CSV holds.
+    ``findings`` are the result's own, ``self_check`` those on the capture, None where nothing was checked.
     """
 
-    tables: Sequence[Table]
-    failures: Sequence[str] = ()
-    heads: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    command: str
+    data: Mapping[str, Any]
+    parts: Sequence[Table | Lines]
+    csv: Table
+    findings: Sequence[Finding] = ()
+    self_check: Sequence[Finding] | None = None
+
+    @property
+    def failures(self) -> list[Finding]:
+        """Return why the result must not be trusted as a whole."""
+        return [one for one in (*(self.self_check or ()), *self.findings) if one.verdict == "failed"]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """Return what else a reader must know, each thing once."""
+        found = [one for one in (*self.findings, *(self.self_check or ())) if one.verdict == "warning"]
+        return list({one.message: one for one in found}.values())
 
 
-def render_document(document: Document, style: Format, *, full_names: bool = False) -> str:
-    """Return the document as a table for a screen, as Markdown or as LaTeX; JSON and CSV are no documents."""
-    failures, heads, notes = document.failures, document.heads, document.notes
-    if style == "latex":
-        comments = [f"% {make_visible(line)}" for line in [*failures, *heads, *notes]]
-        return "\n".join([*comments, "\n\n".join(map(render_latex, document.tables))])
+def render(document: Document, style: Format, *, full_names: bool = False, with_warnings: bool = True) -> str:
+    """Return the document as text.
+
+    Args:
+        document: the result.
+        style: which of the five ways.
+        full_names: do not shorten what does not fit the width of a screen.
+        with_warnings: hold the warnings too. JSON, Markdown and LaTeX always do; on a screen they stand on standard
+            error, and a file would lack them.
+    """
+    if style == "json":
+        return json_text(_to_json(document))
+    if style == "csv":
+        keys = document.csv.exact or [column.key for column in document.csv.columns]
+        return csv_lines(keys, [[row.get(key) for key in keys] for row in document.csv.rows])
     if style == "markdown":
-        bold = "\n".join(f"**{escape_markdown(line)}**" for line in heads)
-        listed = "\n".join(f"- {escape_markdown(line)}" for line in notes)
-        return _join([*map(escape_markdown, failures), bold, *map(render_markdown, document.tables), listed])
-    drawn = [render_table(table, full=full_names) for table in document.tables]
-    return _join(["\n".join(failures), "\n".join(heads), *drawn, "\n".join(notes)])
+        return _render_markdown(document)
+    return _render_latex(document) if style == "latex" else _render_screen(document, full_names, with_warnings)
 
 
-def _join(parts: Sequence[str]) -> str:
-    return "\n\n".join(filter(None, parts))
+def _to_json(document: Document) -> dict[str, Any]:
+    head = {"schema": SCHEMA, "profkit": __version__, "command": document.command}
+    warnings = [{"code": one.code, "message": one.message, "verdict": one.verdict} for one in document.findings]
+    data = {**head, **document.data, "warnings": warnings}
+    if document.self_check is None:
+        return data
+    data["warnings"] = warnings + [
+        {"code": f"self-check-{one.code}", "message": one.message, "verdict": one.verdict}
+        for one in document.self_check
+        if one.verdict != "note"
+    ]
+    passed = all(one.verdict != "failed" for one in document.self_check)
+    return {**data, "self_check": {"passed": passed, "findings": [vars(one) for one in document.self_check]}}
+
+
+def _failure_lines(document: Document) -> list[str]:
+    failures = document.failures
+    return [UNTRUSTED, *(f"  ✗ {make_visible(one.message)}" for one in failures)] if failures else []
+
+
+def _render_screen(document: Document, full_names: bool, with_warnings: bool) -> str:
+    width = screen_width()
+    blocks = ["\n".join(_failure_lines(document))]
+    for part in document.parts:
+        if isinstance(part, Table):
+            blocks.append(render_table(part, full_names=full_names, width=width))
+        else:
+            blocks.append("\n".join(_wrap(line, width) for line in part.lines))
+    if with_warnings:
+        blocks.append("\n".join(_wrap(f"warning: {one.message}", width) for one in document.warnings))
+    return "\n\n".join(filter(None, blocks))
+
+
+def _wrap(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    return textwrap.fill(
+        make_visible(line), width, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
+    )
+
+
+def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH) -> str:
+    """Return a table for a screen of ``width`` columns, long cells shortened in the middle unless ``full_names``."""
+    columns = [column for column in table.columns if not column.wide]
+    rows = [[make_visible(_screen_cell(column, row)) for column in columns] for row in table.rows]
+    rows += [[make_visible(cell) for cell in _rest_cells(table.rest, columns)]] if table.rest is not None else []
+    widths = [max(len(column.heading), *(len(row[at]) for row in rows), 0) for at, column in enumerate(columns)]
+    spare = width - (sum(widths) + 2 * (len(widths) - 1))
+    for at, column in enumerate(columns):
+        if column.flexible and not full_names:
+            shrink = min(max(-spare, 0), max(widths[at] - _LEAST_WIDTH, 0))
+            widths[at] -= shrink
+            spare += shrink
+    lines = [_line([column.heading for column in columns], widths, columns), "  ".join("─" * one for one in widths)]
+    lines += [_line(row, widths, columns) for row in rows]
+    text = "\n".join(line.rstrip() for line in lines)
+    return f"{make_visible(table.title)}\n{text}" if table.title else text
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:
+    fitted = [
+        shorten(cell, width) if column.flexible else cell
+        for cell, width, column in zip(cells, widths, columns, strict=True)
+    ]
+    return "  ".join(
+        cell.rjust(width) if column.unit.right else cell.ljust(width)
+        for cell, width, column in zip(fitted, widths, columns, strict=True)
+    )
+
+
+def _screen_cell(column: Column, row: Row) -> str:
+    return _cell(column, row.get(column.key)) if column.on_screen is None else column.on_screen(row)
+
+
+def _cell(column: Column, value: Any) -> str:
+    return UNKNOWN if value is None else column.unit.show(value)
+
+
+def _rest_cells(rest: Row, columns: Sequence[Column]) -> list[str]:
+    """Return the cells of the lines that are not shown; what cannot be added up is empty."""
+    return [_cell(column, rest[column.key]) if column.key in rest else "" for column in columns]
+
+
+def _cells(table: Table) -> list[list[str]]:
+    """Return the cells of a document: no room is lacking there."""
+    rows = [[_cell(column, row.get(column.key)) for column in table.columns] for row in table.rows]
+    return [*rows, _rest_cells(table.rest, table.columns)] if table.rest is not None else rows
+
+
+def _render_markdown(document: Document) -> str:
+    blocks = [escape_markdown("\n".join(_failure_lines(document)))]
+    for part in document.parts:
+        if isinstance(part, Lines):
+            shape = "**{}**" if part.role == "head" else "- {}"
+            blocks.append("\n".join(shape.format(escape_markdown(line)) for line in part.lines))
+            continue
+        title = f"**{escape_markdown(part.title)}**\n\n" if part.title else ""
+        head = "| " + " | ".join(column.heading for column in part.columns) + " |"
+        rule = "|" + "|".join("---:" if column.unit.right else "---" for column in part.columns) + "|"
+        rows = ["| " + " | ".join(map(escape_markdown, cells)) + " |" for cells in _cells(part)]
+        blocks.append(title + "\n".join([head, rule, *rows]))
+    blocks.append("\n".join(f"- warning: {escape_markdown(one.message)}" for one in document.warnings))
+    return "\n\n".join(filter(None, blocks))
+
+
+def _render_latex(document: Document) -> str:
+    """Return the tables as booktabs tabulars; every sentence is a comment, for a table is what goes into a paper."""
+    lines = [f"% {make_visible(line)}" for line in _failure_lines(document)]
+    for part in document.parts:
+        if isinstance(part, Lines):
+            lines += [f"% {make_visible(line)}" for line in part.lines]
+            continue
+        lines += [f"% {make_visible(part.title)}"] if part.title else []
+        spec = "".join("r" if column.unit.right else "l" for column in part.columns)
+        head = " & ".join(escape_latex(column.heading) for column in part.columns) + r" \\"
+        rows = [" & ".join(map(escape_latex, cells)) + r" \\" for cells in _cells(part)]
+        lines += [rf"\begin{{tabular}}{{{spec}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule"]
+        lines += [r"\end{tabular}", ""]
+    lines += [f"% warning: {make_visible(one.message)}" for one in document.warnings]
+    return "\n".join(lines).rstrip("\n")

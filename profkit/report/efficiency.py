@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow, Inflation
-from profkit.analysis.step_times import StepKind
-from profkit.ranges import STEP
-from profkit.report.document import Document, render_document
+from profkit.names import STEP
 from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.host_waits import host_wait_lines
-from profkit.report.ranges import indent_name
+from profkit.report.old_document import Document, render_document
+from profkit.report.ranges import tree_name
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
 from profkit.report.units import format_count, format_ns, format_share, four_digits
 
@@ -112,8 +111,6 @@ def books(result: EfficiencyResult) -> list[str]:
             lines.append("bound by memory: most kernel time moves data, or even a perfect kernel would wait for it")
     else:
         lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
-    if result.mfu is not None and result.mfu_steps in _MFU_OF:
-        lines.append(_MFU_OF[result.mfu_steps])
     lines += [*host_wait_lines(result), *(_inflation_words(one) for one in result.inflation if one.phase == STEP)]
     if any(step.communication_ns for step in result.steps):
         lines.append("waiting: before the last rank had come to the collective; – where the trace holds one rank alone")
@@ -124,12 +121,6 @@ _SOURCES = {
     "formula": "worked out from the model's sizes",
     "counted": "torch's count of one step",
     "payload": "what the ranges carry",
-}
-
-
-_MFU_OF: dict[StepKind | None, str] = {
-    "unbroken": "MFU is of unbroken steps, which wait for the GPU once, at their end",
-    "phase by phase": "MFU is of steps that wait for the GPU after each phase; unbroken ones may have more",
 }
 
 
@@ -192,7 +183,7 @@ def _build_table(result: EfficiencyResult, columns: Sequence[Column], *, indente
     shown = (_RANGE, *domain, *columns)
     cells = [[_cell(column.key, getattr(row, column.key)) for column in shown] for row in result.ranges]
     if indented:
-        names = [indent_name(row.path, row.name, row.domain) for row in result.ranges]
+        names = [tree_name(vars(row)) for row in result.ranges]
         base = min((len(name) - len(name.lstrip(" ")) for name in names), default=0)
         cells = [[name[base:], *line[1:]] for name, line in zip(names, cells, strict=True)]
     return Table(shown, cells, cells)

@@ -173,3 +173,16 @@ def _line(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]
         cell.rjust(w) if column.right else cell.ljust(w)
         for cell, w, column in zip(fitted, widths, columns, strict=True)
     )
+
+
+def csv_lines(keys: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return exact values as CSV under their keys; what is not known is an empty cell."""
+    return "\n".join(map(_csv_line, (keys, *rows)))
+
+
+def json_text(data: Any) -> str:
+    """Return data as indented JSON in ASCII, which any terminal, pipe and parser takes.
+
+    What is no Unicode (half a pair, which stands for a stray byte of a file's name) is U+FFFD.
+    """
+    return render_json(data)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
-from profkit.analysis.selection import join_path, split_path
+from profkit.analysis.range_paths import join_path, split_path
 from profkit.report.units import format_share
 
 _SAY_SO = ("launch-bound", "host-bound")

@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernel_rows import KernelRow
 from profkit.analysis.kernels import KernelsResult
-from profkit.report.document import Document, render_document
 from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.kernel_names import simplify_name
+from profkit.report.old_document import Document, render_document
 from profkit.report.ranks import (
     are_compared,
     build_rank_table,

@@ -25,8 +25,7 @@ from profkit.report.formats import (
 )
 from profkit.report.memory_leaks import leak_lines, leak_rows, leak_table
 from profkit.report.memory_predicted import predicted_rows, predicted_table
-from profkit.report.memory_units import format_after, format_bytes, format_exactly
-from profkit.report.units import format_share
+from profkit.report.units import format_after, format_bytes, format_exactly, format_share
 
 TOP_STACKS = 6
 

@@ -17,8 +17,7 @@ from profkit.report.formats import (
     render_markdown,
     render_table,
 )
-from profkit.report.memory_units import format_bytes
-from profkit.report.units import format_count
+from profkit.report.units import format_bytes, format_count
 
 TOP_PARTS = 15
 

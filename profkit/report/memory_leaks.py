@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.report.formats import Column, Table, make_visible
-from profkit.report.memory_units import format_bytes
+from profkit.report.units import format_bytes
 
 _STEPS_SHOWN = 10
 

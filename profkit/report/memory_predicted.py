@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from profkit.analysis.memory.predicted import CategoryComparison, PhaseComparison, PredictedLine, PredictedMemory
 from profkit.report.formats import WIDTH, Column, Table, render_table
-from profkit.report.memory_units import format_bytes, format_exactly
+from profkit.report.units import format_bytes, format_exactly
 
 _UNTOLD = "—"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from profkit.report.files import write_whole
+from profkit.files import write_whole
 
 _DPI = 150
 

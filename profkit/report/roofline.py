@@ -23,7 +23,7 @@ from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.self_check import UNTRUSTED
 from profkit.report.units import four_digits
-from profkit.run_directory import is_of_run
+from profkit.run.directory import find_run
 
 _LABEL_WIDTH = 34
 _CLOSE = 1.4
@@ -120,7 +120,8 @@ def _title(result: EfficiencyResult) -> str:
     gpu, dtype = result.gpu or "unknown GPU", result.dtype or "unknown dtype"
     path = Path(result.trace)
     # The file of a run is named like that of any other.
-    name = path.parent.name if is_of_run(path) else path.name
+    run = find_run(path)
+    name = path.name if run is None else run.path.name
     return f"{shorten(name, 60)}: ranges on the roofline of an {gpu}, {dtype}"
 
 

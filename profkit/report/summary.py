@@ -8,14 +8,15 @@ from pathlib import Path
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace, read_trace
-from profkit.analysis.selection import split_path
-from profkit.ranges import PHASES, STEP, WARMUP, context_range
+from profkit.analysis.range_paths import split_path
+from profkit.names import PHASES, STEP, WARMUP, context_range
+from profkit.report.document import render
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.kernels import render_kernels
-from profkit.report.ranges import render_ranges
+from profkit.report.ranges import build_ranges_document
 from profkit.report.self_check import verdict_line, warning_lines
 from profkit.report.units import format_ns, format_share
-from profkit.run_directory import read_manifest
+from profkit.run.directory import Run
 
 _COLUMNS = (
     Column("phase", "phase", right=False),
@@ -90,16 +91,17 @@ def render_run_summary(run: Path) -> str:
     from profkit.report.clean_times import render_clean_times
 
     opened = read_trace(run)
-    manifest = read_manifest(run)
+    manifest = Run(run).manifest
     clean = render_clean_times(manifest)
     verdict = verdict_line(opened.self_check)
     if not len(opened.trace.work):
-        tree = render_ranges(opened.ranges(numbered=False), opened.self_check, numbered=False)
+        found = opened.ranges(numbered=False)
+        tree = render(build_ranges_document(found, opened.self_check.findings, numbered=False), "table")
         tree = "\n\n".join(part for part in (tree, clean) if part)
         verdict += "; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
         return "\n".join((f"{tree}\n\n{verdict}", *warning_lines(opened.self_check)))
     table = render_kernels(opened.kernels(), opened.self_check, top=_SUMMARY_TOP)
-    phases = render_phases(opened, manifest["workload"].get("contexts", ()))
+    phases = render_phases(opened, manifest.workload.contexts)
     table = beside_phases(table, phases, opened.self_check)
     verdict = "\n".join((verdict, *warning_lines(opened.self_check)))
     return "\n\n".join(part for part in (table, clean, verdict) if part)

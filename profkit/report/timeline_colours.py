@@ -7,7 +7,7 @@ them stand out from white and from near black.
 from __future__ import annotations
 
 from profkit.analysis.memory.summary import NOT_SELECTED
-from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 
 CATEGORY_COLOURS = {
     "parameters": "#0072B2",

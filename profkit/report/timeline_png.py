@@ -15,9 +15,9 @@ from profkit.analysis.memory.bins import Bins
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.memory.summary import DeviceMemory
 from profkit.report.formats import make_visible, shorten
-from profkit.report.memory_units import format_bytes
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.timeline_colours import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
+from profkit.report.units import format_bytes
 
 _GIB = 2**30
 _LABEL_WIDTH = 62

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from profkit.ranges import BACKWARD, FORWARD
+from profkit.names import BACKWARD, FORWARD
 from recipes.attention.arithmetic import saved_bytes, work_out
 from recipes.attention.implementations import Attention, find_attention
 from recipes.attention.names import BATCH, COMPILED, DTYPES, MIB, SDPA, WRITTEN

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from profkit.ranges import BACKWARD, FORWARD, annotate
+from profkit.annotation import annotate
+from profkit.names import BACKWARD, FORWARD
 from recipes.attention.implementations import Attention
 from recipes.common.recipe import Device
 

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import click
 
 from profkit.errors import ProfkitError, ToolError, UsageError
+from profkit.files import write_whole
 from profkit.launch.processes import sigterm_raises
 from profkit.launch.record import require_torch
-from profkit.report.files import write_whole
 from profkit.report.formats import make_visible, render_csv, render_markdown, render_table
 from profkit.report.pictures import write_png
 from profkit.report.units import format_count

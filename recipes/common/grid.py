@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from profkit.report.memory_units import format_bytes
+from profkit.report.units import format_bytes
 from recipes.common.isolated import CellFailed, OutOfTime, run_isolated
 from recipes.common.machine import free_bytes
 from recipes.common.recipe import NOT_RUN, OK, Cell, Device, Recipe, Row, Together, failed, identify, is_settled

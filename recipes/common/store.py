@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from profkit.errors import RunError, UsageError
+from profkit.files import write_whole
 from profkit.launch.manifest import driver_version, git_revision
-from profkit.report.files import write_whole
 from profkit.version import __version__
 from recipes.common.recipe import Row, identify
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.compare.bootstrap import bootstrap_differences
-from profkit.ranges import BACKWARD, FORWARD, OPTIMIZER
+from profkit.names import BACKWARD, FORWARD, OPTIMIZER
 from recipes.common.launches import BUSY
 from recipes.common.recipe import OK, Row, identify
 from recipes.compilation.cells import KEYS

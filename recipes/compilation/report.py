@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from profkit.ranges import OPTIMIZER
+from profkit.names import OPTIMIZER
 from profkit.report.formats import render_markdown
 from profkit.report.units import format_count, format_ns, four_digits
 from recipes.common.launches import BUSY

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from profkit.report.memory_units import format_bytes
+from profkit.report.units import format_bytes
 from recipes.attention.names import ITEM_BYTES
 from recipes.compilation.cells import ATTENTION
 from recipes.compilation.pairs import Pair, is_of_gpu

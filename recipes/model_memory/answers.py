@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, cast
 
-from profkit.ranges import OPTIMIZER
-from profkit.report.memory_units import format_bytes
-from profkit.report.units import four_digits
+from profkit.names import OPTIMIZER
+from profkit.report.units import format_bytes, four_digits
 from recipes.common.recipe import OK, Row, whole
 from recipes.model_memory.cells import describe_cell
 from recipes.model_memory.predicted import kinds_at_peak

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from profkit.report.formats import Column, render_markdown
-from profkit.report.memory_units import format_bytes
+from profkit.report.units import format_bytes
 from recipes.common.recipe import Row, whole
 from recipes.common.tables import build_table
 from recipes.model_memory.answers import answer_largest, answer_saved

@@ -22,7 +22,7 @@ from profkit.errors import RunError
 from profkit.launch.directory import write_json, write_manifest
 from profkit.launch.processes import sigterm_raises
 from profkit.models.workload import MemoryOrder
-from profkit.ranges import FORWARD
+from profkit.names import FORWARD
 from profkit.run_directory import LEDGER, MANIFEST, PREDICTED, SNAPSHOT, read_manifest
 from profkit.version import __version__
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory

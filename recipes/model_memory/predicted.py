@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, cast
 
 from profkit.models.memory import HOPPER_WORKSPACE_BYTES, MemoryPrediction, predict_memory
-from profkit.ranges import FORWARD, LOSS
+from profkit.names import FORWARD, LOSS
 from recipes.common.recipe import Cell, Device, Row
 from recipes.model_memory.cells import workload_of
 from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, TRAIN

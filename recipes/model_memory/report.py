@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from profkit.report.formats import Column, render_markdown
-from profkit.report.memory_units import format_bytes
-from profkit.report.units import format_count
+from profkit.report.units import format_bytes, format_count
 from recipes.common.recipe import Device, Report, Row, whole
 from recipes.common.sentences import list_sentences
 from recipes.common.tables import build_pivot, build_table

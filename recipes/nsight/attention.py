@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profkit.ranges import SCORES, SOFTMAX, VALUE_PRODUCT
+from profkit.names import SCORES, SOFTMAX, VALUE_PRODUCT
 from profkit.report.units import format_share
 from recipes.common.tables import DASH
 from recipes.nsight.cells import TRAIN

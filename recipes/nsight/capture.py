@@ -11,7 +11,7 @@ from pathlib import Path
 
 from profkit.errors import RunError
 from profkit.launch.processes import run_child
-from profkit.run_directory import MANIFEST, read_manifest
+from profkit.run.directory import MANIFEST, Run
 from recipes.common.recipe import Cell, Device
 from recipes.nsight.cells import NSYS
 
@@ -61,7 +61,7 @@ def record(cell: Cell, contexts: Sequence[int], device: Device, captures: Path) 
 
 def _explain(run: Path, status: int, last_line: str) -> None:
     """Raise what a failed run says of itself."""
-    told = read_manifest(run).get("reason") if (run / MANIFEST).exists() else None
+    told = Run(run).manifest.reason if (run / MANIFEST).exists() else None
     if told and _FULL in told:
         raise MemoryFull(told)
     raise RunError(f"profkit run ended with status {status}: {told or last_line}")

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from profkit.ranges import FORWARD, context_range
+from profkit.names import FORWARD, context_range
 from recipes.nsight.words import Measured
 
 

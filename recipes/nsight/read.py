@@ -13,11 +13,11 @@ from profkit.analysis.kernel_rows import KernelRow
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.sample_statistics import median
-from profkit.analysis.step_times import collect_samples
-from profkit.ranges import BACKWARD, FORWARD, OPTIMIZER, SCORES, SOFTMAX, VALUE_PRODUCT, context_range
+from profkit.analysis.step_times import unprofiled_times_ns
+from profkit.names import BACKWARD, FORWARD, OPTIMIZER, SCORES, SOFTMAX, VALUE_PRODUCT, context_range
 from profkit.report.kernel_names import simplify_name
 from profkit.report.self_check import verdict_line
-from profkit.run_directory import read_manifest
+from profkit.run.directory import Run
 from recipes.common.recipe import Row, failed
 
 MATTERS = 0.01
@@ -35,13 +35,13 @@ def read_row(opened: OpenedTrace, run: Path, context: int | None) -> Row:
 
     A capture that failed its self-check answers nothing.
     """
-    manifest = read_manifest(run)
+    manifest = Run(run).manifest
     row: Row = {
         "capture": f"{run.parent.name}/{run.name}",
         "self_check": verdict_line(opened.self_check),
         "self_check_warnings": [each.message for each in opened.self_check.of("warning")],
-        "versions": manifest["versions"],
-        "recorder_warnings": manifest["warnings"],
+        "versions": manifest.versions,
+        "recorder_warnings": list(manifest.warnings),
     }
     if opened.self_check.failed:
         reason = f"self-check: {opened.self_check.of('failed')[0].message}"
@@ -64,7 +64,8 @@ def read_times(opened: OpenedTrace, run: Path, context: int | None) -> Row:
     """
     times = read_step_times(run)
     by_python = {} if times is None else {one.phase: one for one in times.phases if one.context == context}
-    clean_ns = collect_samples(read_manifest(run))[1]
+    samples = Run(run).manifest.unprofiled
+    clean_ns = {} if samples is None else unprofiled_times_ns(samples, context)
     row: Row = {}
     for phase in (FORWARD, BACKWARD):
         walls_ns = measure_walls(opened, context, phase)
@@ -77,7 +78,7 @@ def read_times(opened: OpenedTrace, run: Path, context: int | None) -> Row:
             f"{phase}_clean_ms": told.clean.median / 1e6,
             f"{phase}_ratio": median(walls_ns) / told.clean.median,
             f"{phase}_recorded_samples_ms": [each / 1e6 for each in walls_ns],
-            f"{phase}_clean_samples_ms": [each / 1e6 for each in clean_ns[context, phase]],
+            f"{phase}_clean_samples_ms": [each / 1e6 for each in clean_ns[phase][1]],
         }
     return row
 

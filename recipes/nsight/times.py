@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from profkit.ranges import BACKWARD, FORWARD
+from profkit.names import BACKWARD, FORWARD
 from profkit.report.units import format_count, format_share
 from recipes.common.launches import BUSY
 from recipes.common.recipe import OK

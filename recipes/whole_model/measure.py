@@ -11,7 +11,7 @@ from profkit.analysis.sample_statistics import summarize_samples
 from profkit.capture.clean_twin import Measured, measure_steps
 from profkit.capture.step import StepObserver, TrainingStep
 from profkit.models.memory import HOPPER_WORKSPACE_BYTES, predict_memory
-from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
 from recipes.common.samples import summarize_parts
 from recipes.common.shortage import run_short

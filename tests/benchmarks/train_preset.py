@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from profkit.annotation import Range
 from profkit.models.presets import PRESETS
 from profkit.models.transformer import TransformerLM
-from profkit.ranges import Range
 
 BATCH, CONTEXT = 4, 256
 _ENTER, _EXIT = Range.__enter__, Range.__exit__

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from profkit.analysis.checks.findings import Finding, Verdict
+from profkit.findings import Finding, Verdict
 from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
 
 _KERNEL_LAUNCH = re.compile(r"(cu|cuda)Launch(Cooperative)?Kernel(ExC?)?(MultiDevice)?(_ptsz)?(_v\d+)?$")
@@ -43,26 +43,26 @@ def _check_lost(trace: Trace) -> list[Finding]:
     if lost_kernels := int(kernels[lost].sum()):
         findings.append(
             Finding(
-                "failed",
                 "launch-without-kernel",
                 f"{lost_kernels:,} of {int(kernels.sum()):,} kernel launches have no kernel: kernels are missing",
+                "failed",
             )
         )
     if lost_graphs := int(graphs[lost].sum()):
         findings.append(
             Finding(
-                "failed",
                 "graph-launch-without-graph",
                 f"{lost_graphs:,} of {int(graphs.sum()):,} CUDA graph launches have neither a graph row nor"
                 " kernels: the graphs' time is missing; capture with --cuda-graph-trace=node",
+                "failed",
             )
         )
     if captured.any():
         findings.append(
             Finding(
-                "note",
                 "stream-capture",
                 f"{int(captured.sum()):,} launches were recorded into CUDA graphs and not run: they owe no kernel",
+                "note",
             )
         )
     return findings
@@ -103,7 +103,7 @@ def _check_unlaunched(trace: Trace) -> list[Finding]:
     message = f"{unlaunched:,} of {count:,} kernels have no launch record and no range"
     # Of a few the result itself warns, with their time.
     verdict: Verdict = "failed" if lost else "note"
-    return [Finding(verdict, "kernel-without-launch", message + (": CUDA API calls are missing" if lost else ""))]
+    return [Finding("kernel-without-launch", message + (": CUDA API calls are missing" if lost else ""), verdict)]
 
 
 def _check_density(trace: Trace) -> list[Finding]:
@@ -114,10 +114,10 @@ def _check_density(trace: Trace) -> list[Finding]:
             pid = trace.process_ids.get(process, process)
             findings.append(
                 Finding(
-                    "warning",
                     "thin",
                     f"process {pid}: only {count:,} CUDA calls for {span:,} correlation ids ({count / span:.1%};"
                     " whole captures have over 10 %): events may be missing",
+                    "warning",
                 )
             )
     return findings

@@ -6,18 +6,16 @@ A capture that lost the same part of every step looks even, and passes every che
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import OTHER, categorize
-from profkit.analysis.checks.findings import Finding
 from profkit.analysis.checks.step_check import find_measured
-from profkit.analysis.launches import Launches
-from profkit.ranges import FORWARD, STEP
+from profkit.findings import Finding
+from profkit.names import FORWARD, STEP
+from profkit.run.manifest import Manifest
 from profkit.trace.columns import Bools, Ints, distinct_values, rows_by_value
 
 _LINEARS_PER_LAYER = 7
@@ -50,32 +48,30 @@ class KnownRun:
 UNKNOWN_RUN = KnownRun(steps=None, layers=None, even=False)
 
 
-def know_run(manifest: Mapping[str, Any]) -> KnownRun:
+def know_run(manifest: Manifest) -> KnownRun:
     """Return what the manifest of a run says of its steps; manifests of older versions say less."""
-    workload, preset = manifest.get("workload"), manifest.get("preset")
-    if manifest.get("status") != "complete" or not isinstance(workload, dict):
+    workload = manifest.workload
+    if manifest.status != "complete":
         return UNKNOWN_RUN
     pids = _pids_of_whole(manifest)
-    if "preset_name" not in workload:
-        return KnownRun(workload.get("steps") if workload.get("annotate") else None, None, even=False, pids=pids)
+    if workload.preset_name is None:
+        return KnownRun(workload.steps if workload.annotate else None, None, even=False, pids=pids)
     # The first step makes the optimizer's state; CUDA graphs of compiled code run from the third.
-    settled = 3 if workload.get("compile_mode") == "reduce-overhead" else 1
-    steps, contexts = workload.get("steps"), workload.get("contexts")
+    settled = 3 if workload.compile_mode == "reduce-overhead" else 1
+    layers = (manifest.preset or {}).get("num_layers")
     return KnownRun(
-        steps=steps * len(contexts) if isinstance(steps, int) and contexts else steps,
-        layers=preset.get("num_layers") if isinstance(preset, dict) else None,
-        even=workload.get("warmup_steps", 0) >= settled,
+        steps=None if workload.steps is None else workload.steps * max(len(workload.contexts), 1),
+        layers=layers if isinstance(layers, int) else None,
+        even=(workload.warmup_steps or 0) >= settled,
         pids=pids,
     )
 
 
-def _pids_of_whole(manifest: Mapping[str, Any]) -> tuple[int, ...]:
+def _pids_of_whole(manifest: Manifest) -> tuple[int, ...]:
     """Return the processes that recorded every step, where there were several; a script's say whether they did."""
-    processes = manifest.get("processes")
-    if not isinstance(processes, list) or len(processes) < 2:
+    if len(manifest.processes) < 2:
         return ()
-    whole = (one for one in processes if isinstance(one, dict) and one.get("state", _COMPLETE) == _COMPLETE)
-    return tuple(one["pid"] for one in whole if isinstance(one.get("pid"), int))
+    return tuple(one.pid for one in manifest.processes if one.state == _COMPLETE and one.pid is not None)
 
 
 def products_per_forward(layers: int) -> int:
@@ -105,7 +101,7 @@ def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
     if found == run.steps or (run.layers is None and found > run.steps):
         return []
     message = f"the run made {run.steps:,} steps, and the capture holds {found:,}{where}"
-    return [Finding("failed", "step-count", message)]
+    return [Finding("step-count", message, "failed")]
 
 
 def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
@@ -113,7 +109,8 @@ def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
     members = find_measured(attribution).get(FORWARD)
     if run.layers is None or members is None or trace.measure != "gpu-kernel" or not len(trace.work):
         return []
-    rows, instance = Launches(trace.work, attribution.work).under(trace.ranges, members, np.arange(len(members)))
+    under = attribution.work.under(members, np.arange(len(members)))
+    rows, instance = under.rows, under.member
     if trace.work.is_graph[rows].any():  # a graph traced whole does not show its kernels
         return []
     is_product, is_nameless = _products_and_nameless(attribution)
@@ -132,10 +129,10 @@ def _compare_products(made: Ints, nameless: Ints, due: int) -> list[Finding]:
     if len(lost):
         worst = int(made[lost].min())
         message = f"{said}; {len(lost):,} of {len(made):,} hold fewer, down to {worst:,}: kernels are missing"
-        return [Finding("failed", "missing-products", message)]
+        return [Finding("missing-products", message, "failed")]
     if missing.any():
         message = f"{said}, and by their kernels' names they hold {made.min():,} to {made.max():,}"
-        return [Finding("warning", "unknown-products", f"{message}: some names are not known, or a helper's is")]
+        return [Finding("unknown-products", f"{message}: some names are not known, or a helper's is", "warning")]
     return []
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.checks.findings import Finding, Verdict
 from profkit.analysis.checks.launch_check import check_launches
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.checks.step_check import check_idle_instances, check_steps
-from profkit.analysis.selection import explain_no_ranges
+from profkit.analysis.range_paths import explain_no_ranges
+from profkit.findings import Finding, Verdict
 from profkit.trace.columns import Trace
 
 # Said by every capture between cudaProfilerStart and cudaProfilerStop, whole ones among them.
@@ -71,7 +71,7 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
         *_check_values(trace),
         *check_launches(trace),
         *_check_ranges(trace),
-        *check_idle_instances(trace),
+        *check_idle_instances(attribution),
         *check_steps(attribution, even=run.even),
         *check_run(attribution, run),
     ]
@@ -83,7 +83,7 @@ def _check_log(log: str) -> list[Finding]:
     match = LOSS_IN_LOG.search(log)
     if not match:
         return []
-    return [Finding("failed", "log", f"the profiler's log says “{match[0]}”: events are missing")]
+    return [Finding("log", f"the profiler's log says “{match[0]}”: events are missing", "failed")]
 
 
 def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
@@ -94,7 +94,7 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
     """
     findings = []
     for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
-        findings.append(Finding("failed", "diagnostic", f"the profiler reports an error: {text}"))
+        findings.append(Finding("diagnostic", f"the profiler reports an error: {text}", "failed"))
     warnings = [d for d in trace.diagnostics if d.severity == "warning"]
     for text, is_silent in dict.fromkeys((d.text.strip(), d.silent_pid is not None) for d in warnings):
         verdict: Verdict = "warning"
@@ -105,7 +105,7 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
         pids = {d.silent_pid for d in warnings if d.text.strip() == text} - {None}
         of = f"process {pids.pop()}" if len(pids) == 1 else f"{len(pids)} processes"
         whose = f" of {of}, of which nothing was recorded" if is_silent else ""
-        findings.append(Finding(verdict, "diagnostic", f"the profiler says{whose}: {text}"))
+        findings.append(Finding("diagnostic", f"the profiler says{whose}: {text}", verdict))
     return findings
 
 
@@ -116,15 +116,15 @@ def _check_values(trace: Trace) -> list[Finding]:
     backwards += int((trace.copies.end_ns < trace.copies.start_ns).sum())
     backwards += int((trace.ranges.end_ns < trace.ranges.start_ns).sum())
     if backwards:
-        findings.append(Finding("failed", "negative-time", f"{backwards:,} rows end before they start"))
+        findings.append(Finding("negative-time", f"{backwards:,} rows end before they start", "failed"))
     too_long = _count_too_long(trace)
     if too_long:
-        findings.append(Finding("failed", "impossible-duration", f"{too_long:,} kernels outlast the capture itself"))
+        findings.append(Finding("impossible-duration", f"{too_long:,} kernels outlast the capture itself", "failed"))
     launched = work.launch_thread >= 0
     early = int((launched & (work.start_ns < work.launch_ns - _CLOCK_TOLERANCE_NS)).sum())
     if early and trace.measure == "gpu-kernel":
         findings.append(
-            Finding("failed", "before-launch", f"{early:,} kernels start over 1 ms before the call that launched them")
+            Finding("before-launch", f"{early:,} kernels start over 1 ms before the call that launched them", "failed")
         )
     return findings
 
@@ -145,8 +145,8 @@ def _check_ranges(trace: Trace) -> list[Finding]:
         names = dict.fromkeys(trace.names[int(trace.ranges.name[i])] for i in open_ranges)
         some = ", ".join(repr(name) for name in list(names)[:3])
         findings.append(
-            Finding("warning", "open-range", f"{len(open_ranges):,} ranges never ended ({some}); they count to the end")
+            Finding("open-range", f"{len(open_ranges):,} ranges never ended ({some}); they count to the end", "warning")
         )
     if trace.has_invisible_ranges:
-        findings.append(Finding("warning", "invisible-ranges", explain_no_ranges(trace)))
+        findings.append(Finding("invisible-ranges", explain_no_ranges(trace), "warning"))
     return findings

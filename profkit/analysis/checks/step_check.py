@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.checks.findings import Finding
 from profkit.analysis.checks.launch_check import is_thin
-from profkit.analysis.launches import Launches
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.selection import is_warmup
-from profkit.ranges import BACKWARD, CONTEXT, FORWARD, PHASES, STEP
+from profkit.findings import Finding
+from profkit.names import BACKWARD, CONTEXT, FORWARD, PHASES, STEP
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 _LABEL = re.compile(rf"({'|'.join((STEP, *PHASES))})(?: \d+)?", re.I)
@@ -23,16 +22,17 @@ _CONTEXT = re.compile(rf"{CONTEXT} \d+")
 _NEVER_EMPTY = (STEP, FORWARD, BACKWARD)
 
 
-def check_idle_instances(trace: Trace) -> list[Finding]:
+def check_idle_instances(attribution: Attribution) -> list[Finding]:
     """Find names of which some instances launched work and others made not one CUDA call.
 
     A whole capture has such names too (a branch not taken); together with a thin one it is loss.
     """
+    trace, was_open = attribution.trace, ~attribution.is_mirror
     if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(trace.ranges):
         return []
-    ranges = trace.ranges
-    silent = ranges.name[_without_calls(trace)]
-    every, idle = (np.bincount(names, minlength=len(trace.names)) for names in (ranges.name, silent))
+    name = trace.ranges.name
+    silent = _without_calls(trace) & was_open
+    every, idle = (np.bincount(name[which], minlength=len(trace.names)) for which in (was_open, silent))
     idle[idle == every] = 0
     worst = int(np.argmax(idle))
     if not idle[worst]:
@@ -40,10 +40,10 @@ def check_idle_instances(trace: Trace) -> list[Finding]:
     thin = is_thin(trace)
     return [
         Finding(
-            "failed" if thin else "warning",
             "idle-instances",
             f"{idle[worst]:,} of {every[worst]:,} instances of {trace.names[worst]!r} hold not one CUDA call while the"
             " others do" + (": in a capture this thin, events were lost" if thin else ""),
+            "failed" if thin else "warning",
         )
     ]
 
@@ -58,10 +58,9 @@ def check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding
     labels = find_measured(attribution)
     if not labels:
         return []
-    launches = Launches(trace.work, attribution.work)
     findings = []
     for label, members in labels.items():
-        counts = launches.count(trace.ranges, members)
+        counts = attribution.work.count(members)
         for process, which in _alike(attribution, members):
             some = counts[which]
             if len(some) < 2 or some.min() == some.max():
@@ -73,10 +72,10 @@ def check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding
             lost = is_empty or (of_gpu and even)
             findings.append(
                 Finding(
-                    "failed" if lost else "warning",
                     "empty-steps" if is_empty else "unequal-steps",
                     f"{label}: kernels per instance range from {some.min():,} to {some.max():,} over {len(some)}"
                     f" instances of process {pid}" + (": kernels are missing" if lost else ""),
+                    "failed" if lost else "warning",
                 )
             )
     return findings

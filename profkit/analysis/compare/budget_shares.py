@@ -8,7 +8,7 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import CATEGORIES
 from profkit.analysis.compare.budget_lines import BudgetLine, broken
 from profkit.analysis.compare.step_samples import StepSamples, has_measured_steps, sample_steps
-from profkit.analysis.selection import select_ranges
+from profkit.analysis.range_paths import select_ranges
 from profkit.errors import TraceError, UsageError
 from profkit.trace.columns import distinct_values
 
@@ -68,7 +68,7 @@ def _tell_kind(attribution: Attribution, whole: StepSamples, name: str) -> tuple
 
 def _has_range(attribution: Attribution, name: str) -> bool:
     try:
-        return bool(len(select_ranges(attribution, name).members))
+        return bool(len(select_ranges(attribution, name)))
     except (TraceError, UsageError):
         return False
 

@@ -85,7 +85,7 @@ def check_budgets(
 
 def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
     """Yield whether the median unprofiled step is short enough, of several contexts each."""
-    steps = read_clean_steps(run.manifest) if run.manifest is not None else None
+    steps = None if run.run is None else read_clean_steps(run.run.manifest)
     times = {} if steps is None else {name: times for name, times in steps.times_ns.items() if is_whole_step(name)}
     if steps is None or not times:
         yield broken(MAX_STEP, "ns", limit_ns, "no unprofiled step times; a run directory of `profkit run` has them")
@@ -158,8 +158,7 @@ def _judge_idle(found: EfficiencyResult, limit: float) -> BudgetLine:
 def _judge_mfu(found: EfficiencyResult, limit: float) -> BudgetLine:
     if found.mfu is None:
         return broken(MIN_MFU, "share", limit, _explain_no_mfu(found))
-    step = "unbroken" if found.mfu_steps == "unbroken" else "unprofiled"
-    detail = f"{found.model_flops:,} model FLOPs a step over the median {step} step and the datasheet's peak"
+    detail = f"{found.model_flops:,} model FLOPs a step over the median unprofiled step and the datasheet's peak"
     return BudgetLine(MIN_MFU, None, found.mfu, limit, "share", found.mfu >= limit, detail)
 
 

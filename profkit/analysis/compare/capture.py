@@ -7,11 +7,10 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
 from profkit.analysis.opened import OpenedTrace, read_trace
-from profkit.run_directory import find_manifest, find_trace, holds_snapshot, holds_trace, rank_traces, read_manifest
+from profkit.run.directory import Run, find_run
 
 _GZIP = b"\x1f\x8b"
 _PICKLE = b"\x80"
@@ -19,10 +18,10 @@ _PICKLE = b"\x80"
 
 @dataclass(frozen=True, eq=False)
 class OpenedCapture:
-    """What was opened: ``manifest`` is None of a file that lies in no run directory."""
+    """What was opened: ``run`` is None of a file that lies in no run directory."""
 
     path: Path
-    manifest: dict[str, Any] | None
+    run: Run | None
     trace: OpenedTrace | None
     snapshot: OpenedSnapshot | None
 
@@ -41,18 +40,14 @@ def open_capture(path: str | Path, open_trace: Callable[[Path], OpenedTrace] = r
         RunError: a directory that is no run.
     """
     path = Path(path)
-    if path.is_dir():
-        return OpenedCapture(
-            path,
-            read_manifest(path),
-            open_trace(path) if holds_trace(path) else None,
-            read_snapshot(path) if holds_snapshot(path) else None,
-        )
-    manifest = find_manifest(path)
+    run = find_run(path)
+    if run is not None and path.is_dir():
+        trace = open_trace(path) if run.traces else None
+        return OpenedCapture(path, run, trace, read_snapshot(path) if run.snapshots else None)
     if _is_pickle(path):
-        return OpenedCapture(path, manifest, None, read_snapshot(path))
-    is_the_runs = manifest is not None and find_trace(path.parent) == path and not rank_traces(path.parent)
-    return OpenedCapture(path, manifest, open_trace(path.parent if is_the_runs else path), None)
+        return OpenedCapture(path, run, None, read_snapshot(path))
+    is_the_runs = run is not None and run.find_trace() == path and not run.rank_traces
+    return OpenedCapture(path, run, open_trace(path.parent if is_the_runs else path), None)
 
 
 def _is_pickle(path: Path) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
 from profkit.analysis.compare.bootstrap import Verdict, bootstrap_differences, judge_change
 from profkit.analysis.sample_statistics import median
-from profkit.analysis.step_times import collect_samples
-from profkit.ranges import STEP, context_range
+from profkit.analysis.step_times import twin_of, unprofiled_times_ns
+from profkit.names import STEP, context_range
+from profkit.run.manifest import Manifest
 
 _LABELS = {"clean": "in a process of their own", "attached": "attached, not recording"}
 
@@ -52,13 +52,16 @@ class CleanComparison:
     changes: tuple[CleanChange, ...]
 
 
-def read_clean_steps(manifest: Mapping[str, Any]) -> CleanSteps | None:
+def read_clean_steps(manifest: Manifest) -> CleanSteps | None:
     """Return the unprofiled steps that a manifest keeps, None if it keeps none; of several contexts each by itself."""
-    twin, samples = collect_samples(manifest)
-    if not samples:
+    samples = manifest.unprofiled
+    if samples is None:
         return None
-    names = {key: key[1] if key[0] is None else f"{context_range(key[0])}, {key[1]}" for key in samples}
-    return CleanSteps(_LABELS[twin], {names[key]: times for key, times in samples.items()})
+    times_ns = {}
+    for context in samples.contexts:
+        for phase, (_, times) in unprofiled_times_ns(samples, context).items():
+            times_ns[phase if context is None else f"{context_range(context)}, {phase}"] = times
+    return CleanSteps(_LABELS[twin_of(manifest)], times_ns)
 
 
 def is_whole_step(name: str) -> bool:

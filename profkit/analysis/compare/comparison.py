@@ -13,8 +13,8 @@ from profkit.analysis.compare.step_samples import has_measured_steps, sample_ste
 from profkit.analysis.compare.time_compare import TimeComparison, compare_times
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.warnings import Caution
 from profkit.errors import UsageError
+from profkit.findings import Finding
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CaptureComparison:
     time: TimeComparison | None
     clean: CleanComparison | None
     memory: Comparison | None
-    warnings: tuple[Caution, ...]
+    warnings: tuple[Finding, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready data; nanoseconds and bytes are integers."""
@@ -83,7 +83,7 @@ def compare_captures(
     if not force:
         refuse_disturbed(provenance, before, after)
     traces = [_with_work(one.trace) for one in (before, after)]
-    steps = [None if one.manifest is None else read_clean_steps(one.manifest) for one in (before, after)]
+    steps = [None if one.run is None else read_clean_steps(one.run.manifest) for one in (before, after)]
     time = clean = memory = None
     if traces[0] is not None and traces[1] is not None:
         time = _compare_time(traces[0], traces[1], range)
@@ -152,11 +152,11 @@ def _compare_time(before: OpenedTrace, after: OpenedTrace, range: str | None) ->
     return compare_times(*(sample_steps(one.attribution, range, by_step=by_step) for one in (before, after)))
 
 
-def _warn_of_missing(what: str, before: object, after: object) -> tuple[Caution, ...]:
+def _warn_of_missing(what: str, before: object, after: object) -> tuple[Finding, ...]:
     """Return a warning if one side alone has something."""
     if (before is None) == (after is None):
         return ()
-    return (Caution("one-sided", f"{what}: only {'after' if before is None else 'before'} has any; not compared"),)
+    return (Finding("one-sided", f"{what}: only {'after' if before is None else 'before'} has any; not compared"),)
 
 
 def _explain_nothing(before: OpenedCapture, after: OpenedCapture, range: str | None) -> str:
@@ -172,6 +172,6 @@ def _list_holdings(capture: OpenedCapture) -> list[str]:
         held.append("kernel times")
     elif capture.trace is not None:
         held.append("a trace without GPU kernels")
-    if capture.manifest is not None and read_clean_steps(capture.manifest) is not None:
+    if capture.run is not None and read_clean_steps(capture.run.manifest) is not None:
         held.append("unprofiled steps")
     return held + (["a memory snapshot"] if capture.snapshot is not None else [])

@@ -9,43 +9,43 @@ What one capture says and the other does not is unknown, and stays so.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.clean_compare import read_clean_steps
+from profkit.run.manifest import Compiled, Manifest
 from profkit.trace.columns import Trace, distinct_values, rows_by_value
 
-# Facts of a manifest by where they may stand in it; those of the first list disturb a comparison, the others do not.
-_DISTURBING: dict[str, tuple[tuple[str, ...], ...]] = {
-    "driver": (("driver",),),
-    "torch": (("versions", "torch"),),
-    "CUDA": (("versions", "cuda"),),
-    "device": (("device",),),
-    "workload": (("target",),),
-    "batch": (("workload", "batch"),),
-    "context": (("workload", "context"),),
-    "contexts": (("workload", "contexts"),),
-    "passes": (("workload", "passes"),),
-    "precision (autocast)": (("workload", "dtype"), ("conditions", "autocast_dtypes")),
-    "float32 matmul precision (tf32)": (("float32_matmul_precision",),),
-    "cuBLAS tf32": (("conditions", "cuda_matmul_allow_tf32"), ("conditions", "cuda_matmul_fp32_precision")),
-    "cuDNN tf32": (("conditions", "cudnn_allow_tf32"),),
+# Facts of a run; those of the first list disturb a comparison, the others do not.
+_DISTURBING: dict[str, Callable[[Manifest], object]] = {
+    "driver": lambda run: run.driver,
+    "torch": lambda run: run.versions.get("torch"),
+    "CUDA": lambda run: run.versions.get("cuda"),
+    "device": lambda run: run.device,
+    "workload": lambda run: run.target or None,
+    "batch": lambda run: run.workload.batch,
+    "context": lambda run: run.workload.context,
+    "contexts": lambda run: run.workload.contexts or None,
+    "passes": lambda run: run.workload.passes,
+    "precision (autocast)": lambda run: run.workload.dtype or _condition(run, "autocast_dtypes"),
+    "float32 matmul precision (tf32)": lambda run: run.float32_matmul_precision,
+    "cuBLAS tf32": lambda run: _condition(run, "cuda_matmul_allow_tf32", "cuda_matmul_fp32_precision"),
+    "cuDNN tf32": lambda run: _condition(run, "cudnn_allow_tf32"),
 }
-_STATED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "torch.compile": (("workload", "compile_mode"), ("conditions", "compiled", "graphs")),
-    "which GPU": (("conditions", "gpu_uuid"),),
-    "cuDNN benchmark": (("conditions", "cudnn_benchmark"),),
-    "deterministic algorithms": (("conditions", "deterministic_algorithms"),),
-    "CPU threads": (("conditions", "cpu_threads"),),
-    "seed": (("workload", "seed"),),
-    "annotation": (("workload", "annotate"),),
-    "annotation depth": (("workload", "depth"),),
-    "revision of the code": (("git_revision",),),
-    "profkit": (("versions", "profkit"),),
-    "python": (("versions", "python"),),
-    "state of the run": (("status",),),
+_STATED: dict[str, Callable[[Manifest], object]] = {
+    "torch.compile": lambda run: run.workload.compile_mode or _compiled_graphs(run),
+    "which GPU": lambda run: _condition(run, "gpu_uuid"),
+    "cuDNN benchmark": lambda run: _condition(run, "cudnn_benchmark"),
+    "deterministic algorithms": lambda run: _condition(run, "deterministic_algorithms"),
+    "CPU threads": lambda run: _condition(run, "cpu_threads"),
+    "seed": lambda run: run.workload.seed,
+    "annotation": lambda run: run.workload.annotate,
+    "annotation depth": lambda run: run.workload.depth,
+    "revision of the code": lambda run: run.git_revision,
+    "profkit": lambda run: run.versions.get("profkit"),
+    "python": lambda run: run.versions.get("python"),
+    "state of the run": lambda run: run.status,
 }
 # What one has to know to judge a difference of two captures.
 _EXPECTED = (
@@ -110,15 +110,16 @@ def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenanc
 def _state_facts(capture: OpenedCapture) -> dict[str, str]:
     """Return what a capture says of where it comes from."""
     facts = dict(_state_trace(capture.trace.trace)) if capture.trace is not None else {}
-    if capture.manifest is None:
+    if capture.run is None:
         return facts
-    for fact, places in (_DISTURBING | _STATED).items():
-        value = next((found for keys in places if (found := _look_up(capture.manifest, keys)) is not None), None)
+    manifest = capture.run.manifest
+    for fact, read in (_DISTURBING | _STATED).items():
+        value = read(manifest)
         if value is not None:
-            facts[fact] = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-    if "GPU" not in facts and capture.manifest.get("gpu") is not None:
-        facts["GPU"] = str(capture.manifest["gpu"])
-    clean = read_clean_steps(capture.manifest)
+            facts[fact] = ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+    if "GPU" not in facts and manifest.gpu is not None:
+        facts["GPU"] = manifest.gpu
+    clean = read_clean_steps(manifest)
     if clean is not None:
         facts["unprofiled steps"] = clean.label
     return facts
@@ -135,16 +136,16 @@ def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
         yield "CUDA graphs", "traced whole" if trace.work.is_graph.any() else "traced by kernel, if any"
 
 
-def _look_up(manifest: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """Return what the manifest says under these keys, or else its first process; None if neither does."""
-    processes = manifest.get("processes")
-    for found in (manifest, processes[0] if isinstance(processes, list) and processes else None):
-        value: Any = found
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
-            return value
-    return None
+def _condition(run: Manifest, *names: str) -> object:
+    """Return the first of some conditions that the run, or else its first process, knows; None if neither does."""
+    each = [run.conditions, *(process.conditions for process in run.processes[:1])]
+    values = [getattr(conditions, name) for conditions in each if conditions is not None for name in names]
+    return next((value for value in values if value is not None), None)
+
+
+def _compiled_graphs(run: Manifest) -> object:
+    compiled = _condition(run, "compiled")
+    return compiled.graphs if isinstance(compiled, Compiled) else None
 
 
 def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Difference]:

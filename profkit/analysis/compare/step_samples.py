@@ -12,23 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.busy import union_ns
 from profkit.analysis.categories import categorize
 from profkit.analysis.checks.limits import refuse_impossible_times
 from profkit.analysis.checks.step_check import find_contexts, find_measured
-from profkit.analysis.kernel_filter import KernelFilter, choose_work
+from profkit.analysis.intervals import union_ns
 from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.selection import (
-    Selection,
-    find_warmup,
-    kind_of,
-    lies_within,
-    outermost,
-    select_ranges,
-    select_work,
-)
-from profkit.ranges import STEP
-from profkit.trace.columns import Bools, Ints, Measure, distinct_values, rows_by_value
+from profkit.analysis.range_paths import kind_of, select_ranges
+from profkit.analysis.selection import KernelFilter, choose_work, find_warmup, lies_within, outermost
+from profkit.names import STEP
+from profkit.trace.columns import Ints, Measure, distinct_values, rows_by_value
 
 RangePath = tuple[str, ...]
 
@@ -148,29 +140,25 @@ def _number_samples(attribution: Attribution, members: Ints) -> tuple[Ints, Ints
     duration = trace.ranges.end_ns[top] - trace.ranges.start_ns[top]
     wall_ns = np.zeros(max(counts), dtype=np.int64)
     np.maximum.at(wall_ns, number[top], duration)
-    selection = Selection(STEP, members, by_phase=True)
-    instance = select_work(attribution, trace.work, attribution.work, selection).instance
-    sample = np.where(instance >= 0, number[members[np.maximum(instance, 0)]], -1)
+    under = attribution.work.under(members)
+    sample = np.full(len(trace.work), -1, dtype=np.int64)
+    sample[under.rows] = number[members[under.member]]
     return sample, wall_ns, len(set(counts)) == 1
 
 
 def _one_sample(attribution: Attribution) -> tuple[Ints, None, bool]:
     """Return one sample that holds everything outside ``warmup``."""
     warmup = find_warmup(attribution.trace)
-    warm: Bools = np.zeros(len(attribution.trace.work), dtype=np.bool_)
+    sample = np.zeros(len(attribution.trace.work), dtype=np.int64)
     if warmup is not None:
-        chosen = select_ranges(attribution, warmup)
-        warm = select_work(attribution, attribution.trace.work, attribution.work, chosen).rows
-    return np.where(warm, -1, 0), None, True
+        sample[attribution.work.under(select_ranges(attribution, warmup)).rows] = -1
+    return sample, None, True
 
 
 def _place_rows(attribution: Attribution, rows: Ints, steps: Ints) -> tuple[Ints, list[RangePath]]:
     """Return the path of each row, by number, and all paths; the first is that of the step itself."""
-    placed = attribution.work
-    own, host = placed.own[rows], placed.host[rows]
-    innermost = np.where(own >= 0, own, host)
     path_of_range, paths = _number_paths(attribution, steps)
-    return path_of_range[np.maximum(innermost, NO_RANGE)], paths
+    return path_of_range[attribution.work.innermost[rows]], paths
 
 
 def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[RangePath]]:

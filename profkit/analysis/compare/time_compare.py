@@ -20,8 +20,8 @@ import numpy as np
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict, bootstrap_differences, judge_change
 from profkit.analysis.compare.compare_parts import Match, PartKind, match_parts, nearest
 from profkit.analysis.compare.step_samples import Key, RangePath, StepSamples
-from profkit.analysis.selection import join_path
-from profkit.analysis.warnings import Caution
+from profkit.analysis.range_paths import join_path
+from profkit.findings import Finding
 from profkit.trace.columns import Ints, Measure
 
 IN_NO_RANGE = "(in no range within)"
@@ -96,7 +96,7 @@ class TimeComparison:
     by_category: tuple[Line, ...]
     parts: tuple[Part, ...]
     left_out_ns: tuple[int, int]
-    warnings: tuple[Caution, ...]
+    warnings: tuple[Finding, ...]
 
     @property
     def rounding_ns(self) -> int:
@@ -196,14 +196,14 @@ def _total_kernels(side: StepSamples, columns: Sequence[int]) -> tuple[KernelTot
     return tuple(sorted(kernels, key=lambda kernel: (-kernel.total_ns, kernel.name)))
 
 
-def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Caution]:
+def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
     """Yield what a reader must know of the samples."""
     if not before.has_steps:
-        yield Caution(
+        yield Finding(
             "no-steps", "not both have steps (ranges `step N`): whole captures are compared, without intervals"
         )
     elif min(before.size, after.size) < FEWEST:
-        yield Caution(
+        yield Finding(
             "few-steps",
             f"{before.size} and {after.size} steps: too few for an interval, which needs {FEWEST} a side; record more"
             " with --steps",
@@ -213,11 +213,11 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Caution]:
         if alone:
             some = ", ".join(alone[:2]) + (", …" if len(alone) > 2 else "")
             message = f"ranges of {name} alone: {len(alone)} ({some}); what ran there is told at the range around"
-            yield Caution("one-sided-ranges", message)
+            yield Finding("one-sided-ranges", message)
         if not side.even:
-            yield Caution("uneven-steps", f"{name}: not all processes made as many steps; the last steps lack some")
+            yield Finding("uneven-steps", f"{name}: not all processes made as many steps; the last steps lack some")
         if side.has_contexts:
-            yield Caution(
+            yield Finding(
                 "contexts",
                 f"{name}: steps of several contexts are taken together, and their spread hides changes; compare one"
                 " with --range 'context N'",

@@ -1,6 +1,6 @@
 """Attention taken apart: what its two matrix products and its softmax take in the forward pass, in time and in FLOPs.
 
-The parts are the ranges that profkit's built-in models open (`profkit.ranges`). A softmax does a few operations per
+The parts are the ranges that profkit's built-in models open (`profkit.names`). A softmax does a few operations per
 score, a product does two per score and head dimension; that its time is not as much smaller as its FLOPs are is what
 this shows.
 """
@@ -17,12 +17,11 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.checks.limits import refuse_impossible_times
 from profkit.analysis.efficiency.range_work import RangeWorks
 from profkit.analysis.efficiency.run_facts import RunFacts
-from profkit.analysis.launches import Launches
 from profkit.analysis.nesting import mark_nested
-from profkit.analysis.range_nodes import build_nodes
-from profkit.analysis.selection import find_warmup, lies_within, select_ranges
+from profkit.analysis.range_paths import build_nodes, select_ranges
+from profkit.analysis.selection import find_warmup, lies_within
 from profkit.errors import TraceError
-from profkit.ranges import BACKWARD, SCORES, SOFTMAX, VALUE_PRODUCT
+from profkit.names import BACKWARD, SCORES, SOFTMAX, VALUE_PRODUCT
 from profkit.trace.columns import Bools, Ints, Trace
 
 if TYPE_CHECKING:
@@ -92,9 +91,9 @@ def measure_attention(attribution: Attribution, facts: RunFacts, range: str | No
         )
     works = RangeWorks(trace, build_nodes(attribution, numbered=True), facts)
     layer_of = _layers(attribution, members)
-    rows, at = Launches(trace.work, attribution.work).under(trace.ranges, members, np.arange(len(members)))
+    under = attribution.work.under(members, np.arange(len(members)))
     time_ns = np.zeros(len(members), dtype=np.int64)
-    np.add.at(time_ns, at, trace.work.duration_ns[rows])
+    np.add.at(time_ns, under.member, trace.work.duration_ns[under.rows])
     found: list[AttentionPart] = []
     for layer in (None, *sorted(set(layer_of.tolist()) - {-1})):
         inside = np.ones(len(members), dtype=np.bool_) if layer is None else layer_of == layer

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from profkit.analysis.efficiency.intervals import NOTHING, Stretches, unite
+from profkit.analysis.intervals import NOTHING, Stretches, unite
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
 

@@ -10,10 +10,10 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.checks.step_check import find_measured
 from profkit.analysis.efficiency.collectives import find_waiting
 from profkit.analysis.efficiency.gpu_time import GpuParts, GpuTime, build_gpu_times, communication_rows, sum_parts
-from profkit.analysis.efficiency.intervals import NOTHING, Stretches, unite
 from profkit.analysis.efficiency.windows import Windows, find_windows
+from profkit.analysis.intervals import NOTHING, Stretches, unite
 from profkit.analysis.ranks import Ranks
-from profkit.ranges import STEP
+from profkit.names import STEP
 from profkit.trace.columns import Bools, empty_ints
 
 

@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from profkit.analysis.busy import disjoint_pieces
 from profkit.analysis.categories import categorize
 from profkit.analysis.efficiency.host_time import HostTime, build_host_times
-from profkit.analysis.efficiency.intervals import NOTHING, Stretches, intersect, subtract, unite, unite_all
+from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, intersect, subtract, unite, unite_all
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
 _NO_HOST = HostTime(NOTHING, NOTHING)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.efficiency.intervals import NOTHING, Stretches, gaps, subtract, unite, unite_all
+from profkit.analysis.intervals import NOTHING, Stretches, gaps, subtract, unite, unite_all
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 LONGEST_PAUSE_NS = 500_000

@@ -13,9 +13,9 @@ from profkit.analysis.efficiency.range_work import context_of, is_step
 from profkit.analysis.efficiency.result import Inflation
 from profkit.analysis.efficiency.run_facts import RunFacts
 from profkit.analysis.efficiency.windows import find_windows
-from profkit.analysis.range_nodes import RangeNodes
+from profkit.analysis.range_paths import RangeNodes
 from profkit.analysis.step_times import PhaseTimes
-from profkit.ranges import STEP
+from profkit.names import STEP
 from profkit.trace.columns import Ints
 
 _Key = tuple[str, int | None]

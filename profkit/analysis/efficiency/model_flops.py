@@ -12,8 +12,8 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.checks.step_check import find_measured
 from profkit.analysis.efficiency.range_work import RangeWorks, context_of
 from profkit.analysis.efficiency.run_facts import RunFacts
-from profkit.analysis.range_nodes import RangeNodes
-from profkit.ranges import BACKWARD, FORWARD, STEP
+from profkit.analysis.range_paths import RangeNodes
+from profkit.names import BACKWARD, FORWARD, STEP
 from profkit.trace.columns import Ints
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from profkit.analysis.efficiency.run_facts import RunFacts
-from profkit.analysis.efficiency.work import RangeWork
-from profkit.analysis.range_nodes import RangeNodes
+from profkit.analysis.range_paths import RangeNodes
 from profkit.analysis.selection import is_warmup
-from profkit.ranges import STEP
+from profkit.names import STEP
+from profkit.run.work import RangeWork
 from profkit.trace.columns import Ints, Trace, distinct_values
 
 _STEP = re.compile(rf"{STEP}( (\d+|\*))?", re.IGNORECASE)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from profkit.analysis.efficiency.gpu_steps import GpuStep
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.run_facts import Peaks
-from profkit.analysis.step_times import StepKind
-from profkit.analysis.warnings import Caution
+from profkit.findings import Finding
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +26,7 @@ class EfficiencyRow:
     ``roof_share`` is the same of the least bytes where the range is memory-bound; else of all operations or of the
     least bytes, whichever would take longer: how near the range comes to the peak that it would meet first.
     ``intensity`` is all operations per least byte. ``mfu`` is of steps: model FLOPs over the median unprofiled step
-    time (of unbroken steps, where there are any) and the datasheet's peak (Chowdhery et al. 2022, appendix B).
+    time and the datasheet's peak (Chowdhery et al. 2022, appendix B).
     ``idle_factor`` is what unprofiled time leaves of the idle time, where that is known of the phase around it, and
     ``clean_idle_share`` the idle share that follows.
     """
@@ -102,14 +101,12 @@ class EfficiencyResult:
          "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
          "steps": [{fields of `GpuStep`, "idle_share"}], "twin": "clean" | "attached" | null,
          "inflation": [{fields of `Inflation`}], "model_flops", "mfu",
-         "mfu_steps": "unbroken" | "phase by phase" | "whole" | null, "idle_share", "clean_idle_share",
-         "warnings": [{"code", "message"}]}
+         "idle_share", "clean_idle_share", "warnings": [{"code", "message"}]}
 
     ``ranges`` stand depth first. ``twin`` says which steps were timed without a profiler: those of a process of their
     own, or those of the same script before it was recorded. ``model_flops`` are a step's; ``mfu`` and ``idle_share``
-    are of all steps together, None without steps (or, for MFU, without what it needs); ``mfu_steps`` says how the steps
-    were waited for whose time MFU is over. ``clean_idle_share`` is the idle share as it would be without a profiler,
-    None where that is not known.
+    are of all steps together, None without steps (or, for MFU, without what it needs). ``clean_idle_share`` is the idle
+    share as it would be without a profiler, None where that is not known.
     """
 
     trace: str
@@ -124,10 +121,9 @@ class EfficiencyResult:
     inflation: tuple[Inflation, ...]
     model_flops: int | None
     mfu: float | None
-    mfu_steps: StepKind | None
     idle_share: float | None
     clean_idle_share: float | None
-    warnings: tuple[Caution, ...]
+    warnings: tuple[Finding, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""

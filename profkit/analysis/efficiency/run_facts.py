@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from profkit.analysis.efficiency.ceilings import Ceilings, read_ceilings
 from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
-from profkit.analysis.efficiency.work import RunWork, read_work
 from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.errors import UsageError
-from profkit.ranges import STEP
-from profkit.run_directory import MANIFEST, read_manifest
+from profkit.names import STEP
+from profkit.run.ceilings import Ceilings, read_ceilings
+from profkit.run.directory import Run
+from profkit.run.manifest import Manifest
+from profkit.run.work import RunWork
 from profkit.trace.columns import Trace
 
 # torch.set_float32_matmul_precision: both others let cuBLAS take TF32 (torch/backends/cuda, allow_tf32).
@@ -60,42 +59,41 @@ class RunFacts:
         return next((one for one in phases if (one.phase, one.context) == (phase, context)), None)
 
     def step_ns(self, context: int | None) -> float | None:
-        """Return the median step without a profiler: of unbroken ones, where there are any."""
-        unbroken = {} if self.step_times is None else self.step_times.unbroken
-        if context in unbroken:
-            return unbroken[context].median
+        """Return the median step without a profiler."""
         timed = self.clean_times(STEP, context)
         return None if timed is None else timed.clean.median
 
 
 def read_run_facts(
-    trace: Trace, run: Path | None, *, ceilings: Path | None = None, dtype: str | None = None
+    trace: Trace, run: Run | None, *, ceilings: Path | None = None, dtype: str | None = None
 ) -> RunFacts:
     """Return what is known beside a trace.
 
     Args:
         trace: the capture.
-        run: the run directory that it is of, if any.
-        ceilings: a file of `profkit ceilings` (or a run directory with one) to use; else the run's own.
+        run: the run that it is of, if any.
+        ceilings: a file of `profkit ceilings` (or a run with one) to use; else the run's own.
         dtype: what matrix products were done in, where the run does not say.
 
     Raises:
         RunError: a file of the run, or the ceilings, cannot be read.
         UsageError: the ceilings were measured on another GPU, or the run says another ``dtype``.
     """
-    manifest = read_manifest(run) if run is not None and (run / MANIFEST).exists() else {}
-    work = read_work(run) if run is not None else None
+    manifest = Manifest() if run is None else run.manifest
+    work = None if run is None else run.work
     gpu = _gpu_name(trace, manifest)
     sheet = find_datasheet(gpu)
-    measured = read_ceilings(ceilings) if ceilings is not None else read_ceilings(run) if run is not None else None
+    measured = _measured(run, ceilings)
     if measured is not None and gpu is not None and _bare(measured.device.name) != _bare(gpu):
         raise UsageError(
-            f"{ceilings or run}: the ceilings were measured on {measured.device.name}, the capture is of {gpu};"
+            f"{ceilings or trace.path}: the ceilings were measured on {measured.device.name}, the capture is of {gpu};"
             " measure on that GPU with `profkit ceilings`"
         )
     recorded = (work.dtype if work is not None else None) or _dtype_of(manifest)
     if None not in (dtype, recorded) and dtype != recorded:
-        raise UsageError(f"{run}: this run says that its matrix products were done in {recorded}, not in {dtype}")
+        raise UsageError(
+            f"{trace.path}: this run says that its matrix products were done in {recorded}, not in {dtype}"
+        )
     return RunFacts(
         gpu=gpu,
         dtype=recorded or dtype,
@@ -107,6 +105,12 @@ def read_run_facts(
     )
 
 
+def _measured(run: Run | None, ceilings: Path | None) -> Ceilings | None:
+    if ceilings is None:
+        return None if run is None else run.ceilings
+    return Run(ceilings).ceilings if ceilings.is_dir() else read_ceilings(ceilings)
+
+
 def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
     if measured is not None:
         products = {one.dtype: one.best_flops_per_s for one in measured.gemm}
@@ -114,31 +118,25 @@ def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
     return None if sheet is None else Peaks("datasheet", sheet.name, sheet.flops_per_s, sheet.bytes_per_s)
 
 
-def _other_uuid(measured: Ceilings | None, manifest: Mapping[str, Any]) -> str | None:
+def _other_uuid(measured: Ceilings | None, manifest: Manifest) -> str | None:
     """Return which GPU was measured if it is not the run's; None where either is not known."""
-    conditions = manifest.get("conditions")
-    used = conditions.get("gpu_uuid") if isinstance(conditions, dict) else None
-    found = measured.device.uuid if measured is not None else None
-    return str(found) if None not in (used, found) and used != found else None
+    used = None if manifest.conditions is None else manifest.conditions.gpu_uuid
+    found = None if measured is None else measured.device.uuid
+    return found if None not in (used, found) and used != found else None
 
 
-def _gpu_name(trace: Trace, manifest: Mapping[str, Any]) -> str | None:
+def _gpu_name(trace: Trace, manifest: Manifest) -> str | None:
     """Return the one name that the GPUs of the capture have; None where they differ and no manifest says which."""
-    if isinstance(manifest.get("gpu"), str):
-        return str(manifest["gpu"])
     names = set(trace.gpus)
-    return names.pop() if len(names) == 1 else None
+    return manifest.gpu or (names.pop() if len(names) == 1 else None)
 
 
-def _dtype_of(manifest: Mapping[str, Any]) -> str | None:
+def _dtype_of(manifest: Manifest) -> str | None:
     """Return what a run's matrix products were done in: autocast's type, else as float32 products are set to be."""
-    workload = manifest.get("workload")
-    asked = workload.get("dtype") if isinstance(workload, dict) else None
-    if asked is None or manifest.get("device") == "cpu":
+    asked = manifest.workload.dtype
+    if asked is None or manifest.device == "cpu":
         return None
-    if asked == "fp32" and manifest.get("float32_matmul_precision") in _TF32_PRECISIONS:
-        return "tf32"
-    return str(asked)
+    return "tf32" if asked == "fp32" and manifest.float32_matmul_precision in _TF32_PRECISIONS else asked
 
 
 def _bare(gpu: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
+from profkit.analysis.attribution import Attribution, mark_members
 from profkit.analysis.checks.limits import refuse_impossible_times
 from profkit.analysis.efficiency.gpu_steps import summarize_steps
 from profkit.analysis.efficiency.gpu_time import (
@@ -27,10 +27,9 @@ from profkit.analysis.efficiency.warnings import warn_of_efficiency
 from profkit.analysis.efficiency.windows import find_windows
 from profkit.analysis.kernels import explain_no_work, extent_ns
 from profkit.analysis.nesting import mark_nested
-from profkit.analysis.range_nodes import NodePath, RangeNodes, build_nodes
+from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges
 from profkit.analysis.range_tree import sum_wall, sum_work, work_by_node
 from profkit.analysis.ranks import Ranks
-from profkit.analysis.selection import select_ranges
 from profkit.errors import TraceError
 from profkit.trace.columns import Ints, Trace, rows_by_value
 
@@ -97,7 +96,6 @@ def measure_efficiency(
         inflation=known.inflations.table,
         model_flops=known.models.of_all,
         mfu=known.models.mfu_of_all,
-        mfu_steps=facts.step_times.kind if facts.step_times is not None else None,
         idle_share=sum(step.gpu.idle_ns for step in steps) / span_ns if span_ns else None,
         clean_idle_share=known.inflations.clean_idle_share,
         warnings=tuple(warn_of_efficiency(attribution, range, rows, facts)),
@@ -109,8 +107,7 @@ def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:
     trace = attribution.trace
     if range is None:
         return np.arange(len(trace.ranges))
-    chosen = np.zeros(len(trace.ranges), dtype=np.bool_)
-    chosen[select_ranges(attribution, range).members] = True
+    chosen = mark_members(len(trace.ranges), select_ranges(attribution, range))
     return np.flatnonzero(mark_nested(attribution.parent, chosen))
 
 

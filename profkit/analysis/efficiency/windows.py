@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
+from profkit.analysis.attribution import NEVER, Attribution
 from profkit.analysis.efficiency.gpu_time import GpuTime
-from profkit.analysis.launches import NEVER, Launches
 from profkit.trace.columns import Ints
 
 
@@ -33,18 +32,15 @@ def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTi
     """Return the windows of the ranges ``members``, GPU by GPU."""
     trace = attribution.trace
     ranges = trace.ranges
-    tables = (
-        (trace.work, Launches(trace.work, attribution.work)),
-        (trace.copies, Launches(trace.copies, attribution.copies)),
-    )
+    tables = ((trace.work, attribution.work), (trace.copies, attribution.copies))
     found = []
     for device, time in times.items():
         first = np.full(len(members), NEVER, dtype=np.int64)
         last = np.full(len(members), -NEVER, dtype=np.int64)
-        for rows, launches in tables:
+        for rows, placed in tables:
             here = rows.device == device
-            begun, ended = launches.extent(
-                ranges, members, np.where(here, rows.start_ns, NEVER), np.where(here, rows.end_ns, -NEVER)
+            begun, ended = placed.extent(
+                members, np.where(here, rows.start_ns, NEVER), np.where(here, rows.end_ns, -NEVER)
             )
             first, last = np.minimum(first, begun), np.maximum(last, ended)
         some = np.flatnonzero(first < NEVER)

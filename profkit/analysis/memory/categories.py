@@ -21,9 +21,9 @@ from profkit.analysis.memory.owners import Owner, read_metadata
 from profkit.analysis.memory.peak import History
 from profkit.analysis.memory.phases import Timeline
 from profkit.analysis.memory.stacks import StackBook, StackFacts
-from profkit.ranges import BACKWARD, OPTIMIZER
+from profkit.names import BACKWARD, OPTIMIZER
+from profkit.run.owners import ROLES
 from profkit.snapshot.columns import ALLOC, Codes, Ints
-from profkit.snapshot.ledger import ROLES
 
 CATEGORIES = (
     "parameters",

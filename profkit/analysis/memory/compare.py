@@ -27,7 +27,7 @@ import numpy as np
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.owners import read_metadata
 from profkit.analysis.memory.summary import DeviceMemory
-from profkit.analysis.warnings import Caution
+from profkit.findings import Finding
 
 KINDS = ("new", "gone", "larger", "smaller", "longer-lived", "shorter-lived", "moved peak", "padding", "same")
 
@@ -59,7 +59,7 @@ class Comparison:
     after_peak_bytes: int
     exact: bool
     parts: tuple[Part, ...]
-    warnings: tuple[Caution, ...]
+    warnings: tuple[Finding, ...]
 
     @property
     def difference_bytes(self) -> int:
@@ -166,7 +166,7 @@ def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, s
         after_peak_bytes=after.history.allocated_peak_bytes,
         exact=exact,
         parts=tuple(parts),
-        warnings=() if exact else (Caution("bounded", "one of the peaks is not proven; see each on its own"),),
+        warnings=() if exact else (Finding("bounded", "one of the peaks is not proven; see each on its own"),),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profkit.analysis.memory.summary import DeviceMemory
-from profkit.snapshot.ledger import START
+from profkit.run.owners import START
 
 
 @dataclass(frozen=True)

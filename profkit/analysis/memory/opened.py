@@ -16,9 +16,9 @@ from profkit.analysis.memory.result import MemoryResult, Totals, describe_histor
 from profkit.analysis.memory.summary import DeviceMemory, Filter
 from profkit.analysis.memory.warnings import warn_of_memory
 from profkit.errors import SnapshotError, UsageError
-from profkit.run_directory import PREDICTED, find_snapshot, ledger_of
+from profkit.run.directory import Run, owners_of
+from profkit.run.owners import Owners, read_owners
 from profkit.snapshot.columns import Snapshot
-from profkit.snapshot.ledger import Ledger, read_ledger
 from profkit.snapshot.reader import read_snapshot as read_columns
 
 PEAK = "peak"
@@ -33,7 +33,7 @@ class OpenedSnapshot:
     def __init__(
         self,
         snapshot: Snapshot,
-        ledger: Ledger | None = None,
+        ledger: Owners | None = None,
         phases: Mapping[str, str] | None = None,
         prediction: Prediction | None = None,
     ) -> None:
@@ -136,10 +136,11 @@ def read_snapshot(
     """
     path = Path(path)
     ledger = prediction = None
+    path = Path(path)
     if path.is_dir():
-        run, path = path, find_snapshot(path, rank)
-        ledger = read_ledger(ledger_of(path)) if ledger_of(path).exists() else None
-        prediction = read_prediction(run / PREDICTED)
+        run, path = path, Run(path).find_snapshot(rank)
+        ledger = read_owners(owners_of(path)) if owners_of(path).exists() else None
+        prediction = read_prediction(run / "predicted.json")
     elif rank is not None:
         raise UsageError(f"--rank {rank}: {path} is one snapshot; name the run's directory")
     return OpenedSnapshot(read_columns(path), ledger, phases, prediction)

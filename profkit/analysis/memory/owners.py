@@ -14,7 +14,7 @@ from typing import Any
 
 from profkit.analysis.memory.allocator import Replay
 from profkit.analysis.memory.phases import Timeline
-from profkit.snapshot.ledger import ROLES, Ledger, Owned
+from profkit.run.owners import ROLES, Owned, Owners
 
 METADATA_PREFIX = "profkit:"
 
@@ -30,7 +30,7 @@ class Owner:
     role: str | None
 
 
-def match_ledger(ledger: Ledger, device: int, replay: Replay, timeline: Timeline) -> tuple[dict[int, Owner], int]:
+def match_ledger(ledger: Owners, device: int, replay: Replay, timeline: Timeline) -> tuple[dict[int, Owner], int]:
     """Return the owner of each allocation (row) that the ledger names, and how many entries named none.
 
     Where two entries name one allocation (a gradient that views a bucket, tied weights), the first role of `ROLES`

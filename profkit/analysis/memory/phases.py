@@ -1,7 +1,7 @@
 """Phases and steps on the time axis of a snapshot, from the annotations that were recorded with it.
 
 ``record_function`` ranges of user scope stand in the snapshot. Phases are those whose names say so: profkit's own
-(`profkit.ranges.PHASES`), the short forms people use, torch's ``Optimizer.step#…``, and what ``--phase NAME=GLOB``
+(`profkit.names.PHASES`), the short forms people use, torch's ``Optimizer.step#…``, and what ``--phase NAME=GLOB``
 names. Phases do not overlap: of nested ones the outermost counts.
 """
 
@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from profkit.ranges import BACKWARD, FORWARD, LOSS, OPTIMIZER, STEP, WARMUP
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, STEP, WARMUP
 from profkit.snapshot.columns import Annotation, Device, Ints
 
 _NAMES = {

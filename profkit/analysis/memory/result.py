@@ -12,7 +12,7 @@ from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.peak import History
 from profkit.analysis.memory.predicted import PredictedMemory
 from profkit.analysis.memory.summary import Composition, PhasePeak
-from profkit.analysis.warnings import Caution
+from profkit.findings import Finding
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MemoryResult:
     ledger_check: LedgerCheck | None
     others: tuple[Totals, ...]
     predicted: PredictedMemory | None
-    warnings: tuple[Caution, ...]
+    warnings: tuple[Finding, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data; ``peak`` is the composition of the moment that was asked for."""

@@ -17,8 +17,8 @@ from profkit.analysis.memory.owners import Owner, match_ledger
 from profkit.analysis.memory.peak import History, replay_history
 from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
 from profkit.analysis.memory.stacks import StackBook, StackFacts
+from profkit.run.owners import Owners
 from profkit.snapshot.columns import Device, Settings
-from profkit.snapshot.ledger import Ledger
 
 NOT_SELECTED = "(not selected)"
 
@@ -103,7 +103,7 @@ class DeviceMemory:
     """One device's history with everything that is asked of it, computed when it is."""
 
     def __init__(
-        self, device: Device, settings: Settings, ledger: Ledger | None = None, named: Mapping[str, str] | None = None
+        self, device: Device, settings: Settings, ledger: Owners | None = None, named: Mapping[str, str] | None = None
     ) -> None:
         self.device = device
         self.ledger = ledger
@@ -123,7 +123,7 @@ class DeviceMemory:
 
     @cached_property
     def unmatched_entries(self) -> int:
-        """Ledger entries on this device that name no allocation of the history."""
+        """Owners entries on this device that name no allocation of the history."""
         return self._owners[1]
 
     def live_rows(self, moment: int) -> list[int]:

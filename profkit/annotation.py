@@ -1,7 +1,4 @@
-"""The standard range names, and `annotate`, which puts one around code.
-
-Both wings share the names: the capture wing emits them, the analysis wing looks for them.
-"""
+"""`annotate`: a named range around code, seen by Nsight Systems (NVTX) and by torch.profiler (``record_function``)."""
 
 from __future__ import annotations
 
@@ -15,41 +12,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import nvtx
 
-STEP = "step"
-WARMUP = "warmup"
-CONTEXT = "context"
-FORWARD = "forward"
-LOSS = "loss"
-BACKWARD = "backward"
-OPTIMIZER = "optimizer"
-
-PHASES = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
-"""The parts of a training step, in the order in which they run."""
-
-ATTENTION = "attention"
-FFN = "ffn"
-SCALED_DOT_PRODUCT = "scaled dot product attention"
-SCORES = "computing attention scores"
-SOFTMAX = "computing softmax"
-VALUE_PRODUCT = "final matmul"
-
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def step_range(number: int) -> str:
-    """Return the name of the range around measured step ``number``, counted from 0."""
-    return f"{STEP} {number}"
-
-
-def context_range(context: int) -> str:
-    """Return the name of the range around the steps of one context, where a run has several."""
-    return f"{CONTEXT} {context}"
-
-
-def layer_range(number: int) -> str:
-    """Return the name of the range around layer ``number``, counted from 0."""
-    return f"layer {number}"
 
 
 def annotate(name: str, *, flops: int | Callable[..., int] | None = None) -> Range:

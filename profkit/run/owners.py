@@ -1,4 +1,4 @@
-"""The ledger of owners: ``ledger.jsonl``, what the recorder writes beside a snapshot and what is read here.
+"""``ledger.jsonl``: whose memory it was, written down beside a snapshot while the allocator was recorded.
 
 The allocator knows addresses, the program knows names. While it records, profkit writes down whose storage lies where
 (`Owned`), what the allocator says of itself (`Figures`) and when steps began and ended (`Step`). One JSON object a
@@ -45,7 +45,7 @@ ROLES = {
     "communication": "communication",
     "autocast": "autocast copies",
 }
-"""Role in the ledger → category of memory."""
+"""Role → category of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Owners:
     """All that the recorder wrote down."""
 
     owned: tuple[Owned, ...] = ()
@@ -99,8 +99,8 @@ class Ledger:
     steps: tuple[Step, ...] = ()
 
 
-def read_ledger(path: Path) -> Ledger:
-    """Return the ledger beside a snapshot; unknown kinds and keys are passed over.
+def read_owners(path: Path) -> Owners:
+    """Return the owners written beside a snapshot; unknown kinds and keys are passed over.
 
     Raises:
         SnapshotError: it cannot be read, is of a newer version, or a line other than the last is damaged.
@@ -110,7 +110,7 @@ def read_ledger(path: Path) -> Ledger:
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise SnapshotError(f"{path}: not a ledger (it is no UTF-8 text)") from None
+        raise SnapshotError(f"{path}: not a file of owners (it is no UTF-8 text)") from None
     owned: list[Owned] = []
     figures: list[Figures] = []
     steps: list[Step] = []
@@ -125,12 +125,12 @@ def read_ledger(path: Path) -> Ledger:
             elif kind == "step":
                 steps.append(Step(str(entry["name"]), int(entry["start_us"]), int(entry["end_us"])))
             elif kind == "header" and int(entry["version"]) > VERSION:
-                raise SnapshotError(f"{path}: a ledger of version {entry['version']}, written by a newer profkit")
+                raise SnapshotError(f"{path}: version {entry['version']}, written by a newer profkit")
         except (ValueError, KeyError, TypeError, RecursionError):
             if number == len(lines):
                 break
-            raise SnapshotError(f"{path}:{number}: not a line of a ledger; was the file edited?") from None
-    return Ledger(tuple(owned), tuple(figures), tuple(steps))
+            raise SnapshotError(f"{path}:{number}: not a line of a file of owners; was it edited?") from None
+    return Owners(tuple(owned), tuple(figures), tuple(steps))
 
 
 def _figures(entry: dict[str, Any]) -> Figures:

@@ -1,4 +1,4 @@
-"""Backward work placed by its forward operator: what it joins, and what it must not."""
+"""Backward work placed by torch.profiler's links: under paths of its own, never in the forward ranges."""
 
 from __future__ import annotations
 
@@ -76,21 +76,36 @@ def _model(names: tuple[str, str]) -> KinetoBuilder:
 
 
 @pytest.mark.parametrize("names", [("forward", "backward"), ("model_fwd", "model_bwd")])
-def test_a_layer_gets_its_backward_and_the_forward_phase_does_not(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_linked_work_lies_under_the_backward_range_and_not_in_the_forward_one(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
     opened = _model(names).open(tmp_path)
-    layer = opened.kernels("layer 0")
-    assert (layer.kernel_count, layer.kernel_time_ns) == (2, 101_000)
-    assert layer.range_evidence is not None
-    assert (layer.range_evidence.direct_ns, layer.range_evidence.sequence_ns) == (1000, 100_000)
-    assert [warning.code for warning in layer.warnings] == ["sequence"]
+    layer, mirror = opened.kernels("layer 0"), opened.kernels(f"{names[1]}/layer 0")
+    assert (layer.kernel_count, layer.kernel_time_ns) == (1, 1000)
+    assert (mirror.kernel_count, mirror.kernel_time_ns, mirror.wall_ns) == (1, 100_000, 0)
+    assert mirror.range_evidence is not None
+    assert (mirror.range_evidence.direct_ns, mirror.range_evidence.sequence_ns) == (0, 100_000)
     assert opened.kernels(names[0]).kernel_time_ns == 2000
     assert opened.kernels(names[1]).kernel_time_ns == 150_000
     assert opened.kernels("step 0").kernel_time_ns == 152_000
 
 
+def test_the_tree_shows_linked_work_once_and_its_children_sum_to_their_parent(tmp_path: Path) -> None:
+    rows = {row.path: row.kernel_time_ns for row in _model(("forward", "backward")).open(tmp_path).ranges().ranges}
+    assert rows == {
+        "step 0": 152_000,
+        "step 0/forward": 2000,
+        "step 0/forward/layer 0": 1000,
+        "step 0/forward/layer 1": 1000,
+        "step 0/backward": 150_000,
+        "step 0/backward/layer 1": 50_000,
+        "step 0/backward/layer 0": 100_000,
+    }
+
+
 def test_evidence_sums_to_the_range_and_the_ledger_to_the_capture(tmp_path: Path) -> None:
     opened = _model(("forward", "backward")).open(tmp_path)
-    for name in ("layer *", "layer 1", "step 0", "backward"):
+    for name in ("layer *", "backward/layer *", "*/layer 1", "step 0", "backward"):
         result = opened.kernels(name)
         evidence = result.range_evidence
         assert evidence is not None
@@ -99,19 +114,65 @@ def test_evidence_sums_to_the_range_and_the_ledger_to_the_capture(tmp_path: Path
     assert (ledger.direct_ns, ledger.inferred_ns, ledger.total_ns) == (2000, 150_000, 152_000)
 
 
-def test_a_path_that_names_the_forward_phase_stays_in_it(tmp_path: Path) -> None:
-    opened = _model(("forward", "backward")).open(tmp_path)
-    assert opened.kernels("forward/layer 0").kernel_time_ns == 1000
-    assert opened.kernels("layer 0", exclude="forward").kernel_time_ns == 100_000
-    with pytest.raises(UsageError):
-        opened.kernels("backward/layer 0")
+@pytest.mark.parametrize(
+    ("request_", "total_ns"),
+    [
+        ("layer *", 2000),
+        ("forward/layer 0", 1000),
+        ("backward/layer 0", 100_000),
+        ("/step 0/backward/layer 1", 50_000),
+        ("*/layer 0", 101_000),
+        ("back*/lay*", 150_000),
+    ],
+)
+def test_only_a_path_that_names_the_backward_range_means_linked_work(
+    tmp_path: Path, request_: str, total_ns: int
+) -> None:
+    assert _model(("forward", "backward")).open(tmp_path).kernels(request_).kernel_time_ns == total_ns
 
 
-def test_without_phases_a_layer_still_gets_its_backward(tmp_path: Path) -> None:
+def test_a_path_through_mirrors_alone_names_nothing(tmp_path: Path) -> None:
+    builder = _model(("forward", "backward"))
+    builder.annotate("attention", 25, 60)
+    opened = builder.open(tmp_path)
+    assert opened.kernels("layer 0/attention").kernel_time_ns == 1000
+    assert opened.kernels("backward/layer 0/attention").kernel_time_ns == 100_000
+    with pytest.raises(UsageError, match="no range 'layer 1/attention'"):
+        opened.kernels("layer 1/attention")
+
+
+def test_a_trace_without_a_backward_range_gets_one_for_linked_work(tmp_path: Path) -> None:
     builder = KinetoBuilder()
     builder.annotate("layer 0", 20, 100)
     builder.operator_pair("mm", 30, 700, 100)
     opened = builder.open(tmp_path)
-    assert opened.kernels("layer 0").kernel_time_ns == 101_000
+    assert opened.kernels("layer 0").kernel_time_ns == 1000
+    assert opened.kernels("backward/layer 0").kernel_time_ns == 100_000
+    assert opened.kernels("backward").kernel_time_ns == 100_000
     # Nothing was open when autograd launched it: for the capture's ledger it lies outside every range.
     assert opened.attribution.ledger.outside_ns == 100_000
+
+
+def test_work_in_ranges_of_its_own_within_backward_keeps_them(tmp_path: Path) -> None:
+    builder = _model(("forward", "backward"))
+    builder.annotate("layer 0", 695, 720, AUTOGRAD)
+    opened = builder.open(tmp_path)
+    result = opened.kernels("backward/layer 0")
+    assert result.range_evidence is not None
+    assert (result.range_evidence.direct_ns, result.range_evidence.sequence_ns) == (100_000, 0)
+
+
+def test_ranges_beside_backward_without_a_phase_around_them_are_kept(tmp_path: Path) -> None:
+    builder = KinetoBuilder()
+    builder.annotate("step 0", 0, 1000)
+    builder.annotate("layer 0", 20, 100)
+    builder.annotate("backward", 500, 900)
+    builder.operator_pair("mm", 30, 700, 100)
+    assert builder.open(tmp_path).kernels("backward/layer 0").kernel_time_ns == 100_000
+
+
+def test_thread_only_follows_no_links(tmp_path: Path) -> None:
+    _model(("forward", "backward")).open(tmp_path)
+    opened = read_trace(tmp_path / "t.json", thread_only=True)
+    with pytest.raises(UsageError):
+        opened.kernels("backward/layer 0")

@@ -44,7 +44,7 @@ class Hosts:
     thread: Ints
 
 
-class HelperFinder:
+class WaitingThreads:
     """Answers, for any thread of a trace and any times, whose ranges it works under."""
 
     def __init__(self, trace: Trace, timelines: dict[int, Timeline]) -> None:
@@ -62,7 +62,7 @@ class HelperFinder:
         """Return whether the thread is one of PyTorch's autograd engine, by the name it gave itself."""
         return self._trace.thread_names.get(thread, "").startswith(_AUTOGRAD)
 
-    def is_helper(self, thread: int) -> bool:
+    def may_help(self, thread: int) -> bool:
         """Return whether the thread may work for another: any but the one in which the process began."""
         return self.is_autograd(thread) or thread not in self._trace.main_threads
 

@@ -1,0 +1,82 @@
+"""Writing files so that each appears whole or not at all: the one place that does it, for results and for runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_PARTIAL = ".profkit-"
+
+
+@contextmanager
+def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
+    """Yield a name beside ``path`` to write to; when the block has gone well, that file takes the place of ``path``.
+
+    Whatever happens, a reader sees the old file, the new one, or none. The name keeps the ending of ``path``, which
+    some programs insist on. A link is followed: the file that it names is replaced, not the link. Nothing need be
+    written: then ``path`` stays as it was.
+
+    Args:
+        path: the file to make.
+        mode: its permissions; by default those of the file that is replaced, else what the umask leaves.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is ``path``.
+    """
+    target = path.resolve()
+    partial = target.with_name(f"{_PARTIAL}{os.getpid()}-{os.urandom(4).hex()}{''.join(target.suffixes[-2:])[-32:]}")
+    try:
+        try:
+            yield partial
+            if partial.exists():
+                partial.chmod(_mode_of(target) if mode is None else mode)
+                partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        if error.filename in (None, str(partial), partial):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def write_whole(path: Path, data: bytes, *, mode: int | None = None) -> None:
+    """Write ``data`` to ``path`` as `whole_file` does; a pipe or a device is written to as it is.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is ``path``.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    with whole_file(path, mode=mode) as partial, partial.open("xb") as file:
+        file.write(data)
+        file.flush()
+        # Without this a power cut could leave the new name on an empty file.
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` as indented JSON to ``path`` as `whole_file` does.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is ``path``.
+    """
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def clear_partial_files(folder: Path) -> None:
+    """Remove from ``folder`` what writers that were killed left half written."""
+    for left in folder.glob(f"{_PARTIAL}*"):
+        left.unlink(missing_ok=True)
+
+
+def _mode_of(path: Path) -> int:
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

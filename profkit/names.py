@@ -1,0 +1,36 @@
+"""The standard names of ranges: the capture wing opens them, the analysis wing looks for them."""
+
+from __future__ import annotations
+
+STEP = "step"
+WARMUP = "warmup"
+CONTEXT = "context"
+FORWARD = "forward"
+LOSS = "loss"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+
+PHASES = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+"""The parts of a training step, in the order in which they run."""
+
+ATTENTION = "attention"
+FFN = "ffn"
+SCALED_DOT_PRODUCT = "scaled dot product attention"
+SCORES = "computing attention scores"
+SOFTMAX = "computing softmax"
+VALUE_PRODUCT = "final matmul"
+
+
+def step_range(number: int) -> str:
+    """Return the name of the range around step ``number``, counted from 0."""
+    return f"{STEP} {number}"
+
+
+def context_range(context: int) -> str:
+    """Return the name of the range around the steps of one context length, where a run has several."""
+    return f"{CONTEXT} {context}"
+
+
+def layer_range(number: int) -> str:
+    """Return the name of the range around layer ``number``, counted from 0."""
+    return f"layer {number}"

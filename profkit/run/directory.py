@@ -1,0 +1,212 @@
+"""The layout of a run directory, and `Run`, through which everything in it is found and read.
+
+``profkit run`` makes it, every analyzer reads it. A directory is a run when it holds ``manifest.json``; the manifest's
+``status`` is ``complete``, ``incomplete`` or ``failed``. Of several ranks rank 0 leaves the plain names, every other
+its own: ``trace.rank1.json.gz``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+
+from profkit.errors import RunError, SnapshotError, TraceError, UsageError
+from profkit.run.ceilings import Ceilings, read_ceilings
+from profkit.run.manifest import Manifest, read_manifest
+from profkit.run.work import RunWork, read_work
+
+MANIFEST = "manifest.json"
+NSYS_REPORT = "trace.nsys-rep"
+NSYS_EXPORT = "trace.sqlite"
+KINETO_TRACE = "trace.json.gz"
+SNAPSHOT = "snapshot.pickle"
+OWNERS = "ledger.jsonl"
+WORK = "work.json"
+CEILINGS = "ceilings.json"
+LOG = "log.txt"
+
+DEFAULT_PARENT = Path("runs")
+
+_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, WORK, CEILINGS, LOG)
+_TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
+_RANK_TRACE = re.compile(r"trace\.rank(\d+)\.json\.gz")
+_RANK_SNAPSHOT = re.compile(r"snapshot(?:\.rank(\d+))?\.pickle")
+
+
+class Run:
+    """A run directory; each file is read when it is first asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open ``path``.
+
+        Raises:
+            RunError: it holds no manifest.
+        """
+        self.path = Path(path)
+        if not (self.path / MANIFEST).exists():
+            raise RunError(f"{self.path}: a directory, but no profkit run (it has no {MANIFEST})")
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What was run, on what, and how it went.
+
+        Raises:
+            RunError: it cannot be read.
+        """
+        return read_manifest(self.path / MANIFEST)
+
+    @cached_property
+    def work(self) -> RunWork | None:
+        """How much work each range does, if that was counted.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        return read_work(self.path / WORK) if (self.path / WORK).exists() else None
+
+    @cached_property
+    def ceilings(self) -> Ceilings | None:
+        """What the GPU can do at most, if that was measured for this run.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
+
+    @cached_property
+    def log(self) -> str:
+        """What the profiler printed while it recorded and imported."""
+        file = self.path / LOG
+        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+    @property
+    def traces(self) -> list[Path]:
+        """Return the traces, the preferred one first: the nsys export, the nsys report, then torch.profiler's."""
+        of_ranks = sorted(path.name for path in self.path.iterdir() if _RANK_TRACE.fullmatch(path.name))
+        return [self.path / name for name in (*_TRACES, *of_ranks) if (self.path / name).exists()]
+
+    @property
+    def rank_traces(self) -> dict[int, Path]:
+        """Return the torch.profiler traces by rank; none for a run of one process or under nsys."""
+        named = {path: _RANK_TRACE.fullmatch(path.name) for path in self.path.iterdir()}
+        others = {int(match[1]): path for path, match in named.items() if match}
+        if not others or self.traces[0].name in (NSYS_EXPORT, NSYS_REPORT):
+            return {}
+        first = {0: self.path / KINETO_TRACE} if (self.path / KINETO_TRACE).exists() else {}
+        return dict(sorted({**first, **others}.items()))
+
+    @property
+    def snapshots(self) -> dict[int, Path]:
+        """Return the memory snapshots by rank; a run without ranks has rank 0 alone."""
+        named = {path: _RANK_SNAPSHOT.fullmatch(path.name) for path in self.path.iterdir()}
+        return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
+
+    @property
+    def files(self) -> list[Path]:
+        """Return every file that belongs to a run by its name, whether or not it is there."""
+        return [*(self.path / name for name in _FILES), *self.path.glob("*.rank*.*")]
+
+    def find_trace(self) -> Path:
+        """Return the preferred trace; of several ranks' the first, `rank_traces` has them all.
+
+        Raises:
+            TraceError: there is none; how the run ended is said.
+        """
+        if self.traces:
+            return self.traces[0]
+        if self.manifest.status != "complete":
+            raise TraceError(f"{self.path}: this run holds no trace: {self.manifest.ending}")
+        raise TraceError(f"{self.path}: this run holds no trace (none of {', '.join(_TRACES)})")
+
+    def find_snapshot(self, rank: int | None = None) -> Path:
+        """Return the memory snapshot of ``rank``, else of the rank with the highest peak.
+
+        Raises:
+            SnapshotError: there is none.
+            UsageError: there is none of that rank.
+        """
+        found = self.snapshots
+        if not found:
+            if self.manifest.status != "complete":
+                raise SnapshotError(f"{self.path}: this run holds no snapshot: {self.manifest.ending}")
+            raise SnapshotError(f"{self.path}: this run holds no {SNAPSHOT}; record one with `profkit run --memory`")
+        if rank is None:
+            peaks = self.manifest.recorded_peaks
+            return max(found.items(), key=lambda item: (peaks.get(item[1].name, 0), -item[0]))[1]
+        if rank not in found:
+            raise UsageError(f"--rank {rank}: this run holds no snapshot of it; there is {', '.join(map(str, found))}")
+        return found[rank]
+
+
+def find_run(path: Path) -> Run | None:
+    """Return the run that a path is, or that the trace or snapshot at that path belongs to; None if there is none."""
+    if path.is_dir():
+        return Run(path)
+    named_so = path.name in (*_TRACES, SNAPSHOT) or _RANK_TRACE.fullmatch(path.name)
+    named_so = named_so or _RANK_SNAPSHOT.fullmatch(path.name)
+    return Run(path.parent) if named_so and (path.parent / MANIFEST).exists() else None
+
+
+def name_of_rank(name: str, rank: int) -> str:
+    """Return the name of a file that each rank leaves: ``trace.rank1.json.gz``; the plain one for rank 0."""
+    stem, _, suffix = name.partition(".")
+    return f"{stem}.rank{rank}.{suffix}" if rank else name
+
+
+def owners_of(snapshot: Path) -> Path:
+    """Return where the file of owners of a run's snapshot lies, if it has one."""
+    return snapshot.with_name(snapshot.name.replace("snapshot", "ledger").replace(".pickle", ".jsonl"))
+
+
+def make_run_directory(output: Path | None, target: str) -> Path:
+    """Make the directory of a new run and return it: ``output``, or ``runs/<UTC time>-<target>``.
+
+    In a job of several machines each makes its own, ``-node0``, ``-node1``, … at the end of the name. An existing
+    ``output`` is taken only if it is an empty directory; a run is never overwritten.
+
+    Raises:
+        RunError: ``output`` is taken, or the directory cannot be made.
+    """
+    node = node_suffix(os.environ)
+    try:
+        if output is None:
+            return _make_default(target + node)
+        output = Path(f"{output}{node}")
+        output.mkdir(parents=True, exist_ok=True)
+        if any(output.iterdir()):
+            raise RunError(f"{output}: exists and is not empty; name a new directory with -o, or remove this one")
+        if not os.access(output, os.W_OK):
+            raise RunError(f"{output}: no permission to write; name another directory with -o")
+    except FileExistsError:
+        raise RunError(f"{output}: exists and is no directory; name a new directory with -o") from None
+    except OSError as error:
+        raise RunError(f"{error.filename or output}: {error.strerror}; name another directory with -o") from None
+    return output
+
+
+def node_suffix(environment: Mapping[str, str]) -> str:
+    """Return what tells this machine's run from those of the others in a job: ``-node1``; "" in a job of one.
+
+    Whoever starts the machines says which this is: ``NODE_RANK`` (or ``GROUP_RANK``, as torchrun names it) and, if it
+    likes, ``NNODES``.
+    """
+    number = environment.get("NODE_RANK", environment.get("GROUP_RANK", ""))
+    return f"-node{number}" if number.isdecimal() and environment.get("NNODES", "2") != "1" else ""
+
+
+def _make_default(target: str) -> Path:
+    started = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    DEFAULT_PARENT.mkdir(exist_ok=True)
+    for attempt in itertools.count(1):
+        path = DEFAULT_PARENT / (f"{started}-{target}" if attempt == 1 else f"{started}-{target}-{attempt}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")

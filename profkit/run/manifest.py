@@ -1,0 +1,233 @@
+"""``manifest.json``: what was run, with what, on what, and how long its steps took, unprofiled and profiled.
+
+The environment is left out on purpose but for a list of harmless variables: it holds people's secrets. Files that
+older versions wrote lack some keys, and are read as far as they go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from profkit.errors import RunError
+from profkit.files import write_json
+from profkit.run.records import Plain, read_record
+from profkit.run.samples import Samples
+
+Status = Literal["complete", "incomplete", "failed"]
+Kind = Literal["model", "callable", "command"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What was asked to run; what does not apply to its kind of target is None.
+
+    ``preset_name``, ``batch``, ``context`` or ``contexts``, ``passes``, ``dtype``, ``compile_mode``, ``seed`` and
+    ``checkpoint_layers`` are a built-in model's. ``steps`` are those that were to be recorded, after ``warmup_steps``.
+    """
+
+    steps: int | None = None
+    warmup_steps: int | None = None
+    annotate: bool | None = None
+    depth: int | None = None
+    flops: bool | None = None
+    stop: bool | None = None
+    step_on: str | None = None
+    preset_name: str | None = None
+    batch: int | None = None
+    context: int | None = None
+    contexts: tuple[int, ...] = ()
+    passes: str | None = None
+    dtype: str | None = None
+    compile_mode: str | None = None
+    seed: int | None = None
+    ranks: int | None = None
+    checkpoint_layers: int | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How many graphs a process compiled, and by which backends with which options."""
+
+    graphs: int
+    backends: tuple[dict[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How a process multiplied matrices, what it compiled, and on which GPU it ran; None where torch did not tell."""
+
+    float32_matmul_precision: str | None = None
+    cuda_matmul_allow_tf32: bool | None = None
+    cuda_matmul_fp32_precision: str | None = None
+    cudnn_allow_tf32: bool | None = None
+    cudnn_benchmark: bool | None = None
+    deterministic_algorithms: bool | None = None
+    cpu_threads: int | None = None
+    autocast_dtypes: tuple[str, ...] = ()
+    compiled: Compiled | None = None
+    gpu_uuid: str | None = None
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """What one process left of its allocator's recording: the snapshot's file name, and why it lacks something."""
+
+    snapshot: str | None = None
+    allocated_peak_bytes: int = 0
+    failure: str | None = None
+    script_records: bool = False
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the target that made a step. ``state``: ``complete``, ``cut short`` or ``not reached``."""
+
+    process: str = ""
+    pid: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    state: str = "complete"
+    failure: str | None = None
+    steps_seen: int | None = None
+    device: str | None = None
+    gpu: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    conditions: Conditions | None = None
+    attached: tuple[dict[str, int], ...] = ()
+    profiled: tuple[dict[str, int], ...] = ()
+    during: dict[str, dict[str, int]] = field(default_factory=dict)
+    memory: ProcessMemory | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPass:
+    """The pass that recorded the allocator: how, its steps, and its processes."""
+
+    stacks: str | None = None
+    max_entries: int | None = None
+    saved: bool | None = None
+    steps: tuple[dict[str, int], ...] = ()
+    losses: tuple[float, ...] = ()
+    processes: tuple[Process, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU at one moment; None for what this GPU, driver or container does not tell.
+
+    ``throttle_reasons`` hold at that moment; ``throttled_us`` is, per reason, how long the clocks have been held down
+    since the driver was loaded. ``process_count`` and ``process_bytes`` are of the compute processes on it.
+    """
+
+    index: int | None = None
+    uuid: str | None = None
+    name: str | None = None
+    power_state: str | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    memory_used_bytes: int | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    throttled_us: dict[str, int] = field(default_factory=dict)
+    process_count: int | None = None
+    process_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The machine's GPUs before the run and after it; ``reason`` says why there are none to tell of."""
+
+    before: tuple[Gpu, ...] = ()
+    after: tuple[Gpu, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``manifest.json``.
+
+    ``clean`` are steps without a profiler in a process of their own, ``attached`` such steps of the very process that
+    was recorded afterwards, ``profiled`` the recorded ones; the first two are never mixed with the last. Of several
+    ranks all are the first's, and each rank's own stand under ``processes``.
+    """
+
+    status: Status = "incomplete"
+    target: str = ""
+    kind: Kind | None = None
+    command: tuple[str, ...] = ()
+    """profkit's own command line."""
+    argv: tuple[str, ...] = ()
+    """The command that was run."""
+    workload: Workload = field(default_factory=Workload)
+    preset: dict[str, Plain] | None = None
+    """The sizes of a built-in model."""
+    profiler: str | None = None
+    started_utc: str | None = None
+    finished_utc: str | None = None
+    exit_status: int | None = None
+    reason: str | None = None
+    versions: dict[str, str | None] = field(default_factory=dict)
+    driver: str | None = None
+    git_revision: str | None = None
+    device: str | None = None
+    gpu: str | None = None
+    parameter_count: int | None = None
+    conditions: Conditions | None = None
+    float32_matmul_precision: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    gpus: Gpus | None = None
+    clean: Samples | None = None
+    attached: Samples | None = None
+    profiled: Samples | None = None
+    memory: MemoryPass | None = None
+    processes: tuple[Process, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ending(self) -> str:
+        """Return how a run that is not complete came to its end."""
+        if self.status == "failed":
+            return f"it failed ({self.reason or f'exit status {self.exit_status}'})"
+        return "it did not come to its end"
+
+    @property
+    def unprofiled(self) -> Samples | None:
+        """Return the steps that ran without a profiler, None where none was timed."""
+        found = self.clean or self.attached
+        return found if found is not None and found.steps else None
+
+    @property
+    def recorded_peaks(self) -> dict[str, int]:
+        """Return each snapshot's allocated peak by its file name, as the processes that left them noted it."""
+        processes = () if self.memory is None else self.memory.processes
+        left = [one.memory for one in processes if one.memory is not None and one.memory.snapshot is not None]
+        return {str(one.snapshot): one.allocated_peak_bytes for one in left}
+
+    @property
+    def rank_of_pid(self) -> dict[int, int]:
+        """Return pid → rank of the recorded processes, as they themselves told."""
+        return {one.pid: one.rank for one in self.processes if one.pid is not None and one.rank is not None}
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the content of a ``manifest.json``.
+
+    Raises:
+        RunError: it cannot be read, or a value in it is of another type; the key is named.
+    """
+    try:
+        return read_record(Manifest, path)
+    except FileNotFoundError:
+        raise RunError(f"{path}: no such file") from None
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write a ``manifest.json``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(path, asdict(manifest))

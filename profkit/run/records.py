@@ -1,0 +1,142 @@
+"""JSON into dataclasses and back: every file of a run is read by its types, so that nobody else handles raw objects."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from profkit.errors import RunError
+
+T = TypeVar("T")
+
+Plain = str | int | float | bool | None
+"""A value that JSON holds by itself."""
+
+_SHOWN = 60
+
+
+class WrongRecord(ValueError):
+    """A value is not of its type; the message begins with the key that it stands under."""
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RunError: it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise RunError(f"{path}: not JSON") from None
+
+
+def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
+    """Return the JSON object in a file as a dataclass; with ``version``, only one that says it is of that version.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RunError: it cannot be read, is not JSON, is of another version, or holds a value of another type; the key is
+            named.
+    """
+    content = read_json(path)
+    found = content.get("version") if isinstance(content, dict) else None
+    if version is not None and found != version:
+        raise RunError(f"{path}: of version {found}, not {version}; make it again with this profkit")
+    try:
+        record: T = decode(kind, content)
+        return record
+    except WrongRecord as error:
+        raise RunError(f"{path}: {error}") from None
+
+
+def decode(kind: Any, value: object, where: str = "") -> Any:  # noqa: PLR0911  one return a kind
+    """Return ``value``, as JSON has it, as ``kind``.
+
+    A kind is a dataclass, a plain type, ``tuple[X, ...]``, a mapping by text, a `Literal`, or a union of these with
+    None. Keys that a dataclass does not know are passed over, those that it has a default for may be missing: files of
+    other versions are read as far as they go. A whole number may stand for a float; nothing else is converted.
+
+    Raises:
+        WrongRecord: a value is not of its type, or a key is missing.
+    """
+    if kind is Any or kind is object:
+        return value
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return _decode_union(get_args(kind), value, where)
+    if origin is Literal:
+        return value if value in get_args(kind) else _refuse(where, value, " or ".join(map(repr, get_args(kind))))
+    if is_dataclass(kind):
+        return _decode_dataclass(kind, value, where)
+    if origin is tuple:
+        items = value if isinstance(value, list) else _refuse(where, value, "a list")
+        return tuple(decode(get_args(kind)[0], item, f"{where}[{at}]") for at, item in enumerate(items))
+    if origin in (Mapping, dict):
+        pairs = value if isinstance(value, dict) else _refuse(where, value, "an object")
+        return {key: decode(get_args(kind)[1], item, _below(where, key)) for key, item in pairs.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) and kind is not bool:
+        _refuse(where, value, _NAMES.get(kind, "of its type"))
+    return value if isinstance(value, kind) else _refuse(where, value, _NAMES.get(kind, "of its type"))
+
+
+_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "null"}
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _decode_dataclass(kind: Any, value: object, where: str) -> Any:
+    if not isinstance(value, dict):
+        _refuse(where, value, "an object")
+    found = {}
+    for field in fields(kind):
+        key = _below(where, field.name)
+        if field.name in value:
+            found[field.name] = decode(_hints(kind)[field.name], value[field.name], key)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise WrongRecord(f"{key} is missing")
+    try:
+        return kind(**found)
+    except ValueError as error:  # a check of the dataclass's own
+        raise WrongRecord(f"{where}: {error}" if where else str(error)) from None
+
+
+def _decode_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
+    if value is None and types.NoneType in kinds:
+        return None
+    others = [kind for kind in kinds if kind is not types.NoneType]
+    for kind in others[:-1]:
+        try:
+            return decode(kind, value, where)
+        except WrongRecord:
+            continue
+    return decode(others[-1], value, where)
+
+
+def _refuse(where: str, value: object, wanted: str) -> NoReturn:
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    raise WrongRecord(f"{where or 'the file'} is {shown}, not {wanted}")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _below(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key

@@ -1,0 +1,91 @@
+"""``work.json``: how much work each range of a run does, counted in one step that is neither timed nor recorded.
+
+All numbers are of one instance of a range and include the ranges inside it. A path names the profkit ranges around it
+below the step, outermost first: ``("forward", "layer 0")``; ``()`` is the step itself. In a run over several context
+lengths that range stands before: ``("context 128", "forward")``, and ``("context 128",)`` for a step in it.
+
+- ``flops``: matrix products and convolutions as executed, by the formulas of torch's FlopCounterMode.
+- ``needed_flops``: the same, but of causal attention only what the mask leaves: for query q its q + 1 keys.
+- ``other_flops``: all operations that torch has no formula for, by profkit's own (`profkit.capture`).
+- ``least_bytes``: what must be moved if nothing is moved twice: what the range reads of memory that it has not written
+  to before, and what it writes that an operator outside reads later, or that is still there after the step; each part
+  of a tensor once. What is made and used up inside is free, what backward wants of forward is not. A range's bytes are
+  at most the sum of those of the ranges and operators inside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from profkit.files import write_json
+from profkit.run.records import read_record
+
+VERSION = 1
+
+Source = Literal["formula", "counted"]
+"""``formula``: worked out from a built-in model's sizes, by profkit of before 2027. ``counted``: while a step ran."""
+
+
+@dataclass(frozen=True)
+class RangeWork:
+    """The work of one instance of a range.
+
+    ``flops_by_dtype`` sums to ``flops``; its keys are those of ``profkit ceilings`` ("fp32", "tf32", "bf16", "fp16"),
+    else torch's name of the type. ``instances`` is how many a step has. Where they differ (``varies``) the numbers are
+    means, rounded down for each type and number.
+    """
+
+    path: tuple[str, ...]
+    flops: int
+    other_flops: int
+    needed_flops: int
+    least_bytes: int
+    flops_by_dtype: dict[str, int]
+    instances: int = 1
+    varies: bool = False
+
+    def __post_init__(self) -> None:
+        counts = (self.flops, self.other_flops, self.needed_flops, self.least_bytes, self.instances)
+        if min(*counts, *self.flops_by_dtype.values()) < 0:
+            raise ValueError("a negative count")
+
+
+@dataclass(frozen=True)
+class RunWork:
+    """The content of ``work.json``.
+
+    ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
+    model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
+    appendix B). ``missing`` names operators without a formula.
+    """
+
+    version: int
+    source: Source
+    dtype: str | None
+    ranges: tuple[RangeWork, ...]
+    model_flops: int
+    missing: tuple[str, ...]
+
+    def find(self, path: tuple[str, ...]) -> RangeWork | None:
+        """Return the work of the range at ``path``, or None."""
+        return next((one for one in self.ranges if one.path == path), None)
+
+
+def read_work(path: Path) -> RunWork:
+    """Return the content of a ``work.json``.
+
+    Raises:
+        RunError: the file cannot be read, or is of another version or form.
+    """
+    return read_record(RunWork, path, VERSION)
+
+
+def write_work(path: Path, work: RunWork) -> None:
+    """Write a ``work.json``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(path, asdict(work))

@@ -1,0 +1,184 @@
+"""The files of a run: what is written comes back, what is damaged is named in one line, older files are read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.errors import ProfkitError, RunError
+from profkit.run.ceilings import Ceilings, Copy, Gemm, read_ceilings, write_ceilings
+from profkit.run.directory import MANIFEST, Run, find_run
+from profkit.run.manifest import Conditions, Manifest, Process, ProcessMemory, read_manifest, write_manifest
+from profkit.run.records import decode
+from profkit.run.samples import Samples
+from profkit.run.work import RangeWork, RunWork, read_work, write_work
+
+WORK: dict[str, Any] = {
+    "version": 1,
+    "source": "counted",
+    "dtype": "bf16",
+    "ranges": [
+        {
+            "path": ["forward", "layer 0"],
+            "flops": 100,
+            "other_flops": 7,
+            "needed_flops": 60,
+            "least_bytes": 400,
+            "flops_by_dtype": {"bf16": 90, "fp32": 10},
+            "instances": 2,
+            "varies": True,
+        }
+    ],
+    "model_flops": 300,
+    "missing": ["aten::made_up"],
+}
+CEILINGS: dict[str, Any] = {
+    "version": 1,
+    "device": {"name": "NVIDIA H200", "uuid": "GPU-0", "clock_mhz": 1755, "clock_max_mhz": 1980},
+    "torch": "2.13.0",
+    "driver": "580.159.03",
+    "measured_utc": "2026-01-01T00:00:00+00:00",
+    "gemm": [
+        {"dtype": "bf16", "m": 8192, "n": 8192, "k": 8192, "best_flops_per_s": 8e14, "median_flops_per_s": 7.5e14}
+    ],
+    "copy": {"bytes": 2**30, "best_bytes_per_s": 4e12, "median_bytes_per_s": 3.9e12},
+}
+
+
+def _write(path: Path, content: Any) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_work_that_is_written_comes_back(tmp_path: Path) -> None:
+    work = read_work(_write(tmp_path / "work.json", WORK))
+    assert (work.source, work.dtype, work.model_flops, work.missing) == ("counted", "bf16", 300, ("aten::made_up",))
+    layer = RangeWork(("forward", "layer 0"), 100, 7, 60, 400, {"bf16": 90, "fp32": 10}, 2, True)
+    assert work == RunWork(1, "counted", "bf16", (layer,), 300, ("aten::made_up",))
+    assert (work.find(("forward", "layer 0")), work.find(("forward",))) == (layer, None)
+    write_work(tmp_path / "again.json", work)
+    assert read_work(tmp_path / "again.json") == work
+
+
+def test_ceilings_that_are_written_come_back(tmp_path: Path) -> None:
+    ceilings: Ceilings = decode(Ceilings, CEILINGS)
+    write_ceilings(tmp_path / "ceilings.json", ceilings)
+    assert read_ceilings(tmp_path / "ceilings.json") == ceilings
+    assert (ceilings.device.name, ceilings.device.uuid, ceilings.device.clock_mhz) == ("NVIDIA H200", "GPU-0", 1755)
+    assert ceilings.gemm == (Gemm("bf16", 8192, 8192, 8192, 8e14, 7.5e14),)
+    assert ceilings.copy == Copy(2**30, 4e12, 3.9e12)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ranges": [{**WORK["ranges"][0], "flops": -1}]}, r"ranges\[0\]: a negative count"),
+        ({"ranges": [{**WORK["ranges"][0], "flops": 1.5}]}, r"ranges\[0\]\.flops is 1\.5, not a whole number"),
+        ({"ranges": [{**WORK["ranges"][0], "least_bytes": None}]}, r"ranges\[0\]\.least_bytes is null"),
+        ({"ranges": [{**WORK["ranges"][0], "flops_by_dtype": []}]}, r"flops_by_dtype is \[\], not an object"),
+        ({"ranges": [{**WORK["ranges"][0], "other_flops": True}]}, r"other_flops is true, not a whole number"),
+        ({"source": "guessed"}, r"source is \"guessed\", not 'formula' or 'counted'"),
+        ({"version": 2}, "of version 2, not 1"),
+        ({"missing": "none"}, r"missing is \"none\", not a list"),
+    ],
+)
+def test_a_damaged_file_is_one_line_with_the_key(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(RunError, match=rf"work\.json: .*{said}"):
+        read_work(_write(tmp_path / "work.json", {**WORK, **change}))
+
+
+@pytest.mark.parametrize("missing", ["source", "dtype", "ranges", "model_flops", "missing"])
+def test_a_key_that_is_not_there_is_named(tmp_path: Path, missing: str) -> None:
+    content = {key: value for key, value in WORK.items() if key != missing}
+    with pytest.raises(RunError, match=f"{missing} is missing"):
+        read_work(_write(tmp_path / "work.json", content))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, '{"version": NaN}', '{"version": Infinity}', "\ud800"])
+def test_what_is_no_json_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "work.json"
+    path.write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(RunError, match=r"work\.json: not JSON"):
+        read_work(path)
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, "fast", None, 1e999])
+def test_a_rate_that_is_none_is_refused(tmp_path: Path, rate: Any) -> None:
+    content = copy.deepcopy(CEILINGS)
+    content["gemm"][0]["best_flops_per_s"] = rate
+    with pytest.raises(RunError, match=r"ceilings\.json: "):
+        read_ceilings(_write(tmp_path / "ceilings.json", content))
+
+
+def test_ceilings_that_are_not_there_say_how_to_measure_them(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no such file; measure with `profkit ceilings -o"):
+        read_ceilings(tmp_path / "mine.json")
+
+
+def test_a_manifest_that_is_written_comes_back(tmp_path: Path) -> None:
+    manifest = Manifest(
+        status="complete",
+        target="model.tiny",
+        versions={"torch": "2.13.0", "nsys": None},
+        conditions=Conditions(float32_matmul_precision="highest", autocast_dtypes=("bfloat16",)),
+        clean=Samples(({"step_ns": 5, "forward_event_ns": 2},), {"compiled_graphs": 0}, (9.2,)),
+        processes=(Process("rank1", pid=7, rank=1, memory=ProcessMemory("snapshot.rank1.pickle", 512)),),
+    )
+    write_manifest(tmp_path / MANIFEST, manifest)
+    assert read_manifest(tmp_path / MANIFEST) == manifest
+    assert Run(tmp_path).manifest.rank_of_pid == {7: 1}
+
+
+def test_a_manifest_of_an_older_version_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    old = {
+        "status": "complete",
+        "target": "model.small",
+        "workload": {"preset_name": "small", "steps": 3, "contexts": [], "device": "cuda", "unknown": {"a": 1}},
+        "preset": {"name": "small", "num_layers": 12},
+        "clean": {"steps": [{"forward_ns": 1, "step_ns": 3, "step_event_ns": 2}], "unbroken": [{"step_ns": 2}]},
+    }
+    manifest = Run(_write(tmp_path / MANIFEST, old).parent).manifest
+    assert (manifest.workload.steps, manifest.workload.batch) == (3, None)
+    assert manifest.unprofiled is not None
+    assert manifest.unprofiled.times_ns("wall", None) == {"forward": [1], "step": [3]}
+    assert manifest.unprofiled.times_ns("cuda-events", None) == {"step": [2]}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], "the file is"),
+        ({"status": 3}, "status is 3"),
+        ({"clean": {"steps": [{"step_ns": "1"}]}}, r"clean\.steps\[0\]\.step_ns is \"1\", not a whole number"),
+        ({"versions": {"torch": 2.4}}, r"versions\.torch is 2\.4"),
+    ],
+)
+def test_a_damaged_manifest_is_one_line_with_the_key(tmp_path: Path, content: Any, said: str) -> None:
+    with pytest.raises(RunError, match=rf"manifest\.json: {said}"):
+        _ = Run(_write(tmp_path / MANIFEST, content).parent).manifest
+
+
+def test_a_folder_without_a_manifest_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ProfkitError, match="a directory, but no profkit run"):
+        Run(tmp_path)
+
+
+def test_a_trace_and_a_snapshot_know_their_run(tmp_path: Path) -> None:
+    _write(tmp_path / MANIFEST, {"status": "complete"})
+    for name in ("trace.sqlite", "trace.rank1.json.gz", "snapshot.rank2.pickle"):
+        run = find_run(tmp_path / name)
+        assert run is not None
+        assert run.path == tmp_path
+    assert find_run(tmp_path / "other.sqlite") is None
+
+
+def test_samples_of_several_contexts_stay_apart() -> None:
+    samples = Samples(({"context": 128, "step_ns": 1}, {"context": 256, "step_ns": 2}, {"context": 128, "step_ns": 3}))
+    assert samples.contexts == [128, 256]
+    assert (samples.step_ns(128), samples.step_ns(256), samples.step_ns()) == ([1, 3], [2], [])
+    assert replace(samples, steps=()).contexts == []
