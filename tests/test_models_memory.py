@@ -19,6 +19,7 @@ from profkit.models.memory import HOPPER_WORKSPACE_BYTES, StepAccount, predict_m
 from profkit.models.presets import PRESETS, Preset
 from profkit.models.workload import MemoryOrder, Order, Workload
 from profkit.run_directory import LEDGER, MANIFEST, PREDICTED, SNAPSHOT
+from recipes.model_memory.compared import compare_prediction, read_prediction
 
 torch = pytest.importorskip("torch")
 
@@ -333,7 +334,9 @@ def test_on_a_gpu_no_byte_of_any_phase_is_unexplained(tmp_path: Path, wanted: Wo
     subprocess.run(command, check=True, capture_output=True, timeout=500)
     (tmp_path / MANIFEST).write_text('{"status": "complete"}')
     (tmp_path / PREDICTED).write_text(json.dumps(predict_memory(wanted).to_dict()))
-    result = read_snapshot(tmp_path).memory().predicted
+    prediction = read_prediction(tmp_path / PREDICTED)
+    assert prediction is not None
+    result = compare_prediction(prediction, read_snapshot(tmp_path).device())
     assert result is not None
     differences = {phase.name: (phase.difference_bytes, phase.unexplained_bytes) for phase in result.phases}
     told = 0 if wanted.compile_mode == "none" else None

@@ -17,11 +17,10 @@ from profkit.errors import UsageError
 from profkit.report.formats import Format
 from profkit.report.memory import TOP_STACKS, other_warnings, render_memory
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
-from profkit.report.memory_predicted import render_predicted
 from profkit.report.timeline import STACKINGS, Stacking, write_timeline
 from profkit.run.directory import Run
 
-_OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks", "predicted")
+_OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
 
 
 @click.command()
@@ -38,7 +37,6 @@ _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline
 @click.option("--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: FILE.html or FILE.png.")
 @click.option("--timeline-by", type=click.Choice(STACKINGS), default="category", show_default=True)
 @click.option("--leaks", is_flag=True, help="Also what each step left behind, by stack.")
-@click.option("--predicted", is_flag=True, help="Also what a run was predicted to need, tensor by tensor.")
 @click.option(
     "--against",
     type=click.Path(path_type=Path),
@@ -59,7 +57,6 @@ def memory(
     timeline: Path | None,
     timeline_by: Stacking,
     leaks: bool,
-    predicted: bool,
     against: Path | None,
     top: int | None,
     style: Format,
@@ -89,11 +86,7 @@ def memory(
             chosen = opened.device(device)
             write_timeline(timeline, chosen, result, by=timeline_by, wanted=Filter(stack, min_size))
     write_warnings(other_warnings(result) if style != "json" else [])
-    if predicted and result.predicted is None:
-        write_warnings(["no prediction: only a run of a built-in model with --memory has one"])
     text = render_memory(result, style, top=top or TOP_STACKS, full_names=full_names, leaks=leaks)
-    if predicted and result.predicted is not None and style == "table":
-        text += "\n\n" + render_predicted(result.predicted, full_names=full_names)
     write_result(text, output)
 
 

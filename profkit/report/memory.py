@@ -24,7 +24,6 @@ from profkit.report.formats import (
     shorten,
 )
 from profkit.report.memory_leaks import leak_lines, leak_rows, leak_table
-from profkit.report.memory_predicted import predicted_rows, predicted_table
 from profkit.report.units import format_after, format_bytes, format_exactly, format_share
 
 TOP_STACKS = 6
@@ -55,8 +54,6 @@ def render_memory(
         return render_csv(_exact_table(result, leaks))
     tables = [("by category", _category_table(result)), ("by stack", _stack_table(result, top))]
     tables.append(("largest", _largest_table(result)))
-    if result.predicted is not None:
-        tables.append(("predicted", predicted_table(result.predicted)))
     left = leak_lines(result.leaks) if leaks else []
     if leaks and result.leaks.steps:
         tables.append(("left behind by steps", leak_table(result.leaks)))
@@ -250,6 +247,5 @@ def _exact_table(result: MemoryResult, leaks: bool) -> Table:
         ("largest", row.label, row.bytes, row.bytes * share, 1, row.requested_bytes, row.phase or "", row.owner or "")
         for row in at.largest
     ]
-    values += predicted_rows(result.predicted) if result.predicted is not None else []
     values += leak_rows(result.leaks) if leaks else []
     return Table(_EXACT, [], values)

@@ -209,7 +209,7 @@ def answer_predicted(rows: Sequence[Row]) -> Iterator[str]:
         off, peak = whole(worst["difference_bytes"]), whole(worst["requested_peak_bytes"])
         if off:
             text += f"; the largest difference is {off:,} B, {abs(off) / peak:.2%} of {format_bytes(peak)}, at "
-            text += f"{describe_cell(worst)}, and `--predicted` shows it tensor by tensor"
+            text += f"{describe_cell(worst)}"
         yield f"{text}."
     yield from _usual_sum(rows)
     replayed = [row for row in rows if row.get("replay_difference_bytes") is not None]

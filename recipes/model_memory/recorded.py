@@ -11,6 +11,7 @@ from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.memory.summary import LargeRow, StackRow
 from profkit.report.timeline import write_timeline
 from recipes.common.recipe import Row
+from recipes.model_memory.compared import PredictedMemory, compare_prediction, read_prediction
 
 FIRST_STACKS = 5
 
@@ -20,11 +21,14 @@ def read_recorded(path: Path) -> Row:
 
     ``replay_difference_bytes`` is the replayed peak less the allocator's own; None where no ledger quotes that.
     """
-    return describe_memory(profkit.read_snapshot(path).memory())
+    opened = profkit.read_snapshot(path)
+    prediction = read_prediction(path / "predicted.json") if path.is_dir() else None
+    predicted = None if prediction is None else compare_prediction(prediction, opened.device())
+    return describe_memory(opened.memory(), predicted)
 
 
-def describe_memory(result: MemoryResult) -> Row:
-    """Return the columns of a result."""
+def describe_memory(result: MemoryResult, compared: PredictedMemory | None = None) -> Row:
+    """Return the columns of a result, and of its prediction where there is one."""
     totals, peak, check = result.totals, result.composition, result.ledger_check
     return {
         "allocated_peak_bytes": totals.allocated_peak_bytes,
@@ -37,19 +41,19 @@ def describe_memory(result: MemoryResult) -> Row:
         "by_category": {row.category: row.bytes for row in peak.by_category},
         "largest": [_describe_large(row) for row in peak.largest],
         "stacks": [_describe_stack(row) for row in peak.by_stack[:FIRST_STACKS]],
-        **_describe_predicted(result),
+        **_describe_predicted(compared),
         "warnings": [warning.message for warning in result.warnings],
     }
 
 
-def _describe_predicted(result: MemoryResult) -> Row:
+def _describe_predicted(compared: PredictedMemory | None) -> Row:
     """Return each phase's requested bytes beside the predicted ones, and the highest beside the highest.
 
     ``difference_bytes`` is between the two peaks, be they of one phase or not.
     """
-    if result.predicted is None:
+    if compared is None:
         return {}
-    phases = result.predicted.phases
+    phases = compared.phases
     highest = max(phases, key=lambda phase: phase.measured_bytes)
     predicted = max((phase.predicted_bytes for phase in phases if phase.predicted_bytes is not None), default=None)
     return {

@@ -17,7 +17,7 @@ def tell_command(rows: Sequence[Row], *, recorded: bool) -> str:
     given = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in setting.items())
     command = f"`python -m recipes.memory_questions {given} -o again"
     if recorded:
-        command += f" --keep-captures captures`, then `profkit memory captures/{name_of(setting)} --predicted"
+        command += f" --keep-captures captures`, then `profkit memory captures/{name_of(setting)}"
     notes = "".join(f"; {note}" for note in _notes([key for key in setting if setting[key] == key.upper()], recorded))
     return (
         f"Every number again: {command}`{notes}. `again/memory_questions.md` then says of that row what this one does."

@@ -41,7 +41,7 @@ from recipes.model_memory.recorded import describe_memory, draw_recorded, read_r
 from recipes.model_memory.report import add_columns, report
 from tests.captures import capture
 from tests.conftest import ROOT
-from tests.test_memory_predicted import Played, without_logits
+from tests.recipes.test_memory_predicted import Played, without_logits
 
 TRACE = ROOT / "traces" / "small-train.snapshot.pickle.gz"
 
@@ -242,7 +242,7 @@ def test_each_sentence_has_its_number_and_its_command(tmp_path: Path) -> None:
     assert (
         "`python -m recipes.memory_questions --device cuda --size tiny --context CONTEXT --passes PASSES --dtype DTYPE "
         "--checkpoint-layers CHECKPOINT_LAYERS --batch 2 -o again --keep-captures captures`, then `profkit memory "
-        "captures/tiny-CONTEXT-PASSES-DTYPE-checkpointCHECKPOINT_LAYERS-batch2 --predicted`"
+        "captures/tiny-CONTEXT-PASSES-DTYPE-checkpointCHECKPOINT_LAYERS-batch2`"
     ) in text
     assert (
         "all 21 measured ones are the predicted ones to the byte (6 of forward, 6 of loss, 6 of backward, 3 of " in text
@@ -270,13 +270,11 @@ def test_the_sum_of_all_kinds_is_not_the_peak() -> None:
 
 
 def test_the_difference_is_that_of_the_two_peaks_whatever_their_phases(tmp_path: Path) -> None:
-    Played(workload_of(_cell())).compare(tmp_path, workload_of(_cell()))
-    result = profkit.read_snapshot(tmp_path).memory()
-    assert result.predicted is not None
-    backward = next(phase for phase in result.predicted.phases if phase.name == "backward")
+    compared = Played(workload_of(_cell())).compare(tmp_path, workload_of(_cell()))
+    backward = next(phase for phase in compared.phases if phase.name == "backward")
     optimizer = replace(backward, name="optimizer", measured_bytes=backward.measured_bytes + 10, predicted_bytes=1)
-    moved = replace(result.predicted, phases=(backward, optimizer))
-    row = describe_memory(replace(result, predicted=moved))
+    moved = replace(compared, phases=(backward, optimizer))
+    row = describe_memory(profkit.read_snapshot(tmp_path).memory(), moved)
     assert (row["requested_phase"], row["difference_bytes"]) == ("optimizer", 10)
 
 

@@ -203,12 +203,12 @@ def test_the_bars_say_that_they_are_of_requested_bytes() -> None:
     ("rows", "recorded", "said"),
     [
         ([_row()], True, "--checkpoint-layers 0 --batch 4 -o again --keep-captures captures`, then `profkit memory "
-         "captures/2.7B-512-train-fp32 --predicted`. `again"),
+         "captures/2.7B-512-train-fp32`. `again"),
         ([_row(), _row(context=128)], False, "--context CONTEXT --passes train --dtype fp32 --checkpoint-layers 0 "
          "--batch 4 -o again`; `CONTEXT` as the sentence or row says. `again"),
         ([_row(), _row(checkpoint_layers=2)], True, "--checkpoint-layers CHECKPOINT_LAYERS --batch 4 -o again "
-         "--keep-captures captures`, then `profkit memory captures/2.7B-512-train-fp32-checkpointCHECKPOINT_LAYERS "
-         "--predicted`; `CHECKPOINT_LAYERS` as the sentence or row says; without checkpoints `0`, and no "
+         "--keep-captures captures`, then `profkit memory captures/2.7B-512-train-fp32-checkpointCHECKPOINT_LAYERS"
+         "`; `CHECKPOINT_LAYERS` as the sentence or row says; without checkpoints `0`, and no "
          "`-checkpointCHECKPOINT_LAYERS`. `again"),
         ([_row(), _row(batch=8)], True, "`BATCH` as the sentence or row says; no `-batchBATCH` for 4. `again"),
     ],

@@ -11,7 +11,6 @@ from profkit.analysis.memory.fragmentation import measure_fragmentation
 from profkit.analysis.memory.leaks import check_leaks
 from profkit.analysis.memory.ledger import check_ledger, find_capacity
 from profkit.analysis.memory.oom import judge_oom
-from profkit.analysis.memory.predicted import Prediction, compare_prediction, read_prediction
 from profkit.analysis.memory.result import MemoryResult, Totals, describe_history, sum_up
 from profkit.analysis.memory.summary import DeviceMemory, Filter
 from profkit.analysis.memory.warnings import warn_of_memory
@@ -35,10 +34,8 @@ class OpenedSnapshot:
         snapshot: Snapshot,
         ledger: Owners | None = None,
         phases: Mapping[str, str] | None = None,
-        prediction: Prediction | None = None,
     ) -> None:
         self.snapshot = snapshot
-        self.prediction = prediction
         self.devices: dict[int, DeviceMemory] = {
             device.index: DeviceMemory(device, snapshot.settings, ledger, phases) for device in snapshot.devices
         }
@@ -104,7 +101,6 @@ class OpenedSnapshot:
             leaks=leaks,
             ledger_check=ledger,
             others=others,
-            predicted=None if self.prediction is None else compare_prediction(self.prediction, memory),
             warnings=warn_of_memory(
                 self.snapshot,
                 memory,
@@ -125,25 +121,23 @@ def read_snapshot(
     Nothing in the file is executed: it may hold data only.
 
     Args:
-        path: the snapshot; in a run directory the ledger and the prediction beside it are read too.
+        path: the snapshot; in a run directory the ledger beside it is read too.
         phases: phase name → glob on the names of ``record_function`` annotations.
         rank: of a run of several, this one's; by default that with the highest peak.
 
     Raises:
         SnapshotError: the file cannot be read or is no snapshot.
-        RunError: a directory that is no run, or one with a damaged prediction.
+        RunError: a directory that is no run.
         UsageError: the run has no snapshot of this rank, or ``path`` is no run.
     """
     path = Path(path)
-    ledger = prediction = None
-    path = Path(path)
+    ledger = None
     if path.is_dir():
-        run, path = path, Run(path).find_snapshot(rank)
+        path = Run(path).find_snapshot(rank)
         ledger = read_owners(owners_of(path)) if owners_of(path).exists() else None
-        prediction = read_prediction(run / "predicted.json")
     elif rank is not None:
         raise UsageError(f"--rank {rank}: {path} is one snapshot; name the run's directory")
-    return OpenedSnapshot(read_columns(path), ledger, phases, prediction)
+    return OpenedSnapshot(read_columns(path), ledger, phases)
 
 
 def find_moment(memory: DeviceMemory, at: str) -> int:

@@ -10,7 +10,6 @@ from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.ledger import LedgerCheck
 from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.peak import History
-from profkit.analysis.memory.predicted import PredictedMemory
 from profkit.analysis.memory.summary import Composition, PhasePeak
 from profkit.findings import Finding
 
@@ -72,7 +71,6 @@ class MemoryResult:
     leaks: LeakCheck
     ledger_check: LedgerCheck | None
     others: tuple[Totals, ...]
-    predicted: PredictedMemory | None
     warnings: tuple[Finding, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +100,6 @@ class MemoryResult:
             "oom": None if self.oom is None else asdict(self.oom),
             "leaks": asdict(self.leaks) | {"suspect_bytes": self.leaks.suspect_bytes},
             "ledger": None if self.ledger_check is None else asdict(self.ledger_check),
-            "predicted": None if self.predicted is None else asdict(self.predicted),
             "devices": [other.to_dict() for other in self.others],
             "warnings": [asdict(warning) for warning in self.warnings],
         }

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from profkit.analysis.memory.opened import read_snapshot
-from profkit.analysis.memory.predicted import PhaseComparison, PredictedMemory, read_prediction
-from profkit.cli.memory import memory as command
 from profkit.errors import RunError
 from profkit.models.memory import StepAccount, predict_memory
 from profkit.models.memory_tape import Block as Told
 from profkit.models.workload import Workload
 from profkit.run_directory import PREDICTED
+from recipes.model_memory.compared import PhaseComparison, PredictedMemory, compare_prediction, read_prediction
 from tests.allocator_reference import Block
 from tests.memory_captures import Training
 
@@ -86,7 +84,9 @@ class Played(Training):
     def compare(self, folder: Path, workload: Workload) -> PredictedMemory:
         self.write_run(folder)
         (folder / PREDICTED).write_text(json.dumps(predict_memory(workload).to_dict()))
-        result = read_snapshot(folder).memory().predicted
+        prediction = read_prediction(folder / PREDICTED)
+        assert prediction is not None
+        result = compare_prediction(prediction, read_snapshot(folder).device())
         assert result is not None
         return result
 
@@ -183,33 +183,9 @@ def test_of_compiled_code_no_total_is_claimed(tmp_path: Path) -> None:
     assert result.predicted_peak_phase is None
 
 
-def test_the_command_shows_it(tmp_path: Path) -> None:
-    Played(TINY).compare(tmp_path, TINY)
-    short = CliRunner().invoke(command, [str(tmp_path)])
-    assert short.exit_code == 0, short.output
-    assert "requested peak  predicted" in short.stdout
-    assert "saved for backward" not in short.stdout
-    long = CliRunner().invoke(command, [str(tmp_path), "--predicted"])
-    assert "saved for backward: predicted" in long.stdout
-    assert "b·h·t·t × 4 B" in long.stdout
-    assert max(map(len, long.stdout.splitlines())) <= max(80, *map(len, short.stdout.splitlines()))
-    told = json.loads(CliRunner().invoke(command, [str(tmp_path), "--format", "json"]).stdout)["predicted"]
-    assert {phase["name"]: phase["unexplained_bytes"] for phase in told["phases"]} == dict.fromkeys(
-        ("forward", "loss", "backward", "optimizer"), 0
-    )
-    rows = CliRunner().invoke(command, [str(tmp_path), "--format", "csv"]).stdout.splitlines()
-    assert sum(row.startswith("predicted,") for row in rows) == sum(
-        len(phase["categories"]) for phase in told["phases"]
-    )
-
-
-def test_without_a_prediction_there_is_none(tmp_path: Path) -> None:
+def test_a_run_without_a_prediction_has_none(tmp_path: Path) -> None:
     Training().write_run(tmp_path)
     assert read_prediction(tmp_path / PREDICTED) is None
-    assert read_snapshot(tmp_path).memory().predicted is None
-    for style in ("table", "json"):
-        done = CliRunner().invoke(command, [str(tmp_path), "--predicted", "--format", style])
-        assert (done.exit_code, done.stderr.count("no prediction")) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Predicted memory beside measured: what the run's arithmetic foresaw, and what the allocator was asked for.
+"""Predicted memory next to measured: what the run's arithmetic foresaw, and what the allocator was asked for.
 
-The launcher writes ``predicted.json`` for a built-in model: each phase's peak in requested bytes, and the tensors that
-make it up. Each phase is compared at the moment at which the measured requested bytes stood highest in it; the
-allocator's padding at that moment is a line of its own.
+``predicted.json`` in the run's folder holds each phase's peak in requested bytes, and the tensors that make it up.
+Each phase is compared at the moment at which the measured requested bytes stood highest in it; what the allocator lost
+to rounding at that moment is a line of its own.
 
 Tensors are matched one to one by size, with one of the same category where there is one. So a difference in a category
-is either another name for the same bytes (a category told by lifetime may be another than the one meant) or bytes that
+is either another name for the same bytes (a category guessed from lifetime may differ from the one meant) or bytes that
 only one side has: those are unexplained, with their sign, positive where more was measured.
 """
 
