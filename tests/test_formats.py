@@ -219,8 +219,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
     path = tmp_path / "r.txt"
     path.write_bytes(b"old")
 
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device", "elsewhere")
+    def fail(partial: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(partial), None, str(target))
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="No space left") as caught:
