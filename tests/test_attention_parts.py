@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.efficiency.attention_parts import PARTS
+from profkit.analysis.efficiency.attention import PARTS
 from profkit.analysis.opened import read_trace
 from profkit.errors import TraceError, UsageError
 from tests.efficiency_runs import SMALL, make_small_run
@@ -100,7 +100,7 @@ def test_a_trace_without_such_ranges_says_so(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("forward", 0, 10)
     builder.kernel(1, 5)
-    with pytest.raises(TraceError, match="holds no ranges 'computing attention scores'"):
+    with pytest.raises(TraceError, match="no ranges 'computing attention scores'"):
         read_trace(builder.write(tmp_path / "t.sqlite")).attention()
 
 

@@ -52,7 +52,7 @@ def test_a_real_gap_holds_no_row_and_is_ended_by_the_kernel_named() -> None:
                 SELECT k.start, k.correlationId, s.value AS name FROM CUPTI_ACTIVITY_KIND_KERNEL k
                 JOIN StringIds s ON s.id = k.demangledName
                 UNION ALL SELECT start, correlationId, 'a memory copy' FROM CUPTI_ACTIVITY_KIND_MEMCPY
-                UNION ALL SELECT start, correlationId, 'a memory set' FROM CUPTI_ACTIVITY_KIND_MEMSET
+                UNION ALL SELECT start, correlationId, 'a memory fill' FROM CUPTI_ACTIVITY_KIND_MEMSET
             ) w JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = w.correlationId WHERE w.start = ?
         """
         assert connection.execute(sql, (gap.end_ns,)).fetchone() == (gap.ended_by, gap.launch_ns)

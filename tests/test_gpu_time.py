@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
-from profkit.analysis.efficiency.gpu_time import GpuParts, build_gpu_times, sum_parts
-from profkit.analysis.efficiency.host_time import LONGEST_PAUSE_NS, build_host_times
-from profkit.analysis.efficiency.windows import find_windows
+from profkit.analysis.efficiency.gpu_time import (
+    LONGEST_PAUSE_NS,
+    GpuParts,
+    build_gpu_times,
+    build_host_times,
+    find_windows,
+    sum_parts,
+)
 from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
 from profkit.analysis.opened import read_trace
 from profkit.analysis.range_paths import select_ranges

@@ -23,8 +23,8 @@ from profkit.trace.processes import combine_traces, only_process
 
 # Efficiency is imported where it is asked for: it costs every other command 15 ms.
 if TYPE_CHECKING:
-    from profkit.analysis.efficiency.attention_parts import AttentionResult
-    from profkit.analysis.efficiency.result import EfficiencyResult
+    from profkit.analysis.efficiency.attention import AttentionResult
+    from profkit.analysis.efficiency.summary import EfficiencyResult
 
 _SQLITE = b"SQLite format 3\x00"
 _GZIP = b"\x1f\x8b"
@@ -132,7 +132,7 @@ class OpenedTrace:
             RunError: a file of the run, or the ceilings, cannot be read.
             UsageError: an unknown range, ceilings of another GPU, or a ``dtype`` that the run contradicts.
         """
-        from profkit.analysis.efficiency.run_facts import read_run_facts
+        from profkit.analysis.efficiency.facts import read_run_facts
         from profkit.analysis.efficiency.summary import measure_efficiency
 
         facts = read_run_facts(self.trace, self.run, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype)
@@ -151,8 +151,8 @@ class OpenedTrace:
             RunError: a file of the run cannot be read.
             UsageError: an unknown range.
         """
-        from profkit.analysis.efficiency.attention_parts import measure_attention
-        from profkit.analysis.efficiency.run_facts import read_run_facts
+        from profkit.analysis.efficiency.attention import measure_attention
+        from profkit.analysis.efficiency.facts import read_run_facts
 
         return measure_attention(self.attribution, read_run_facts(self.trace, self.run), range)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.analysis.efficiency.attention_parts import PARTS, AttentionPart, AttentionResult
+from profkit.analysis.efficiency.attention import PARTS, AttentionPart, AttentionResult
 from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.old_document import Document, render_document
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines

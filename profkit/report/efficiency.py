@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.efficiency.gpu_time import GpuParts
-from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow, Inflation
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.efficiency.unprofiled import ProfilingCost
 from profkit.names import STEP
 from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.host_waits import host_wait_lines
@@ -124,7 +125,7 @@ _SOURCES = {
 }
 
 
-def _inflation_words(one: Inflation) -> str:
+def _inflation_words(one: ProfilingCost) -> str:
     where = "" if one.context is None else f" at context {one.context}"
     clean, profiled = (format_ns(round(value)) for value in (one.clean_ns, one.profiled_ns))
     return f"step{where} without a profiler {clean}, with one {profiled} ({one.cost:+.0%})"

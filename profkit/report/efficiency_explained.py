@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from profkit.analysis.efficiency.evidence import Evidence, IdleGap
-from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.report.formats import Format, escape_markdown, make_visible, shorten
 from profkit.report.kernel_names import simplify_name
 from profkit.report.units import four_digits

@@ -16,8 +16,8 @@ from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
-from profkit.analysis.efficiency.run_facts import Peaks
+from profkit.analysis.efficiency.facts import Peaks
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.errors import TraceError
 from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit import read_step_times
-from profkit.analysis.efficiency.attention_parts import AttentionPart
+from profkit.analysis.efficiency.attention import AttentionPart
 from profkit.analysis.kernel_rows import KernelRow
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened import OpenedTrace

@@ -1,4 +1,4 @@
-"""What NVIDIA's datasheets say that a GPU can do at most, for a capture from a GPU that is not here to be measured."""
+"""GPUs' peaks from NVIDIA's datasheets, for a capture from a GPU that was not measured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _TABLE = Path(__file__).with_name("datasheet.toml")
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Dense peaks of a GPU: of products by type ("fp32", "tf32", "bf16", "fp16"; one that it lacks is not there), and
-    of its memory."""
+    """Dense peaks of a GPU: FLOP/s by type ("fp32", "tf32", "bf16", "fp16", those that it has), and memory bytes/s."""
 
     name: str
     flops_per_s: dict[str, float]
@@ -21,9 +20,9 @@ class Datasheet:
 
 
 def find_datasheet(gpu: str | None) -> Datasheet | None:
-    """Return the datasheet of a GPU by the name that torch and nsys give it, or None for one that is not in the table.
+    """Return the datasheet of a GPU by the name that torch and nsys give it; None if the table lacks it.
 
-    Names are compared whole: an "RTX 4090 D" is no "RTX 4090".
+    Names are compared whole: an "RTX 4090 D" is not an "RTX 4090".
     """
     return None if gpu is None else _datasheets().get(gpu.removeprefix("NVIDIA ").strip())
 

@@ -1,4 +1,4 @@
-"""The raw rows behind a verdict: the longest times in which nothing ran, and the kernels that took the most."""
+"""The raw rows behind a verdict: the longest gaps in which nothing ran, and the kernels that took the most time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import categorize
-from profkit.analysis.efficiency.gpu_time import GpuTime, build_gpu_times
+from profkit.analysis.efficiency.gpu_time import GpuTime, build_gpu_times, find_windows
 from profkit.analysis.efficiency.summary import chosen_ranges
-from profkit.analysis.efficiency.windows import find_windows
 from profkit.analysis.intervals import subtract, unite
 from profkit.analysis.range_paths import RangeNodes, build_nodes
 from profkit.analysis.range_tree import work_by_node
@@ -20,11 +19,11 @@ from profkit.trace.columns import Ints, Measure, Trace, Work, rows_by_value
 
 @dataclass(frozen=True)
 class IdleGap:
-    """A stretch in which a GPU had nothing to run, in the capture's own nanoseconds.
+    """A gap in which a GPU ran nothing, in the capture's own nanoseconds.
 
-    The host spent it launching, synchronising and outside CUDA. ``call`` is the CUDA call that took most of it, in
-    progress for ``call_ns`` of it; ``ended_by`` is the kernel, copy or set that ended it, launched by a call that began
-    at ``launch_ns``. None where there was none.
+    Three parts say what the host did meanwhile. ``call`` is the CUDA call that was in progress for most of the gap, for
+    ``call_ns``. ``ended_by`` is the kernel, copy or fill that ended the gap; its launch call began at ``launch_ns``.
+    Each is None if there was none.
     """
 
     device: int
@@ -41,7 +40,7 @@ class IdleGap:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """All kernels of one name under a range; ``first_ns`` is when the first of them began."""
+    """All kernels of one name under a range; the first of them began at ``first_ns``."""
 
     name: str
     count: int
@@ -51,10 +50,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The longest gaps of a range, its largest kernels, and its kernel time by category, the largest first.
-
-    A range that is compute-bound by its least bytes may spend its time in kernels that are not: the categories tell.
-    """
+    """The longest gaps of a range, its largest kernels, and its kernel time by category, the largest first."""
 
     gaps: tuple[IdleGap, ...]
     kernels: tuple[KernelTime, ...]
@@ -64,7 +60,7 @@ class Evidence:
 def find_evidence(
     attribution: Attribution, range: str | None = None, *, numbered: bool = False, most: int = 3
 ) -> dict[str, Evidence]:
-    """Return the evidence for each row of `measure_efficiency`, by path, at most so many rows of each kind.
+    """Return the evidence for each row of `measure_efficiency`, by path, with at most ``most`` gaps and kernels.
 
     Raises:
         TraceError, UsageError: as `measure_efficiency` does.
@@ -120,19 +116,19 @@ def _longest_gaps(trace: Trace, device: int, time: GpuTime, windows: tuple[Ints,
 
 
 def _what_began(trace: Trace, device: int, time_ns: int) -> tuple[str | None, int | None]:
-    """Return what began on a GPU at that very time and when it was launched; a range's end begins nothing."""
+    """Return what began on a GPU at this very time, and when it was launched; None at the end of a range's window."""
     for table in (trace.work, trace.copies):
         for row in np.flatnonzero((table.start_ns == time_ns) & (table.device == device)).tolist():
             if isinstance(table, Work):
                 name = trace.names[int(table.name[row])]
             else:
-                name = "a memory set" if table.is_memset[row] else "a memory copy"
+                name = "a memory fill" if table.is_memset[row] else "a memory copy"
             return name, int(table.launch_ns[row]) if table.launch_thread[row] >= 0 else None
     return None, None
 
 
 def _longest_call(trace: Trace, start_ns: int, end_ns: int) -> tuple[str | None, int]:
-    """Return the CUDA call, of any thread, that was in progress for most of a time, and for how long."""
+    """Return the CUDA call, of any thread, that was in progress longest between two times, and for how long."""
     calls = trace.calls
     inside = np.minimum(calls.end_ns, end_ns) - np.maximum(calls.start_ns, start_ns)
     if not len(inside) or inside.max() <= 0:

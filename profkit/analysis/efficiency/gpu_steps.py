@@ -1,4 +1,4 @@
-"""What the GPUs did in each step: busy, idle and why, communication overlapped and exposed, waiting for other ranks."""
+"""What the GPUs did in each step: busy, idle and why, overlapped and exposed communication, waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.checks.step_check import find_measured
-from profkit.analysis.efficiency.collectives import find_waiting
-from profkit.analysis.efficiency.gpu_time import GpuParts, GpuTime, build_gpu_times, communication_rows, sum_parts
-from profkit.analysis.efficiency.windows import Windows, find_windows
+from profkit.analysis.efficiency.gpu_time import (
+    GpuParts,
+    GpuTime,
+    Windows,
+    build_gpu_times,
+    communication_rows,
+    find_windows,
+    sum_parts,
+)
 from profkit.analysis.intervals import NOTHING, Stretches, unite
 from profkit.analysis.ranks import Ranks
 from profkit.names import STEP
-from profkit.trace.columns import Bools, empty_ints
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints
 
 
 @dataclass(frozen=True)
 class GpuStep:
     """One step on one GPU, in nanoseconds.
 
-    ``process`` is the operating system's pid, ``rank`` its number where there are ranks; ``start_ns`` and ``wall_ns``
-    are the host's. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.efficiency.windows`,
-    `profkit.analysis.efficiency.gpu_time`). ``communication_ns`` is the union of communication kernels, exposed and
-    overlapped; of it ``waiting_ns`` passed before the last rank had arrived, and of ``untold_ns`` this cannot be told
-    (`profkit.analysis.efficiency.collectives`). ``waiting_ns`` is null where it can be told of nothing: in a trace of
-    one rank, all of them.
+    ``process`` is the operating system's pid, ``rank`` its rank if the run has ranks; ``start_ns`` and ``wall_ns`` are
+    Python time. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.efficiency.gpu_time`).
+    ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``waiting_ns`` is the part
+    before the last rank arrived (`find_waiting`); ``untold_ns`` is the part for which this is unknown. ``waiting_ns``
+    is None if it is unknown for the whole, as in a trace of one rank.
     """
 
     name: str
@@ -49,9 +54,9 @@ class GpuStep:
 def summarize_steps(
     attribution: Attribution, ranks: Ranks, times: dict[int, GpuTime] | None = None
 ) -> tuple[GpuStep, ...]:
-    """Return the steps outside ``warmup`` that launched work, one row per step and GPU, by their start on the host.
+    """Return the steps outside ``warmup`` that launched work, one row per step and GPU, in order of their start.
 
-    A step is a range named ``step`` or ``step N``. None in a trace without such ranges or without GPU work.
+    A step is a range named ``step`` or ``step N``. The result is empty for a trace without steps or without GPU work.
     """
     trace = attribution.trace
     members = find_measured(attribution).get(STEP, empty_ints())
@@ -61,7 +66,7 @@ def summarize_steps(
     windows = find_windows(attribution, members, times)
     group = np.arange(len(windows.member))
     parts = sum_parts(times, group, windows.device, windows.start_ns, windows.end_ns)
-    told = _tell_communication(attribution, windows)
+    measured = _measure_communication(attribution, windows)
     ranges = trace.ranges
     numbers = {process: number for number, process in ranks.members}
     rows = [
@@ -73,25 +78,25 @@ def summarize_steps(
             start_ns=int(ranges.start_ns[index]),
             wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
             gpu=parts[row],
-            communication_ns=told[row][0],
-            waiting_ns=told[row][1],
-            untold_ns=told[row][2],
+            communication_ns=measured[row][0],
+            waiting_ns=measured[row][1],
+            untold_ns=measured[row][2],
         )
         for row, index in enumerate(members[windows.member].tolist())
     ]
     return tuple(sorted(rows, key=lambda row: (row.start_ns, row.device)))
 
 
-def _tell_communication(attribution: Attribution, windows: Windows) -> list[tuple[int, int | None, int]]:
-    """Return for each window how long its GPU communicated, waited meanwhile, and of how long that is not known."""
+def _measure_communication(attribution: Attribution, windows: Windows) -> list[tuple[int, int | None, int]]:
+    """Return for each window its communication, the waiting in it, and the part for which waiting is unknown, in ns."""
     trace = attribution.trace
     talks = communication_rows(trace)
-    waits, told = find_waiting(trace, talks)
+    waits, matched = find_waiting(trace, talks)
     found: list[tuple[int, int | None, int]] = [(0, 0, 0)] * len(windows.member)
     for device in set(windows.device.tolist()):
         mine = np.flatnonzero(windows.device == device)
         here = talks & (trace.work.device == device)
-        sets = (_kernels(attribution, here), waits.get(device, NOTHING), _kernels(attribution, here & ~told))
+        sets = (_kernels(attribution, here), waits.get(device, NOTHING), _kernels(attribution, here & ~matched))
         columns = [one.within(windows.start_ns[mine], windows.end_ns[mine]).tolist() for one in sets]
         for row, talking, waiting, untold in zip(mine.tolist(), *columns, strict=True):
             known = talking > untold or not talking
@@ -102,3 +107,39 @@ def _tell_communication(attribution: Attribution, windows: Windows) -> list[tupl
 def _kernels(attribution: Attribution, rows: Bools) -> Stretches:
     work = attribution.trace.work
     return unite(work.start_ns[rows], work.end_ns[rows])
+
+
+def find_waiting(trace: Trace, communicates: Bools) -> tuple[dict[int, Stretches], Bools]:
+    """Return when each GPU waited in a collective for another GPU, and for which kernels this is known.
+
+    A collective such as NCCL's all-reduce is a kernel on every GPU that spins until all of them have arrived. Ranks
+    call their collectives in the same order, so the n-th kernel of a name on one GPU is the partner of the n-th on the
+    others; the time before the last partner begins is waiting. A name counts only if this fits: equally many kernels
+    on each GPU, and all partners of every collective running at one moment. (It usually does not fit a broadcast, where
+    the sender may finish before a receiver begins.) With communication on one GPU only, nothing is known.
+    """
+    work = trace.work
+    matched = np.zeros(len(work), dtype=np.bool_)
+    devices = distinct_values(work.device[communicates]).tolist()
+    waits: dict[int, list[tuple[Ints, Ints]]] = {device: [] for device in devices}
+    for name in distinct_values(work.name[communicates]).tolist() if len(devices) > 1 else ():
+        partners = _partners(trace, communicates & (work.name == name), devices)
+        if partners is None:
+            continue
+        matched[partners.reshape(-1)] = True
+        last_arrival = work.start_ns[partners].max(axis=0)
+        for device, rows in zip(devices, partners, strict=True):
+            waits[device].append((work.start_ns[rows], last_arrival))
+    found = {device: unite(*map(np.concatenate, zip(*some, strict=True))) for device, some in waits.items() if some}
+    return {device: found.get(device, NOTHING) for device in devices}, matched
+
+
+def _partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | None:
+    """Return the kernels of one name as ``(devices, collectives)``, or None if they do not match."""
+    work = trace.work
+    each = [np.flatnonzero(rows & (work.device == device)) for device in devices]
+    if len({len(some) for some in each}) > 1:
+        return None
+    partners = np.stack([some[np.argsort(work.start_ns[some], kind="stable")] for some in each])
+    together = work.start_ns[partners].max(axis=0) < work.end_ns[partners].min(axis=0)
+    return partners if together.all() else None

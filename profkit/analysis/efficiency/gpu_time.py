@@ -1,36 +1,56 @@
-"""What a GPU was doing at any time, in parts that sum up: computing, communicating, copying, or idle for a reason.
+"""What a GPU was doing at any time, in parts that sum up, and which part of that time belongs to a range.
 
 ::
 
-    span = computing            a kernel or a graph runs that is no communication
-         + exposed communication  only communication kernels run, copies perhaps beside them
-         + exposed copies         only copies and sets run
-         + idle                 nothing runs; the host is launching, synchronising or outside CUDA (`host_time`)
+    span = computing            a kernel or a graph runs that is not communication
+         + exposed communication  only communication kernels run, perhaps with copies
+         + exposed copies         only memory copies and fills run
+         + idle                 nothing runs: the host launches, synchronises or is outside CUDA
 
-Communication and copies that run beside other work are *overlapped*: they cost no time of their own.
+Communication and copies that run while something computes are *overlapped*: they cost no time of their own.
+
+While a GPU is idle, the threads that launch its work decide what the host was doing. A thread is *synchronising* during
+a call that waits for the GPU (``cudaDeviceSynchronize``, ``cudaStreamSynchronize``, ``cudaEventSynchronize``, their
+driver counterparts, copies that are not asynchronous). It is *launching* during any other CUDA call, and between two of
+its calls that lie at most `LONGEST_PAUSE_NS` apart: it is on its way through the framework from one launch to the next.
+At all other times it is *outside CUDA*: in Python, in the data loader, waiting for another thread. If several threads
+launch work, launching goes before synchronising, and synchronising before outside.
+
+A range's kernels may run long after the range has closed, so its time on the host is not its time on the GPU. The
+*window* of one range on one GPU begins when the range opens; if the GPU is then still busy with earlier work, when that
+ends; but never after the range's own first kernel or copy. It ends when the range closes or its last kernel ends,
+whichever is later. Idle time before a range's first kernel is therefore the range's own unless the GPU had other work,
+and the windows of ranges that follow one another on a stream do not overlap.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from profkit.analysis.attribution import NEVER, Attribution
 from profkit.analysis.categories import categorize
-from profkit.analysis.efficiency.host_time import HostTime, build_host_times
-from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, intersect, subtract, unite, unite_all
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, gaps, intersect, subtract, unite, unite_all
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
-_NO_HOST = HostTime(NOTHING, NOTHING)
+LONGEST_PAUSE_NS = 500_000
+"""An eager operator takes 5 to 300 µs in Python and the framework under a profiler; the captures tried have almost no
+pause between this and 5 ms."""
+
+_SYNCHRONISES = re.compile(
+    r"(cuda|cu)((Device|Stream|Event|Ctx|Thread)Synchronize|Memcpy(?!\w*Async)\w*)(_ptsz)?(_v\d+)*$"
+)
 
 
 @dataclass(frozen=True)
 class GpuParts:
     """The time of one or more GPUs in its parts, in nanoseconds; two GPUs count twice.
 
-    ``span_ns`` is the sum of all but the last two, which lie within ``computing_ns`` and, of copies, within exposed
-    communication.
+    ``span_ns`` is the sum of the parts from ``computing_ns`` to ``outside_cuda_ns``. The two overlapped parts lie
+    within ``computing_ns``; overlapped copies may also lie within exposed communication.
     """
 
     span_ns: int
@@ -59,22 +79,19 @@ class GpuParts:
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
 
     def idle_share_at(self, factor: float) -> float:
-        """Return the idle share if only this part of the idle time were there: 0 to 1."""
+        """Return the idle share if idle time were multiplied by ``factor`` (0 to 1)."""
         return self._share_at(self.idle_ns, factor)
 
     def launching_share_at(self, factor: float) -> float:
-        """Return the share that is idle while the host launches, if only this part of all idle time were there."""
+        """Return the share that is idle while the host launches, if idle time were multiplied by ``factor``."""
         return self._share_at(self.launching_ns, factor)
 
     def host_share_at(self, factor: float) -> float:
-        """Return the share that is idle while the host does not launch, if only this part of all idle time were there.
-
-        The host synchronises then, or is outside CUDA.
-        """
+        """Return the share that is idle while the host synchronises or is outside CUDA, as `launching_share_at`."""
         return self._share_at(self.synchronising_ns + self.outside_cuda_ns, factor)
 
     def span_ns_at(self, factor: float) -> float:
-        """Return how long the span would be if only this part of its idle time were there."""
+        """Return how long the span would be if idle time were multiplied by ``factor``."""
         return self.busy_ns + self.idle_ns * factor
 
     def _share_at(self, idle_part_ns: int, factor: float) -> float:
@@ -82,16 +99,17 @@ class GpuParts:
         return idle_part_ns * factor / whole if whole else 0.0
 
     def to_dict(self) -> dict[str, int]:
-        """Return the parts, and the two sums of them."""
+        """Return the parts, and their sums ``busy_ns`` and ``idle_ns``."""
         return {**asdict(self), "busy_ns": self.busy_ns, "idle_ns": self.idle_ns}
 
 
 @dataclass(frozen=True, eq=False)
 class GpuTime:
-    """One GPU's time as disjoint sets; ``busy`` is all that anything runs in. What is neither in
-    it nor in ``launching`` or ``synchronising`` is idle with the host outside CUDA.
+    """One GPU's time as disjoint sets.
 
-    ``starts_ns`` and ``reach_ns`` are when its pieces of work began, sorted, and by when all up to each had ended.
+    ``busy`` is the time in which anything runs. In the time outside ``busy``, ``launching`` and ``synchronising`` the
+    GPU is idle and the host is outside CUDA. ``starts_ns`` are the sorted starts of its kernels and copies;
+    ``reach_ns`` is when each of them and all earlier ones had ended.
     """
 
     busy: Stretches
@@ -110,15 +128,24 @@ class GpuTime:
         sets = (self.computing, self.exposed_communication, self.exposed_copies, self.launching, self.synchronising)
         known = [one.within(start_ns, end_ns) for one in sets]
         span = end_ns - start_ns
-        beside = (self.overlapped_communication, self.overlapped_copies)
-        return np.stack(
-            [span, *known, span - np.sum(known, axis=0), *(one.within(start_ns, end_ns) for one in beside)], axis=1
-        )
+        overlapped = [one.within(start_ns, end_ns) for one in (self.overlapped_communication, self.overlapped_copies)]
+        return np.stack([span, *known, span - np.sum(known, axis=0), *overlapped], axis=1)
 
     def last_end_before(self, time_ns: Ints) -> Ints:
-        """Return when all work that began before each time had ended (long ago, if there was none)."""
+        """Return when all work that began before each time had ended; -2⁶² if there was none."""
         before = np.searchsorted(self.starts_ns, time_ns, side="left")
         return np.concatenate([[-(1 << 62)], self.reach_ns])[before]
+
+
+@dataclass(frozen=True, eq=False)
+class HostTime:
+    """When the host was launching and when it was synchronising; at all other times it was outside CUDA."""
+
+    launching: Stretches
+    synchronising: Stretches
+
+
+_NO_HOST = HostTime(NOTHING, NOTHING)
 
 
 def build_gpu_times(trace: Trace) -> dict[int, GpuTime]:
@@ -130,16 +157,51 @@ def build_gpu_times(trace: Trace) -> dict[int, GpuTime]:
 
 
 def communication_rows(trace: Trace) -> Bools:
-    """Return which kernels communicate, by the category of their name."""
+    """Return which kernels are communication, by the category of their name."""
     return category_rows(trace, frozenset({"communication"}))
 
 
 def category_rows(trace: Trace, categories: Container[str]) -> Bools:
-    """Return which kernels are of one of the categories, by their names."""
+    """Return which kernels belong to one of the categories, by their names."""
     is_one = np.zeros(len(trace.names), dtype=np.bool_)
     names = distinct_values(trace.work.name).tolist()
     is_one[[i for i in names if categorize(trace.names[i], trace.measure).name in categories]] = True
     return is_one[trace.work.name]
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """One row per range and GPU that it launched work on; ``member`` is the range's place in what was asked."""
+
+    member: Ints
+    device: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTime]) -> Windows:
+    """Return the windows of the ranges ``members``, one GPU after another."""
+    trace = attribution.trace
+    ranges = trace.ranges
+    tables = ((trace.work, attribution.work), (trace.copies, attribution.copies))
+    found = []
+    for device, time in times.items():
+        first = np.full(len(members), NEVER, dtype=np.int64)
+        last = np.full(len(members), -NEVER, dtype=np.int64)
+        for rows, placed in tables:
+            here = rows.device == device
+            begun, ended = placed.extent(
+                members, np.where(here, rows.start_ns, NEVER), np.where(here, rows.end_ns, -NEVER)
+            )
+            first, last = np.minimum(first, begun), np.maximum(last, ended)
+        some = np.flatnonzero(first < NEVER)
+        opened, closed = ranges.start_ns[members[some]], ranges.end_ns[members[some]]
+        first, last = first[some], last[some]
+        start = np.minimum(first, np.maximum(opened, time.last_end_before(first)))
+        found.append((some, np.full(len(some), device, dtype=np.int64), start, np.maximum(closed, last)))
+    if not found:
+        return Windows(*(np.empty(0, dtype=np.int64) for _ in range(4)))
+    return Windows(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
 def sum_parts(
@@ -181,3 +243,50 @@ def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTi
         starts_ns=starts[order],
         reach_ns=np.maximum.accumulate(np.concatenate([work.end_ns[here], copies.end_ns[moved]])[order]),
     )
+
+
+def build_host_times(trace: Trace) -> dict[int, HostTime]:
+    """Return what the host was doing for each device of the trace."""
+    calls = trace.calls
+    threads = _threads_by_device(trace)
+    wanted = {thread for some in threads.values() for thread in some}
+    waits = synchronising_calls(trace)
+    rows_of = rows_by_value(calls.thread)
+    each = {
+        thread: _one_thread(calls.start_ns[rows], calls.end_ns[rows], waits[rows])
+        for thread, rows in rows_of.items()
+        if thread in wanted
+    }
+    found = {}
+    for device, some in threads.items():
+        parts = [each[thread] for thread in some if thread in each]
+        launching = unite_all([part.launching for part in parts])
+        synchronising = unite_all([part.synchronising for part in parts])
+        found[device] = HostTime(launching, subtract(synchronising, launching))
+    return found
+
+
+def synchronising_calls(trace: Trace) -> Bools:
+    """Return which CUDA calls wait for the GPU."""
+    waits = np.zeros(len(trace.names), dtype=np.bool_)
+    waits[[i for i in distinct_values(trace.calls.name).tolist() if _SYNCHRONISES.match(trace.names[i])]] = True
+    return waits[trace.calls.name]
+
+
+def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools) -> HostTime:
+    """Return what one thread was doing; its calls are sorted by start."""
+    synchronising = unite(start_ns[waits], end_ns[waits]) if waits.any() else NOTHING
+    calls = unite(start_ns, end_ns)
+    pauses = gaps(calls)
+    short = pauses.end_ns - pauses.start_ns <= LONGEST_PAUSE_NS
+    busy = unite_all([calls, Stretches(pauses.start_ns[short], pauses.end_ns[short])])
+    return HostTime(subtract(busy, synchronising), synchronising)
+
+
+def _threads_by_device(trace: Trace) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for table in (trace.work, trace.copies):
+        for thread, rows in rows_by_value(table.launch_thread).items():
+            for device in distinct_values(table.device[rows]).tolist():
+                found.setdefault(device, set()).add(thread)
+    return found

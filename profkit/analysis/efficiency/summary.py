@@ -2,41 +2,161 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from profkit.analysis.attribution import Attribution, mark_members
 from profkit.analysis.checks.limits import refuse_impossible_times
-from profkit.analysis.efficiency.gpu_steps import summarize_steps
+from profkit.analysis.efficiency.facts import Peaks, RunFacts
+from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.efficiency.gpu_time import (
     GpuParts,
     GpuTime,
     build_gpu_times,
     category_rows,
     communication_rows,
+    find_windows,
     sum_parts,
 )
-from profkit.analysis.efficiency.inflation import Inflations
-from profkit.analysis.efficiency.model_flops import ModelFlops
-from profkit.analysis.efficiency.range_work import Amount, RangeWorks, is_step
-from profkit.analysis.efficiency.result import EfficiencyResult, EfficiencyRow
-from profkit.analysis.efficiency.run_facts import RunFacts
+from profkit.analysis.efficiency.unprofiled import ProfilingCost, UnprofiledIdle, find_uneven_times, profiling_costs
 from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
-from profkit.analysis.efficiency.warnings import warn_of_efficiency
-from profkit.analysis.efficiency.windows import find_windows
+from profkit.analysis.efficiency.work import Amount, ModelFlops, RangeWorks, is_step
 from profkit.analysis.kernels import explain_no_work, extent_ns
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges
 from profkit.analysis.range_tree import sum_wall, sum_work, work_by_node
 from profkit.analysis.ranks import Ranks
+from profkit.analysis.warnings import warn_of_placement
 from profkit.errors import TraceError
+from profkit.findings import Finding
 from profkit.trace.columns import Ints, Trace, rows_by_value
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class EfficiencyRow:
+    """All ranges of one path together; times in nanoseconds, unknown figures None.
+
+    ``wall_ns`` is Python time; ``kernel_time_ns`` and ``busy_ns`` (the union per GPU) cover the kernels and graphs
+    launched under it; ``launch_count`` counts the calls that launched them. ``gpu`` is its time on the GPUs in parts,
+    ``idle_share`` the idle part; both are None if it launched nothing. ``flops`` are matrix products as executed,
+    ``needed_flops`` those without what a causal mask hides, ``other_flops`` all other operations; rates are over
+    ``busy_ns``. ``ceiling_share`` is the time that ``flops`` would take at their dtypes' peak, over ``busy_ns``.
+    ``roof_share`` is how near the range comes to the peak that it would meet first: the time of all operations or of
+    the least bytes at their peak, whichever is longer (of the least bytes if the range is memory-bound), over
+    ``busy_ns``. ``intensity`` is all operations per least byte. ``mfu`` exists for steps: model FLOPs over the median
+    unprofiled step time and the datasheet's peak (Chowdhery et al. 2022, appendix B). ``idle_factor`` is the share of
+    idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
+    share that follows.
+    """
+
+    path: str
+    name: str
+    domain: str
+    instances: int
+    wall_ns: int
+    kernel_time_ns: int
+    busy_ns: int
+    kernel_count: int
+    launch_count: int
+    gpu: GpuParts | None
+    idle_share: float | None
+    clean_idle_share: float | None
+    flops: int | None
+    other_flops: int | None
+    needed_flops: int | None
+    least_bytes: int | None
+    flops_per_s: float | None
+    ceiling_share: float | None
+    roof_share: float | None
+    bytes_per_s: float | None
+    intensity: float | None
+    mfu: float | None
+    idle_factor: float | None
+    verdict: str | None
+    rule: str
+
+    @property
+    def best_idle_share(self) -> float | None:
+        """The idle share without a profiler if known, else the recorded one."""
+        return self.idle_share if self.clean_idle_share is None else self.clean_idle_share
+
+    @property
+    def launching_share(self) -> float | None:
+        """The share of its time on the GPU that is idle while the host launches, without a profiler if known."""
+        return None if self.gpu is None else self.gpu.launching_share_at(self.best_idle_factor)
+
+    @property
+    def host_share(self) -> float | None:
+        """The share that is idle while the host synchronises or is outside CUDA, without a profiler if known."""
+        return None if self.gpu is None else self.gpu.host_share_at(self.best_idle_factor)
+
+    @property
+    def best_idle_factor(self) -> float:
+        """The share of idle time left without a profiler if known, else 1."""
+        return 1.0 if self.idle_factor is None else self.idle_factor
+
+
+@dataclass(frozen=True)
+class EfficiencyResult:
+    """The rows and everything they rest on: the JSON of ``profkit efficiency --format json``.
+
+    ::
+
+        {"trace", "gpu", "dtype", "work_source": "formula" | "counted" | "payload" | null,
+         "peaks": null | {"source": "measured" | "datasheet", "gpu", "flops_per_s": {dtype: …}, "bytes_per_s"},
+         "capture": {parts of the GPUs' time, from the first to the last record},
+         "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
+         "steps": [{fields of `GpuStep`, "idle_share"}], "twin": "clean" | "attached" | null,
+         "inflation": [{fields of `ProfilingCost`}], "model_flops", "mfu",
+         "idle_share", "clean_idle_share", "warnings": [{"code", "message"}]}
+
+    ``ranges`` are ordered depth first. ``twin`` says which steps were timed without a profiler: those of an own process
+    (``clean``), or those of the same process before its recording began (``attached``). ``model_flops`` are per step;
+    ``mfu`` and ``idle_share`` cover all steps, None if unknown. ``clean_idle_share`` is the idle share without a
+    profiler, None if unknown.
+    """
+
+    trace: str
+    gpu: str | None
+    dtype: str | None
+    work_source: str | None
+    peaks: Peaks | None
+    capture: GpuParts
+    ranges: tuple[EfficiencyRow, ...]
+    steps: tuple[GpuStep, ...]
+    twin: str | None
+    inflation: tuple[ProfilingCost, ...]
+    model_flops: int | None
+    mfu: float | None
+    idle_share: float | None
+    clean_idle_share: float | None
+    warnings: tuple[Finding, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-ready data."""
+        data = asdict(self)
+        for row, values in zip(self.ranges, data["ranges"], strict=True):
+            values["gpu"] = None if row.gpu is None else row.gpu.to_dict()
+        for step, values in zip(self.steps, data["steps"], strict=True):
+            values |= {"gpu": step.gpu.to_dict(), "idle_share": step.idle_share}
+        return data | {"capture": self.capture.to_dict()}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per range; the parts of its time on the GPU are columns such as ``gpu_launching_ns``."""
+        import pandas as pd
+
+        return pd.json_normalize(self.to_dict()["ranges"], sep="_")
 
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """What was summed per node."""
+    """Sums by node of the range tree."""
 
     instances: Ints
     wall_ns: Ints
@@ -49,16 +169,6 @@ class _Columns:
     parts: dict[int, GpuParts]
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """What is known of a trace beside its own rows."""
-
-    facts: RunFacts
-    works: RangeWorks
-    models: ModelFlops
-    inflations: Inflations
-
-
 def measure_efficiency(
     attribution: Attribution, facts: RunFacts, ranks: Ranks, range: str | None = None, *, numbered: bool = False
 ) -> EfficiencyResult:
@@ -66,44 +176,72 @@ def measure_efficiency(
 
     Args:
         attribution: the trace with its work placed.
-        facts: what is known beside it.
-        ranks: which process is which.
+        facts: what is known besides the trace.
+        ranks: which process is which rank.
         range: only these ranges and those within them, as ``--range`` names them.
         numbered: keep ``step 0`` and ``step 1`` apart.
 
     Raises:
-        TraceError: no GPU work was recorded, or times are impossible, or a range is asked of a trace without ranges.
+        TraceError: no GPU work was recorded, times are impossible, or the trace has no ranges to choose from.
         UsageError: an unknown range.
     """
     trace = attribution.trace
     _refuse_without_work(trace)
     times = build_gpu_times(trace)
     members = chosen_ranges(attribution, range)
-    known = _know(attribution, times, facts)
-    rows = _build_rows(attribution, build_nodes(attribution, numbered=numbered), members, times, known)
+    numbered_nodes = build_nodes(attribution, numbered=True)
+    works = RangeWorks(trace, numbered_nodes, facts)
+    models = ModelFlops(attribution, numbered_nodes, works, facts)
+    unprofiled = UnprofiledIdle(attribution, times, numbered_nodes, facts)
+    nodes = numbered_nodes if numbered else build_nodes(attribution, numbered=False)
+    columns = _sum_columns(attribution, nodes, members, times)
+    ranges_of, names = rows_by_value(nodes.of_range[members]), nodes.names_above()
+    rows = []
+    for at in nodes.depth_first():
+        if at.node not in ranges_of:
+            continue
+        mine = members[ranges_of[at.node]]
+        mfu = models.mfu(mine) if is_step(at.name) else None
+        factor = unprofiled.factor(names[at.node])
+        rows.append(_build_row(at, columns, works.total(mine), facts.peaks, idle_factor=factor, mfu=mfu))
     steps = summarize_steps(attribution, ranks, times)
     span_ns = sum(step.gpu.span_ns for step in steps)
     return EfficiencyResult(
         trace=trace.path,
         gpu=facts.gpu,
         dtype=facts.dtype,
-        work_source=known.works.source(members),
+        work_source=works.source(members),
         peaks=facts.peaks,
         capture=_whole_capture(trace, times),
-        ranges=rows,
+        ranges=tuple(rows),
         steps=steps,
         twin=facts.step_times.twin if facts.step_times is not None else None,
-        inflation=known.inflations.table,
-        model_flops=known.models.of_all,
-        mfu=known.models.mfu_of_all,
+        inflation=profiling_costs(facts),
+        model_flops=models.of_all,
+        mfu=models.mfu_of_all,
         idle_share=sum(step.gpu.idle_ns for step in steps) / span_ns if span_ns else None,
-        clean_idle_share=known.inflations.clean_idle_share,
-        warnings=tuple(warn_of_efficiency(attribution, range, rows, facts)),
+        clean_idle_share=unprofiled.idle_share,
+        warnings=tuple(_find_doubts(attribution, rows, facts)),
     )
 
 
+def _find_doubts(attribution: Attribution, rows: Sequence[EfficiencyRow], facts: RunFacts) -> list[Finding]:
+    """Return what a reader must know before trusting the verdicts."""
+    found = []
+    slowed = [row for row in rows if row.verdict == "launch-bound"]
+    if slowed and all(row.idle_factor is None for row in slowed):
+        found.append(
+            Finding(
+                "no-clean-twin",
+                "the profiler slows each kernel launch, and the unprofiled step time is unknown: without a profiler,"
+                " ranges limited by kernel launches are less so or not at all; `profkit run` times both",
+            )
+        )
+    return [*found, *find_uneven_times(facts), *facts.findings, *warn_of_placement(attribution)]
+
+
 def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:
-    """Return the ranges to report: all, or those asked for and what lies within them."""
+    """Return the ranges to report: all, or those asked for and those within them."""
     trace = attribution.trace
     if range is None:
         return np.arange(len(trace.ranges))
@@ -113,40 +251,17 @@ def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:
 
 def _refuse_without_work(trace: Trace) -> None:
     if trace.measure != "gpu-kernel":
-        raise TraceError(f"{trace.path}: recorded no GPU work, whose efficiency this is; see `profkit kernels`")
+        raise TraceError(f"{trace.path}: recorded no GPU work, so efficiency is unknown; see `profkit kernels`")
     if not len(trace.work):
         raise TraceError(explain_no_work(trace))
     refuse_impossible_times(trace)
-
-
-def _know(attribution: Attribution, times: dict[int, GpuTime], facts: RunFacts) -> _Known:
-    nodes = build_nodes(attribution, numbered=True)
-    works = RangeWorks(attribution.trace, nodes, facts)
-    models = ModelFlops(attribution, nodes, works, facts)
-    return _Known(facts, works, models, Inflations(attribution, times, nodes, facts))
-
-
-def _build_rows(
-    attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime], known: _Known
-) -> tuple[EfficiencyRow, ...]:
-    columns = _sum_columns(attribution, nodes, members, times)
-    ranges_of = rows_by_value(nodes.of_range[members])
-    names = nodes.names_above()
-    rows = []
-    for at in nodes.depth_first():
-        if at.node in ranges_of:
-            mine = members[ranges_of[at.node]]
-            factor = known.inflations.idle_factor(names[at.node])
-            mfu = known.models.mfu(mine) if is_step(at.name) else None
-            rows.append(_build_row(at, columns, known.works.total(mine), known.facts, idle_factor=factor, mfu=mfu))
-    return tuple(rows)
 
 
 def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime]) -> _Columns:
     kernel_time, busy, count = sum_work(attribution, nodes, members)
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members]
-    launches, own_computing, moving = _count_launches(attribution, nodes, members)
+    launches, own_computing, moving = count_launches(attribution, nodes, members)
     return _Columns(
         instances=np.bincount(node, minlength=len(nodes)),
         wall_ns=sum_wall(attribution, nodes, members),
@@ -160,8 +275,8 @@ def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, tim
     )
 
 
-def _count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return how many calls launched each node's work, and the time of its kernels: all but communication, and movers'.
+def count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return for each node its launching calls, its kernel time without communication, and that of `MOVERS`.
 
     The kernels of a CUDA graph share one launch.
     """
@@ -181,11 +296,17 @@ def _count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) 
 
 
 def _build_row(
-    at: NodePath, columns: _Columns, amount: Amount, facts: RunFacts, *, idle_factor: float | None, mfu: float | None
+    at: NodePath,
+    columns: _Columns,
+    amount: Amount,
+    peaks: Peaks | None,
+    *,
+    idle_factor: float | None,
+    mfu: float | None,
 ) -> EfficiencyRow:
     busy_ns = int(columns.busy_ns[at.node])
     parts = columns.parts.get(at.node)
-    roofline = build_roofline(amount, facts.peaks)
+    roofline = build_roofline(amount, peaks)
     own_ns = int(columns.own_computing_ns[at.node])
     verdict = judge(
         parts,
@@ -195,7 +316,7 @@ def _build_row(
         only_communicates=busy_ns > 0 and not own_ns,
         mover_share=int(columns.moving_ns[at.node]) / own_ns if own_ns else 0.0,
     )
-    at_peak = product_ns(amount, facts.peaks)
+    at_peak = product_ns(amount, peaks)
     operations = None if amount.flops is None or amount.other_flops is None else amount.flops + amount.other_flops
     return EfficiencyRow(
         path=at.path,
@@ -216,7 +337,7 @@ def _build_row(
         least_bytes=amount.least_bytes,
         flops_per_s=_ratio(amount.flops, busy_ns / 1e9),
         ceiling_share=_ratio(at_peak, busy_ns),
-        # Products take longer at their peak than the bytes in some ranges that by their kernels wait for memory.
+        # A range that moves data by its kernels' names may still have products that take longer at their peak.
         roof_share=_ratio(roofline.memory_ns if verdict.word == "memory-bound" else roofline.bound_ns, busy_ns),
         bytes_per_s=_ratio(amount.least_bytes, busy_ns / 1e9),
         intensity=_ratio(operations, amount.least_bytes),
@@ -232,7 +353,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def _whole_capture(trace: Trace, times: dict[int, GpuTime]) -> GpuParts:
-    """Return the GPUs' time from the first to the last thing recorded."""
+    """Return the GPUs' time from the first to the last record."""
     device = np.array(list(times), dtype=np.int64)
     first, last = (np.full(len(device), edge) for edge in extent_ns(trace))
     return sum_parts(times, np.zeros(len(device), dtype=np.int64), device, first, last)[0]

@@ -1,19 +1,20 @@
-"""What bounds a range, in one word, and the rule and numbers behind it.
+"""What limits a range, in one word, and the rule and the numbers behind it.
 
 Two questions, in this order.
 
-1. Where does the range's time on the GPU go? Its span (`profkit.analysis.efficiency.gpu_time`) falls into four parts,
-   and the largest decides: idle while the host launches → *launch-bound*; idle while the host synchronises or is
-   outside CUDA → *host-bound*; only communication runs, or all that the range launched is communication →
-   *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: where
-   it is known how long the same phase takes without a profiler, the three idle parts are first shrunk by one factor,
-   so that busy time and idle time of the phase sum to its unprofiled time.
-2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): its FLOPs at the
-   peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak →
-   *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel; so where most of the kernel time
+1. Where does the range's time on the GPU go? Its span (`profkit.analysis.efficiency.gpu_time`) has four parts, and the
+   largest decides: idle while the host launches → *launch-bound*; idle while the host synchronises or is outside CUDA →
+   *host-bound*; only communication runs, or the range launched only communication → *communication-bound*; anything
+   else runs → the second question. Profiling slows the host and hardly the GPU: if the unprofiled time of the phase is
+   known, idle time is scaled first (`profkit.analysis.efficiency.unprofiled`).
+2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): if its FLOPs at
+   the peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak, it
+   is *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel. So if most of its kernel time
    is in kernels that by their names do little but move data (`MOVERS`: elementwise, reductions, copies, …), the range
-   is *memory-bound* whatever its FLOPs would take: its products are not what it waits for. Without least bytes it is
-   compute-bound if its FLOPs alone would take at least half of its busy time; else nothing can be said.
+   is *memory-bound* however long its FLOPs would take: it does not wait for its products. If its least bytes are
+   unknown, it is compute-bound if its FLOPs alone would take half of its busy time or more; else there is no verdict.
+
+These words are what JSON holds; people read "limited by arithmetic", "kernel launches" and so on.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from profkit.analysis.categories import CATEGORIES
+from profkit.analysis.efficiency.facts import VECTOR_DTYPE, Peaks
 from profkit.analysis.efficiency.gpu_time import GpuParts
-from profkit.analysis.efficiency.range_work import Amount
-from profkit.analysis.efficiency.run_facts import VECTOR_DTYPE, Peaks
+from profkit.analysis.efficiency.work import Amount
 
 Word = Literal["compute-bound", "memory-bound", "launch-bound", "communication-bound", "host-bound"]
 
 MOVERS = frozenset(CATEGORIES) - {"gemm", "attention", "communication", "graph", "other"}
-"""Categories of kernels with few operations a byte, far below what any GPU's peaks are balanced for."""
+"""Categories of kernels that do few operations a byte: any GPU's memory limits them long before its arithmetic."""
 
 _SURELY = 0.5
-"""FLOPs that fill this share of the busy time at the peak leave no room for a larger bound."""
+"""FLOPs that at the peak fill this share of the busy time leave no room for a larger limit."""
 _MOSTLY = 0.5
+"""The share of kernel time from which kernels that move data decide."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One word, or None where nothing can be said; ``rule`` says in one line how it came about."""
+    """One word, None if there is no verdict; ``rule`` says in one line why."""
 
     word: Word | None
     rule: str
@@ -46,21 +48,21 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Roofline:
-    """How long a range's work would take at the peaks, in nanoseconds; None is unknown."""
+    """How long a range's work would take at the peaks, in nanoseconds; None if unknown."""
 
     compute_ns: float | None
     memory_ns: float | None
 
     @property
     def bound_ns(self) -> float | None:
-        """Return the longer of the two; of FLOPs alone, theirs."""
+        """Return the longer of the two; that of the FLOPs if the other is unknown."""
         if self.compute_ns is None or self.memory_ns is None:
             return self.compute_ns
         return max(self.compute_ns, self.memory_ns)
 
 
 def build_roofline(amount: Amount, peaks: Peaks | None) -> Roofline:
-    """Return how long the work would take if it met each peak alone."""
+    """Return how long the work would take if only one peak limited it."""
     if peaks is None:
         return Roofline(None, None)
     compute = product_ns(amount, peaks)
@@ -72,7 +74,7 @@ def build_roofline(amount: Amount, peaks: Peaks | None) -> Roofline:
 
 
 def product_ns(amount: Amount, peaks: Peaks | None) -> float | None:
-    """Return how long the matrix products alone would take at their dtypes' peaks; None where one is unknown."""
+    """Return how long matrix products alone would take at their dtypes' peaks, in ns; None if a peak is unknown."""
     if amount.flops is None or peaks is None:
         return None
     done = {dtype: flops for dtype, flops in amount.flops_by_dtype.items() if flops}
@@ -90,15 +92,15 @@ def judge(
     only_communicates: bool,
     mover_share: float = 0.0,
 ) -> Verdict:
-    """Return what bounds a range.
+    """Return what limits a range.
 
     Args:
         parts: the range's time on its GPUs; None if it launched nothing.
         busy_ns: the union of its own kernels.
         roofline: how long its work would take at the peaks.
-        idle_factor: what is left of idle time without a profiler, where that is known.
-        only_communicates: whether all kernels of its own are communication; what else runs then is not its own.
-        mover_share: how much of its own kernel time, communication left out, is in kernels of `MOVERS`.
+        idle_factor: the share of idle time left without a profiler, if known.
+        only_communicates: all of its own kernels are communication; anything else that runs belongs to other ranges.
+        mover_share: the share of `MOVERS` in its own kernel time, without communication.
     """
     if parts is None or not parts.span_ns:
         return Verdict(None, "it launched no work on a GPU")
@@ -113,21 +115,21 @@ def judge(
     word = max(shares, key=lambda key: shares[key])
     share = f"{shares[word] / whole:.1%} of its time on the GPU"
     if idle_factor is not None:
-        share += f", idle parts times {idle_factor:.2f} as without a profiler"
+        share += f" (idle time × {idle_factor:.2f} to estimate it without a profiler)"
     if word is not None:
         return Verdict(word, f"the largest part, {share}, is {_MEANING[word]}")
     busy = f"the largest part, {share}, is computing and copying"
     if only_communicates:
-        return Verdict("communication-bound", "it launched nothing but communication, beside the work of other ranges")
+        return Verdict("communication-bound", "it launched only communication; all else belongs to other ranges")
     if parts.exposed_copy_ns > parts.computing_ns:
-        return Verdict("memory-bound", f"{busy}, copying most of all")
+        return Verdict("memory-bound", f"{busy}, mostly copying")
     return _judge_busy(busy, busy_ns, roofline, mover_share)
 
 
 _MEANING = {
     "launch-bound": "idle while the host is launching",
     "host-bound": "idle while the host synchronises or is outside CUDA",
-    "communication-bound": "communication that nothing runs beside",
+    "communication-bound": "communication that is not hidden behind computing",
 }
 
 
@@ -137,9 +139,9 @@ def _judge_busy(busy: str, busy_ns: int, roofline: Roofline, mover_share: float)
         if compute >= memory and mover_share > _MOSTLY:
             return Verdict("memory-bound", f"{busy}; {mover_share:.1%} of its kernel time is in kernels that move data")
         longer, shorter = ("FLOPs", "least bytes") if compute >= memory else ("least bytes", "FLOPs")
-        rule = f"{busy}; at the peaks its {longer} take longer than its {shorter}"
+        rule = f"{busy}; at the GPU's peaks its {longer} take longer than its {shorter}"
         return Verdict("compute-bound" if compute >= memory else "memory-bound", rule)
     if compute is not None and busy_ns and compute >= _SURELY * busy_ns:
         return Verdict("compute-bound", f"{busy}; at the peak its FLOPs take {compute / busy_ns:.1%} of its busy time")
     missing = "FLOPs (or their dtype's peak)" if compute is None else "least bytes"
-    return Verdict(None, f"{busy}; its {missing} are not known, so not which peak bounds it")
+    return Verdict(None, f"{busy}; its {missing} are unknown, so the limit is unknown")

@@ -1,4 +1,4 @@
-"""What a run directory knows of its ranges beside the trace: their work, unprofiled times, the device and its peaks."""
+"""What a run directory knows that its trace does not: work, unprofiled times, the GPU and its peaks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
 from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.errors import UsageError
+from profkit.findings import Finding
 from profkit.names import STEP
 from profkit.run.ceilings import Ceilings, read_ceilings
 from profkit.run.directory import Run
@@ -15,18 +16,20 @@ from profkit.run.manifest import Manifest
 from profkit.run.work import RunWork
 from profkit.trace.columns import Trace
 
-# torch.set_float32_matmul_precision: both others let cuBLAS take TF32 (torch/backends/cuda, allow_tf32).
+# torch.set_float32_matmul_precision: these two values let cuBLAS use TF32 (torch/backends/cuda, allow_tf32).
 _TF32_PRECISIONS = ("high", "medium")
 
 VECTOR_DTYPE = "fp32"
-"""What all that is no matrix product is done in, autocast or not, on the GPU's ordinary units."""
+"""What everything but matrix products is computed in, with autocast or without, on the GPU's ordinary units."""
+
+_UUID_HEAD = len("GPU-01234567")
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the GPU can do at most, per second: matrix products by dtype, and bytes moved.
+    """The most that a GPU can do per second: FLOPs of matrix products by dtype, and bytes moved.
 
-    ``source`` is ``measured`` (`profkit ceilings`, on a GPU of that name) or ``datasheet``.
+    ``source`` is ``measured`` (by `profkit ceilings` on a GPU of this name) or ``datasheet``.
     """
 
     source: str
@@ -37,12 +40,11 @@ class Peaks:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known beside the trace; of a bare trace little.
+    """What is known besides the trace; little if the trace lies in no run directory.
 
-    ``dtype`` is what matrix products were done in where their range does not say so itself. ``peaks`` are measured ones
-    if there are any, else the datasheet's; MFU is a share of ``datasheet``'s. ``step_times`` are those without a
-    profiler, beside those with one. ``ceilings_uuid`` is the GPU that was measured, where the run's is known to be
-    another of that name.
+    ``dtype`` is the type of matrix products whose range does not name one. ``peaks`` are the measured ones if there are
+    any, else the datasheet's; MFU always uses ``datasheet``. ``step_times`` holds unprofiled and profiled times.
+    ``ceilings_uuid`` is the GPU that was measured, if the run is known to have used another one of the same name.
     """
 
     gpu: str | None
@@ -53,31 +55,49 @@ class RunFacts:
     step_times: StepTimes | None
     ceilings_uuid: str | None
 
-    def clean_times(self, phase: str, context: int | None) -> PhaseTimes | None:
-        """Return what a phase (or ``step``) took without a profiler."""
-        phases = self.step_times.phases if self.step_times is not None else ()
-        return next((one for one in phases if (one.phase, one.context) == (phase, context)), None)
+    @property
+    def phases(self) -> tuple[PhaseTimes, ...]:
+        """The phases (and steps) that were timed without a profiler."""
+        return self.step_times.phases if self.step_times is not None else ()
+
+    def unprofiled(self, phase: str, context: int | None) -> PhaseTimes | None:
+        """Return the times of one phase (or ``step``), if it was timed without a profiler."""
+        return next((one for one in self.phases if (one.phase, one.context) == (phase, context)), None)
 
     def step_ns(self, context: int | None) -> float | None:
-        """Return the median step without a profiler."""
-        timed = self.clean_times(STEP, context)
+        """Return the median unprofiled step time."""
+        timed = self.unprofiled(STEP, context)
         return None if timed is None else timed.clean.median
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong with these facts: ceilings of another GPU, operators that were not counted."""
+        found = []
+        if self.ceilings_uuid is not None and self.peaks is not None:
+            uuid = self.ceilings_uuid[:_UUID_HEAD]
+            found.append(
+                Finding("other-gpu", f"the ceilings were measured on another {self.peaks.gpu} ({uuid}) than the run's")
+            )
+        if self.work is not None and self.work.missing:
+            names = ", ".join(self.work.missing)
+            found.append(Finding("uncounted", f"operators without a FLOP formula, counted as no work: {names}"))
+        return tuple(found)
 
 
 def read_run_facts(
     trace: Trace, run: Run | None, *, ceilings: Path | None = None, dtype: str | None = None
 ) -> RunFacts:
-    """Return what is known beside a trace.
+    """Return what is known besides the trace.
 
     Args:
         trace: the capture.
-        run: the run that it is of, if any.
-        ceilings: a file of `profkit ceilings` (or a run with one) to use; else the run's own.
-        dtype: what matrix products were done in, where the run does not say.
+        run: the run it belongs to, if any.
+        ceilings: a file of `profkit ceilings`, or a run directory that has one; by default the run's own.
+        dtype: the type of matrix products, if the run does not name it.
 
     Raises:
         RunError: a file of the run, or the ceilings, cannot be read.
-        UsageError: the ceilings were measured on another GPU, or the run says another ``dtype``.
+        UsageError: the ceilings were measured on another GPU, or the run names another ``dtype``.
     """
     manifest = Manifest() if run is None else run.manifest
     work = None if run is None else run.work
@@ -86,14 +106,12 @@ def read_run_facts(
     measured = _measured(run, ceilings)
     if measured is not None and gpu is not None and _bare(measured.device.name) != _bare(gpu):
         raise UsageError(
-            f"{ceilings or trace.path}: the ceilings were measured on {measured.device.name}, the capture is of {gpu};"
-            " measure on that GPU with `profkit ceilings`"
+            f"{ceilings or trace.path}: the ceilings were measured on {measured.device.name}, the capture on {gpu};"
+            " run `profkit ceilings` on that GPU"
         )
     recorded = (work.dtype if work is not None else None) or _dtype_of(manifest)
     if None not in (dtype, recorded) and dtype != recorded:
-        raise UsageError(
-            f"{trace.path}: this run says that its matrix products were done in {recorded}, not in {dtype}"
-        )
+        raise UsageError(f"{trace.path}: the run computed its matrix products in {recorded}, not in {dtype}")
     return RunFacts(
         gpu=gpu,
         dtype=recorded or dtype,
@@ -119,20 +137,20 @@ def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
 
 
 def _other_uuid(measured: Ceilings | None, manifest: Manifest) -> str | None:
-    """Return which GPU was measured if it is not the run's; None where either is not known."""
+    """Return the UUID of the measured GPU if the run used another one; None if either is unknown."""
     used = None if manifest.conditions is None else manifest.conditions.gpu_uuid
     found = None if measured is None else measured.device.uuid
     return found if None not in (used, found) and used != found else None
 
 
 def _gpu_name(trace: Trace, manifest: Manifest) -> str | None:
-    """Return the one name that the GPUs of the capture have; None where they differ and no manifest says which."""
+    """Return the GPUs' name; None if the capture has GPUs of several names and the manifest names none."""
     names = set(trace.gpus)
     return manifest.gpu or (names.pop() if len(names) == 1 else None)
 
 
 def _dtype_of(manifest: Manifest) -> str | None:
-    """Return what a run's matrix products were done in: autocast's type, else as float32 products are set to be."""
+    """Return the type of a run's matrix products: autocast's, else tf32 or fp32 as the run was set."""
     asked = manifest.workload.dtype
     if asked is None or manifest.device == "cpu":
         return None

@@ -1,8 +1,8 @@
-"""Attention taken apart: what its two matrix products and its softmax take in the forward pass, in time and in FLOPs.
+"""Attention in parts: the time and the operations of its two matrix products and its softmax in the forward pass.
 
 The parts are the ranges that profkit's built-in models open (`profkit.names`). A softmax does a few operations per
-score, a product does two per score and head dimension; that its time is not as much smaller as its FLOPs are is what
-this shows.
+score; a product does two per score and head dimension. The table shows that the softmax's time is not smaller by the
+same ratio.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.checks.limits import refuse_impossible_times
-from profkit.analysis.efficiency.range_work import RangeWorks
-from profkit.analysis.efficiency.run_facts import RunFacts
+from profkit.analysis.efficiency.facts import RunFacts
+from profkit.analysis.efficiency.work import RangeWorks
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.range_paths import build_nodes, select_ranges
 from profkit.analysis.selection import find_warmup, lies_within
@@ -34,10 +34,10 @@ _LAYER = re.compile(r"layer (\d+)")
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """One part, of one layer or (``layer`` None) of all: kernel time in ns and operations of all its instances.
+    """One part in one layer, or in all layers (``layer`` None): its kernel time in ns and its operations.
 
-    ``operations`` are matrix products and all others together (of a bare trace the products that its range carries),
-    None where they are not known. The ratios are to the scores of the same layers.
+    ``operations`` are matrix products and all others together; of a trace without a run directory, the products that
+    its ranges carry; None if unknown. The ratios are to the scores of the same layers.
     """
 
     layer: int | None
@@ -51,7 +51,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """The parts over all layers, then layer by layer, outside ``warmup``; only those within ``range``, if named."""
+    """The parts over all layers, then layer by layer, without ``warmup``; with a ``range``, only those within it."""
 
     trace: str
     range: str | None
@@ -70,10 +70,10 @@ class AttentionResult:
 
 
 def measure_attention(attribution: Attribution, facts: RunFacts, range: str | None = None) -> AttentionResult:
-    """Return what the parts of attention took, all of them or those within ``range``.
+    """Return what the parts of attention took, everywhere or within ``range``.
 
     Raises:
-        TraceError: the trace has no ranges of the three parts (there), or impossible times.
+        TraceError: there are no ranges of the three parts, or the trace has impossible times.
         UsageError: an unknown range.
     """
     trace = attribution.trace
@@ -86,8 +86,8 @@ def measure_attention(attribution: Attribution, facts: RunFacts, range: str | No
     if not len(members):
         where = "" if range is None else f" of the forward pass within {range!r}"
         raise TraceError(
-            f"{trace.path}: holds no ranges {', '.join(map(repr, PARTS))}{where}, which profkit's built-in models open"
-            " where they run uncompiled"
+            f"{trace.path}: no ranges {', '.join(map(repr, PARTS))}{where}; profkit's built-in models open them"
+            " if they are not compiled"
         )
     works = RangeWorks(trace, build_nodes(attribution, numbered=True), facts)
     layer_of = _layers(attribution, members)
@@ -102,7 +102,7 @@ def measure_attention(attribution: Attribution, facts: RunFacts, range: str | No
 
 
 def _compare(layer: int | None, members: Ints, part_of: Ints, time_ns: Ints, works: RangeWorks) -> list[AttentionPart]:
-    """Return the three parts of one layer, or of all, beside the scores."""
+    """Return the three parts of one layer, or of all, with their ratios to the scores."""
     amounts = [works.total(members[part_of == part]) for part in range(len(PARTS))]
     times = [int(time_ns[part_of == part].sum()) for part in range(len(PARTS))]
     counts = [None if one.flops is None else one.flops + (one.other_flops or 0) for one in amounts]
@@ -125,7 +125,7 @@ def _ratio(one: int | None, other: int | None) -> float | None:
 
 
 def _parts(trace: Trace) -> Ints:
-    """Return which of `PARTS` each range is, or -1."""
+    """Return the index in `PARTS` of each range, or -1."""
     table = np.full(len(trace.names), -1, dtype=np.int64)
     for index, name in enumerate(trace.names):
         if name in PARTS:
@@ -134,7 +134,7 @@ def _parts(trace: Trace) -> Ints:
 
 
 def _lies_in(attribution: Attribution, name: str | None) -> Bools:
-    """Return which ranges are of this name or lie within one that is."""
+    """Return which ranges have this name or lie within one that has it."""
     trace = attribution.trace
     named = np.array([one == name for one in trace.names], dtype=np.bool_)
     return mark_nested(attribution.parent, named[trace.ranges.name])

@@ -1,0 +1,171 @@
+"""How much arithmetic each range of a trace did, and how well its steps used the GPU for it (MFU).
+
+A run's ``work.json`` names a range by its path below the step, so ``warmup``, steps and everything around them are left
+off a range's path before the two are compared. Without ``work.json``, a range's payload counts as its FLOPs if it is a
+whole number in NVTX's default domain: that is how `profkit.annotate` stores them.
+
+Model FLOPs utilization is defined by Chowdhery et al. 2022 (PaLM), appendix B: the FLOPs of forward and backward as the
+model asks for them, however much is recomputed, over the time of the whole step, optimizer and data included. Here the
+time is unprofiled and the peak is the datasheet's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.checks.step_check import find_measured
+from profkit.analysis.efficiency.facts import RunFacts
+from profkit.analysis.range_paths import RangeNodes
+from profkit.analysis.selection import is_warmup
+from profkit.names import BACKWARD, FORWARD, STEP
+from profkit.run.work import RangeWork
+from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints
+
+_STEP = re.compile(rf"{STEP}( (\d+|\*))?", re.IGNORECASE)
+_CONTEXT = re.compile(r"context (\d+)")
+_UNKNOWN_DTYPE = "unknown"
+
+
+@dataclass(frozen=True)
+class Amount:
+    """The work of some ranges together; None if it is unknown for any of them. ``flops_by_dtype`` sums to ``flops``."""
+
+    flops: int | None = None
+    other_flops: int | None = None
+    needed_flops: int | None = None
+    least_bytes: int | None = None
+    flops_by_dtype: dict[str, int] = field(default_factory=dict)
+    sources: frozenset[str] = frozenset()
+
+
+def is_step(name: str) -> bool:
+    """Return whether profkit gives this name to steps: ``step``, ``step 3``, or ``step *`` for all of them."""
+    return _STEP.fullmatch(name) is not None
+
+
+class RangeWorks:
+    """Knows how much work the ranges of a trace did."""
+
+    def __init__(self, trace: Trace, nodes: RangeNodes, facts: RunFacts) -> None:
+        """Look up the path of every node; ``nodes`` must be numbered: ``layer 0`` and ``layer 1`` may differ."""
+        self._dtype = facts.dtype or _UNKNOWN_DTYPE
+        self._node = nodes.of_range
+        self._known = _by_node(nodes, facts)
+        self._source = facts.work.source if facts.work is not None else ""
+        self._payload = np.full(len(trace.ranges), -1, dtype=np.int64)
+        for index, value in trace.ranges.payload.items():
+            if isinstance(value, int) and value >= 0 and trace.names[int(trace.ranges.domain[index])] == "":
+                self._payload[index] = value
+
+    def source(self, members: Ints) -> str | None:
+        """Return where the figures for these ranges come from; None if none is known."""
+        if any(self._known[node] is not None for node in distinct_values(self._node[members]).tolist()):
+            return self._source
+        return "payload" if (self._payload[members] >= 0).any() else None
+
+    def total(self, members: Ints) -> Amount:
+        """Return the work of the ranges ``members`` together."""
+        if not len(members):
+            return Amount()
+        nodes, counts = np.unique(self._node[members], return_counts=True)
+        known = [(self._known[node], count) for node, count in zip(nodes.tolist(), counts.tolist(), strict=True)]
+        whole = [(work, count) for work, count in known if work is not None]
+        if len(whole) == len(known):
+            return _sum(whole, self._source)
+        payload = self._payload[members]
+        if (payload < 0).any():
+            return Amount()
+        flops = int(payload.sum())
+        return Amount(flops=flops, flops_by_dtype={self._dtype: flops}, sources=frozenset({"payload"}))
+
+
+def _sum(whole: list[tuple[RangeWork, int]], source: str) -> Amount:
+    by_dtype: dict[str, int] = {}
+    for work, count in whole:
+        for dtype, flops in work.flops_by_dtype.items():
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + flops * count
+    return Amount(
+        flops=sum(work.flops * count for work, count in whole),
+        other_flops=sum(work.other_flops * count for work, count in whole),
+        needed_flops=sum(work.needed_flops * count for work, count in whole),
+        least_bytes=sum(work.least_bytes * count for work, count in whole),
+        flops_by_dtype=by_dtype,
+        sources=frozenset({source}),
+    )
+
+
+def _by_node(nodes: RangeNodes, facts: RunFacts) -> list[RangeWork | None]:
+    """Return what ``work.json`` says about the path of each node."""
+    if facts.work is None:
+        return [None] * len(nodes)
+    by_path = {work.path: work for work in facts.work.ranges}
+    return [_look_up(by_path, names) for names in nodes.names_above()]
+
+
+def _look_up(by_path: dict[tuple[str, ...], RangeWork], names: tuple[str, ...]) -> RangeWork | None:
+    if is_warmup(names[-1]) or context_of(names[-1:]) is not None:
+        return None  # these lie around any number of steps
+    kept = tuple(name for name in names if not is_step(name) and not is_warmup(name))
+    # Ranges that a script opens around its steps are not part of the paths in work.json.
+    below = names[max((at + 1 for at, name in enumerate(names) if is_step(name)), default=0) :]
+    return by_path.get(kept) or by_path.get(below)
+
+
+def context_of(names: Iterable[str]) -> int | None:
+    """Return the context length that a range lies in, from the names above it, if the run has several."""
+    found = (_CONTEXT.fullmatch(name) for name in names)
+    return next((int(match[1]) for match in found if match), None)
+
+
+class ModelFlops:
+    """Knows how many FLOPs the steps of a trace ask for, and their MFU."""
+
+    def __init__(self, attribution: Attribution, nodes: RangeNodes, works: RangeWorks, facts: RunFacts) -> None:
+        """Find the measured steps; ``nodes`` must be numbered."""
+        self._attribution = attribution
+        self._nodes = nodes
+        self._names = nodes.names_above()
+        self._works = works
+        self._facts = facts
+        steps = find_measured(attribution).get(STEP, empty_ints())
+        contexts = {self._context(step) for step in steps.tolist()}
+        self.of_all = self.of_steps(steps)
+        """FLOPs of each step; None if they are unknown or differ between steps."""
+        self.mfu_of_all = self._share(self.of_all, contexts.pop()) if len(contexts) == 1 else None
+
+    def mfu(self, members: Ints) -> float | None:
+        """Return the MFU of some steps; None if they belong to several contexts or something is unknown."""
+        contexts = {self._context(step) for step in members.tolist()}
+        return self._share(self.of_steps(members), contexts.pop()) if len(contexts) == 1 else None
+
+    def of_steps(self, members: Ints) -> int | None:
+        """Return the FLOPs that each of these steps asks for; None if they are unknown or differ."""
+        found = {self._of_step(step) for step in members.tolist()}
+        return found.pop() if len(found) == 1 else None
+
+    def _of_step(self, step: int) -> int | None:
+        """Return a step's FLOPs: the run's figure, else the sum of its forward and backward ranges.
+
+        A step that only runs forward has no backward range; then forward alone is the sum.
+        """
+        if self._facts.work is not None and self._context(step) is None:
+            return self._facts.work.model_flops
+        trace = self._attribution.trace
+        inside = np.flatnonzero(self._attribution.parent == step)
+        passes = [i for i in inside.tolist() if trace.names[int(trace.ranges.name[i])] in (FORWARD, BACKWARD)]
+        return self._works.total(np.array(passes, dtype=np.int64)).flops
+
+    def _share(self, flops: int | None, context: int | None) -> float | None:
+        step_ns, sheet = self._facts.step_ns(context), self._facts.datasheet
+        peak = sheet.flops_per_s.get(self._facts.dtype or "") if sheet is not None else None
+        if flops is None or not step_ns or peak is None:
+            return None
+        return flops / (step_ns / 1e9 * peak)
+
+    def _context(self, step: int) -> int | None:
+        return context_of(self._names[self._nodes.of_range[step]])
