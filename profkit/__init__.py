@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from profkit.version import __version__
 
 if TYPE_CHECKING:
-    from profkit.analysis.compare.comparison import compare as compare
-    from profkit.analysis.memory.opened import read_snapshot as read_snapshot
-    from profkit.analysis.opened import read_trace as read_trace
     from profkit.analysis.step_times import read_step_times as read_step_times
     from profkit.annotation import annotate as annotate
+    from profkit.reading import compare as compare
+    from profkit.reading import open_snapshot as read_snapshot
+    from profkit.reading import open_trace as read_trace
 
 _HOMES = {
-    "annotate": "profkit.annotation",
-    "compare": "profkit.analysis.compare.comparison",
-    "read_snapshot": "profkit.analysis.memory.opened",
-    "read_step_times": "profkit.analysis.step_times",
-    "read_trace": "profkit.analysis.opened",
+    "annotate": ("profkit.annotation", "annotate"),
+    "compare": ("profkit.reading", "compare"),
+    "read_snapshot": ("profkit.reading", "open_snapshot"),
+    "read_step_times": ("profkit.analysis.step_times", "read_step_times"),
+    "read_trace": ("profkit.reading", "open_trace"),
 }
 
 __all__ = ["__version__", "annotate", "compare", "read_snapshot", "read_step_times", "read_trace"]
@@ -30,10 +30,10 @@ __all__ = ["__version__", "annotate", "compare", "read_snapshot", "read_step_tim
 
 def __getattr__(name: str) -> Any:
     try:
-        home = _HOMES[name]
+        module, there = _HOMES[name]
     except KeyError:
         raise AttributeError(f"module 'profkit' has no attribute {name!r}") from None
-    return getattr(import_module(home), name)
+    return getattr(import_module(module), there)
 
 
 def __dir__() -> list[str]:

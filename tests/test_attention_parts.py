@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from profkit import read_trace
 from profkit.analysis.efficiency.attention import PARTS
-from profkit.analysis.opened import read_trace
 from profkit.errors import TraceError, UsageError
 from tests.efficiency_runs import SMALL, make_small_run
 from tests.nsys_builder import NsysBuilder

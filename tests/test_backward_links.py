@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.opened import OpenedTrace, read_trace
+from profkit import read_trace
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.errors import UsageError
 
 MAIN, AUTOGRAD = 10, 11

@@ -16,9 +16,9 @@ import pytest
 from profkit.analysis.compare import budgets as budgets_module
 from profkit.analysis.compare.budget_lines import BudgetLine
 from profkit.analysis.compare.budgets import Budgets, check_budgets
-from profkit.analysis.compare.capture import open_capture
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.errors import UsageError
+from profkit.reading import open_capture
 from profkit.run_directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.conftest import ROOT

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.compare.comparison import compare
+from profkit import compare
 from profkit.errors import UsageError
 from profkit.run_directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.opened import read_trace
+from profkit import read_trace
 from profkit.models.flops import forward_flops
 from profkit.models.presets import PRESETS
 from profkit.models.workload import Order, Workload

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profkit import read_trace
 from profkit.analysis.categories import CATEGORIES
 from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow, count_launches
 from profkit.analysis.efficiency.verdicts import MOVERS, Roofline, build_roofline, judge
 from profkit.analysis.efficiency.work import Amount
-from profkit.analysis.opened import read_trace
 from profkit.analysis.range_paths import build_nodes
 from profkit.errors import TraceError, UsageError
 from profkit.report.efficiency import books

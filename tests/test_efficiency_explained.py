@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from profkit import read_trace
 from profkit.analysis.efficiency.evidence import find_evidence
-from profkit.analysis.opened import read_trace
 from tests.efficiency_runs import SMALL
 from tests.nsys_builder import NsysBuilder
 

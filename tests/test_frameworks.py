@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from profkit.analysis.opened import read_trace
+from profkit import read_trace
 
 ROOT = Path(__file__).parent.parent
 

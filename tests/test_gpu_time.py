@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profkit import read_trace
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.efficiency.gpu_time import (
@@ -21,7 +22,6 @@ from profkit.analysis.efficiency.gpu_time import (
     sum_parts,
 )
 from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
-from profkit.analysis.opened import read_trace
 from profkit.analysis.range_paths import select_ranges
 from profkit.trace.columns import Trace
 from tests.conftest import ROOT

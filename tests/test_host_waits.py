@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from profkit import read_trace
 from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.opened import read_trace
 from profkit.report.host_waits import host_wait_lines
 from tests.nsys_builder import NsysBuilder
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.opened import read_trace
+from profkit import read_trace
 from profkit.cli import main, progress
 from profkit.report.kernel_plot import MOST_BARS, _draw, plot_kernels
 from tests.conftest import ROOT
@@ -243,9 +243,9 @@ def test_a_device_is_written_to_and_not_replaced(profkit: Run, trace: Path) -> N
     ("arguments", "code", "says"),
     [
         (("--range", "forwrad"), 2, "nearest: 'forward'"),
-        (("--instance", "1"), 2, "--instance needs --range"),
+        (("--instance", "1"), 2, "one instance needs a range"),
         (("--range", "forward", "--instance", "9"), 2, "2 instances"),
-        (("--per-instance",), 2, "--per-instance needs --range"),
+        (("--per-instance",), 2, "one line per instance needs a range"),
         (("--device", "4"), 2, "device 0"),
         (("--process", "4"), 2, "pid 100"),
         (("--by", "colour"), 2, "colour"),

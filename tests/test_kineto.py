@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from profkit.analysis.opened import read_trace
+from profkit import read_trace
 from profkit.errors import TraceError
 from profkit.trace.columns import NO_LAUNCH, Trace
 from profkit.trace.kineto import read_kineto

@@ -31,7 +31,7 @@ ALLOWED = {
     "allocator": {"snapshot", *BASE},
     "analysis": {"allocator", "trace", "snapshot", "run_directory", *BASE},
     "reading": {"analysis", "allocator", "trace", "snapshot", "launch", *BASE},
-    "report": {"analysis", "allocator", "trace", "snapshot", "run_directory", *BASE},
+    "report": {"analysis", "reading", "allocator", "trace", "snapshot", "run_directory", *BASE},
     "cli": {"guides", "report", "reading", "analysis", "trace", "snapshot", "launch", "models", "run_directory", *BASE},
     "__main__": {"cli"},
     "__init__": {"analysis", "annotation", "reading", "version"},
@@ -129,9 +129,9 @@ def test_the_public_names_are_what_they_say() -> None:
     assert {name: getattr(profkit, name).__name__ for name in profkit.__all__ if name != "__version__"} == {
         "annotate": "annotate",
         "compare": "compare",
-        "read_snapshot": "read_snapshot",
+        "read_snapshot": "open_snapshot",
         "read_step_times": "read_step_times",
-        "read_trace": "read_trace",
+        "read_trace": "open_trace",
     }
     assert set(dir(profkit)) == set(profkit.__all__)
     with pytest.raises(AttributeError, match="no attribute 'profile'"):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.compare.capture import open_capture
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.errors import RunError, TraceError
+from profkit.reading import open_capture
 from profkit.run_directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT
 from tests.memory_captures import Training

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.opened import read_trace
+from profkit import read_trace
 from profkit.analysis.ranks import BY_DEVICE, BY_PID, PROVED, TOLD, find_ranks
 from profkit.errors import UsageError
 from profkit.trace.nsys import read_nsys
@@ -102,16 +102,16 @@ def test_one_rank_is_a_trace_of_its_own(profkit: Run, two: Path) -> None:
     data = json.loads(profkit("kernels", two, "--rank", "0", "--range", "backward", "--format", "json").stdout)
     assert (data["kernel_time_ns"], data["ledger"]["total_ns"], data["filters"]["rank"]) == (60_000, 60_000, 0)
     done = profkit("ranges", two, "--rank", "1")
-    assert "share is of all kernel time of rank 1: 60,009 ns" in done.stdout
+    assert "100 % = 60.01 µs of kernels of rank 1" in done.stdout
 
 
 def test_a_rank_that_is_not_there(profkit: Run, two: Path, tmp_path: Path) -> None:
     for command in ("kernels", "ranges"):
         done = profkit(command, two, "--rank", "7")
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == "profkit: --rank 7: this trace holds ranks 0, 1\n"
+        assert done.stderr == "profkit: no rank 7: this trace holds ranks 0, 1\n"
     alone = _write(tmp_path / "one.sqlite", {200: 5}, {200: 0})
-    assert "this trace holds no ranks" in profkit("kernels", alone, "--rank", "0").stderr
+    assert "this trace holds one process" in profkit("kernels", alone, "--rank", "0").stderr
 
 
 def test_who_is_waited_for_is_told_where_the_rule_says_otherwise(profkit: Run, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
+from profkit import read_trace
 from profkit.analysis.memory.opened import read_snapshot
-from profkit.analysis.opened import read_trace
 from profkit.cli import _COMMANDS
 from tests.conftest import ROOT
 

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
-from profkit.analysis.opened import read_trace
+from profkit import read_trace
 from profkit.errors import TraceError
 from profkit.report import roofline
 from profkit.report.roofline import plot_roofline, rate_of

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from profkit.analysis.opened import read_trace
+from profkit import read_trace
 from profkit.analysis.ranks import PROVED
 from tests.test_run_script import DDP
 

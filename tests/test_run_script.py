@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.opened import read_trace
+from profkit import read_trace
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.opened import OpenedTrace, read_trace
+from profkit import read_trace
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.errors import TraceError, UsageError
 from tests.nsys_builder import NsysBuilder
 
@@ -85,7 +86,7 @@ def test_instances_are_counted_from_nought(opened: OpenedTrace) -> None:
     assert opened.kernels("step *", instance=1).kernel_time_ns == 1113
     with pytest.raises(UsageError, match="3 instances, counted from 0"):
         opened.kernels("forward", instance=3)
-    with pytest.raises(UsageError, match="needs --range"):
+    with pytest.raises(UsageError, match="needs a range"):
         opened.kernels(instance=0)
 
 
@@ -112,7 +113,7 @@ def test_per_instance_rows_sum_to_the_table(opened: OpenedTrace) -> None:
     assert result.per_instance is not None
     assert [row.kernel_time_ns for row in result.per_instance] == [110, 110, 110]
     assert [row.start_ns for row in result.per_instance] == [10, 1010, 2010]
-    with pytest.raises(UsageError, match="needs --range"):
+    with pytest.raises(UsageError, match="needs a range"):
         opened.kernels(per_instance=True)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from profkit import read_trace
 from profkit.analysis.checks.run_check import KnownRun
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
-from profkit.analysis.opened import read_trace
 from profkit.errors import TraceError
 from tests.nsys_builder import NsysBuilder, process_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from profkit import read_trace
 from profkit.analysis.compare.step_samples import StepSamples, has_measured_steps, sample_steps
-from profkit.analysis.opened import read_trace
 from profkit.analysis.range_paths import join_path
 from profkit.errors import UsageError
 from tests.conftest import ROOT

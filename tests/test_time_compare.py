@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profkit import read_trace
 from profkit.analysis.compare.step_samples import StepSamples, sample_steps
 from profkit.analysis.compare.time_compare import IN_NO_RANGE, TimeComparison, compare_times
-from profkit.analysis.opened import read_trace
 from tests.conftest import ROOT
 from tests.step_builder import ADD, FUSED, MUL, NVJET, SGEMM, Step, write_steps
 

@@ -127,7 +127,7 @@ def _launching_operator(trace: Trace) -> Ints:
         return trace.work.name
     if trace.work.operator is None:
         raise UsageError(
-            f"{trace.path}: does not say which operators launched its kernels; record with torch.profiler, or take"
-            " another --by"
+            f"{trace.path}: does not say which operators launched its kernels; record with torch.profiler, or group"
+            " by kernel, category or range"
         )
     return trace.work.operator

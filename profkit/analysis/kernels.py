@@ -122,7 +122,7 @@ def summarize_kernels(
     if not len(trace.work):
         raise TraceError(explain_no_work(trace))
     if per_instance and wanted.range is None:
-        raise UsageError("--per-instance needs --range: an instance is one opening of a range")
+        raise UsageError("one line per instance needs a range: an instance is one opening of a range")
     refuse_impossible_times(trace)
     first_ns, last_ns = extent_ns(trace)
     chosen = choose_work(attribution, wanted)

@@ -73,7 +73,7 @@ def select_ranges(
         raise UsageError(_explain_unknown(attribution, request, limited=processes is not None))
     if instance is not None:
         if not 0 <= instance < len(members):
-            raise UsageError(f"--instance {instance}: {request!r} has {len(members)} instances, counted from 0")
+            raise UsageError(f"no instance {instance}: {request!r} has {len(members)} instances, counted from 0")
         members = members[instance : instance + 1]
     return members
 

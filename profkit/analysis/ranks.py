@@ -60,8 +60,8 @@ class Ranks:
 def explain_no_rank(number: int, there: tuple[int, ...]) -> str:
     """Return why a rank cannot be had, in one line."""
     if not there:
-        return f"--rank {number}: this trace holds no ranks: one process, of which nothing says that it is one of many"
-    return f"--rank {number}: this trace holds rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
+        return f"no rank {number}: this trace holds one process, and nothing says that it is one of several ranks"
+    return f"no rank {number}: this trace holds rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
 
 
 def find_ranks(trace: Trace, known: Mapping[int, int] | None = None) -> Ranks:

@@ -87,7 +87,7 @@ def choose_work(attribution: Attribution, wanted: KernelFilter) -> Chosen:
         UsageError: an unknown range, process, device or instance.
     """
     if wanted.instance is not None and wanted.range is None:
-        raise UsageError("--instance needs --range")
+        raise UsageError("one instance needs a range: an instance is one opening of a range")
     trace = attribution.trace
     without = None if wanted.exclude is None else select_ranges(attribution, wanted.exclude)
     rows, copies = _limit(trace, trace.work, wanted), _limit(trace, trace.copies, wanted)
@@ -184,7 +184,7 @@ def _limit(trace: Trace, rows: Work | Copies, wanted: KernelFilter) -> Bools:
     if wanted.device is not None:
         devices = distinct_values(trace.work.device).tolist()
         if wanted.device not in devices:
-            raise UsageError(f"--device {wanted.device}: this trace has work on {_listed('device', devices)}")
+            raise UsageError(f"no device {wanted.device}: this trace has work on {_listed('device', devices)}")
         keep &= rows.device == wanted.device
     return keep
 
@@ -194,7 +194,7 @@ def _processes(trace: Trace, wanted: KernelFilter) -> frozenset[int] | None:
         return None
     found = frozenset(process for process, pid in trace.process_ids.items() if pid == wanted.process)
     if not found:
-        raise UsageError(f"--process {wanted.process}: this trace has {_listed('pid', trace.process_ids.values())}")
+        raise UsageError(f"no process {wanted.process}: this trace has {_listed('pid', trace.process_ids.values())}")
     return found
 
 

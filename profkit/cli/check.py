@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from profkit.analysis.compare.budgets import Budgets, check_budgets
-from profkit.analysis.compare.capture import OpenedCapture, open_capture
-from profkit.cli.captures import open_trace
+from profkit.analysis.compare.capture import OpenedCapture
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Milliseconds, Percent, Share, Size
 from profkit.errors import CheckError, UsageError
+from profkit.reading import open_capture
 from profkit.report.check import label, render_check
 from profkit.report.formats import Format
 
@@ -81,4 +81,4 @@ def check(
 
 def _open(path: Path) -> OpenedCapture:
     with shown_after_a_second(f"reading {path.name}"):
-        return open_capture(path, open_trace)
+        return open_capture(path)

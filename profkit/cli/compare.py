@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.compare.capture import OpenedCapture, open_capture
+from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures, refuse_other_measure
 from profkit.analysis.compare.provenance import compare_provenance
-from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
+from profkit.reading import open_capture
 from profkit.report.compare import TOP, VIEWS, View, render_compare
 from profkit.report.formats import Format
 
@@ -65,7 +65,7 @@ def compare(
 
 def _open(path: Path) -> OpenedCapture:
     with shown_after_a_second(f"reading {path.name}"):
-        return open_capture(path, open_trace)
+        return open_capture(path)
 
 
 def _warn(result: CaptureComparison, style: Format) -> None:

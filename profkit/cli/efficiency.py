@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from profkit.analysis.efficiency.evidence import find_evidence
-from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, require_png, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
 from profkit.findings import Finding
+from profkit.reading import open_trace
 from profkit.report.attention_parts import render_attention
 from profkit.report.efficiency import render_efficiency
 from profkit.report.efficiency_explained import render_explanation

@@ -9,13 +9,13 @@ import click
 
 from profkit.analysis.kernel_rows import Grouping
 from profkit.analysis.kernels import KernelsResult
-from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.selection import KernelFilter
-from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, require_png, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
+from profkit.reading import open_trace
 from profkit.report.formats import Format
 from profkit.report.kernels import SORTS, render_kernels
 from profkit.report.summary import beside_phases, render_phases

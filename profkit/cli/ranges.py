@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.captures import open_trace
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError
+from profkit.reading import open_trace
 from profkit.report.document import Format
 from profkit.report.ranges import build_ranges_document
 

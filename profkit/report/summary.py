@@ -7,9 +7,10 @@ from pathlib import Path
 
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernels import KernelsResult
-from profkit.analysis.opened import OpenedTrace, read_trace
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.range_paths import split_path
 from profkit.names import PHASES, STEP, WARMUP, context_range
+from profkit.reading import open_trace
 from profkit.report.document import render
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.kernels import render_kernels
@@ -90,7 +91,7 @@ def render_run_summary(run: Path) -> str:
     """Return what a finished run says: its self-check, phases, and kernels; of an NVTX-only capture its ranges."""
     from profkit.report.clean_times import render_clean_times
 
-    opened = read_trace(run)
+    opened = open_trace(run)
     manifest = Run(run).manifest
     clean = render_clean_times(manifest)
     verdict = verdict_line(opened.self_check)

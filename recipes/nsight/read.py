@@ -11,7 +11,7 @@ from profkit import read_step_times
 from profkit.analysis.efficiency.attention import AttentionPart
 from profkit.analysis.kernel_rows import KernelRow
 from profkit.analysis.kernels import KernelsResult
-from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.sample_statistics import median
 from profkit.analysis.step_times import unprofiled_times_ns
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, SCORES, SOFTMAX, VALUE_PRODUCT, context_range

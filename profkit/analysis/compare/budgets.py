@@ -15,7 +15,7 @@ from profkit.analysis.compare.budget_shares import MAX_SHARE, judge_share
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.clean_compare import is_whole_step, read_clean_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.sample_statistics import median
 from profkit.errors import RunError, TraceError, UsageError
 

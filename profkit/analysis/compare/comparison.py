@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from profkit.analysis.compare.capture import OpenedCapture, open_capture
+from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.clean_compare import CleanComparison, compare_clean, read_clean_steps
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.analysis.compare.step_samples import has_measured_steps, sample_steps
 from profkit.analysis.compare.time_compare import TimeComparison, compare_times
 from profkit.analysis.memory.compare import Comparison
-from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.errors import UsageError
 from profkit.findings import Finding
 
@@ -55,29 +54,10 @@ class CaptureComparison:
         return data
 
 
-def compare(
-    before: str | Path, after: str | Path, *, range: str | None = None, force: bool = False
-) -> CaptureComparison:
-    """Return what changed between two traces, snapshots or run directories; the same as ``profkit compare``.
-
-    Args:
-        before: a trace, a snapshot or a run directory.
-        after: another one, of the same kind.
-        range: compare the kernel time under this range alone.
-        force: compare captures of different provenance too; what differs stands in ``provenance``.
-
-    Raises:
-        CaptureError: one cannot be read.
-        RunError: a directory is no run.
-        UsageError: they hold nothing that both could be compared by, their provenance differs, or an unknown range.
-    """
-    return compare_captures(open_capture(before), open_capture(after), range=range, force=force)
-
-
 def compare_captures(
     before: OpenedCapture, after: OpenedCapture, *, range: str | None = None, force: bool = False
 ) -> CaptureComparison:
-    """Return what changed between two opened captures; see `compare`."""
+    """Return what changed between two opened captures; see `profkit.compare`."""
     refuse_other_measure(before, after)
     provenance = compare_provenance(before, after)
     if not force:

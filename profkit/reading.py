@@ -1,0 +1,222 @@
+"""The one door to a capture: opens a trace, a memory snapshot or a run directory, as commands and Python both name it.
+
+A file is known by its content, not by its name, and is never written to.
+"""
+
+from __future__ import annotations
+
+import gzip
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
+from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.ranks import explain_no_rank, find_ranks
+from profkit.errors import SnapshotError, TraceError, UsageError
+from profkit.run.directory import Run, find_run
+from profkit.trace.columns import Trace
+from profkit.trace.processes import combine_traces
+
+# Imported where they are needed: a command that reads a trace should not wait for the readers of memory.
+if TYPE_CHECKING:
+    from profkit.analysis.compare.capture import OpenedCapture
+    from profkit.analysis.compare.comparison import CaptureComparison
+    from profkit.analysis.memory.opened import OpenedSnapshot
+
+_REPORT = ".nsys-rep"
+_SQLITE = b"SQLite format 3\x00"
+_GZIP = b"\x1f\x8b"
+_PICKLE = b"\x80"
+_UTF8_MARK = b"\xef\xbb\xbf"
+
+
+def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool = False) -> OpenedTrace:
+    """Open a trace: an nsys export or report, a torch.profiler trace (``.json``, ``.json.gz``) or a run directory.
+
+    A report (``.nsys-rep``) is read through its export: the ``.sqlite`` next to it if that is not older, else one that
+    nsys makes in the user's cache. If each rank of a run left a torch.profiler trace, all are opened as one.
+
+    Args:
+        path: the capture.
+        rank: only what this rank of a distributed run did.
+        thread_only: place work by the launching thread's own ranges alone, as per-thread tools do.
+
+    Raises:
+        TraceError: the file cannot be read or is none of these.
+        RunError: the directory is no run.
+        ToolError: a report needs an export, and nsys is not here or failed.
+        UsageError: there is no such rank.
+    """
+    path = Path(path)
+    run = find_run(path)
+    if run is not None and path.is_dir():
+        trace = _read_run(run, rank)
+        known, rank_of_pid = know_run(run.manifest), run.manifest.rank_of_pid
+    else:
+        trace, known, rank_of_pid = _read_trace(path), UNKNOWN_RUN, {}
+    opened = OpenedTrace(trace, thread_only=thread_only, run=run, known=known, ranks=find_ranks(trace, rank_of_pid))
+    return opened if rank is None else opened.of_rank(rank)
+
+
+def open_snapshot(
+    path: str | Path, *, phases: Mapping[str, str] | None = None, rank: int | None = None
+) -> OpenedSnapshot:
+    """Open a memory snapshot (``.pickle``, ``.pickle.gz``) or a run directory, and replay its history.
+
+    Nothing in the file is executed: it may hold data only.
+
+    Args:
+        path: the snapshot; in a run directory, what the run recorded next to it is read too.
+        phases: phase name → glob on the names of ``record_function`` annotations.
+        rank: of a distributed run, this rank's; by default the one with the highest peak.
+
+    Raises:
+        SnapshotError: the file cannot be read or is no snapshot.
+        RunError: the directory is no run, or a file of it is damaged.
+        UsageError: the run has no snapshot of this rank, or ``path`` is no run.
+    """
+    from profkit.analysis.memory.opened import read_snapshot
+
+    path = Path(path)
+    if path.is_file() and _is_trace(path):
+        raise SnapshotError(f"{path}: this is a trace of time: profkit kernels {path}")
+    return read_snapshot(path, phases=phases, rank=rank)
+
+
+def open_capture(path: str | Path) -> OpenedCapture:
+    """Open a trace, a snapshot, or a run directory with all that it holds.
+
+    A file in a run directory keeps the run's manifest, and a trace there the profiler's log.
+
+    Raises:
+        CaptureError: a file cannot be read or is none of these.
+        RunError: the directory is no run.
+        ToolError: as for `open_trace`.
+    """
+    from profkit.analysis.compare.capture import OpenedCapture
+
+    path = Path(path)
+    run = find_run(path)
+    if run is not None and path.is_dir():
+        trace = open_trace(path) if run.traces else None
+        return OpenedCapture(path, run, trace, open_snapshot(path) if run.snapshots else None)
+    if path.is_file() and _is_pickle(path):
+        return OpenedCapture(path, run, None, open_snapshot(path))
+    is_the_runs = run is not None and run.find_trace() == path and not run.rank_traces
+    return OpenedCapture(path, run, open_trace(path.parent if is_the_runs else path), None)
+
+
+def compare(
+    before: str | Path, after: str | Path, *, range: str | None = None, force: bool = False
+) -> CaptureComparison:
+    """Return what changed between two traces, snapshots or run directories; the same as ``profkit compare``.
+
+    Args:
+        before: a trace, a snapshot or a run directory.
+        after: another one, of the same kind.
+        range: compare the kernel time under this range alone.
+        force: compare captures of different provenance too; the differences stand in ``provenance``.
+
+    Raises:
+        CaptureError: one cannot be read.
+        RunError: a directory is no run.
+        UsageError: they hold nothing that both could be compared by, their provenance differs, or an unknown range.
+    """
+    from profkit.analysis.compare.comparison import compare_captures
+
+    return compare_captures(open_capture(before), open_capture(after), range=range, force=force)
+
+
+def _read_run(run: Run, rank: int | None) -> Trace:
+    """Return the trace of a run; if its ranks left one each, that of the wanted rank, or all as one."""
+    found = run.rank_traces
+    if not found:
+        return _read_trace(run.find_trace())
+    if rank is not None and rank not in found:
+        raise UsageError(explain_no_rank(rank, tuple(found)))
+    wanted = {rank: found[rank]} if rank is not None else found
+    # One file after the other: while it is parsed, each takes many times the memory of its columns.
+    return combine_traces([_of_rank(_read_trace(path), number) for number, path in wanted.items()], str(run.path))
+
+
+def _of_rank(trace: Trace, number: int) -> Trace:
+    """Return the trace with its one process as rank ``number``, which stands in the file's name."""
+    return replace(trace, ranks=trace.ranks or dict.fromkeys(list(trace.process_ids)[:1], number))
+
+
+def _read_trace(path: Path) -> Trace:
+    """Return the columns of one file, by the reader that its content calls for."""
+    if path.suffix == _REPORT and path.is_file():
+        path = _find_export(path)
+    head = _read_head(path)
+    if not head:
+        raise TraceError(f"{path}: the file is empty")
+    if head.startswith(_SQLITE):
+        from profkit.trace.nsys import read_nsys
+
+        return read_nsys(path)
+    if _is_pickle(path):
+        raise TraceError(f"{path}: this is a memory snapshot: profkit memory {path}")
+    if head.startswith(_GZIP) or _is_json(head):
+        from profkit.trace.kineto import read_kineto
+
+        return read_kineto(path)
+    raise TraceError(
+        f"{path}: neither an nsys SQLite export nor a torch.profiler trace (not SQLite, gzip or JSON); make an export"
+        " with `nsys export --type sqlite`"
+    )
+
+
+def _find_export(report: Path) -> Path:
+    """Return the export next to a report, if it is not older; else one in the user's cache."""
+    export = report.with_suffix(".sqlite")
+    if export.is_file() and export.stat().st_mtime_ns >= report.stat().st_mtime_ns:
+        return export
+    from profkit.launch.export import export_report
+
+    return export_report(report)
+
+
+def _read_head(path: Path) -> bytes:
+    try:
+        # To open a pipe means to wait for its writer, and what is read from it cannot be read again.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise TraceError(f"{path}: not a regular file; write the trace to a file and give that")
+        with path.open("rb") as file:
+            return file.read(64)
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such file") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+
+
+def _is_json(head: bytes) -> bool:
+    return head.removeprefix(_UTF8_MARK).lstrip()[:1] in (b"{", b"[")
+
+
+def _is_trace(path: Path) -> bool:
+    """Return whether a file begins as a trace of time does, unzipped."""
+    head = _unzipped_head(path, len(_SQLITE))
+    return head == _SQLITE or _is_json(head)
+
+
+def _is_pickle(path: Path) -> bool:
+    """Return whether a file begins as a pickle does, unzipped."""
+    return _unzipped_head(path, 1) == _PICKLE
+
+
+def _unzipped_head(path: Path, length: int) -> bytes:
+    """Return the first bytes of a file, unzipped if it is zipped; none if that fails, which its reader will explain."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(length if length > 1 else 2)
+        if head[:2] != _GZIP:
+            return head[:length]
+        with gzip.open(path) as content:
+            return content.read(length)
+    except (OSError, EOFError, zlib.error):
+        return b""
