@@ -27,7 +27,7 @@ from profkit.report.formats import (
     render_table,
     shorten,
 )
-from profkit.report.kernel_names import simplify_name
+from profkit.report.text import simplify_name
 from profkit.report.units import format_bytes, format_count, format_interval, format_ns, format_share, format_signed_ns
 
 ESCAPE = "\x1b[31mred\x1b[0m"

@@ -124,7 +124,7 @@ def _flush_or_discard() -> None:
 
 
 def _exit_with(message: str, code: int) -> NoReturn:
-    from profkit.report.formats import make_visible
+    from profkit.report.text import make_visible
 
     click.echo(f"profkit: {make_visible(message)}", err=True)
     sys.exit(code)

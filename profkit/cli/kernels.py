@@ -16,7 +16,7 @@ from profkit.cli.outputs import refuse_overwriting, require_png, write_result, w
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
 from profkit.reading import open_trace
-from profkit.report.formats import Format
+from profkit.report.document import Format
 from profkit.report.kernels import SORTS, render_kernels
 from profkit.report.summary import beside_phases, render_phases
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from profkit.report.formats import FORMATS
+from profkit.report.document import FORMATS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

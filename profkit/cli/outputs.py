@@ -13,7 +13,7 @@ import click
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import write_whole
 from profkit.report.document import Document, Format, render
-from profkit.report.formats import make_visible
+from profkit.report.text import make_visible
 from profkit.run.directory import MANIFEST, Run
 
 

@@ -9,7 +9,7 @@ import click
 from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
-from profkit.report.formats import FORMATS, Format
+from profkit.report.document import FORMATS, Format
 from profkit.report.scrub import kept_warnings, render_scrub
 from profkit.run.directory import Run
 from profkit.trace.scrub import scrub_export

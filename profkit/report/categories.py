@@ -5,8 +5,8 @@ from __future__ import annotations
 from profkit.analysis.categories import categorize
 from profkit.analysis.kernels import KernelsResult
 from profkit.report.formats import Column, Format, Table, render_markdown, render_table
-from profkit.report.kernel_names import simplify_name
 from profkit.report.kernels import sort_rows
+from profkit.report.text import simplify_name
 
 _COLUMNS = (
     Column("category", "category", right=False),

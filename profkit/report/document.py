@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from profkit.findings import Finding
-from profkit.report.formats import (
+from profkit.report.text import (
     WIDTH,
     csv_lines,
     escape_latex,

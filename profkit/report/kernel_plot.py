@@ -11,11 +11,10 @@ from matplotlib.patches import Patch
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernel_rows import KernelRow
 from profkit.analysis.kernels import KernelsResult
-from profkit.report.formats import make_visible, shorten
-from profkit.report.kernel_names import simplify_name
 from profkit.report.kernels import count_line, sort_rows, subject
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.self_check import UNTRUSTED
+from profkit.report.text import make_visible, shorten, simplify_name
 from profkit.report.units import format_ns, format_share
 
 MOST_BARS = 60

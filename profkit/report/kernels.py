@@ -8,7 +8,6 @@ from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernel_rows import KernelRow
 from profkit.analysis.kernels import KernelsResult
 from profkit.report.formats import Column, Format, Table, render_csv, render_json
-from profkit.report.kernel_names import simplify_name
 from profkit.report.old_document import Document, render_document
 from profkit.report.ranks import (
     are_compared,
@@ -20,6 +19,7 @@ from profkit.report.ranks import (
     rank_value,
 )
 from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
+from profkit.report.text import simplify_name
 from profkit.report.units import format_count, format_ns, format_share
 
 _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_ns", "max": "max_ns", "name": "name"}

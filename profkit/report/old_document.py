@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from profkit.report.formats import (
-    Format,
-    Table,
-    escape_markdown,
-    make_visible,
-    render_latex,
-    render_markdown,
-    render_table,
-)
+from profkit.report.formats import Format, Table, render_latex, render_markdown, render_table
+from profkit.report.text import escape_markdown, make_visible
 
 
 @dataclass(frozen=True)

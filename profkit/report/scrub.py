@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from profkit.report.formats import Column, Format, Table, escape_markdown, make_visible, render_json
+from profkit.report.formats import Column, Format, Table, render_json
 from profkit.report.plain_table import render_plain
+from profkit.report.text import escape_markdown, make_visible
 from profkit.report.units import format_count
 from profkit.trace.scrub import ScrubResult
 

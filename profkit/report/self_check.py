@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.report.formats import make_visible
+from profkit.report.text import make_visible
 from profkit.report.units import format_count
 
 UNTRUSTED = "SELF-CHECK FAILED: do not trust this capture's totals"

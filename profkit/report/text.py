@@ -1,0 +1,152 @@
+"""Text that shows as it is, wherever it is printed: on a screen, in Markdown, LaTeX, CSV or JSON.
+
+Names come from captures, and a capture from anywhere: an escape sequence in a name must not reach a screen, and a line
+break must not tear a table.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+WIDTH = 80
+
+_LATEX_ESCAPES = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    # At the start of a row it would begin an argument of the line break before it.
+    "[": "{[}",
+}
+
+# Control characters show as the pictures that Unicode has for them. Halves of pairs, and what reverses the direction of
+# a line, show as U+FFFD.
+_PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
+_UNSHOWABLE = (*range(0x80, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_VISIBLE = _PICTURES | dict.fromkeys((*_UNSHOWABLE, *range(0xD800, 0xE000)), 0xFFFD)
+
+# Underscores within a word are plain in GitHub's Markdown, those at its ends are not.
+_MARKDOWN_MARKS = re.compile(r"[\\`*<\[|~&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
+
+
+# Words that every instance of a template family carries, and that tell no two of them apart.
+_COMMON_TEXT = """
+    void const unsigned signed int long bool char std array at native cuda detail memory anonymous namespace unnamed
+    operator lambda instance gpu_kernel_impl gpu_kernel_impl_nocast TensorIteratorBase TrivialOffsetCalculator
+    OffsetCalculator LoadWithoutCast StoreWithoutCast func_wrapper_t ReduceOp binary_internal opmath_gpu_kernel
+    TensorIterator TensorListMetadata TensorListScalarListMetadata TensorListScalarTensorListMetadata OpMathType
+    c10 cutlass cub thrust Params size_t uint32_t int64_t ul false true
+"""
+_COMMON = frozenset(_COMMON_TEXT.split())
+_UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\))::")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_PLACEHOLDER = re.compile(r"T\d+$")
+# A product that was split along its inner dimension has a second kernel, which adds up its parts: that word stays.
+_GEMM_DETAILS = re.compile(r"_stage\d+.*?(?=_split_k_kernel|$)|_execute_kernel__\w+$|(?<=_split_k)_kernel__\w+$")
+
+
+def screen_width() -> int:
+    """Return the width of the terminal, at least 80; 80 where the output is no terminal."""
+    try:
+        return max(os.get_terminal_size(sys.stdout.fileno()).columns, WIDTH)
+    except (OSError, ValueError, AttributeError):
+        # No terminal, or a closed one, or a stream without a file.
+        return WIDTH
+
+
+def make_visible(text: str) -> str:
+    """Return text that a terminal takes for plain text: control characters and others that act are replaced."""
+    return text.translate(_VISIBLE)
+
+
+def shorten(text: str, width: int) -> str:
+    """Return text of at most ``width`` characters, its middle replaced by an ellipsis; both ends say the most."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def escape_markdown(text: str) -> str:
+    """Return text that GitHub's Markdown shows as it is: ``kernel<float>`` would lose its ``<float>`` as a tag."""
+    return _MARKDOWN_MARKS.sub(r"\\\g<0>", make_visible(text))
+
+
+def escape_latex(text: str) -> str:
+    """Return text that LaTeX sets as it is."""
+    escaped = "".join(_LATEX_ESCAPES.get(character, character) for character in make_visible(text))
+    # Two hyphens would be set as a dash.
+    return re.sub(r"-(?=-)", "-{}", escaped)
+
+
+def csv_lines(keys: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return exact values as CSV under their keys; an unknown value is an empty cell."""
+    return "\n".join(map(_csv_line, (keys, *rows)))
+
+
+def json_text(data: Any) -> str:
+    """Return data as indented JSON in ASCII, which every terminal, pipe and parser takes.
+
+    Half a Unicode pair, which stands for a stray byte in a file's name, becomes U+FFFD.
+    """
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    return _BEYOND_ASCII.sub(_escape_json, text)
+
+
+def simplify_name(name: str) -> str:
+    """Return a short name that differs from those of similar kernels: the function and what is special in its template.
+
+    ``void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, …>(…)`` reads
+    ``vectorized_elementwise_kernel<CUDAFunctor_add,float>``. For reading only: two kernels may read alike; the full
+    name is what counts and what JSON and CSV carry.
+    """
+    function, _, template = _without_arguments(_UNNAMED.sub("", name)).partition("<")
+    function = _GEMM_DETAILS.sub("", function.rsplit("::", 1)[-1].removeprefix("void ").strip()).replace("tilesize", "")
+    words = dict.fromkeys(
+        word for word in _WORD.findall(template) if word not in _COMMON and not _PLACEHOLDER.match(word)
+    )
+    words.pop(function, None)
+    if not function:
+        return name
+    return f"{function}<{','.join(words)}>" if words else function
+
+
+def _without_arguments(name: str) -> str:
+    """Return a name without the argument list at its end."""
+    if not name.endswith(")"):
+        return name
+    depth = 0
+    for at in range(len(name) - 1, -1, -1):
+        depth += (name[at] == ")") - (name[at] == "(")
+        if depth == 0:
+            return name[:at] if at else name
+    return name
+
+
+def _csv_line(values: Sequence[object]) -> str:
+    # The writer quotes a carriage return within a value only where it ends lines with one.
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\r\n").writerow(values)
+    return line.getvalue()[:-2]
+
+
+def _escape_json(match: re.Match[str]) -> str:
+    character = match[0] if not "\ud800" <= match[0] <= "\udfff" else "\ufffd"
+    return json.dumps(character)[1:-1] if character != "\x7f" else "\\u007f"
