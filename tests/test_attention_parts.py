@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,18 +100,3 @@ def test_a_trace_without_such_ranges_says_so(tmp_path: Path) -> None:
     builder.kernel(1, 5)
     with pytest.raises(TraceError, match="no ranges 'computing attention scores'"):
         read_trace(builder.write(tmp_path / "t.sqlite")).attention()
-
-
-def test_it_is_printed_in_every_format(profkit: Callable) -> None:
-    text = profkit("efficiency", SMALL, "--attention").stdout
-    assert max(map(len, text.splitlines()[:20])) <= 80
-    data = json.loads(profkit("efficiency", SMALL, "--attention", "--format", "json").stdout)
-    assert len(data["parts"]) == 39
-    csv = profkit("efficiency", SMALL, "--attention", "--format", "csv").stdout.splitlines()
-    assert csv[2] == ",computing softmax,24,1168652,,2.1268945736208376,"
-    for style in ("markdown", "latex"):
-        assert "softmax ratio" in profkit("efficiency", SMALL, "--attention", "--format", style).stdout
-    layer = profkit("efficiency", SMALL, "--attention", "--range", "layer 3").stdout
-    assert [line.split()[0] for line in layer.splitlines() if line[:5].strip().isdecimal()] == ["3"]
-    assert "kernel time of the forward pass within 'layer 3', all steps" in layer
-    assert profkit("efficiency", SMALL, "--attention", "--explain").returncode == 2

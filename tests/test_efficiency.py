@@ -1,13 +1,10 @@
-"""`profkit efficiency`: rows, verdicts, FLOPs joined to ranges, unprofiled times, MFU, and the ways to print it."""
+"""The analysis of `profkit efficiency`: rows, verdicts, FLOPs of ranges, unprofiled times, MFU."""
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import json
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,8 @@ from profkit.analysis.efficiency.verdicts import MOVERS, Roofline, build_rooflin
 from profkit.analysis.efficiency.work import Amount
 from profkit.analysis.range_paths import build_nodes
 from profkit.errors import TraceError, UsageError
-from profkit.report.efficiency import books
+from profkit.report.document import Lines
+from profkit.report.efficiency import build_efficiency_document
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -38,6 +36,13 @@ _MOVER = "void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)"
 
 def _rows(result: EfficiencyResult) -> dict[str, EfficiencyRow]:
     return {row.path: row for row in result.ranges}
+
+
+def _notes(result: EfficiencyResult) -> str:
+    """Return the lines that stand under the table."""
+    notes = build_efficiency_document(result, ()).parts[-1]
+    assert isinstance(notes, Lines)
+    return "\n".join(notes.lines)
 
 
 def _parts(**given: int) -> GpuParts:
@@ -282,10 +287,7 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     bare = _rows(recorded)
     assert bare["step */forward"].verdict == "launch-bound"
     assert bare["step */forward"].clean_idle_share is None
-    estimated = [
-        "idle is estimated as without the profiler: each phase's shrunk alike" in "".join(books(one))
-        for one in (result, recorded)
-    ]
+    estimated = ["Idle is scaled to the unprofiled step (estimate)" in _notes(one) for one in (result, recorded)]
     assert estimated == [True, False]
     (one, step) = result.inflation
     assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)
@@ -293,10 +295,10 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["gemm", _MOVER])
-def test_what_bound_by_memory_means_is_told_where_a_range_is(tmp_path: Path, kernel: str) -> None:
+def test_memory_bandwidth_is_explained_only_if_it_limits_a_range(tmp_path: Path, kernel: str) -> None:
     result = read_trace(_run(tmp_path, kernel=kernel)).efficiency()
     assert _rows(result)["step */forward"].verdict == ("memory-bound" if kernel == _MOVER else "compute-bound")
-    assert any(line.startswith("bound by memory: ") for line in books(result)) == (kernel == _MOVER)
+    assert ("\nmemory bandwidth: " in _notes(result)) == (kernel == _MOVER)
 
 
 @pytest.mark.parametrize(("kernel", "at_peak_ns"), [("gemm", 3.0), (_MOVER, 0.4)])
@@ -308,18 +310,16 @@ def test_a_range_whose_kernels_move_data_is_held_to_the_peak_of_memory(
     assert forward.roof_share == pytest.approx(2 * at_peak_ns / 320)
 
 
-def test_waiting_for_launches_is_told_where_it_is_much_and_not_the_most(tmp_path: Path) -> None:
-    """Of 1,600 ns without a profiler the steps' idle parts have 480, and 865 of 880 recorded ones were launching."""
+def test_waiting_for_launches_is_named_if_it_is_much_but_not_the_most(tmp_path: Path) -> None:
+    """Of 1,600 ns without a profiler the steps are idle for 480; 865 of 880 recorded idle ns were launching."""
     result = read_trace(_run(tmp_path)).efficiency()
     rows = _rows(result)
     assert rows["step *"].launching_share == pytest.approx(480 * 865 / 880 / 1_600)
     assert rows["step */forward"].launching_share == pytest.approx(475 / 6 / 400)
-    told = "bound by the largest part of its time; waiting for the host too: step * 29.5% (launch)"
-    assert told in books(result)
+    assert "\nAlso idle for more than 20 %: step * 29.5% (kernel launches)\n" in _notes(result)
     bare = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
     assert _rows(bare)["step */forward"].verdict == "launch-bound"
-    (line,) = [line for line in books(bare) if "waiting for the host too" in line]
-    assert line.endswith("too: step * 43.2% (launch)"), "nor forward, whose verdict says so, nor what lies in a step"
+    assert _notes(bare).endswith("%: step * 43.2% (kernel launches)"), "neither forward nor ranges within a step"
 
 
 def test_launch_bound_ranges_without_unprofiled_times_carry_a_warning(tmp_path: Path) -> None:
@@ -525,43 +525,3 @@ def test_the_parts_of_every_row_sum(tmp_path_factory: pytest.TempPathFactory, so
     steps = [row for row in result.ranges if row.name == "step *"]
     # Windows overlap where kernels run at once; in the row the common time counts once.
     assert steps[0].gpu is None or steps[0].gpu.span_ns <= sum(step.gpu.span_ns for step in result.steps)
-
-
-def test_json_holds_all_and_csv_the_ranges(profkit: Callable) -> None:
-    data = json.loads(profkit("efficiency", SMALL, "--format", "json").stdout)
-    forward = next(row for row in data["ranges"] if row["path"] == "step */forward")
-    gpu = forward["gpu"]
-    assert gpu["idle_ns"] == gpu["launching_ns"] + gpu["synchronising_ns"] + gpu["outside_cuda_ns"]
-    assert forward["least_bytes"] is None
-    assert data["self_check"]["passed"]
-    assert [step["name"] for step in data["steps"]] == ["step 0", "step 1"]
-    lines = list(csv.DictReader(io.StringIO(profkit("efficiency", SMALL, "--format", "csv").stdout)))
-    assert [line["path"] for line in lines] == [row["path"] for row in data["ranges"]]
-    assert lines[1]["launching_ns"] == str(gpu["launching_ns"])
-    assert lines[1]["least_bytes"] == ""
-
-
-def test_the_table_fits_a_screen_and_a_failed_capture_says_so_first(profkit: Callable, captures: Path) -> None:
-    for path in (SMALL, captures / "ddp.nsys2025.sqlite"):
-        lines = profkit("efficiency", path, "--range", "step *").stdout.splitlines()
-        tables = [line for line in lines if line.startswith(("─", "step", " "))]
-        assert len(tables) > 10
-        assert max(map(len, tables)) <= 80
-    done = profkit("efficiency", captures / "lossy.nsys2023.sqlite", "--strict")
-    assert done.returncode == 3
-    assert done.stdout.startswith("SELF-CHECK FAILED")
-
-
-def test_a_part_of_a_trace(profkit: Callable) -> None:
-    done = profkit("efficiency", SMALL, "--range", "attention", "--format", "csv")
-    paths = [line["path"] for line in csv.DictReader(io.StringIO(done.stdout))]
-    assert paths[0] == "step */forward/layer */attention"
-    assert len(paths) == 5
-    assert profkit("efficiency", SMALL, "--range", "atention").returncode == 2
-
-
-@pytest.mark.parametrize("style", ["markdown", "latex"])
-def test_documents_get_all_columns(profkit: Callable, style: str) -> None:
-    text = profkit("efficiency", SMALL, "--format", style).stdout
-    for heading in ("kernel time", "launches", "FLOP/B", "MFU", "least bytes"):
-        assert heading in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from profkit.errors import TraceError
 from profkit.report import roofline
 from profkit.report.roofline import plot_roofline, rate_of
 from tests.efficiency_runs import SMALL, make_small_run
+from tests.in_process import run_command
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -29,7 +29,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 def _draw(run: Path, drawn: list[Figure]) -> Figure:
     opened = read_trace(run)
-    plot_roofline(opened.efficiency(), opened.self_check, run / "r.png")
+    plot_roofline(opened.efficiency(), run / "r.png")
     (figure,) = drawn
     return figure
 
@@ -67,7 +67,7 @@ def test_no_name_covers_another_or_a_point(tmp_path: Path, drawn: list[Figure]) 
 def test_roofs_of_the_datasheet_are_dashed_and_say_so(tmp_path: Path, drawn: list[Figure]) -> None:
     figure = _draw(make_small_run(tmp_path, ceilings=False), drawn)
     assert {line.get_linestyle() for line in figure.axes[0].lines} == {"--"}
-    assert "the datasheet's, not measured" in _texts(figure)
+    assert "peaks from the datasheet" in _texts(figure)
 
 
 def test_roofs_that_are_close_share_a_name(tmp_path: Path, drawn: list[Figure]) -> None:
@@ -77,23 +77,23 @@ def test_roofs_that_are_close_share_a_name(tmp_path: Path, drawn: list[Figure]) 
 
 def test_without_bytes_there_is_nothing_to_draw(tmp_path: Path) -> None:
     opened = read_trace(SMALL)
-    with pytest.raises(TraceError, match="FLOPs and least bytes of its ranges are not known"):
-        plot_roofline(opened.efficiency(dtype="fp32"), opened.self_check, tmp_path / "r.png")
+    with pytest.raises(TraceError, match="FLOPs and least bytes of its ranges are unknown"):
+        plot_roofline(opened.efficiency(dtype="fp32"), tmp_path / "r.png")
     run = make_small_run(tmp_path, ceilings=False)
     manifest = json.loads((run / "manifest.json").read_text()) | {"gpu": "a GPU of no datasheet"}
     (run / "manifest.json").write_text(json.dumps(manifest))
     opened = read_trace(run)
-    with pytest.raises(TraceError, match="the GPU's peaks are not known"):
-        plot_roofline(opened.efficiency(), opened.self_check, tmp_path / "r.png")
+    with pytest.raises(TraceError, match="the GPU's peaks are unknown"):
+        plot_roofline(opened.efficiency(), tmp_path / "r.png")
 
 
-def test_the_command_writes_a_png(tmp_path: Path, profkit: Callable) -> None:
+def test_the_command_writes_a_png(tmp_path: Path) -> None:
     run = make_small_run(tmp_path)
-    done = profkit("efficiency", run, "--numbered", "--plot", tmp_path / "r.png")
+    done = run_command("efficiency", run, "--numbered", "--plot", tmp_path / "r.png")
     assert done.returncode == 0
     assert (tmp_path / "r.png").read_bytes().startswith(PNG)
-    assert profkit("efficiency", run, "--plot", tmp_path / "r.pdf").returncode == 2
-    assert profkit("efficiency", run, "--plot", run / "work.json").returncode == 2
+    assert run_command("efficiency", run, "--plot", tmp_path / "r.pdf").returncode == 2
+    assert run_command("efficiency", run, "--plot", run / "work.json").returncode == 2
 
 
 def _texts(figure: Figure) -> str:

@@ -1,4 +1,4 @@
-"""``profkit efficiency``: how well the GPUs' time was used, and what bounds each range."""
+"""``profkit efficiency``: how well the GPUs' time was used, and what limits each range."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import click
 
 from profkit.analysis.efficiency.evidence import find_evidence
 from profkit.cli.options import output_options
-from profkit.cli.outputs import refuse_overwriting, require_png, write_result, write_warnings
+from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
-from profkit.findings import Finding
 from profkit.reading import open_trace
-from profkit.report.attention_parts import render_attention
-from profkit.report.efficiency import render_efficiency
-from profkit.report.efficiency_explained import render_explanation
-from profkit.report.formats import Format
+from profkit.report.attention import build_attention_document
+from profkit.report.document import Format
+from profkit.report.efficiency import build_efficiency_document
 
 _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
@@ -26,10 +24,10 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 @click.option("--range", "name", metavar="RANGE", help="Only these ranges and those within: a name, glob or path.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
 @click.option("--numbered", is_flag=True, help="Keep 'layer 0' and 'layer 1' apart.")
-@click.option("--dtype", type=click.Choice(_DTYPES), help="What matrix products were done in, if the run does not say.")
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Type of matrix products, if the run does not record it.")
 @click.option("--ceilings", type=click.Path(path_type=Path), metavar="FILE", help="Peaks measured by profkit ceilings.")
-@click.option("--explain", is_flag=True, help="Show the rule and the numbers behind each verdict, down to raw rows.")
-@click.option("--attention", is_flag=True, help="Instead, attention's parts: their times against their FLOPs.")
+@click.option("--explain", is_flag=True, help="Explain each verdict with its numbers.")
+@click.option("--attention", is_flag=True, help="Show the parts of attention instead: their times and their FLOPs.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the ranges on a roofline.")
 @click.option("--thread-only", is_flag=True, help="Place work by its own thread's ranges alone, as other tools do.")
 @click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check.")
@@ -50,46 +48,41 @@ def efficiency(
     output: Path | None,
     full_names: bool,
 ) -> None:
-    """Say how well the GPUs' time was used under each range, and what bounds it.
+    """Show how well the GPUs' time was used under each range, and what limits it.
 
-    TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace or a run directory; only the
-    last knows FLOPs, bytes and unprofiled times of everything.
+    TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace or a run directory; only a run
+    directory knows FLOPs, bytes and unprofiled times.
 
-    A range is bound by the largest part of its time on the GPU: idle while the host launches (launch) or does something
-    else (host), nothing but communication (communication), or work, and then by the peak that it would meet first
-    (compute, memory).
+    The largest part of a range's time on the GPU decides what limits it: idle while the host launches kernels (kernel
+    launches) or does anything else (Python), only communication (communication), or work. Of work, the peak that it
+    would meet first decides (arithmetic, memory bandwidth).
     """
     _refuse_misfits(explain, attention, style, plot)
     refuse_overwriting([path for path in (trace, ceilings) if path is not None], [output, plot])
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)
         check = opened.self_check
-        warnings: tuple[Finding, ...] = ()
         if attention:
-            text = render_attention(opened.attention(name), check, style, full_names=full_names)
+            document = build_attention_document(opened.attention(name), check.findings)
         else:
             result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
-            text, warnings = render_efficiency(result, check, style, full_names=full_names), result.warnings
-            if explain:
-                evidence = find_evidence(opened.attribution, name, numbered=numbered)
-                text += "\n\n" + render_explanation(result, evidence, style, full_names=full_names)
+            evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
+            document = build_efficiency_document(result, check.findings, evidence)
             if plot is not None:
                 from profkit.report.roofline import plot_roofline
 
-                # A point for each layer and step would be a picture that nobody reads.
+                # A picture with a point for each layer and step would be unreadable.
                 folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result
-                plot_roofline(folded, check, plot)
-    findings = [*check.of("failed"), *check.of("warning")] if style in ("csv", "json") else check.of("warning")
-    write_warnings([*(warning.message for warning in warnings), *(f.message for f in findings)])
-    write_result(text, output)
+                plot_roofline(folded, plot, untrusted=check.failed)
+    print_document(document, style, output, full_names=full_names)
     if strict and check.failed:
         raise CheckError(f"{trace}: the capture failed its self-check")
 
 
 def _refuse_misfits(explain: bool, attention: bool, style: Format, plot: Path | None) -> None:
-    """Refuse what could not be answered, before a large capture is read for it."""
+    """Refuse options that do not fit together, before a large capture is read."""
     if attention and (explain or plot is not None):
-        raise UsageError("--attention is a table of its own; leave --explain and --plot out")
-    if explain and style not in ("table", "markdown"):
-        raise UsageError(f"--explain: --format {style} holds the rules already; take table or markdown")
+        raise UsageError("--attention prints its own table; leave out --explain and --plot")
+    if explain and style == "csv":
+        raise UsageError("--explain: CSV has no place for sentences; choose another --format (CSV has the rules)")
     require_png(plot)

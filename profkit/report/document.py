@@ -9,7 +9,7 @@ sentence: there it goes to standard error alone.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,10 +77,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Lines:
-    """Sentences: those of a ``head`` say what the result is, ``notes`` what its columns are of and how they add up."""
+    """Sentences: those of a ``head`` say what the result is, ``notes`` what its columns are of and how they add up.
 
-    lines: Sequence[str]
+    ``title`` stands above them.
+    """
+
+    lines: Iterable[str]
     role: Literal["head", "notes"] = "notes"
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        """Keep the sentences of a generator, which each format reads."""
+        object.__setattr__(self, "lines", tuple(self.lines))
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,8 @@ def _render_screen(document: Document, full_names: bool, with_warnings: bool) ->
         if isinstance(part, Table):
             blocks.append(render_table(part, full_names=full_names, width=width))
         else:
-            blocks.append("\n".join(_wrap(line, width) for line in part.lines))
+            title, indent = ([_wrap(part.title, width)], "  ") if part.title else ([], "")
+            blocks.append("\n".join([*title, *(_wrap(indent + line, width) for line in part.lines)]))
     if with_warnings:
         blocks.append("\n".join(_wrap(f"warning: {one.message}", width) for one in document.warnings))
     return "\n\n".join(filter(None, blocks))
@@ -224,7 +233,8 @@ def _render_markdown(document: Document) -> str:
     for part in document.parts:
         if isinstance(part, Lines):
             shape = "**{}**" if part.role == "head" else "- {}"
-            blocks.append("\n".join(shape.format(escape_markdown(line)) for line in part.lines))
+            title = f"**{escape_markdown(part.title)}**\n\n" if part.title else ""
+            blocks.append(title + "\n".join(shape.format(escape_markdown(line)) for line in part.lines))
             continue
         title = f"**{escape_markdown(part.title)}**\n\n" if part.title else ""
         head = "| " + " | ".join(column.heading for column in part.columns) + " |"
@@ -239,10 +249,10 @@ def _render_latex(document: Document) -> str:
     """Return the tables as booktabs tabulars; every sentence is a comment, for a table is what goes into a paper."""
     lines = [f"% {make_visible(line)}" for line in _failure_lines(document)]
     for part in document.parts:
+        lines += [f"% {make_visible(part.title)}"] if part.title else []
         if isinstance(part, Lines):
             lines += [f"% {make_visible(line)}" for line in part.lines]
             continue
-        lines += [f"% {make_visible(part.title)}"] if part.title else []
         spec = "".join("r" if column.unit.right else "l" for column in part.columns)
         head = " & ".join(escape_latex(column.heading) for column in part.columns) + r" \\"
         rows = [" & ".join(map(escape_latex, cells)) + r" \\" for cells in _cells(part)]

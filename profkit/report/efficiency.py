@@ -1,170 +1,161 @@
-"""Print the table of ``profkit efficiency``: the tree of ranges, what bounds each, and what that rests on."""
+"""The document of ``profkit efficiency``: the tree of ranges, what limits each, and what that rests on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
-from profkit.analysis.checks.self_check import SelfCheck
+from profkit.analysis.efficiency.evidence import Evidence, IdleGap
 from profkit.analysis.efficiency.gpu_time import GpuParts
+from profkit.analysis.efficiency.host_waits import MUCH, find_host_waits
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.efficiency.unprofiled import ProfilingCost
+from profkit.analysis.range_paths import join_path, split_path
+from profkit.findings import Finding
 from profkit.names import STEP
-from profkit.report.formats import Column, Format, Table, render_csv, render_json
-from profkit.report.host_waits import host_wait_lines
-from profkit.report.old_document import Document, render_document
+from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
+from profkit.report.formats import shorten
+from profkit.report.kernel_names import simplify_name
 from profkit.report.ranges import tree_name
-from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
-from profkit.report.units import format_count, format_ns, format_share, four_digits
+from profkit.report.units import NS, NUMBER, SHARE, TEXT, Unit, format_count, format_ns, format_share, four_digits
 
-_RANGE = Column("range", "path", right=False, flexible=True)
-_DOMAIN = Column("domain", "domain", right=False)
-_BOUND = Column("bound by", "verdict", right=False)
-_TIMES = (
-    Column("count", "instances"),
-    Column("wall", "wall_ns"),
-    Column("busy", "busy_ns"),
-    Column("idle", "best_idle_share"),
-)
-_WORK = (Column("TFLOP/s", "flops_per_s"), Column("peak", "roof_share"))
-_LAUNCHES = Column("launches", "launch_count")
-_ALL = (
-    *_TIMES[:2],
-    Column("kernel time", "kernel_time_ns"),
-    *_TIMES[2:],
-    _LAUNCHES,
-    Column("FLOPs", "flops"),
-    *_WORK,
-    Column("least bytes", "least_bytes"),
-    Column("GB/s", "bytes_per_s"),
-    Column("FLOP/B", "intensity"),
-    Column("MFU", "mfu"),
-    _BOUND,
-)
-_EXACT = tuple(Column(field, field) for field in EfficiencyRow.__dataclass_fields__ if field != "gpu")
-_PARTS = tuple(field for field in GpuParts.__dataclass_fields__)
+LIMITS = {
+    "compute-bound": "arithmetic",
+    "memory-bound": "memory bandwidth",
+    "launch-bound": "kernel launches",
+    "host-bound": "Python",
+    "communication-bound": "communication",
+}
+"""A verdict as people read it: what the range is limited by."""
 
-_STEP_COLUMNS = (
-    Column("step", "name", right=False, flexible=True),
-    Column("GPU", "device"),
-    Column("wall", "wall_ns"),
-    Column("idle", "idle_share"),
-    Column("comm.", "communication_ns"),
-    Column("exposed", "exposed_ns"),
-    Column("overlapped", "overlapped_ns"),
-    Column("waiting", "waiting_ns"),
-)
+TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
+_GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
+_LIMIT = Unit(lambda verdict: LIMITS[verdict], right=False)
 
-_PID, _RANK = Column("pid", "process"), Column("rank", "rank")
-
-_UNITS = {"flops_per_s": 1e12, "bytes_per_s": 1e9}
-_SHARES = ("idle_share", "best_idle_share", "roof_share", "mfu")
-
-
-def render_efficiency(
-    result: EfficiencyResult, check: SelfCheck, style: Format = "table", *, full_names: bool = False
-) -> str:
-    """Return the result as text; a figure that is not known is a dash, in CSV an empty cell, in JSON null.
-
-    The table for a screen has the columns that fit 80 characters, those for documents have all.
-    """
-    if style == "json":
-        data = result.to_dict()
-        data["warnings"] = [*data["warnings"], *check_warnings(check)]
-        return render_json({**data, "self_check": check_to_dict(check)})
-    if style == "csv":
-        return render_csv(_exact_table(result))
-    on_screen = (*_TIMES, *(_WORK if result.work_source is not None else (_LAUNCHES,)), _BOUND)
-    is_screen = style == "table"
-    tables = [_build_table(result, on_screen if is_screen else _ALL, indented=is_screen)]
-    if any(step.communication_ns for step in result.steps):
-        tables.append(_step_table(result))
-    document = Document(tables, failure_lines(check), head_lines(result), books(result))
-    return render_document(document, style, full_names=full_names)
-
-
-def head_lines(result: EfficiencyResult) -> list[str]:
-    """Return whose time it is, how much of it was idle and why, and how well the steps used the GPU."""
-    what = ", ".join(part for part in (result.gpu or "unknown GPU", result.dtype) if part)
-    parts, named = result.capture, "the whole capture"
-    if result.steps:
-        parts, named = _add([step.gpu for step in result.steps]), _count_steps(result)
-    recorded = "" if result.clean_idle_share is None else " as recorded"
-    lines = [f"{what}: {named}, {format_ns(parts.span_ns)} of GPU time{recorded}", *_parts_lines(parts)]
-    if result.clean_idle_share is not None:
-        lines.append(f"without a profiler idle {format_share(result.clean_idle_share)}")
-    if result.model_flops is not None:
-        mfu = "not known" if result.mfu is None else format_share(result.mfu)
-        lines.append(f"model FLOPs a step {result.model_flops:,}   MFU {mfu}")
-    return lines
-
-
-def books(result: EfficiencyResult) -> list[str]:
-    """Return the lines that say what the columns are of, and what they rest on."""
-    lines = ["wall is the host's; busy, the union of the range's kernels; idle, of its time on the GPU"]
-    if any(row.clean_idle_share is not None for row in result.ranges):
-        lines.append(
-            "wall and busy are as recorded; idle is estimated as without the profiler: each phase's shrunk alike"
-        )
-    if result.work_source is not None:
-        lines.append(f"TFLOP/s are over busy time; FLOPs are {_SOURCES[result.work_source]}")
-        lines.append(f"peak: how near to {_peak_words(result)}")
-        if any(row.verdict == "memory-bound" for row in result.ranges):
-            lines.append("bound by memory: most kernel time moves data, or even a perfect kernel would wait for it")
-    else:
-        lines.append("FLOPs are not known: give a run directory of `profkit run --flops`, or of a built-in model")
-    lines += [*host_wait_lines(result), *(_inflation_words(one) for one in result.inflation if one.phase == STEP)]
-    if any(step.communication_ns for step in result.steps):
-        lines.append("waiting: before the last rank had come to the collective; – where the trace holds one rank alone")
-    return lines
-
+_PARTS = tuple(field.name for field in fields(GpuParts))
+_EXACT = (*(field.name for field in fields(EfficiencyRow) if field.name != "gpu"), *_PARTS)
 
 _SOURCES = {
-    "formula": "worked out from the model's sizes",
-    "counted": "torch's count of one step",
-    "payload": "what the ranges carry",
+    "formula": "computed from the model's sizes",
+    "counted": "torch's count in one step",
+    "payload": "stored in the ranges by their program",
 }
 
+_NAME_WIDTH = 40
+_WAITS_NAMED = 3
 
-def _inflation_words(one: ProfilingCost) -> str:
-    where = "" if one.context is None else f" at context {one.context}"
-    clean, profiled = (format_ns(round(value)) for value in (one.clean_ns, one.profiled_ns))
-    return f"step{where} without a profiler {clean}, with one {profiled} ({one.cost:+.0%})"
+_STEP_COLUMNS = (
+    Column("name", "step", TEXT, flexible=True),
+    Column("device", "GPU"),
+    Column("wall_ns", "Python time", NS),
+    Column("idle_share", "idle", SHARE),
+    Column("communication_ns", "comm.", NS),
+    Column("exposed_ns", "not hidden", NS),
+    Column("overlapped_ns", "hidden", NS),
+    Column("waiting_ns", "waiting", NS),
+)
 
 
-def _peak_words(result: EfficiencyResult) -> str:
-    if result.dtype is None:
-        return "what, is not known: nothing says what dtype the products were done in (--dtype)"
-    if result.peaks is None:
-        return "what, is not known: no measured ceilings, and no datasheet of this GPU (`profkit ceilings`)"
-    if result.dtype not in result.peaks.flops_per_s:
-        return f"what, is not known for {result.dtype}"
-    peaks = result.peaks
-    rates = (
-        f"{four_digits(peaks.flops_per_s[result.dtype] / 1e12)} TFLOP/s or {four_digits(peaks.bytes_per_s / 1e9)} GB/s"
+def build_efficiency_document(
+    result: EfficiencyResult, self_check: Sequence[Finding], evidence: Mapping[str, Evidence] | None = None
+) -> Document:
+    """Return the tree of ranges and, if ``evidence`` is given (by path), the numbers behind each verdict."""
+    rows = [_row(row) for row in result.ranges]
+    ranges = Table(_columns(result), rows, exact=_EXACT)
+    parts: list[Table | Lines] = [Lines(_head(result), "head"), ranges]
+    if any(step.communication_ns for step in result.steps):
+        parts.append(Table(_STEP_COLUMNS, _step_rows(result)))
+    parts.append(Lines(_notes(result)))
+    data = result.to_dict()
+    del data["warnings"]
+    if evidence is not None:
+        parts.append(Lines(["Times below are in the capture's own nanoseconds."]))
+        parts += [Lines(_explain(row, evidence.get(row.path)), title=_verdict_line(row)) for row in result.ranges]
+        data["evidence"] = [{"path": path, **asdict(one)} for path, one in evidence.items()]
+    return Document("efficiency", data, parts, ranges, result.warnings, self_check)
+
+
+def _columns(result: EfficiencyResult) -> tuple[Column, ...]:
+    """Return the columns; a screen shows rates if the work is known, and launches if not."""
+    known = result.work_source is not None
+    depth = min((_depth(row.path) for row in result.ranges), default=0)
+    return (
+        Column("path", "range", TEXT, flexible=True, on_screen=lambda row: tree_name(row)[depth:]),
+        *([Column("domain", "domain", TEXT, wide=True)] if any(row.domain for row in result.ranges) else []),
+        Column("instances", "times"),
+        Column("wall_ns", "Python time", NS, wide=True),
+        Column("kernel_time_ns", "kernel time", NS, wide=True),
+        Column("busy_ns", "GPU busy", NS),
+        Column("best_idle_share", "idle", SHARE),
+        Column("launch_count", "launches", wide=known),
+        Column("flops", "FLOPs", wide=True),
+        Column("flops_per_s", "TFLOP/s", TERA, wide=not known),
+        Column("roof_share", "% of peak", SHARE, wide=not known),
+        Column("least_bytes", "least bytes", wide=True),
+        Column("bytes_per_s", "GB/s", _GIGA, wide=True),
+        Column("intensity", "FLOP/B", NUMBER, wide=True),
+        Column("mfu", "MFU", SHARE, wide=True),
+        Column("verdict", "limited by", _LIMIT),
     )
-    if peaks.source == "measured":
-        return f"{rates}, measured on an {peaks.gpu}"
-    return f"{rates}, an {peaks.gpu}'s by its datasheet, not measured"
 
 
-def _parts_lines(parts: GpuParts) -> list[str]:
-    """Return what the GPUs did, as shares of the span, and what the host did while they were idle."""
-    busy = (
-        ("computing", parts.computing_ns),
-        ("communicating", parts.exposed_communication_ns),
-        ("copying", parts.exposed_copy_ns),
-        ("idle", parts.idle_ns),
+def _depth(path: str) -> int:
+    return len(split_path(path)) - 1
+
+
+def _row(row: EfficiencyRow) -> dict[str, Any]:
+    parts = dict.fromkeys(_PARTS) if row.gpu is None else vars(row.gpu)
+    return {**vars(row), **parts, "best_idle_share": row.best_idle_share}
+
+
+def _step_rows(result: EfficiencyResult) -> list[Row]:
+    return [
+        {
+            **vars(step),
+            "idle_share": step.idle_share,
+            "exposed_ns": step.gpu.exposed_communication_ns,
+            "overlapped_ns": step.gpu.overlapped_communication_ns,
+        }
+        for step in result.steps
+    ]
+
+
+def _head(result: EfficiencyResult) -> Iterator[str]:
+    """Yield which GPU's time this is, how much of it was idle and why, and how well the steps used the GPU."""
+    parts, whole = result.capture, "the whole capture"
+    if result.steps:
+        parts, whole = _add([step.gpu for step in result.steps]), _count_steps(result)
+    gpu = ", ".join(part for part in (result.gpu or "unknown GPU", result.dtype) if part)
+    yield f"{gpu}: {whole}, {format_ns(parts.span_ns)} of GPU time" + (
+        "" if result.clean_idle_share is None else " as recorded"
     )
-    idle = (
-        ("launching", parts.launching_ns),
-        ("synchronising", parts.synchronising_ns),
-        ("outside CUDA", parts.outside_cuda_ns),
-    )
-    said, why = (
-        ", ".join(f"{name} {format_share(value / parts.span_ns)}" for name, value in some if value)
-        for some in (busy, idle)
-    )
-    return [said, f"idle while the host was {why}"] if why else [said]
+    shown = {
+        "computing": parts.computing_ns,
+        "communicating": parts.exposed_communication_ns,
+        "copying": parts.exposed_copy_ns,
+        "idle": parts.idle_ns,
+    }
+    yield ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in shown.items() if ns)
+    causes = {
+        "prepared kernels": parts.launching_ns,
+        "waited for the GPU": parts.synchronising_ns,
+        "ran without calling CUDA (Python or data loading)": parts.outside_cuda_ns,
+    }
+    if parts.idle_ns:
+        why = ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in causes.items() if ns)
+        yield f"idle while Python {why}"
+    if result.clean_idle_share is not None:
+        yield f"idle without a profiler (estimate): {format_share(result.clean_idle_share)}"
+    if result.model_flops is not None:
+        mfu = "unknown" if result.mfu is None else format_share(result.mfu)
+        yield f"{_flops_words(result.model_flops)} a step, MFU {mfu}"
+
+
+def _flops_words(flops: int) -> str:
+    """Return FLOPs in the unit that fits: ``15.78 TFLOP``."""
+    power, prefix = next(((p, x) for p, x in ((15, "P"), (12, "T"), (9, "G"), (6, "M")) if flops >= 10**p), (0, ""))
+    return f"{four_digits(flops / 10**power)} {prefix}FLOP" if power else f"{flops:,} FLOP"
 
 
 def _count_steps(result: EfficiencyResult) -> str:
@@ -177,58 +168,136 @@ def _add(parts: Sequence[GpuParts]) -> GpuParts:
     return GpuParts(*(sum(getattr(one, name) for one in parts) for name in _PARTS))
 
 
-def _build_table(result: EfficiencyResult, columns: Sequence[Column], *, indented: bool = False) -> Table:
-    domain = (
-        () if indented or not any(row.domain for row in result.ranges) else (Column("domain", "domain", right=False),)
-    )
-    shown = (_RANGE, *domain, *columns)
-    cells = [[_cell(column.key, getattr(row, column.key)) for column in shown] for row in result.ranges]
-    if indented:
-        names = [tree_name(vars(row)) for row in result.ranges]
-        base = min((len(name) - len(name.lstrip(" ")) for name in names), default=0)
-        cells = [[name[base:], *line[1:]] for name, line in zip(names, cells, strict=True)]
-    return Table(shown, cells, cells)
+def _notes(result: EfficiencyResult) -> Iterator[str]:
+    """Yield what the columns are of and what they rest on."""
+    yield "GPU busy: when any kernel of the range ran, all times together. Idle: share of the range's time on the GPU."
+    if any(row.clean_idle_share is not None for row in result.ranges):
+        yield "Idle is scaled to the unprofiled step (estimate); other times are as recorded."
+    if result.work_source is None:
+        yield "FLOPs are unknown: give a run directory of `profkit run --flops`, or of a built-in model."
+    else:
+        yield f"TFLOP/s: per second of GPU busy; FLOPs are {_SOURCES[result.work_source]}."
+        yield _peak_words(result)
+    verdicts = {row.verdict for row in result.ranges}
+    if "memory-bound" in verdicts and result.work_source is not None:
+        yield "memory bandwidth: most kernel time moves data, or even a perfect kernel would wait for memory."
+    if "host-bound" in verdicts:
+        yield "Python: the GPU is idle while the host waits for it or does not call CUDA (Python or data loading)."
+    yield from _host_wait_line(result)
+    yield from (_cost_words(one) for one in result.inflation if one.phase == STEP)
+    if any(step.communication_ns for step in result.steps):
+        yield "comm.: communication, hidden behind computing or not. waiting: before the last rank had arrived."
+        if any(step.communication_ns and step.waiting_ns is None for step in result.steps):
+            yield f"{UNKNOWN} in waiting: unknown, because the trace does not hold every rank's communication."
 
 
-def _exact_table(result: EfficiencyResult) -> Table:
-    parts = tuple(Column(name, name) for name in _PARTS)
-    values = [
-        [getattr(row, column.key) for column in _EXACT]
-        + [None if row.gpu is None else getattr(row.gpu, name) for name in _PARTS]
-        for row in result.ranges
+def _peak_words(result: EfficiencyResult) -> str:
+    if result.dtype is None:
+        return "% of peak is unknown: pass --dtype."
+    if result.peaks is None:
+        return "% of peak is unknown: no measured ceilings and no datasheet of this GPU; run `profkit ceilings`."
+    if result.dtype not in result.peaks.flops_per_s:
+        return f"% of peak is unknown: no {result.dtype} peak of this GPU."
+    peaks = result.peaks
+    arithmetic, memory = four_digits(peaks.flops_per_s[result.dtype] / 1e12), four_digits(peaks.bytes_per_s / 1e9)
+    gpu = peaks.gpu.removeprefix("NVIDIA ")
+    source = f"measured on {gpu}" if peaks.source == "measured" else f"{gpu} datasheet"
+    return f"% of peak: of {arithmetic} TFLOP/s {result.dtype} or {memory} GB/s ({source})."
+
+
+def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
+    waits = find_host_waits(result.ranges)
+    if not waits:
+        return
+    paths = [split_path(row.path) for row in result.ranges]
+    named = [
+        f"{_name_among(paths, one.path)} {format_share(one.share)} ({LIMITS[one.cause]})"
+        for one in waits[:_WAITS_NAMED]
     ]
-    return Table((*_EXACT, *parts), [], values)
+    more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""
+    yield f"Also idle for more than {MUCH * 100:.0f} %: {', '.join(named)}{more}"
 
 
-def _step_table(result: EfficiencyResult) -> Table:
-    values = [
-        {
-            "name": step.name,
-            "process": str(step.process),
-            "rank": step.rank,
-            "device": step.device,
-            "wall_ns": step.wall_ns,
-            "idle_share": step.idle_share,
-            "communication_ns": step.communication_ns,
-            "exposed_ns": step.gpu.exposed_communication_ns,
-            "overlapped_ns": step.gpu.overlapped_communication_ns,
-            "waiting_ns": step.waiting_ns,
-        }
-        for step in result.steps
+def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:
+    """Return the shortest end of a path, in whole names, that no other path has."""
+    names = split_path(path)
+    for count in range(1, len(names)):
+        end = names[-count:]
+        if sum(other[-count:] == end for other in paths) == 1:
+            return join_path(end)
+    return path
+
+
+def _cost_words(one: ProfilingCost) -> str:
+    where = "" if one.context is None else f" at context {one.context}"
+    clean, profiled = (format_ns(round(value)) for value in (one.clean_ns, one.profiled_ns))
+    return f"step time{where}: {clean} unprofiled, {profiled} with the profiler ({one.cost:+.0%})"
+
+
+def _verdict_line(row: EfficiencyRow) -> str:
+    return f"{row.path}: " + ("limit unknown" if row.verdict is None else f"limited by {LIMITS[row.verdict]}")
+
+
+def _explain(row: EfficiencyRow, evidence: Evidence | None) -> list[str]:
+    """Return the rule of a verdict, the numbers in it, and the raw rows behind it."""
+    lines = [row.rule, *_time_sums(row), *_work_rates(row)]
+    if evidence is None:
+        return lines
+    if evidence.categories:
+        total_ns = sum(time_ns for _, time_ns in evidence.categories)
+        parts = " + ".join(f"{name} {time_ns:,}" for name, time_ns in evidence.categories)
+        lines.append(f"kernel time {total_ns:,} = {parts}")
+    if row.verdict in ("launch-bound", "host-bound"):
+        return [*lines, *map(_gap_words, evidence.gaps)]
+    return lines + [
+        f"{_short_name(one.name)}: {one.count:,} times, {one.total_ns:,} together, first at {one.first_ns:,}"
+        for one in evidence.kernels
     ]
-    cells = [
-        [str(row[c.key]) if c.key == "process" else _cell(c.key, row[c.key]) for c in _STEP_COLUMNS] for row in values
-    ]
-    return Table(_STEP_COLUMNS, cells, cells)
 
 
-def _cell(key: str, value: object) -> str:
-    if value is None:
-        return "–"
-    if value == 0 and key in _UNITS:
-        return "0"
-    if isinstance(value, float):
-        return format_share(value) if key in _SHARES else four_digits(value / _UNITS.get(key, 1.0))
-    if key.endswith("_ns"):
-        return format_ns(int(str(value)))
-    return f"{value:,}" if isinstance(value, int) else str(value).removesuffix("-bound")
+def _time_sums(row: EfficiencyRow) -> Iterator[str]:
+    if row.gpu is not None:
+        gpu = row.gpu
+        yield (
+            f"on the GPU {gpu.span_ns:,} = computing {gpu.computing_ns:,} + communicating"
+            f" {gpu.exposed_communication_ns:,} + copying {gpu.exposed_copy_ns:,} + idle {gpu.idle_ns:,}"
+        )
+        yield (
+            f"idle {gpu.idle_ns:,} = preparing kernels {gpu.launching_ns:,} + waiting for the GPU"
+            f" {gpu.synchronising_ns:,} + outside CUDA {gpu.outside_cuda_ns:,}"
+        )
+    if row.launch_count:
+        each = row.busy_ns // row.launch_count
+        yield f"{row.launch_count:,} launches, GPU busy for {row.busy_ns:,}: {each:,} each"
+
+
+def _work_rates(row: EfficiencyRow) -> Iterator[str]:
+    if row.flops is not None and row.flops_per_s is not None:
+        share = row.ceiling_share
+        peak = "" if share is None else f"; at the peak they take {round(share * row.busy_ns):,}"
+        yield f"{row.flops:,} FLOPs / {row.busy_ns:,} = {four_digits(row.flops_per_s / 1e12)} TFLOP/s{peak}"
+    if row.least_bytes is not None and row.bytes_per_s is not None:
+        yield f"at least {row.least_bytes:,} B / {row.busy_ns:,} = {four_digits(row.bytes_per_s / 1e9)} GB/s"
+    if row.intensity is not None:
+        operations = (row.flops or 0) + (row.other_flops or 0)
+        yield f"{operations:,} operations / {row.least_bytes:,} B = {four_digits(row.intensity)} FLOP/B"
+
+
+def _gap_words(gap: IdleGap) -> str:
+    parts = {
+        "preparing kernels": gap.launching_ns,
+        "waiting for the GPU": gap.synchronising_ns,
+        "outside CUDA": gap.outside_cuda_ns,
+    }
+    host = " + ".join(f"{name} {ns:,}" for name, ns in parts.items() if ns)
+    words = f"GPU {gap.device} idle {gap.end_ns - gap.start_ns:,} from {gap.start_ns:,} to {gap.end_ns:,}: {host}"
+    if gap.call is not None:
+        words += f"; {gap.call} took {gap.call_ns:,}"
+    if gap.ended_by is not None:
+        launched = "" if gap.launch_ns is None else f", launched at {gap.launch_ns:,}"
+        words += f"; then {_short_name(gap.ended_by)}{launched}"
+    return words
+
+
+def _short_name(kernel: str) -> str:
+    return shorten(simplify_name(kernel), _NAME_WIDTH)

@@ -15,13 +15,13 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
-from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.errors import TraceError
+from profkit.report.document import UNTRUSTED
+from profkit.report.efficiency import LIMITS
 from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png
-from profkit.report.self_check import UNTRUSTED
 from profkit.report.units import four_digits
 from profkit.run.directory import find_run
 
@@ -30,7 +30,7 @@ _CLOSE = 1.4
 _MARGIN = 4.0
 """How far, on a logarithmic axis, the picture reaches beyond its outermost points."""
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 _COLOURS = {
     "compute-bound": "#0072B2",
     "memory-bound": "#E69F00",
@@ -41,7 +41,8 @@ _COLOURS = {
 }
 _LINE = {"arrowstyle": "-", "color": "#AAAAAA", "linewidth": 0.6, "shrinkB": 3}
 _NEAR = 12
-# Where a label may stand beside its point, in points (1/72 inch), the nearest first.
+"""A label this near to its point, in points (1/72 inch), needs no line to it."""
+# Where a label may stand, relative to its point, in points, the nearest first.
 _PLACES = [
     (distance * x, distance * y, horizontal, vertical)
     for distance in (7, 16, 28, 42, 58)
@@ -58,33 +59,33 @@ _PLACES = [
 ]
 
 
-def plot_roofline(result: EfficiencyResult, check: SelfCheck, path: Path) -> None:
+def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = False) -> None:
     """Write the roofline to a PNG file, one point per row of the table whose operations and least bytes are known.
 
-    A point's height is all operations per second of busy time. The solid roof is what `profkit ceilings` measured on
-    such a GPU; where it was not, the dashed one is the datasheet's, and says so.
+    A point's height is all operations per second of GPU busy. A solid roof was measured by `profkit ceilings` on such a
+    GPU; a dashed one is the datasheet's, and the picture says so. An ``untrusted`` capture failed its self-check.
 
     Raises:
-        TraceError: of no range are operations and least bytes known, or the GPU's peaks are not.
+        TraceError: no range has known operations and least bytes, or the GPU's peaks are unknown.
         OSError: the file cannot be written.
     """
     points = [row for row in result.ranges if row.intensity and row.busy_ns and row.flops is not None]
     if not points or result.peaks is None:
         lacking = "the GPU's peaks" if points else "FLOPs and least bytes of its ranges"
         raise TraceError(
-            f"{result.trace}: {lacking} are not known, so there is no roofline to draw; give a run directory of"
+            f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; give a run directory of"
             " `profkit run` with --ceilings from `profkit ceilings`"
         )
     with plain_text():
-        write_png(_draw(result, result.peaks, points, check), path)
+        write_png(_draw(result, result.peaks, points, untrusted), path)
 
 
 def rate_of(row: EfficiencyRow) -> float:
-    """Return all operations of a row per second of busy time: its height."""
+    """Return all operations of a row per second of GPU busy: its height."""
     return ((row.flops or 0) + (row.other_flops or 0)) / row.busy_ns * 1e9
 
 
-def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], check: SelfCheck) -> Figure:
+def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], untrusted: bool) -> Figure:
     figure = Figure(figsize=(9.5, 6), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -100,17 +101,17 @@ def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], c
             [rate_of(row) / 1e12 for row in mine],
             s=36,
             color=_COLOURS[word],
-            label=word or "no verdict",
+            label="limit unknown" if word is None else f"limited by {LIMITS[word]}",
             zorder=3,
         )
     axes.set_xlabel("operations per least byte")
-    axes.set_ylabel("TFLOP/s while busy")
+    axes.set_ylabel("TFLOP/s while the GPU is busy")
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", fontsize=8, frameon=False)
     axes.set_title(make_visible(_title(result)), fontsize=10, loc="left")
-    if check.failed:
+    if untrusted:
         figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
     _label(canvas, axes, points)
     return figure
@@ -119,7 +120,7 @@ def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], c
 def _title(result: EfficiencyResult) -> str:
     gpu, dtype = result.gpu or "unknown GPU", result.dtype or "unknown dtype"
     path = Path(result.trace)
-    # The file of a run is named like that of any other.
+    # Every run's trace file has the same name; the run directory's name says more.
     run = find_run(path)
     name = path.name if run is None else run.path.name
     return f"{shorten(name, 60)}: ranges on the roofline of an {gpu}, {dtype}"
@@ -147,9 +148,9 @@ def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list
             fontsize=8,
             color="#222222" if result.dtype in named else "#888888",
         )
-    told = "measured" if peaks.source == "measured" else "the datasheet's, not measured"
+    source = "measured" if peaks.source == "measured" else "from the datasheet"
     axes.annotate(
-        f"memory {four_digits(peaks.bytes_per_s / 1e9)} GB/s; peaks {told}",
+        f"memory {four_digits(peaks.bytes_per_s / 1e9)} GB/s; peaks {source}",
         (0.01, 0.985),
         xycoords="axes fraction",
         va="top",
@@ -162,7 +163,7 @@ def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list
 
 
 def _groups(peaks: Peaks) -> list[list[str]]:
-    """Return the dtypes, the fastest first, those together whose roofs lie too close for a name each."""
+    """Return the dtypes, the fastest first; those whose roofs are too close for separate labels form one group."""
     found: list[list[str]] = []
     for dtype in sorted(peaks.flops_per_s, key=lambda one: -peaks.flops_per_s[one]):
         if found and peaks.flops_per_s[found[-1][0]] < _CLOSE * peaks.flops_per_s[dtype]:
@@ -173,9 +174,9 @@ def _groups(peaks: Peaks) -> list[list[str]]:
 
 
 def _label(canvas: FigureCanvasAgg, axes: Axes, points: list[EfficiencyRow]) -> None:
-    """Name the points, the largest first, each where its name covers no other name, no point and no roof's figure.
+    """Label the points, the largest first, where a label covers no other label, no point and no roof's figure.
 
-    What finds no such place stays without a name, and is counted in a corner.
+    Points without such a place stay without a label and are counted in a corner.
     """
     canvas.figure.draw_without_rendering()
     places = [axes.transData.transform((row.intensity or 0.0, rate_of(row) / 1e12)) for row in points]
@@ -187,12 +188,12 @@ def _label(canvas: FigureCanvasAgg, axes: Axes, points: list[EfficiencyRow]) -> 
     ordered = sorted(points, key=lambda row: -row.kernel_time_ns)
     nameless = [row for row in ordered if not _place_name(canvas, axes, row, taken)]
     if nameless:
-        said = f"{len(nameless)} more without room for a name"
-        axes.text(0.01, 0.015, said, transform=axes.transAxes, fontsize=8)
+        text = f"{len(nameless)} more without room for a name"
+        axes.text(0.01, 0.015, text, transform=axes.transAxes, fontsize=8)
 
 
 def _along(axes: Axes, line: Line2D) -> Iterator[Bbox]:
-    """Yield small boxes along a line, so that names keep off it."""
+    """Yield small boxes along a line, so that no label covers it."""
     corners = axes.transData.transform(line.get_xydata())
     for (x0, y0), (x1, y1) in pairwise(corners.tolist()):
         steps = max(1, int(hypot(x1 - x0, y1 - y0) / 4))
@@ -202,7 +203,7 @@ def _along(axes: Axes, line: Line2D) -> Iterator[Bbox]:
 
 
 def _place_name(canvas: FigureCanvasAgg, axes: Axes, row: EfficiencyRow, taken: list[Bbox]) -> bool:
-    """Put a row's name where there is room, and that place among those taken; return whether there was any."""
+    """Put a row's name where there is room and mark that place as taken; return whether there was any."""
     inside = axes.get_window_extent()
     for x, y, horizontal, vertical in _PLACES:
         text = axes.annotate(
@@ -213,9 +214,7 @@ def _place_name(canvas: FigureCanvasAgg, axes: Axes, row: EfficiencyRow, taken: 
             ha=horizontal,
             va=vertical,
             fontsize=8,
-            arrowprops={"arrowstyle": "-", "color": "#AAAAAA", "linewidth": 0.6, "shrinkB": 3}
-            if abs(x) + abs(y) > 12
-            else None,
+            arrowprops=_LINE if abs(x) + abs(y) > _NEAR else None,
         )
         text.update_positions(canvas.get_renderer())  # type: ignore[no-untyped-call]
         box = Text.get_window_extent(text)
