@@ -24,6 +24,8 @@ from profkit.analysis.backward_links import NO_MIRRORS, Mirrors, mirror_forward_
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.nesting import NO_RANGE, Timeline, build_timelines
 from profkit.analysis.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads
+from profkit.errors import TraceError
+from profkit.findings import Finding
 from profkit.trace.columns import (
     NO_LAUNCH,
     Bools,
@@ -43,7 +45,7 @@ OUTSIDE, AMBIGUOUS_HOST, NO_LAUNCH_RECORD = 3, 4, 5
 """Why a row came under no range at all."""
 
 NEVER = 1 << 62
-"""A time after all others."""
+"""A time after all others: 2⁶² ns are 146 years."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,11 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
         trace: the capture.
         thread_only: look at the launching thread's own ranges alone, as per-thread tools do; what launches from an
             autograd thread then lies outside every range.
+
+    Raises:
+        TraceError: the trace's times are impossible.
     """
+    _refuse_impossible_times(trace)
     timelines, parent = build_timelines(trace.ranges)
     # One more entry, so that a launch outside every range (-1) finds no adopter.
     waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
@@ -359,3 +365,42 @@ def mark_members(count: int, members: Ints) -> Bools:
     marked = np.zeros(count, dtype=np.bool_)
     marked[members] = True
     return marked
+
+
+def warn_of_placement(attribution: Attribution) -> list[Finding]:
+    """Return which work no range gets, and what the reader of the file had to leave out."""
+    ledger, found = attribution.ledger, []
+    if ledger.ambiguous_ns:
+        found.append(
+            Finding(
+                "ambiguous",
+                f"{ledger.ambiguous_ns:,} ns ({ledger.ambiguous_ns / ledger.total_ns:.1%} of all kernel time) were"
+                " launched by threads for which two or more threads may have waited; no range gets them",
+            )
+        )
+    if ledger.no_launch_ns:
+        found.append(
+            Finding(
+                "no-launch",
+                f"{ledger.no_launch_ns:,} ns ({ledger.no_launch_ns / ledger.total_ns:.1%} of all kernel time) have no"
+                " launch record; no range gets them",
+            )
+        )
+    return [*found, *(Finding("reader", note) for note in attribution.trace.notes)]
+
+
+def _refuse_impossible_times(trace: Trace) -> None:
+    """Raise where a time, or a sum of durations, exceeds `NEVER`: a damaged value, and sums of 64 bits would wrap."""
+    for table in (trace.work, trace.copies, trace.ranges, trace.calls):
+        if not len(table):
+            continue
+        extreme = max(
+            abs(int(edge)) for column in (table.start_ns, table.end_ns) for edge in (column.min(), column.max())
+        )
+        # A double cannot wrap.
+        total = float(np.abs(table.end_ns - table.start_ns).sum(dtype=np.float64))
+        if max(extreme, total) >= NEVER:
+            raise TraceError(
+                f"{trace.path}: holds impossible times (up to {max(extreme, total):.3g} ns, over a century); the file"
+                " is damaged: export or record it again"
+            )

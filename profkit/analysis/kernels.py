@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution, Ledger
-from profkit.analysis.checks.limits import refuse_impossible_times
+from profkit.analysis.attribution import (
+    AMBIGUOUS_HOST,
+    NO_LAUNCH_RECORD,
+    OUTSIDE,
+    Attribution,
+    Ledger,
+    warn_of_placement,
+)
+from profkit.analysis.categories import categorize
 from profkit.analysis.intervals import busy_ns, union_ns
-from profkit.analysis.kernel_rows import Grouping, KernelRow, build_rows
+from profkit.analysis.range_paths import kind_paths
 from profkit.analysis.ranks import RankRow, Ranks, compare_ranks, slowest_rank
 from profkit.analysis.selection import Instances, KernelFilter, RangeEvidence, choose_work
-from profkit.analysis.warnings import warn_of_instances, warn_of_placement
+from profkit.analysis.steps import count_in_warmup, count_steps
 from profkit.errors import TraceError, UsageError
 from profkit.findings import Finding
-from profkit.trace.columns import Bools, Copies, Measure, Trace
+from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+Grouping = Literal["kernel", "category", "range", "operator"]
+
+_PLACELESS = {
+    OUTSIDE: "(outside every range)",
+    AMBIGUOUS_HOST: "(ambiguous: two or more ranges could claim it)",
+    NO_LAUNCH_RECORD: "(no launch record)",
+}
+_NO_OPERATOR = "(in no operator)"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One line of the share table; ``name`` is a kernel, a category, a range path or an operator, as grouped.
+
+    ``share`` is of the kernel and graph time of the selection, 0–1. ``per_instance_count`` is ``count`` over the
+    range's outermost instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded. ``per_rank_ns``
+    is the part of ``total_ns`` that each rank ran, in the order of the result's ``ranks``.
+    """
+
+    name: str
+    category: str
+    count: int
+    per_instance_count: float | None
+    total_ns: int
+    share: float
+    mean_ns: int
+    min_ns: int
+    max_ns: int
+    per_rank_ns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +96,8 @@ class KernelsResult:
     ``first_ns`` is the start of the first thing recorded, from which instances are counted for people. ``instances``
     are those left by the filters, with a device those that have work on it; ``outermost_instances`` of them lie in no
     other: a time or count per instance is over these. ``ranks`` has a row for each rank of a distributed run, known by
-    ``rank_evidence``; the slowest is the one with the most kernel time outside communication.
+    ``rank_evidence``; the slowest is the one with the most kernel time outside communication. ``steps`` is in how many
+    measured steps all of this work ran, None where some of it ran in none.
     """
 
     trace: str
@@ -82,6 +123,7 @@ class KernelsResult:
     ranks: tuple[RankRow, ...] = ()
     rank_evidence: str | None = None
     slowest_rank: int | None = None
+    steps: int | None = None
 
     @property
     def total_ns(self) -> int:
@@ -114,7 +156,7 @@ def summarize_kernels(
     """Return which kernels spent the time under a range, or in the whole capture.
 
     Raises:
-        TraceError: the trace recorded no GPU work, holds impossible times, or has no ranges while one is asked for.
+        TraceError: the trace recorded no GPU work, or has no ranges while one is asked for.
         UsageError: an unknown range, process, device or instance, or options that exclude each other.
     """
     wanted, ranks = wanted or KernelFilter(), ranks or Ranks()
@@ -123,7 +165,6 @@ def summarize_kernels(
         raise TraceError(explain_no_work(trace))
     if per_instance and wanted.range is None:
         raise UsageError("one line per instance needs a range: an instance is one opening of a range")
-    refuse_impossible_times(trace)
     first_ns, last_ns = extent_ns(trace)
     chosen = choose_work(attribution, wanted)
     rows, instances = chosen.rows, chosen.instances
@@ -145,11 +186,11 @@ def summarize_kernels(
         busy_ns=busy_ns(work.device[rows], work.start_ns[rows], work.end_ns[rows]),
         wall_ns=last_ns - first_ns if instances is None else instances.wall_ns,
         copies=_total_copies(trace.copies, chosen.copies),
-        kernels=build_rows(attribution, rows, by, outermost_count, ranks),
+        kernels=_build_rows(attribution, rows, by, outermost_count, ranks),
         range_evidence=chosen.sum_evidence(work.duration_ns),
         ledger=attribution.ledger,
         warnings=(
-            *warn_of_instances(attribution, instances, int(rows.sum())),
+            *_warn_of_instances(attribution, instances, int(rows.sum())),
             *warn_of_placement(attribution),
         ),
         by=by,
@@ -160,6 +201,7 @@ def summarize_kernels(
         ranks=compared,
         rank_evidence=ranks.evidence,
         slowest_rank=None if slowest is None else slowest.rank,
+        steps=count_steps(attribution, rows),
     )
 
 
@@ -183,6 +225,26 @@ def extent_ns(trace: Trace) -> tuple[int, int]:
     starts = [c for c in (trace.work.start_ns, trace.calls.start_ns, trace.ranges.start_ns) if len(c)]
     ends = [c for c in (trace.work.end_ns, trace.calls.end_ns, trace.ranges.end_ns) if len(c)]
     return min(int(c.min()) for c in starts), max(int(c.max()) for c in ends)
+
+
+def _warn_of_instances(attribution: Attribution, instances: Instances | None, row_count: int) -> list[Finding]:
+    """Return what is odd about the range that was asked for."""
+    if instances is None:
+        return []
+    request, found = instances.request, []
+    members = instances.members[instances.present]
+    warm, name = count_in_warmup(attribution, members)
+    if warm:
+        found.append(
+            Finding(
+                "warmup",
+                f"{warm} of {len(members)} instances of {request!r} lie inside `{name}`;"
+                f" leave them out with --exclude {shlex.quote(name)}",
+            )
+        )
+    if not row_count:
+        found.append(Finding("empty-range", f"no kernel was launched under {request!r}"))
+    return found
 
 
 def _total_copies(copies: Copies, rows: Bools) -> CopyTotals:
@@ -220,3 +282,88 @@ def _instance_rows(
         for i, index in enumerate(instances.members.tolist())
         if instances.present[i]
     )
+
+
+def _build_rows(
+    attribution: Attribution, rows: Bools, by: Grouping, instances: int | None, ranks: Ranks
+) -> tuple[KernelRow, ...]:
+    """Return the lines of the table, the largest total first, equal totals by name."""
+    work = attribution.trace.work
+    chosen = np.flatnonzero(rows)
+    labels, key = _group_keys(attribution, chosen, by)
+    if not len(chosen):
+        return ()
+    duration = work.duration_ns[chosen]
+    order = np.argsort(key, kind="stable")
+    keys, first = np.unique(key[order], return_index=True)
+    ordered = duration[order]
+    totals = np.add.reduceat(ordered, first)
+    lows, highs = np.minimum.reduceat(ordered, first), np.maximum.reduceat(ordered, first)
+    counts = np.diff(np.append(first, len(ordered)))
+    whole = int(duration.sum())
+    each = _per_rank(ranks, work.process[chosen][order], ordered, first)
+    table = [
+        KernelRow(
+            name=labels(key)[0],
+            category=labels(key)[1],
+            count=count,
+            per_instance_count=count / instances if instances else None,
+            total_ns=total,
+            share=total / whole if whole else 0.0,
+            mean_ns=round(total / count),
+            min_ns=low,
+            max_ns=high,
+            per_rank_ns=tuple(of_ranks),
+        )
+        for key, count, total, low, high, of_ranks in zip(
+            *(column.tolist() for column in (keys, counts, totals, lows, highs, each)), strict=True
+        )
+    ]
+    return tuple(sorted(table, key=lambda row: (-row.total_ns, row.name)))
+
+
+def _per_rank(ranks: Ranks, process: Ints, duration_ns: Ints, first: Ints) -> Ints:
+    """Return the time of each group of rows (groups, ranks); ``first`` are the groups' first rows."""
+    group = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(process))))
+    index = ranks.index_of(process)
+    each = np.zeros((len(first), len(ranks.members)), dtype=np.int64)
+    np.add.at(each, (group[index >= 0], index[index >= 0]), duration_ns[index >= 0])
+    return each
+
+
+def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[Callable[[int], tuple[str, str]], Ints]:
+    """Return each chosen row's group, and what gives a group its name and category."""
+    trace = attribution.trace
+    name = trace.work.name[chosen]
+    if by == "range":
+        placed = attribution.work
+        innermost = placed.innermost[chosen]
+        # Below the ranges' own numbers, one for each reason why work has none.
+        place = np.where(innermost >= 0, innermost, -1 - placed.verdict[chosen])
+        ids, inverse = np.unique(place, return_inverse=True)
+        kinds = kind_paths(attribution)
+        paths = [kinds[i] if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
+        distinct = sorted(set(paths))
+        return lambda key: (distinct[key], ""), np.array([distinct.index(p) for p in paths], dtype=np.int64)[inverse]
+    if by == "operator":
+        return lambda key: (_NO_OPERATOR if key < 0 else trace.names[key], ""), _launching_operator(trace)[chosen]
+    categories = {i: categorize(trace.names[i], trace.measure).name for i in distinct_values(name).tolist()}
+    if by == "kernel":
+        return lambda key: (trace.names[key], categories[key]), name
+    distinct = sorted(set(categories.values()))
+    position = {i: distinct.index(category) for i, category in categories.items()}
+    ids, inverse = np.unique(name, return_inverse=True)
+    index = np.array([position[i] for i in ids.tolist()], dtype=np.int64)
+    return lambda key: (distinct[key], distinct[key]), index[inverse]
+
+
+def _launching_operator(trace: Trace) -> Ints:
+    """Return the name of the innermost operator that launched each row of work, -1 for none; an operator is its own."""
+    if trace.measure == "cpu-operator":
+        return trace.work.name
+    if trace.work.operator is None:
+        raise UsageError(
+            f"{trace.path}: does not say which operators launched its kernels; record with torch.profiler, or group"
+            " by kernel, category or range"
+        )
+    return trace.work.operator

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
-from profkit.analysis.kernel_rows import Grouping
-from profkit.analysis.kernels import KernelsResult, summarize_kernels
+from profkit.analysis.kernels import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.ranks import Ranks
 from profkit.analysis.selection import KernelFilter

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
-from profkit.analysis.checks.limits import refuse_impossible_times
+from profkit.analysis.attribution import Attribution, warn_of_placement
 from profkit.analysis.intervals import union_ns
 from profkit.analysis.range_paths import RangeNodes, build_nodes, explain_no_ranges
 from profkit.analysis.selection import outermost
-from profkit.analysis.warnings import warn_of_placement
 from profkit.findings import Finding
 from profkit.trace.columns import Ints, rows_by_value
 
@@ -71,12 +69,8 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
         attribution: the trace with its work placed.
         numbered: keep ``step 0`` and ``step 1`` apart; else both stand under ``step *``, a kind; as a
             request it selects the same ranges.
-
-    Raises:
-        TraceError: the trace's times are impossible.
     """
     trace = attribution.trace
-    refuse_impossible_times(trace)
     nodes = build_nodes(attribution, numbered=numbered)
     members = np.arange(len(trace.ranges))
     kernel_time, busy, count = sum_work(attribution, nodes, members)

@@ -12,7 +12,6 @@ from profkit.analysis.intervals import running_maximum
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.range_paths import select_ranges
 from profkit.errors import UsageError
-from profkit.names import WARMUP
 from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work, distinct_values, rows_by_value
 
 
@@ -146,27 +145,6 @@ def lies_within(attribution: Attribution, around: Ints) -> Bools:
         reach = np.maximum.accumulate(ranges.end_ns[outer])
         inside[mine] |= (begun >= 0) & (reach[begun] >= ranges.end_ns[mine])
     return inside
-
-
-def find_warmup(trace: Trace) -> str | None:
-    """Return how this trace spells the name of its range ``warmup`` (letter case aside), if it has one."""
-    return next((trace.names[i] for i in distinct_values(trace.ranges.name) if is_warmup(trace.names[i])), None)
-
-
-def is_warmup(name: str) -> bool:
-    """Return whether a range of this name holds steps that are not to be measured."""
-    return name.lower() == WARMUP
-
-
-def count_in_warmup(attribution: Attribution, members: Ints) -> tuple[int, str]:
-    """Return how many members lie inside a range named ``warmup``, being none themselves, and how it is spelled."""
-    trace = attribution.trace
-    name = find_warmup(trace)
-    if name is None:
-        return 0, WARMUP
-    warm = np.array([is_warmup(string) for string in trace.names], dtype=np.bool_)[trace.ranges.name]
-    inside = mark_nested(attribution.parent, warm) & ~warm
-    return int(inside[members].sum()), name
 
 
 def _has_work(attribution: Attribution, members: Ints, rows: Bools) -> Bools:

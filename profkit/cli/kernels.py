@@ -7,8 +7,7 @@ from typing import get_args
 
 import click
 
-from profkit.analysis.kernel_rows import Grouping
-from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.kernels import Grouping, KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.selection import KernelFilter
 from profkit.cli.options import output_options

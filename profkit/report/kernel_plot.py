@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.analysis.kernel_rows import KernelRow
-from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.report.kernels import count_line, sort_rows, subject
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.self_check import UNTRUSTED

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.analysis.kernel_rows import KernelRow
-from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.report.formats import Column, Format, Table, render_csv, render_json
 from profkit.report.old_document import Document, render_document
 from profkit.report.ranks import (

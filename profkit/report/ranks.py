@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from profkit.analysis.kernel_rows import KernelRow
-from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.analysis.ranks import RankRow
 from profkit.report.formats import Column, Table
 from profkit.report.units import format_ns, format_share

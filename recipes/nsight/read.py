@@ -9,8 +9,7 @@ from typing import Any
 
 from profkit import read_step_times
 from profkit.analysis.efficiency.attention import AttentionPart
-from profkit.analysis.kernel_rows import KernelRow
-from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.sample_statistics import median
 from profkit.analysis.step_times import unprofiled_times_ns

@@ -12,7 +12,7 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import OTHER, categorize
-from profkit.analysis.checks.step_check import find_measured
+from profkit.analysis.steps import measured_ranges
 from profkit.findings import Finding
 from profkit.names import FORWARD, STEP
 from profkit.run.manifest import Manifest
@@ -87,7 +87,7 @@ def check_run(attribution: Attribution, run: KnownRun) -> list[Finding]:
 def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
     if run.steps is None or attribution.trace.has_invisible_ranges:
         return []
-    steps = find_measured(attribution).get(STEP, np.empty(0, dtype=np.int64))
+    steps = measured_ranges(attribution).get(STEP, np.empty(0, dtype=np.int64))
     trace = attribution.trace
     rows = rows_by_value(trace.ranges.process[steps])
     counts = {process: len(found) for process, found in rows.items()}
@@ -106,7 +106,7 @@ def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
 
 def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
     trace = attribution.trace
-    members = find_measured(attribution).get(FORWARD)
+    members = measured_ranges(attribution).get(FORWARD)
     if run.layers is None or members is None or trace.measure != "gpu-kernel" or not len(trace.work):
         return []
     under = attribution.work.under(members, np.arange(len(members)))

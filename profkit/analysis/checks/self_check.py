@@ -10,17 +10,18 @@ carries).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.checks.launch_check import check_launches
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
-from profkit.analysis.checks.step_check import check_idle_instances, check_steps
 from profkit.analysis.range_paths import explain_no_ranges
+from profkit.analysis.steps import find_contexts, measured_ranges
 from profkit.findings import Finding, Verdict
-from profkit.trace.columns import Trace
+from profkit.names import BACKWARD, FORWARD, STEP
+from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
 
 # Said by every capture between cudaProfilerStart and cudaProfilerStop, whole ones among them.
 _USUAL_DIAGNOSTICS = re.compile(
@@ -33,6 +34,21 @@ _HOW = r"\b(?:lost|drop(?:ped)?|discard(?:ed)?|overflow(?:ed)?|incomplete|missin
 # Samples or strings may be lost without harm to what is counted here.
 _LOSS_DIAGNOSTICS = re.compile(rf"{_WHAT}[^.;\n]*{_HOW}|{_HOW}[^.;\n]*{_WHAT}", re.IGNORECASE)
 LOSS_IN_LOG = re.compile(r"Errors? occurred while processing the raw events|events? (were|was) (lost|dropped)", re.I)
+
+_KERNEL_LAUNCH = re.compile(r"(cu|cuda)Launch(Cooperative)?Kernel(ExC?)?(MultiDevice)?(_ptsz)?(_v\d+)?$")
+_GRAPH_LAUNCH = re.compile(r"(cu|cuda)GraphLaunch(_ptsz)?(_v\d+)?$")
+_BEGIN_CAPTURE = re.compile(r"(cu|cuda)StreamBeginCapture")
+_END_CAPTURE = re.compile(r"(cu|cuda)StreamEndCapture")
+
+# Healthy captures hold 12–43 % of their processes' correlation ids, the lossy one measured 0.9 %.
+_THIN = 0.03
+_FEWEST_CALLS = 1000
+# A profiler that starts amid work sees a few kernels without their launches; a lost API table leaves them all.
+_UNLAUNCHED_SHARE = 0.05
+_FEWEST_UNLAUNCHED = 10
+
+# A step without work is none. An optimizer may skip a step, as it does while gradients accumulate.
+_NEVER_EMPTY = (STEP, FORWARD, BACKWARD)
 
 _CLOCK_TOLERANCE_NS = 1_000_000
 # A kernel may outlast the calls that were recorded, but not by ten times and a minute.
@@ -69,10 +85,10 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
         *_check_log(log),
         *_check_diagnostics(trace, run),
         *_check_values(trace),
-        *check_launches(trace),
+        *_check_launches(trace),
         *_check_ranges(trace),
-        *check_idle_instances(attribution),
-        *check_steps(attribution, even=run.even),
+        *_check_idle_instances(attribution),
+        *_check_steps(attribution, even=run.even),
         *check_run(attribution, run),
     ]
     order = {"failed": 0, "warning": 1, "note": 2}
@@ -150,3 +166,210 @@ def _check_ranges(trace: Trace) -> list[Finding]:
     if trace.has_invisible_ranges:
         findings.append(Finding("invisible-ranges", explain_no_ranges(trace), "warning"))
     return findings
+
+
+def _check_launches(trace: Trace) -> list[Finding]:
+    """Look for launches without their kernels, kernels without launches, and calls missing from among the rest."""
+    if trace.measure != "gpu-kernel":
+        return []
+    return [*_check_lost(trace), *_check_unlaunched(trace), *_check_density(trace)]
+
+
+def _is_thin(trace: Trace) -> bool:
+    """Return whether calls are missing from among those that were recorded."""
+    return bool(_check_density(trace))
+
+
+def _check_lost(trace: Trace) -> list[Finding]:
+    calls = trace.calls
+    kernels, graphs = _named(trace, _KERNEL_LAUNCH), _named(trace, _GRAPH_LAUNCH)
+    owing = np.flatnonzero((kernels | graphs) & ~calls.has_work & ~calls.failed)
+    captured = _in_stream_capture(trace, owing)
+    findings, lost = [], owing[~captured]
+    if lost_kernels := int(kernels[lost].sum()):
+        findings.append(
+            Finding(
+                "launch-without-kernel",
+                f"{lost_kernels:,} of {int(kernels.sum()):,} kernel launches have no kernel: kernels are missing",
+                "failed",
+            )
+        )
+    if lost_graphs := int(graphs[lost].sum()):
+        findings.append(
+            Finding(
+                "graph-launch-without-graph",
+                f"{lost_graphs:,} of {int(graphs.sum()):,} CUDA graph launches have neither a graph row nor"
+                " kernels: the graphs' time is missing; capture with --cuda-graph-trace=node",
+                "failed",
+            )
+        )
+    if captured.any():
+        findings.append(
+            Finding(
+                "stream-capture",
+                f"{int(captured.sum()):,} launches were recorded into CUDA graphs and not run: they owe no kernel",
+                "note",
+            )
+        )
+    return findings
+
+
+def _named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
+    """Return the calls whose name matches."""
+    matching = np.zeros(len(trace.names), dtype=np.bool_)
+    matching[[i for i in distinct_values(trace.calls.name).tolist() if pattern.match(trace.names[i])]] = True
+    return matching[trace.calls.name]
+
+
+def _in_stream_capture(trace: Trace, rows: Ints) -> Bools:
+    """Return which calls fell between the begin and the end of a stream capture, on any thread of their process."""
+    calls = trace.calls
+    inside = np.zeros(len(rows), dtype=np.bool_)
+    if not len(rows):
+        return inside
+    begins, ends = _named(trace, _BEGIN_CAPTURE) & ~calls.failed, _named(trace, _END_CAPTURE)
+    open_since: dict[int, list[int]] = {}
+    for call in np.flatnonzero(begins | ends).tolist():
+        process = int(calls.process[call])
+        if begins[call]:
+            open_since.setdefault(process, []).append(int(calls.start_ns[call]))
+        elif open_since.get(process):
+            begun = open_since[process].pop()
+            # Calls are sorted by time.
+            low, high = np.searchsorted(calls.start_ns[rows], (begun, calls.end_ns[call]))
+            inside[low:high] |= calls.process[rows[low:high]] == process
+    return inside
+
+
+def _check_unlaunched(trace: Trace) -> list[Finding]:
+    unlaunched, count = int((trace.work.launch_thread < 0).sum()), len(trace.work)
+    if not unlaunched:
+        return []
+    lost = unlaunched >= _FEWEST_UNLAUNCHED and unlaunched > _UNLAUNCHED_SHARE * count
+    message = f"{unlaunched:,} of {count:,} kernels have no launch record and no range"
+    # Of a few the result itself warns, with their time.
+    verdict: Verdict = "failed" if lost else "note"
+    return [Finding("kernel-without-launch", message + (": CUDA API calls are missing" if lost else ""), verdict)]
+
+
+def _check_density(trace: Trace) -> list[Finding]:
+    """Compare the calls recorded with the correlation ids that were handed out meanwhile: a hint, never proof."""
+    findings = []
+    for process, (count, span) in _call_density(trace.calls).items():
+        if count >= _FEWEST_CALLS and count < _THIN * span:
+            pid = trace.process_ids.get(process, process)
+            findings.append(
+                Finding(
+                    "thin",
+                    f"process {pid}: only {count:,} CUDA calls for {span:,} correlation ids ({count / span:.1%};"
+                    " whole captures have over 10 %): events may be missing",
+                    "warning",
+                )
+            )
+    return findings
+
+
+def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
+    """Return per process how many calls were recorded, and over how many correlation ids they spread."""
+    found = {}
+    for process, rows in rows_by_value(calls.process).items():
+        ids = calls.correlation[rows]
+        found[process] = (len(ids), int(ids.max() - ids.min()) + 1)
+    return found
+
+
+def _check_idle_instances(attribution: Attribution) -> list[Finding]:
+    """Find names of which some instances launched work and others made not one CUDA call.
+
+    A whole capture has such names too (a branch not taken); together with a thin one it is loss.
+    """
+    trace, was_open = attribution.trace, ~attribution.is_mirror
+    if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(trace.ranges):
+        return []
+    name = trace.ranges.name
+    silent = _without_calls(trace) & was_open
+    every, idle = (np.bincount(name[which], minlength=len(trace.names)) for which in (was_open, silent))
+    idle[idle == every] = 0
+    worst = int(np.argmax(idle))
+    if not idle[worst]:
+        return []
+    thin = _is_thin(trace)
+    return [
+        Finding(
+            "idle-instances",
+            f"{idle[worst]:,} of {every[worst]:,} instances of {trace.names[worst]!r} hold not one CUDA call while the"
+            " others do" + (": in a capture this thin, events were lost" if thin else ""),
+            "failed" if thin else "warning",
+        )
+    ]
+
+
+def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding]:
+    """Compare the kernel counts of steps and phases outside ``warmup``, of each process and each context apart.
+
+    Args:
+        even: every step is known to do the same work, so that a difference is loss.
+    """
+    trace = attribution.trace
+    labels = measured_ranges(attribution)
+    if not labels:
+        return []
+    findings = []
+    for label, members in labels.items():
+        counts = attribution.work.count(members)
+        for process, which in _alike(attribution, members):
+            some = counts[which]
+            if len(some) < 2 or some.min() == some.max():
+                continue
+            pid = trace.process_ids.get(process, process)
+            empty = members[which][some == 0]
+            of_gpu = trace.measure == "gpu-kernel"
+            is_empty = of_gpu and label in _NEVER_EMPTY and bool(_without_launches(trace, empty).any())
+            lost = is_empty or (of_gpu and even)
+            findings.append(
+                Finding(
+                    "empty-steps" if is_empty else "unequal-steps",
+                    f"{label}: kernels per instance range from {some.min():,} to {some.max():,} over {len(some)}"
+                    f" instances of process {pid}" + (": kernels are missing" if lost else ""),
+                    "failed" if lost else "warning",
+                )
+            )
+    return findings
+
+
+def _alike(attribution: Attribution, members: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield which of ``members`` (rows of ranges) did the same work, with their process: those of one context."""
+    ranges, context = attribution.trace.ranges, find_contexts(attribution)
+    for process, mine in rows_by_value(ranges.process[members]).items():
+        for some in rows_by_value(context[members[mine]]).values():
+            yield process, mine[some]
+
+
+def _without_calls(trace: Trace) -> Bools:
+    """Return during which ranges their process made no CUDA call, on any thread."""
+    calls, ranges = trace.calls, trace.ranges
+    silent = np.ones(len(ranges), dtype=np.bool_)
+    mine = rows_by_value(ranges.process)
+    for process, rows in rows_by_value(calls.process).items():
+        members = mine.get(process)
+        if members is not None:
+            times = calls.start_ns if len(rows) == len(calls) else calls.start_ns[rows]
+            low, high = (np.searchsorted(times, edge[members]) for edge in (ranges.start_ns, ranges.end_ns))
+            silent[members] = low >= high
+    return silent
+
+
+def _without_launches(trace: Trace, members: Ints) -> Bools:
+    """Return during which ranges nothing was launched by any thread of their process, whoever it worked for."""
+    work, ranges = trace.work, trace.ranges
+    return np.array(
+        [
+            not (
+                (work.process == ranges.process[index])
+                & (work.launch_ns >= ranges.start_ns[index])
+                & (work.launch_ns < ranges.end_ns[index])
+            ).any()
+            for index in members.tolist()
+        ],
+        dtype=np.bool_,
+    )

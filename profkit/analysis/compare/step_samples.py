@@ -13,12 +13,11 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import categorize
-from profkit.analysis.checks.limits import refuse_impossible_times
-from profkit.analysis.checks.step_check import find_contexts, find_measured
 from profkit.analysis.intervals import union_ns
 from profkit.analysis.nesting import NO_RANGE
 from profkit.analysis.range_paths import kind_of, select_ranges
-from profkit.analysis.selection import KernelFilter, choose_work, find_warmup, lies_within, outermost
+from profkit.analysis.selection import KernelFilter, choose_work, lies_within, outermost
+from profkit.analysis.steps import find_contexts, find_warmup, measured_ranges
 from profkit.names import STEP
 from profkit.trace.columns import Ints, Measure, distinct_values, rows_by_value
 
@@ -73,7 +72,7 @@ class StepSamples:
 
 def has_measured_steps(attribution: Attribution) -> bool:
     """Return whether the capture has steps to take as samples."""
-    return bool(len(find_measured(attribution).get(STEP, ())))
+    return bool(len(measured_ranges(attribution).get(STEP, ())))
 
 
 def sample_steps(attribution: Attribution, range: str | None = None, *, by_step: bool = True) -> StepSamples:
@@ -90,7 +89,6 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
         UsageError: an unknown range.
     """
     trace = attribution.trace
-    refuse_impossible_times(trace)
     members = _choose_steps(attribution, range)
     sample, wall_ns, even = _number_samples(attribution, members) if by_step else _one_sample(attribution)
     inside = sample >= 0
@@ -120,7 +118,7 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
 
 def _choose_steps(attribution: Attribution, range: str | None) -> Ints:
     """Return the measured steps by their start: those that lie within the range if there are such, else all."""
-    steps = find_measured(attribution).get(STEP, np.empty(0, dtype=np.int64))
+    steps = measured_ranges(attribution).get(STEP, np.empty(0, dtype=np.int64))
     members = steps[np.argsort(attribution.trace.ranges.start_ns[steps], kind="stable")]
     if range is None:
         return members

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.checks.limits import refuse_impossible_times
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.efficiency.work import RangeWorks
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.range_paths import build_nodes, select_ranges
-from profkit.analysis.selection import find_warmup, lies_within
+from profkit.analysis.selection import lies_within
+from profkit.analysis.steps import find_warmup
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, SCORES, SOFTMAX, VALUE_PRODUCT
 from profkit.trace.columns import Bools, Ints, Trace
@@ -77,7 +77,6 @@ def measure_attention(attribution: Attribution, facts: RunFacts, range: str | No
         UsageError: an unknown range.
     """
     trace = attribution.trace
-    refuse_impossible_times(trace)
     part_of = _parts(trace)
     forward = ~_lies_in(attribution, BACKWARD) & ~_lies_in(attribution, find_warmup(trace))
     if range is not None:

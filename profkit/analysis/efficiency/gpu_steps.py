@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.checks.step_check import find_measured
 from profkit.analysis.efficiency.gpu_time import (
     GpuParts,
     GpuTime,
@@ -19,6 +18,7 @@ from profkit.analysis.efficiency.gpu_time import (
 )
 from profkit.analysis.intervals import NOTHING, Stretches, unite
 from profkit.analysis.ranks import Ranks
+from profkit.analysis.steps import measured_ranges
 from profkit.names import STEP
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints
 
@@ -59,7 +59,7 @@ def summarize_steps(
     A step is a range named ``step`` or ``step N``. The result is empty for a trace without steps or without GPU work.
     """
     trace = attribution.trace
-    members = find_measured(attribution).get(STEP, empty_ints())
+    members = measured_ranges(attribution).get(STEP, empty_ints())
     if trace.measure != "gpu-kernel" or not len(members):
         return ()
     times = build_gpu_times(trace) if times is None else times

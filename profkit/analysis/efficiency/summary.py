@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution, mark_members
-from profkit.analysis.checks.limits import refuse_impossible_times
+from profkit.analysis.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.efficiency.facts import Peaks, RunFacts
 from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.efficiency.gpu_time import (
@@ -29,7 +28,6 @@ from profkit.analysis.nesting import mark_nested
 from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges
 from profkit.analysis.range_tree import sum_wall, sum_work, work_by_node
 from profkit.analysis.ranks import Ranks
-from profkit.analysis.warnings import warn_of_placement
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import Ints, Trace, rows_by_value
@@ -254,7 +252,6 @@ def _refuse_without_work(trace: Trace) -> None:
         raise TraceError(f"{trace.path}: recorded no GPU work, so efficiency is unknown; see `profkit kernels`")
     if not len(trace.work):
         raise TraceError(explain_no_work(trace))
-    refuse_impossible_times(trace)
 
 
 def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime]) -> _Columns:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.checks.step_check import find_measured
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.efficiency.gpu_time import GpuParts, GpuTime, find_windows, sum_parts
 from profkit.analysis.efficiency.work import context_of, is_step
 from profkit.analysis.range_paths import RangeNodes
 from profkit.analysis.step_times import PhaseTimes
+from profkit.analysis.steps import measured_ranges
 from profkit.findings import Finding
 from profkit.names import PHASES, STEP
 from profkit.trace.columns import Ints, empty_ints
@@ -51,7 +51,7 @@ class UnprofiledIdle:
         """Compare the phases' profiled and unprofiled times; ``nodes`` must be numbered."""
         self._factors: dict[tuple[str, int | None], float] = {}
         self._steps: list[tuple[GpuParts, float]] = []
-        measured = find_measured(attribution) if facts.phases else {}
+        measured = measured_ranges(attribution) if facts.phases else {}
         names = nodes.names_above()
         for one in facts.phases:
             members = measured.get(one.phase, empty_ints())

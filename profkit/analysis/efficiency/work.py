@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.checks.step_check import find_measured
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.range_paths import RangeNodes
-from profkit.analysis.selection import is_warmup
+from profkit.analysis.steps import is_warmup, measured_ranges
 from profkit.names import BACKWARD, FORWARD, STEP
 from profkit.run.work import RangeWork
 from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints
@@ -132,7 +131,7 @@ class ModelFlops:
         self._names = nodes.names_above()
         self._works = works
         self._facts = facts
-        steps = find_measured(attribution).get(STEP, empty_ints())
+        steps = measured_ranges(attribution).get(STEP, empty_ints())
         contexts = {self._context(step) for step in steps.tolist()}
         self.of_all = self.of_steps(steps)
         """FLOPs of each step; None if they are unknown or differ between steps."""
