@@ -12,9 +12,7 @@ from typing import Any
 import click
 
 from profkit.errors import UsageError
-from profkit.report.formats import Column
-from recipes.common.axes import Names, Numbers
-from recipes.common.command import Options, exit_with, recipe_options, run_recipe
+from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, run_recipe
 from recipes.common.recipe import Cell, Device, GridName, Recipe, Row
 from recipes.compilation.cells import (
     ALL_PASSES,
@@ -84,7 +82,7 @@ def derive(rows: Sequence[Row]) -> None:
 RECIPE = Recipe(
     name="compile_speedup",
     question="How much faster is compiled code, how many kernels fewer does it launch, and what was fused into what?",
-    columns=[Column(key, key, right=key not in WORDS) for key in (*KEYS, "device", *MEASURED, "status", "reason")],
+    columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
     measure=measure,
     predict=predict,

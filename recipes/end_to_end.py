@@ -12,9 +12,7 @@ from typing import Any
 import click
 
 from profkit.errors import UsageError
-from profkit.report.formats import Column
-from recipes.common.axes import Names, Numbers
-from recipes.common.command import Options, exit_with, recipe_options, run_recipe
+from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, run_recipe
 from recipes.common.recipe import Cell, Device, GridName, Recipe, Row
 from recipes.whole_model.cells import (
     DTYPES,
@@ -82,7 +80,7 @@ RECIPE = Recipe(
     name="end_to_end",
     question="What do forward, backward and optimizer of a whole model cost, by size, context, precision, compilation "
     "and warm-up?",
-    columns=[Column(key, key, right=key not in WORDS) for key in (*KEYS, "device", *MEASURED, "status", "reason")],
+    columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
     measure=measure,
     predict=predict,

@@ -1,7 +1,7 @@
 """What do the numbers of a benchmark's table give away about how it was made?
 
-``python -m recipes.lint_report REPORT.md RESULTS.csv`` reads the tables of Markdown and CSV files, anybody's, and runs
-the detectors on them, on several tables together too. Exit code 3 if it finds a mistake; notes are none.
+``python -m recipes.lint_report REPORT.md RESULTS.csv`` reads the tables of anybody's Markdown and CSV files and runs
+the detectors on each, and on all together. Exit code 3 if one finds a mistake; a note is no mistake.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from pathlib import Path
 import click
 
 from profkit.files import write_whole
-from profkit.report.formats import Column, Table, render_csv, render_markdown
-from profkit.report.units import format_count
 from recipes.common.command import exit_with
-from recipes.detectors.finding import Finding
+from recipes.common.tables import Table, csv_text, markdown
 from recipes.detectors.inspect import inspect_tables
-from recipes.detectors.tables import read_tables
+from recipes.detectors.tables import Finding, read_tables
 
-_COLUMNS = tuple(Column(key, key, right=False) for key in ("kind", "code", "table", "message"))
 MISTAKES = 3
 
 
@@ -35,7 +32,7 @@ def main(files: tuple[Path, ...], output: Path | None) -> int:
     for finding in findings:
         click.echo(f"{_kind(finding)}: {finding.code}: {finding.table}: {finding.message}")
     counts = ((len(tables), "table"), (mistakes, "mistake"), (len(findings) - mistakes, "note"))
-    click.echo(", ".join(format_count(*count) for count in counts), err=True)
+    click.echo(", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts), err=True)
     if output is not None:
         write_findings(findings, output)
     return MISTAKES if mistakes else 0
@@ -43,11 +40,11 @@ def main(files: tuple[Path, ...], output: Path | None) -> int:
 
 def write_findings(findings: Sequence[Finding], directory: Path) -> None:
     """Write the findings as ``lint_report.md`` and ``lint_report.csv``."""
-    cells = [[_kind(each), each.code, each.table, each.message] for each in findings]
-    table = Table(_COLUMNS, cells, cells)
+    lines = [[_kind(each), each.code, each.table, each.message] for each in findings]
+    table = Table(["kind", "code", "table", "message"], lines)
     directory.mkdir(parents=True, exist_ok=True)
-    write_whole(directory / "lint_report.md", (render_markdown(table) + "\n").encode())
-    write_whole(directory / "lint_report.csv", (render_csv(table) + "\n").encode())
+    write_whole(directory / "lint_report.md", (markdown(table) + "\n").encode())
+    write_whole(directory / "lint_report.csv", csv_text(table).encode())
 
 
 def _kind(finding: Finding) -> str:

@@ -15,9 +15,7 @@ from pathlib import Path
 import click
 
 from profkit.errors import UsageError
-from profkit.report.formats import Column
-from recipes.common.axes import Names, Numbers
-from recipes.common.command import Options, exit_with, recipe_options, results_directory, run_recipe
+from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, results_directory, run_recipe
 from recipes.common.recipe import Cell, Device, Recipe, Row
 from recipes.model_memory.cells import BATCH, DTYPES, GRIDS, KEYS, SIZES, Files, build_cells, choose_timelines, name_of
 from recipes.model_memory.predicted import needed_bytes
@@ -50,7 +48,7 @@ RECIPE = Recipe(
     name="memory_questions",
     question="Who holds the memory of a model, by context, precision and how much of a step; and what do checkpoints "
     "save?",
-    columns=[Column(key, key, right=key not in WORDS) for key in (*KEYS, "device", *MEASURED, "status", "reason")],
+    columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
     measure=partial(measure, files=Files()),
     predict=needed_bytes,

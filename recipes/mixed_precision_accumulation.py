@@ -1,22 +1,20 @@
 """How far from the true sum does it end, adding a small number many times, by the dtypes of sum and addend?
 
-``python -m recipes.mixed_precision_accumulation --device cpu``. The sums are exact: the same on every machine that
-rounds as IEEE 754 says, so they are checked to the last digit.
+``python -m recipes.mixed_precision_accumulation --device cpu``. The sums are the same to the last
+digit on every machine that rounds as IEEE 754 says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from itertools import pairwise
 
 import click
 
-from profkit.report.formats import Column
 from recipes.common.command import Options, exit_with, recipe_options, run_recipe
-from recipes.common.pictures import new_figure
+from recipes.common.pictures import COLOURS, new_figure
 from recipes.common.recipe import Cell, Device, Recipe, Report, Row, whole
-from recipes.common.sentences import list_sentences
+from recipes.common.tables import Table, markdown
 
 CELLS: list[Cell] = [
     {"case": case, "additions": additions, "addend": addend, "sum_dtype": total, "addend_dtype": added, "cast": cast}
@@ -35,10 +33,10 @@ CELLS: list[Cell] = [
 
 
 def accumulate(cell: Cell, device: Device) -> Row:
-    """Add the addend again and again; return the sum and where it stopped growing, if it did.
+    """Add the addend again and again; return the sum, and after how many additions it stopped growing, if it did.
 
-    ``stored_addend`` is what the addend's dtype makes of it: even an exact addition of that misses the true sum by
-    ``additions × (stored − true)``, the error of representation. The rest is the error of the additions themselves.
+    ``stored_addend`` is the addend in its dtype: even an exact addition of it misses the true sum by
+    ``additions × (stored − true)``, the error of representation. The rest is the error of the additions.
     """
     import torch
 
@@ -51,7 +49,7 @@ def accumulate(cell: Cell, device: Device) -> Row:
         before = total.clone()
         total += addend.to(total.dtype) if cell["cast"] == "explicit" else addend
         if torch.equal(before, total):
-            # Nothing changes any more: each further addition is this one again.
+            # Each further addition would be this one again.
             stuck_after = number
             break
     true = additions * float(str(cell["addend"]))
@@ -67,50 +65,37 @@ def accumulate(cell: Cell, device: Device) -> Row:
 
 
 def add_error(rows: Sequence[Row]) -> None:
-    """Add to every row what its sum is too much, as its two parts say it: below 0 where it is too little."""
+    """Add to every row the error of its sum; it is negative where the sum is too small."""
     for row in rows:
         known = row.get("result") is not None
         row["error"] = float(str(row["result"])) - float(str(row["true_sum"])) if known else None
 
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
-    """Say what each sum shows, from its numbers alone."""
+    """Return how the error divides between storing the addend and adding it, and a picture of the errors."""
     measured = [row for row in rows if row.get("result") is not None]
-    sentences = [_conclude(row) for row in measured]
-    for one, other in pairwise(measured):
-        if {one["cast"], other["cast"]} == {"implicit", "explicit"}:
-            same = "the same to the last bit" if one["result"] == other["result"] else "not the same"
-            sentences.append(
-                f"Casting the addend by hand or leaving it to the addition is {same} ({other['result']!r})."
-            )
+    lines = []
+    for row in measured:
+        parts = (float(str(row[f"{part}error"])) for part in ("", "representation_", "addition_"))
+        still = None if row["stuck_after"] is None else f"{row['stuck_after']:,} of {row['additions']:,}"
+        lines.append([row["case"], _dtypes(row), row["result"], row["true_sum"], *split_error(*parts), still])
+    headings = ["case", "dtypes", "sum", "true sum", "error", "from storing the addend", "from the additions"]
+    table = Table([*headings, "stands still after"], lines, exact={"sum"})
     figure = new_figure("Distance from the true sum")
     axes = figure.subplots()
     labels = [f"{row['case']}: {row['additions']:,} × {row['addend']}, {_dtypes(row)}" for row in measured]
-    axes.barh(labels, [abs(float(str(row["error"]))) for row in measured], color="#0072B2")
+    axes.barh(labels, [abs(float(str(row["error"]))) for row in measured], color=COLOURS[0])
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("absolute error")
-    return Report("## What the numbers say\n\n" + list_sentences(sentences), {"errors.png": figure})
-
-
-def _conclude(row: Row) -> str:
-    representation, addition = float(str(row["representation_error"])), float(str(row["addition_error"]))
-    larger = "the addend's own rounding" if abs(representation) > abs(addition) else "rounding after each addition"
-    total, stored, added = split_error(float(str(row["error"])), representation, addition)
-    text = (
-        f"Case {row['case']}, {_dtypes(row)}: {row['result']!r} for {row['true_sum']:g}, off by {total}: {stored} "
-        f"because the addend is stored as {row['stored_addend']!r}, {added} from the additions; {larger} weighs more."
-    )
-    if row["stuck_after"] is not None:
-        share = f"{row['stuck_after']:,} of {row['additions']:,}"
-        text += f" After {share} additions the sum stands still: the addend is at most half of the sum's last digit."
-    return text
+    still = "A sum stands still when the addend is at most half of the sum's last digit."
+    return Report(["## Where the errors come from", markdown(table), still], {"errors.png": figure})
 
 
 def split_error(error: float, representation: float, addition: float) -> tuple[str, str, str]:
-    """Return an error and its two parts with their signs, with digits enough that the parts as printed add up to it.
+    """Return an error and its two parts, signed, with enough digits that the printed parts add up to it.
 
-    The smaller part that is not 0 has three digits or four, the others as many decimals.
+    The smaller part that is not 0 has three or four digits, the others as many decimals.
     """
     least = min((abs(part) for part in (representation, addition) if part), default=1.0)
     places = Decimal(1).scaleb(Decimal(least).adjusted() - 3)
@@ -130,11 +115,8 @@ RECIPE = Recipe(
     name="mixed_precision_accumulation",
     question="How far from the true sum does it end, adding a small number many times, by the dtypes?",
     columns=[
-        Column(key, key, right=key not in ("case", "sum_dtype", "addend_dtype", "cast", "status"))
-        for key in (
-            *("case", "additions", "addend", "sum_dtype", "addend_dtype", "cast", "result", "true_sum", "error"),
-            *("stored_addend", "representation_error", "addition_error", "stuck_after", "status"),
-        )
+        *("case", "additions", "addend", "sum_dtype", "addend_dtype", "cast", "result", "true_sum", "error"),
+        *("stored_addend", "representation_error", "addition_error", "stuck_after", "status"),
     ],
     cell_keys=list(CELLS[0]),
     measure=accumulate,

@@ -17,9 +17,7 @@ import click
 
 from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import find_nsys
-from profkit.report.formats import Column
-from recipes.common.axes import Names, Numbers
-from recipes.common.command import Options, exit_with, recipe_options, results_directory, run_recipe
+from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, results_directory, run_recipe
 from recipes.common.recipe import Cell, Device, Recipe, Row, Together
 from recipes.nsight.capture import CAPTURES
 from recipes.nsight.cells import GRIDS, KEYS, KINETO, NSYS, PROFILERS, SIZES, STEPS, TOGETHER, build_cells
@@ -58,7 +56,7 @@ RECIPE = Recipe(
     name="nsight_questions",
     question="What does Nsight Systems say of a training step: which kernels have the time, and does it agree with "
     "Python's clock?",
-    columns=[Column(key, key, right=key not in WORDS) for key in (*KEYS, "device", *MEASURED, "status", "reason")],
+    columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
     measure=Together(TOGETHER, partial(measure, captures=Path(CAPTURES))),
     predict=predict,

@@ -1,1 +1,1 @@
-"""What attention_sweep measures: ways to write attention, their time, and their memory tensor by tensor."""
+"""Attention by sequence length: the cells, the implementations, how one is measured, the report."""

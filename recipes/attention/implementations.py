@@ -1,6 +1,6 @@
 """Ways to write attention without heads: query, key, value ``(batch, seq, d)`` → output ``(batch, seq, d)``.
 
-They compute the same, but for ``causal``, and keep different tensors for backward.
+All but ``causal`` compute the same function. They save different tensors for backward.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from recipes.attention.names import CAUSAL, CHECKPOINTED, COMPILED, FUSED, SDPA, WRITTEN, WRITTEN_AMAX
+from recipes.attention.cells import CAUSAL, CHECKPOINTED, COMPILED, FUSED, SDPA, WRITTEN, WRITTEN_AMAX
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def written(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax step by step; ``max`` also gives the maximum's place, which its backward would need."""
+    """Softmax step by step; ``max`` also returns the maximum's place, which its backward would need."""
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     shifted = scores - scores.max(dim=-1, keepdim=True).values
     powers = torch.exp(shifted)
@@ -28,7 +28,7 @@ def written(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def written_amax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax step by step; ``amax`` keeps scores and maximum, for its backward shares among equals."""
+    """Softmax step by step; ``amax`` saves scores and maximum, to divide the gradient among equal maxima."""
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     powers = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
     weights = powers / powers.sum(dim=-1, keepdim=True)
@@ -36,12 +36,12 @@ def written_amax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def fused_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """torch's own softmax: one operator, which keeps its output alone."""
+    """torch's own softmax: one operator, which saves only its output."""
     return functional.softmax(query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As ``written``, each position seeing those up to itself; the mask is kept too, a byte an entry, once a batch."""
+    """Like ``written``, but each position sees only those up to itself; the mask is saved too, one byte per entry."""
     length = query.shape[-2]
     hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     scores = (query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])).masked_fill(hidden, -math.inf)
@@ -51,18 +51,18 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """torch's fused attention; its fast kernels take tensors with heads only, so there is one."""
+    """torch's fused attention, with one head: its fast kernels need a dimension for heads."""
     return functional.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None])[:, 0]
 
 
 def checkpointed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As ``written``, which backward runs once more instead of having kept anything."""
+    """Like ``written``, which backward runs again instead of saving anything."""
     output: Tensor = checkpoint(written, query, key, value, use_reentrant=False)
     return output
 
 
 def find_attention(name: str) -> Attention:
-    """Return an implementation by its name; the compiled one compiles when it is first called."""
+    """Return an implementation by its name; the compiled one compiles when it is called first."""
     if name == COMPILED:
         compiled: Attention = torch.compile(written)
         return compiled

@@ -1,169 +1,216 @@
-"""What attention_sweep says about its rows: pivots, growth, one configuration's accounts, where the memory ends."""
+"""What attention_sweep shows: times, how memory grows, one configuration tensor by tensor, where memory ends."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from profkit.report.formats import Column, Table, render_markdown
-from recipes.attention.growth import fit_exponent, project_limit, round_down
-from recipes.attention.names import BATCH, COMPILED, IMPLEMENTATIONS, MIB, SDPA, WRITTEN
-from recipes.attention.workspace import find_held, workspace_mib
+from recipes.attention.cells import BATCH, COMPILED, IMPLEMENTATIONS, ITEM_BYTES, SDPA, WRITTEN
+from recipes.common.measuring import MIB
 from recipes.common.pictures import COLOURS, label_plainly, new_figure, with_gaps
 from recipes.common.recipe import OK, Report, Row, whole
-from recipes.common.sentences import list_sentences
-from recipes.common.tables import build_pivot, build_table
-from recipes.detectors.inspect import inspect_tables
-from recipes.detectors.tables import build_table as build_benchmark
+from recipes.common.tables import Table, listed, markdown, pivot
+from recipes.detectors.inspect import inspect_rows
 
-Series = tuple[str, str, int]
-"""Implementation, dtype, d_model: what is compared over the sequence lengths."""
+Points = Sequence[tuple[float, float]]
+"""Sequence lengths, each with a positive value."""
 
+_PARTS = ("forward", "backward")
 _SHOWN_TO_DETECTORS = (
     *("d_model", "seq_len", "implementation", "dtype"),
     *("forward_mean_ms", "forward_std_ms", "backward_mean_ms", "backward_std_ms"),
     *("mem_after_inputs_MiB", "saved_activations_MiB", "forward_peak_MiB", "backward_peak_MiB"),
 )
-
-
 _DIGITS = 3
-"""An extrapolation's: where the memory really ends depends on the allocator too, which the peaks do not know."""
+"""Digits of an extrapolation: where memory really ends also depends on fragmentation, which the peaks do not show."""
+_TOLERATED_MIB = 2.0
+"""A library's workspace may appear one size later than the first; cuBLASLt's is 1 MiB per thread."""
 
 
-def add_growth(rows: Sequence[Row]) -> None:
-    """Add ``growth_factor``: what is kept for backward over that of the next shorter sequence in the same series."""
+def add_columns(rows: Sequence[Row]) -> None:
+    """Add ``growth_factor``: what is saved, over that of the next shorter sequence; drop predictions that are bounds.
+
+    The prediction for compiled code, and for code that chooses its kernels, is a lower bound and no peak.
+    """
     for series in _by_series(rows).values():
         for before, row in zip([None, *series], series, strict=False):
-            known = before is not None and before.get("saved_activations_MiB") and row.get("saved_activations_MiB")
-            row["growth_factor"] = row["saved_activations_MiB"] / before["saved_activations_MiB"] if known else None  # type: ignore[operator, index]
-
-
-def leave_out_bounds(rows: Sequence[Row]) -> None:
-    """Leave out what was predicted of what compiles or chooses its kernels: a lower bound, and no peak."""
+            ours, theirs = row.get("saved_activations_MiB"), before and before.get("saved_activations_MiB")
+            row["growth_factor"] = float(str(ours)) / float(str(theirs)) if ours and theirs else None
     for row in rows:
         if row["implementation"] in (COMPILED, SDPA):
             row["predicted_peak_bytes"] = None
 
 
 def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
-    """Return pivots, fits, accounts, projections and what the detectors say, with pictures of times and memory."""
-    sections = [*_pivots(rows), *_growth(rows), *_accounts(rows), *_limits(rows, machine.get("free_bytes"))]
+    """Return tables of times, growth, one configuration's tensors and projected limits, with two pictures."""
     shown = [{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows]
-    findings = inspect_tables([build_benchmark("this table", shown)])
-    said = [*chain.from_iterable(map(find_held, _by_series(rows).values())), *(each.message for each in findings)]
-    sections += ["## What the detectors say", list_sentences(said) or "Nothing."]
-    return Report("\n\n".join(sections), {"times.png": draw_times(rows), "memory.png": draw_memory(rows)})
+    doubts = [*chain.from_iterable(map(find_held, _by_series(rows).values()))]
+    doubts += [finding.message for finding in inspect_rows(shown)]
+    blocks = [*_times(rows), *_growth(rows), *_accounts(rows), *_limits(rows, machine.get("free_bytes"))]
+    blocks += ["## Findings of the detectors", listed(doubts) or "None."]
+    saved = ("saved_activations_MiB", "backward_peak_MiB")
+    keys = saved if any(row.get("backward_peak_MiB") for row in rows) else saved[:1]
+    pictures = {
+        "times.png": _draw(rows, "Attention: median of the passes", ("forward_ms", "backward_ms"), "ms"),
+        "memory.png": _draw(rows, "Attention: memory", keys, "MiB"),
+    }
+    return Report(blocks, pictures)
 
 
-def _pivots(rows: Sequence[Row]) -> Iterator[str]:
-    for part in ("forward", "backward"):
+def _times(rows: Sequence[Row]) -> Iterator[str]:
+    for part in _PARTS:
         yield f"## {part.capitalize()}, median ms by sequence length"
         for d_model, dtype in dict.fromkeys((row["d_model"], row["dtype"]) for row in rows):
             some = [row for row in rows if (row["d_model"], row["dtype"]) == (d_model, dtype)]
-            table = build_pivot(some, "seq_len", ["implementation"], f"{part}_ms", digits=4)
-            yield f"d_model {d_model}, {dtype}:\n\n{render_markdown(table)}"
+            yield f"d_model {d_model}, {dtype}:"
+            yield markdown(pivot(some, "seq_len", ["implementation"], f"{part}_ms"))
 
 
 def _growth(rows: Sequence[Row]) -> Iterator[str]:
-    peaks, lines = ("forward_peak", "backward_peak"), []
+    lines = []
     for (implementation, dtype, d_model), series in _by_series(rows).items():
-        line: dict[str, object] = {"implementation": implementation, "dtype": dtype, "d_model": d_model}
-        line["saved"] = _show_power(points_of(series, "saved_activations_MiB"))
+        saved = [(whole(row["seq_len"]), float(str(row["saved_activations_MiB"]))) for row in series
+                 if row.get("saved_activations_MiB")]  # fmt: skip
         last = list(_peaks(series))[-2:]
-        if len(last) > 1:
-            line["lengths"] = " to ".join(str(size) for size, _ in last)
-        for place, key in enumerate(peaks):
-            line[key] = _show_power([(size, values[place]) for size, values in last])
-        lines.append(line)
-    columns = [Column("implementation", "implementation", right=False), Column("dtype", "dtype", right=False)]
-    columns += [Column("d_model", "d_model"), Column("saved_activations", "saved"), Column("peaks of", "lengths")]
-    columns += [Column(key, key) for key in peaks]
-    yield "## The power of the sequence length that memory follows"
+        lengths = " to ".join(str(size) for size, _ in last) if len(last) > 1 else None
+        powers = [fit_exponent([(size, peaks[place]) for size, peaks in last]) for place in range(2)]
+        exponents = [None if power is None else f"{power:.2f}" for power in (fit_exponent(saved), *powers)]
+        lines.append([implementation, dtype, d_model, exponents[0], lengths, *exponents[1:]])
+    yield "## Memory grows with this power of the sequence length"
     yield (
-        "What is kept for backward: a log–log fit over all lengths. Peaks: between the two longest, for in short ones "
+        "Saved for backward: a log–log fit over all lengths. Peaks: between the two longest; in short sequences "
         "workspaces and inputs outweigh what grows with the square."
     )
-    yield render_markdown(build_table(columns, lines))
+    headings = ["implementation", "dtype", "d_model", "saved for backward", "peaks of", "forward peak", "backward peak"]
+    yield markdown(Table(headings, lines))
 
 
-def _show_power(points: Sequence[tuple[float, float]]) -> str | None:
-    power = fit_exponent(points)
-    return None if power is None else f"{power:.2f}"
+def fit_exponent(points: Points) -> float | None:
+    """Return the power of the sequence length that the values follow, the slope of a log–log fit; None under 2."""
+    if len({size for size, _ in points}) < 2:
+        return None
+    slope, _ = np.polyfit([math.log(size) for size, _ in points], [math.log(value) for _, value in points], 1)
+    return float(slope)
 
 
 def _accounts(rows: Sequence[Row]) -> Iterator[str]:
-    row = _choose(rows)
-    if row is None:
-        return
-    size = f"d_model {row['d_model']}, seq_len {row['seq_len']}, {row['implementation']}, {row['dtype']}"
-    yield f"## The memory of {size}, tensor by tensor"
-    for phase in ("forward", "backward"):
-        yield f"At the peak of {phase}:\n\n{render_markdown(account(row, phase))}"
+    """Show one row: the shortest that ran out of memory, otherwise the longest; written-out attention first."""
+    there = [row for row in rows if row.get("accounting")]
+    ended = [row for row in there if row["status"] != OK]
+
+    def order(row: Row) -> tuple[bool, int, int]:
+        longer = whole(row["seq_len"]) * (-1 if ended else 1)
+        return (row["implementation"] == WRITTEN, longer, -whole(row["d_model"]))
+
+    row = max(ended or there, key=order, default=None)
+    if row is not None:
+        size = f"d_model {row['d_model']}, seq_len {row['seq_len']}, {row['implementation']}, {row['dtype']}"
+        yield f"## The memory of {size}, tensor by tensor"
+        for phase in _PARTS:
+            yield f"At the peak of {phase}:"
+            yield markdown(account(row, phase))
 
 
 def account(row: Mapping[str, Any], phase: str) -> Table:
-    """Return the tensors that are live at a phase's peak, with their sum beside what was measured.
+    """Return the tensors that exist at a phase's peak, their sum, the measured peak and the difference.
 
-    What is left over is rounding, and what libraries take for a moment.
+    The difference is rounding, and what libraries take for a moment.
     """
-    lines: list[dict[str, object]] = [
-        {"tensor": live["name"], "shape": " × ".join(map(str, live["shape"])), "MiB": live["bytes"] / MIB}
-        for live in row["accounting"][phase]
-    ]
-    total = sum(live["bytes"] for live in row["accounting"][phase]) / MIB
+    live = row["accounting"][phase]
+    total = sum(each["bytes"] for each in live) / MIB
     peak, workspace = row.get(f"{phase}_peak_MiB"), workspace_mib(row, phase)
-    lines.append({"tensor": "workspace", "MiB": workspace})
-    lines.append({"tensor": "sum", "MiB": total + (workspace or 0.0)})
-    lines.append({"tensor": "measured", "MiB": peak})
-    left = None if peak is None or workspace is None else peak - total - workspace
-    lines.append({"tensor": "measured − sum", "MiB": left})
-    columns = [Column("tensor", "tensor", right=False), Column("shape", "shape", right=False), Column("MiB", "MiB")]
-    return build_table(columns, lines)
+    known = peak is not None and workspace is not None
+    lines: list[list[object]] = [
+        [each["name"], " × ".join(map(str, each["shape"])), each["bytes"] / MIB] for each in live
+    ]
+    lines += [["workspace", None, workspace], ["sum", None, total + (workspace or 0.0)], ["measured", None, peak]]
+    lines += [["measured − sum", None, peak - total - workspace if known else None]]
+    return Table(["tensor", "shape", "MiB"], lines)
+
+
+def workspace_mib(row: Mapping[str, Any], phase: str) -> float | None:
+    """Return the MiB of library workspaces before a phase: all that is allocated, less the known tensors.
+
+    These are Q, K, V and dO, before backward also O and what is saved. Backward runs on a thread of its own, which has
+    handles and workspaces of its own. None where memory was not measured.
+    """
+    each = BATCH * whole(row["seq_len"]) * whole(row["d_model"]) * ITEM_BYTES[row["dtype"]] / MIB
+    if phase == "forward":
+        before, known = row.get("mem_after_inputs_MiB"), each * 4
+    else:
+        before, known = row.get("mem_before_backward_MiB"), each * 5 + (row.get("saved_activations_MiB") or 0.0)
+    return None if before is None else before - known
+
+
+def find_held(series: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a finding if the unknown memory before a phase grows with the sequence length, as no workspace does.
+
+    Args:
+        series: rows of one implementation, dtype and width.
+    """
+    for phase in _PARTS:
+        found = [(mib, row) for row in series if (mib := workspace_mib(row, phase)) is not None]
+        if not found:
+            continue
+        least, most = min(found, key=lambda each: each[0]), max(found, key=lambda each: each[0])
+        if most[0] - least[0] > _TOLERATED_MIB:
+            row = most[1]
+            yield (
+                f"before {phase}, {most[0]:,.6g} MiB belong to no known tensor at d_model {row['d_model']}, seq_len "
+                f"{row['seq_len']}, {row['implementation']}, {row['dtype']}, and {least[0]:,.6g} MiB at seq_len "
+                f"{least[1]['seq_len']}: a workspace does not grow, so an earlier pass left something behind, which is "
+                "part of the peaks"
+            )
 
 
 def _limits(rows: Sequence[Row], free_bytes: int | None) -> Iterator[str]:
-    lines = []
+    lines: list[list[object]] = []
     for (implementation, dtype, d_model), series in _by_series(rows).items():
         points = [(size, max(peaks)) for size, peaks in _peaks(series)]
         limit = None if free_bytes is None else project_limit(points, free_bytes / MIB)
-        limit = None if limit is None else round_down(limit, _DIGITS)
-        lines.append({"implementation": implementation, "dtype": dtype, "d_model": d_model, "seq_len": limit})
+        lines.append([implementation, dtype, d_model, None if limit is None else round_down(limit, _DIGITS)])
     yield "## The sequence length at which the memory would end"
-    if all(line["seq_len"] is None for line in lines):
-        yield "Not projected: that takes measured peaks at three lengths, and this device counts none or too few ran."
+    if all(line[-1] is None for line in lines):
+        yield "Not projected: this takes measured peaks at three lengths."
         return
-    columns = [Column("implementation", "implementation", right=False), Column("dtype", "dtype", right=False)]
-    columns += [Column("d_model", "d_model"), Column("longest seq_len that would fit", "seq_len")]
-    free = f"{(free_bytes or 0) / 2**30:.1f} GiB"
     yield (
-        f"An extrapolation, rounded down to {_DIGITS} digits: from the measured peaks of forward and backward to the "
-        f"{free} that were free at first; batch {BATCH}. Peaks are of what is allocated: what fragmentation takes is "
-        "not in it, so the memory may end earlier."
+        f"Extrapolated from the measured peaks to the {(free_bytes or 0) / 2**30:.1f} GiB that were free at first, "
+        f"rounded down to {_DIGITS} digits; batch {BATCH}. Fragmentation is not included, so memory may end earlier."
     )
-    yield render_markdown(build_table(columns, lines))
+    yield markdown(Table(["implementation", "dtype", "d_model", "longest seq_len that would fit"], lines))
 
 
-def draw_times(rows: Sequence[Row]) -> Figure:
-    """Draw forward and backward over the sequence length, for the least width."""
-    return _draw(rows, "Attention: median of the passes", ("forward_ms", "backward_ms"), "ms")
+def project_limit(points: Points, limit: float) -> int | None:
+    """Return the greatest sequence length with a value within ``limit``; None under 3 points, or without growth.
+
+    The values are fitted by a polynomial of degree 2 in the length: tensors of ``(seq, seq)``, of ``(seq, d)`` and a
+    constant. Each point weighs by its inverse, so that all fit to the same share of themselves.
+    """
+    if len({size for size, _ in points}) < 3:
+        return None
+    sizes, values = (np.array(each, dtype=float) for each in zip(*points, strict=True))
+    square, linear, constant = np.polyfit(sizes, values, 2, w=1 / values)
+    if square * sizes.max() ** 2 < 1e-3 * values.max():
+        # There is no (seq, seq) tensor: fit a line.
+        linear, constant = np.polyfit(sizes, values, 1, w=1 / values)
+        return int((limit - constant) / linear) if linear > 0 else None
+    root = math.sqrt(linear**2 + 4 * square * (limit - constant))
+    return int((root - linear) / (2 * square))
 
 
-def draw_memory(rows: Sequence[Row]) -> Figure:
-    """Draw what is kept for backward, and the peak where it was measured, over the sequence length."""
-    measured = any(row.get("backward_peak_MiB") for row in rows)
-    keys = ("saved_activations_MiB", "backward_peak_MiB") if measured else ("saved_activations_MiB",)
-    return _draw(rows, "Attention: memory", keys, "MiB")
-
-
-def points_of(series: Sequence[Row], key: str) -> list[tuple[float, float]]:
-    """Return the sequence lengths at which a column has a positive value, with it."""
-    return [(whole(row["seq_len"]), float(str(row[key]))) for row in series if row.get(key)]
+def round_down(value: int, digits: int) -> int:
+    """Return the greatest whole number up to ``value`` with that many significant digits: 27,800 for 27,895 and 3."""
+    step = 10 ** max(len(str(abs(value))) - digits, 0)
+    return int(value // step * step)
 
 
 def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Figure:
+    """Draw columns over the sequence length, for the smallest width."""
     least = min(whole(row["d_model"]) for row in rows)
     sizes = sorted({whole(row["seq_len"]) for row in rows})
     figure = new_figure(f"{title}, d_model {least}", width=5.0 * len(keys) + 1.5)
@@ -171,7 +218,7 @@ def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Fi
     for panel, key in zip(panels, keys, strict=True):
         drawn = [series for (_, _, d_model), series in _by_series(rows).items() if d_model == least]
         for place, series in enumerate(drawn):
-            # Thinner from line to line: where two keep the same, to a few digits, the last would hide the other.
+            # Each line is thinner than the one below it, so that of two equal lines both are visible.
             thickness = 1.2 + 1.8 * (len(drawn) - 1 - place) / max(len(drawn) - 1, 1)
             _draw_series(panel, series, key, thickness)
         panel.set_xscale("log")
@@ -192,7 +239,7 @@ def _draw_series(panel: Any, series: Sequence[Row], key: str, thickness: float) 
     if not values:
         return
     implementation, dtype = str(series[0]["implementation"]), series[0]["dtype"]
-    # A logarithm has no place for 0, which is an answer too: it stands in the legend.
+    # A logarithmic axis has no place for 0, which is an answer too: the legend shows it.
     panel.plot(
         *with_gaps((whole(row["seq_len"]), row.get(key)) for row in series),
         "-o" if dtype == "fp32" else "--s",
@@ -203,26 +250,15 @@ def _draw_series(panel: Any, series: Sequence[Row], key: str, thickness: float) 
     )
 
 
-def _choose(rows: Sequence[Row]) -> Row | None:
-    """Return the row whose accounts are shown: the smallest that ran out of memory, else the largest; written first."""
-    there = [row for row in rows if row.get("accounting")]
-    ended = [row for row in there if row["status"] != OK]
-
-    def size(row: Row) -> tuple[bool, int, int]:
-        longer = whole(row["seq_len"]) * (-1 if ended else 1)
-        return (row["implementation"] == WRITTEN, longer, -whole(row["d_model"]))
-
-    return max(ended or there, key=size, default=None)
-
-
 def _peaks(series: Sequence[Row]) -> Iterator[tuple[int, list[float]]]:
     for row in series:
         if row["status"] == OK and row.get("forward_peak_MiB") and row.get("backward_peak_MiB"):
-            yield whole(row["seq_len"]), [float(str(row[f"{part}_peak_MiB"])) for part in ("forward", "backward")]
+            yield whole(row["seq_len"]), [float(str(row[f"{part}_peak_MiB"])) for part in _PARTS]
 
 
-def _by_series(rows: Sequence[Row]) -> dict[Series, list[Row]]:
-    found: dict[Series, list[Row]] = {}
+def _by_series(rows: Sequence[Row]) -> dict[tuple[str, str, int], list[Row]]:
+    """Return the rows by implementation, dtype and d_model, each series by rising length."""
+    found: dict[tuple[str, str, int], list[Row]] = {}
     for row in sorted(rows, key=lambda row: whole(row["seq_len"])):
         key = (str(row["implementation"]), str(row["dtype"]), whole(row["d_model"]))
         found.setdefault(key, []).append(row)

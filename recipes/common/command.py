@@ -1,4 +1,4 @@
-"""The command line that all recipes have, and what running one comes down to."""
+"""The command line that all recipes share: options, axes of a grid, running the grid, writing the results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,24 +15,61 @@ import click
 
 from profkit.errors import ProfkitError, ToolError, UsageError
 from profkit.files import write_whole
-from profkit.launch.processes import sigterm_raises
-from profkit.launch.record import require_torch
-from profkit.report.formats import make_visible, render_csv, render_markdown, render_table
-from profkit.report.pictures import write_png
-from profkit.report.units import format_count
-from recipes.common.grid import Effort, describe_end, run_grid
-from recipes.common.isolated import CellFailed, run_isolated
-from recipes.common.machine import describe_machine
+from recipes.common.grid import CellFailed, Effort, describe_end, run_grid, run_isolated, sigterm_raises
+from recipes.common.measuring import describe_machine
+from recipes.common.pictures import png_bytes
 from recipes.common.recipe import DEVICES, GRIDS, NOT_RUN, Cell, Device, GridName, Recipe, Row
 from recipes.common.store import Store, open_store
-from recipes.common.tables import DASH, build_table
+from recipes.common.tables import DASH, csv_text, markdown, screen, select
 
 RESULTS = Path("recipes/results")
 
 
+class Numbers(click.ParamType):
+    """``256,1024,4096``: whole numbers from ``least`` up, in rising order."""
+
+    name = "N,N,…"
+
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(",")
+        if not all(part.strip().isdecimal() and int(part) >= self._least for part in parts):
+            bound = f"above {self._least - 1}" if self._least else "from 0"
+            self.fail(f"{value}: not whole numbers {bound} separated by commas", param, ctx)
+        numbers = tuple(int(part) for part in parts)
+        if list(numbers) != sorted(set(numbers)):
+            rising = ",".join(map(str, sorted(set(numbers))))
+            self.fail(f"{value}: list each value once, in rising order: {rising}", param, ctx)
+        return numbers
+
+
+class Names(click.ParamType):
+    """``eager,compiled``: some of the known names, each once."""
+
+    name = "NAME,…"
+
+    def __init__(self, choices: Sequence[str]) -> None:
+        self._choices = choices
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(part.strip() for part in str(value).split(","))
+        for name in names:
+            if name not in self._choices:
+                self.fail(f"{name}: choose from {', '.join(self._choices)}", param, ctx)
+        if len(set(names)) < len(names):
+            self.fail(f"{value}: list each value once: {','.join(dict.fromkeys(names))}", param, ctx)
+        return names
+
+
 @dataclass(frozen=True)
 class Options:
-    """What every recipe is told."""
+    """The options of every recipe."""
 
     grid: GridName
     device: Device
@@ -41,31 +79,28 @@ class Options:
     restart: bool
 
 
-_OPTIONS = tuple(each.name for each in fields(Options))
-
-
 def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that every recipe has; the command gets them as one `Options`, its first argument."""
+    """Add the options of every recipe; the command gets them as one `Options`, its first argument."""
 
     @functools.wraps(command)
     def gather(**given: Any) -> Any:
-        own = {name: given.pop(name) for name in _OPTIONS}
-        return command(Options(**own), **given)
+        shared = {each.name: given.pop(each.name) for each in fields(Options)}
+        return command(Options(**shared), **given)
 
     result: Callable[..., Any] = gather
     for option in (
-        click.option("--restart", is_flag=True, help="Give up the results that are there and begin anew."),
-        click.option("--force", is_flag=True, help="Also try what is predicted not to fit into the memory."),
+        click.option("--restart", is_flag=True, help="Discard the results in the directory and begin anew."),
+        click.option("--force", is_flag=True, help="Also try cells that are predicted not to fit into memory."),
         click.option(
             "--budget-s",
             type=click.FloatRange(min=0, min_open=True),
-            help="Stop after so many seconds; the most telling cells come first, the rest is `not run`.",
+            help="Stop after this many seconds. The most informative cells come first; the rest is `not run`.",
         ),
         click.option(
             "-o",
             "output",
             type=click.Path(file_okay=False, path_type=Path),
-            help="Where the results go, and where those of an earlier run are  [default: recipes/results/RECIPE]",
+            help="Directory of the results, also of an earlier run  [default: recipes/results/RECIPE]",
         ),
         click.option("--device", type=click.Choice(DEVICES), default="cuda", show_default=True),
         click.option(
@@ -73,7 +108,7 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(GRIDS),
             default="small",
             show_default=True,
-            help="reports: each cell that a write-up prints; small: minutes on a CPU; full: the whole product.",
+            help="small: minutes on a CPU; reports: the cells that published write-ups print; full: the whole product.",
         ),
     ):
         result = option(result)
@@ -83,12 +118,12 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
     """Run the cells, write the table, the report and the pictures, print the table; return the exit code.
 
-    Results are written however the run ends. 0: all was run or is known not to fit, or the time was over; 1: a cell
-    failed.
+    Results are written however the run ends. 0: every cell was measured or is known not to fit, or the time was over;
+    1: a cell failed.
 
     Raises:
-        UsageError: the device is not there, or the directory holds something else.
-        ToolError: torch is not there, or cannot use the device.
+        UsageError: the device is missing, or the directory holds something else.
+        ToolError: torch is missing, or cannot use the device.
         OSError: the results cannot be written.
     """
     effort = Effort(None if options.budget_s is None else time.monotonic() + options.budget_s, options.force)
@@ -103,7 +138,7 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
     finally:
         rows = write_results(recipe, cells, store, machine)
         store.finish(state)
-    click.echo(render_table(build_table(recipe.shown_columns, rows, recipe.exact), full=True))
+    click.echo(screen(select(rows, recipe.shown_columns, recipe.exact)))
     click.echo(f"\n{directory / recipe.name}.md", err=True)
     return 1 if any(str(row["status"]).startswith("failed(") for row in rows) else 0
 
@@ -114,22 +149,23 @@ def results_directory(recipe: str, options: Options) -> Path:
 
 
 def _require_device(device: Device) -> dict[str, object]:
-    """Return the facts of the machine, told by a process of its own: this one must not hold any of its memory."""
-    require_torch()
+    """Return the facts of the machine, read by another process: this one must not hold any of the device's memory."""
+    if find_spec("torch") is None:
+        raise ToolError("torch is not installed here: pip install 'profkit[cpu]', or the CUDA build for your driver")
     try:
         machine = run_isolated(describe_machine, device)
     except CellFailed as error:
         raise ToolError(f"--device {device}: it cannot be used: {error}") from None
     if machine["missing"] is not None:
-        raise UsageError(f"--device {device}: {machine['missing']}; name one that is there")
+        raise UsageError(f"--device {device}: {machine['missing']}; choose another one")
     return machine
 
 
 def write_results(recipe: Recipe, cells: Sequence[Cell], store: Store, machine: Mapping[str, object]) -> list[Row]:
-    """Write CSV, Markdown and pictures of what there is, and return the rows; a cell without one stands as not run.
+    """Write CSV, Markdown and pictures of the rows in ``store``, and return them; a cell without a row is not run.
 
-    The Markdown has the report first, then the pictures that it does not show itself, and the brief columns of the
-    table last; the CSV has all columns.
+    The Markdown has the report, then pictures that the report does not show itself, then the brief columns; the CSV has
+    all columns.
     """
     missing = [{**cell, "device": machine["device"], "status": NOT_RUN} for cell in cells if store.find(cell) is None]
     rows = _in_order(cells, [*store.rows, *missing], recipe.cell_keys)
@@ -137,27 +173,28 @@ def write_results(recipe: Recipe, cells: Sequence[Cell], store: Store, machine: 
         recipe.derive(rows)
     report = recipe.report(rows, machine)
     for name, figure in report.pictures.items():
-        write_png(figure, store.directory / name)
-    where = f"{machine['gpu'] or machine['device']}, torch {machine['torch']}"
+        write_whole(store.directory / name, png_bytes(figure))
     pictures = [f"![{Path(name).stem}]({name})" for name in report.pictures if f"({name})" not in report.markdown]
-    parts = (f"# {recipe.name}", recipe.question, where, report.markdown.strip(), *pictures, *_all_cells(recipe, rows))
-    csv = render_csv(build_table(recipe.columns, rows, recipe.exact))
-    write_whole(store.directory / f"{recipe.name}.csv", f"{csv}\n".encode())
-    write_whole(store.directory / f"{recipe.name}.md", ("\n\n".join(parts) + "\n").encode())
+    columns = recipe.shown_columns
+    left_out = len(recipe.columns) - len(columns)
+    more = f" {left_out} more columns are in [{recipe.name}.csv]({recipe.name}.csv)." if left_out else ""
+    parts = (
+        f"# {recipe.name}",
+        recipe.question,
+        f"{machine['gpu'] or machine['device']}, torch {machine['torch']}",
+        *report.blocks,
+        *pictures,
+        "## All cells",
+        f"{DASH}: not measured.{more}",
+        markdown(select(rows, columns, recipe.exact)),
+    )
+    write_whole(store.directory / f"{recipe.name}.csv", csv_text(select(rows, recipe.columns)).encode())
+    write_whole(store.directory / f"{recipe.name}.md", ("\n\n".join(filter(None, parts)) + "\n").encode())
     return rows
 
 
-def _all_cells(recipe: Recipe, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return the Markdown of the table at the report's end: a line a cell, and where its other columns are."""
-    shown = recipe.shown_columns
-    left_out = len(recipe.columns) - len(shown)
-    more = f" The other {left_out} columns are in [{recipe.name}.csv]({recipe.name}.csv)." if left_out else ""
-    head = f"{format_count(len(rows), 'cell')}; {DASH} is no figure.{more}"
-    return "## All cells", head, render_markdown(build_table(shown, rows, recipe.exact))
-
-
 def _in_order(cells: Sequence[Cell], rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """Return the rows by their keys: numbers rising, words in the grid's order; the grid runs in another."""
+    """Return the rows by their keys, numbers rising and words in the grid's order; the grid runs in another order."""
     ranks: dict[str, dict[object, int]] = {key: {} for key in keys}
     for entry in (*cells, *rows):
         for key in keys:
@@ -171,14 +208,14 @@ def _in_order(cells: Sequence[Cell], rows: Sequence[Row], keys: Sequence[str]) -
 
 
 def exit_with(command: click.Command) -> NoReturn:
-    """Run a recipe's command and exit; errors are one line, as those of ``profkit`` are."""
+    """Run a recipe's command and exit; an error is one line."""
     try:
         code: Any = command.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        _leave("interrupted; what was measured is kept, the same command goes on from there", 130)
+        _leave("interrupted; finished cells are kept, and the same command goes on from there", 130)
     except ProfkitError as error:
         _leave(str(error), error.exit_code)
     except OSError as error:
@@ -187,5 +224,5 @@ def exit_with(command: click.Command) -> NoReturn:
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    click.echo(f"recipes: {make_visible(message)}", err=True)
+    click.echo(f"recipes: {message}", err=True)
     sys.exit(code)

@@ -1,24 +1,32 @@
-"""Running a grid: cell after cell, each in a process of its own, until all are there or the time is over."""
+"""Running a grid: one cell after another, each in a process of its own, until all are done or the time is over."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from profkit.report.units import format_bytes
-from recipes.common.isolated import CellFailed, OutOfTime, run_isolated
-from recipes.common.machine import free_bytes
+from recipes.common.measuring import free_bytes
 from recipes.common.recipe import NOT_RUN, OK, Cell, Device, Recipe, Row, Together, failed, identify, is_settled
 from recipes.common.store import Store
+from recipes.common.tables import show_bytes
+
+Result = TypeVar("Result")
 
 TIME_OVER = "the time was over"
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -29,17 +37,30 @@ class Effort:
     force: bool = False
 
     def left_s(self) -> float | None:
-        """Return the seconds left, or None where there is no deadline."""
+        """Return the seconds left, or None without a deadline."""
         return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
-def run_grid(recipe: Recipe, cells: Sequence[Cell], device: Device, store: Store, effort: Effort) -> None:
-    """Measure the cells that ``store`` does not hold yet, in the order given, and keep each row as it comes.
+class CellFailed(Exception):
+    """The function raised, or its process died; ``str(error)`` is one line, ``details`` a traceback if there is one."""
 
-    Cells left when the time is over get the status ``not run``; one that was under way then is given up.
+    def __init__(self, reason: str, details: str | None = None) -> None:
+        super().__init__(reason)
+        self.details = details
+
+
+class OutOfTime(Exception):
+    """The function was still running when its time was over; its process was ended."""
+
+
+def run_grid(recipe: Recipe, cells: Sequence[Cell], device: Device, store: Store, effort: Effort) -> None:
+    """Measure the cells that ``store`` lacks, in the given order, and keep each row as it comes.
+
+    Cells left when the time is over get the status ``not run``; a cell that was running then is given up.
     """
-    waiting = [cell for cell in cells if not _is_done(store, cell)]
-    with _progress(len(waiting), len(cells)) as tell:
+    found = {id(cell): store.find(cell) for cell in cells}
+    waiting = [cell for cell in cells if (row := found[id(cell)]) is None or not is_settled(row)]
+    with _progress(len(waiting), len(cells)) as report:
         for group in _group(waiting, recipe):
             left_s = effort.left_s()
             began = time.monotonic()
@@ -49,27 +70,22 @@ def run_grid(recipe: Recipe, cells: Sequence[Cell], device: Device, store: Store
                 rows = _measure(recipe, group, device, left_s, effort.force)
             for cell, row in zip(group, rows, strict=True):
                 store.add({**cell, "device": device, **row})
-                tell(cell, row, (time.monotonic() - began) / len(group))
+                report(cell, row, (time.monotonic() - began) / len(group))
 
 
 def describe_end(cells: Sequence[Cell], store: Store) -> str:
-    """Return how a run over all of the cells ended: ``complete``, or ``time over`` where some are left for the next."""
+    """Return how a run over all cells ended: ``complete``, or ``time over`` if some are left for the next run."""
     found = [store.find(cell) for cell in cells]
     return "time over" if any(row is not None and row.get("reason") == TIME_OVER for row in found) else "complete"
 
 
 def _group(cells: Sequence[Cell], recipe: Recipe) -> list[list[Cell]]:
-    """Return the cells that are measured at once, where each group's first one stands."""
+    """Return the cells that are measured at once, each group where its first cell stands."""
     keys = recipe.measure.keys if isinstance(recipe.measure, Together) else recipe.cell_keys
     groups: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         groups.setdefault(identify(cell, keys), []).append(cell)
     return list(groups.values())
-
-
-def _is_done(store: Store, cell: Cell) -> bool:
-    row = store.find(cell)
-    return row is not None and is_settled(row)
 
 
 def _measure(
@@ -92,9 +108,13 @@ def measure_cells(
     device: Device,
     force: bool,
 ) -> list[Row]:
-    """Measure some cells, but for those that are known not to fit; runs in the cells' process."""
+    """Measure some cells, except those that are known not to fit; runs in the cells' process."""
     needed = [None if predict is None else predict(cell, device) for cell in cells]
-    free = _free_bytes(measure, device) if any(needed) else None
+    free = None
+    if any(needed):
+        # Asking makes a CUDA context. A measurement of several cells starts programs of its own; a context that this
+        # process held meanwhile would take their memory and be a second process on their GPU.
+        free = run_isolated(free_bytes, device) if isinstance(measure, Together) else free_bytes(device)
     refused = [None if force else _refuse(size, free) for size in needed]
     fitting = [cell for cell, row in zip(cells, refused, strict=True) if row is None]
     if isinstance(measure, Together):
@@ -105,40 +125,109 @@ def measure_cells(
         {"predicted_peak_bytes": size, **(row or {"status": OK, "reason": None, **next(measured)})}
         for size, row in zip(needed, refused, strict=True)
     ]
-    # What cannot be kept breaks these cells here, and not the grid.
-    json.dumps(rows, allow_nan=False)
+    json.dumps(rows, allow_nan=False)  # A row that cannot be stored fails here, as this cell's own error.
     return rows
-
-
-def _free_bytes(measure: object, device: Device) -> int | None:
-    """Return how much memory is free, told so that what is measured next finds the device as it was."""
-    # Asking makes a CUDA context. What measures many at once starts programs of its own, and a context that this
-    # process held beside them would take their memory, and be another process on their GPU.
-    return run_isolated(free_bytes, device) if isinstance(measure, Together) else free_bytes(device)
 
 
 def _refuse(needed: int | None, free: int | None) -> Row | None:
     """Return the row of a cell that is known not to fit, or None."""
     if needed is None or free is None or needed <= free:
         return None
-    reason = f"predicted {format_bytes(needed)}, free {format_bytes(free)}; --force tries it"
+    reason = f"predicted {show_bytes(needed)}, free {show_bytes(free)}; --force tries it"
     return {"status": NOT_RUN, "reason": reason}
+
+
+def run_isolated(function: Callable[..., Result], *arguments: object, limit_s: float | None = None) -> Result:
+    """Return what ``function(*arguments)`` returns, run in a process of its own, which has ended afterwards.
+
+    What one cell left behind cannot reach the next. The processes are forked from a server that has imported torch and
+    has done nothing with it: no CUDA context, no thread, no allocation. So each begins as a fresh process would,
+    without the seconds that the import takes. The function must be one of a module, and arguments and result picklable.
+
+    Raises:
+        CellFailed: the function raised, or the process was killed.
+        OutOfTime: it took longer than ``limit_s``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "recipes.common.command"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(limit_s):
+            raise OutOfTime
+        succeeded, value, details = ours.recv()
+        process.join(_GRACE_S)
+    except EOFError:
+        process.join()
+        raise CellFailed(_describe_exit(process.exitcode)) from None
+    finally:
+        ours.close()
+        _end(process)
+    if not succeeded:
+        raise CellFailed(value, details)
+    result: Result = value
+    return result
+
+
+def _serve(pipe: Connection, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    # Ctrl-C goes to every process of the terminal's group. The parent ends this one, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pipe.send((True, function(*arguments), None))
+    except Exception as error:
+        message = next(iter(str(error).strip().splitlines()), "")
+        line = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        pipe.send((False, line, traceback.format_exc()))
+
+
+def _describe_exit(exit_code: int | None) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "killed: perhaps the memory of the host was full"
+    if exit_code is not None and exit_code < 0:
+        return f"ended by signal {-exit_code}"
+    return f"its process exited with status {exit_code}"
+
+
+def _end(process: multiprocessing.process.BaseProcess) -> None:
+    """Ask the process to end, then force it. A process with children of its own ends them when it is asked."""
+    for ask in (process.terminate, process.kill):
+        if not process.is_alive():
+            break
+        ask()
+        process.join(_GRACE_S)
+    process.close()
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Within this block SIGTERM raises SystemExit, so that files are removed and children ended before we are."""
+
+    def leave(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def _progress(waiting: int, total: int) -> Iterator[Callable[[Cell, Row, float], None]]:
-    """Yield a function that tells of a cell that is done: a line each on standard error, and a bar on a terminal."""
+    """Yield a function that reports a finished cell: one line on standard error, and a bar on a terminal."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     if waiting < total:
-        console.print(f"{total - waiting} of {total} cells are there already")
+        console.print(f"{total - waiting} of {total} cells were measured before")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("cells", total=waiting)
 
-        def tell(cell: Cell, row: Row, seconds: float) -> None:
+        def report(cell: Cell, row: Row, seconds: float) -> None:
             progress.advance(task)
             label = " ".join(f"{key}={value}" for key, value in cell.items())
             why = f" ({row['reason']})" if row.get("reason") and row["status"] == NOT_RUN else ""
             progress.console.print(escape(f"{label}: {row['status']}{why}, {seconds:.1f} s"))
 
-        yield tell
+        yield report

@@ -1,4 +1,4 @@
-"""What a recipe is: one question, the cells of its grid, how a cell is measured, what is written about all of them."""
+"""What a recipe is: one question, the cells of its grid, how a cell is measured, what the report shows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from profkit.report.formats import Column
-
 Value = str | int | float | bool | None
 Cell = Mapping[str, Value]
 """One configuration: what identifies it, and nothing that was measured."""
 Row = dict[str, object]
-"""A cell with what was measured. None is what was not measured, never 0."""
+"""A cell with what was measured. None stands for a value that was not measured, never 0."""
 
 Device = Literal["cuda", "cpu", "mps"]
 DEVICES: tuple[Device, ...] = ("cuda", "cpu", "mps")
@@ -23,21 +21,27 @@ GRIDS: tuple[GridName, ...] = ("reports", "small", "full")
 
 OK = "ok"
 NOT_RUN = "not run"
+LAUNCH_BOUND = 0.85
+"""Below this share of kernel time in its unprofiled time a step waits for its launches: the host's speed decides."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is said about the rows: Markdown, and pictures by file name."""
+    """What the report shows of the rows: blocks of Markdown, and pictures by file name."""
 
-    markdown: str
+    blocks: Sequence[str]
     pictures: Mapping[str, Figure] = field(default_factory=dict)
+
+    @property
+    def markdown(self) -> str:
+        return "\n\n".join(self.blocks)
 
 
 @dataclass(frozen=True)
 class Together:
     """How cells are measured several at once: those that agree in ``keys``, in one process.
 
-    ``measure(cells, device)`` returns a row for each. Of cells that are there already none is measured again.
+    ``measure(cells, device)`` returns a row for each cell. It gets no cell that has been measured before.
     """
 
     keys: Sequence[str]
@@ -48,18 +52,18 @@ class Together:
 class Recipe:
     """One question and how it is answered.
 
-    ``measure(cell, device)`` runs in a process of the cell's own and returns the columns that it measured; what it
-    returns beside them (raw samples) is kept with the cell and left out of the tables. It may set ``status``, else that
-    is ``ok``. It is `Together` where one measurement is of several cells. ``predict(cell)`` returns the bytes that the
-    cell will need at its peak, or None where that is unknown; a cell that cannot fit is not tried. Both must be
-    functions of a module, for another process finds them by name. Floats of the columns in ``exact`` are printed to
-    their last digit; those in ``brief``, or all if there are none, are shown on the screen and in the Markdown; the
-    CSV has all. ``derive(rows)`` adds columns that take several rows to work out.
+    ``measure(cell, device)`` runs in a process of the cell's own and returns what it measured; what is in no column
+    (raw samples) is kept with the cell and left out of the tables. It may set ``status``, which is ``ok`` otherwise. It
+    is `Together` where one measurement covers several cells. ``predict(cell, device)`` returns the bytes that the cell
+    needs at its peak, or None if unknown; a cell that cannot fit is not tried. Both must be functions of a module,
+    because another process finds them by name. ``columns`` are the keys of the CSV; those in ``brief`` (all if it is
+    empty) stand on the screen and in the Markdown. Floats in ``exact`` columns keep their last digit. ``derive(rows)``
+    adds columns that depend on several rows.
     """
 
     name: str
     question: str
-    columns: Sequence[Column]
+    columns: Sequence[str]
     cell_keys: Sequence[str]
     measure: Callable[[Cell, Device], Row] | Together
     report: Callable[[Sequence[Row], Mapping[str, object]], Report]
@@ -69,22 +73,22 @@ class Recipe:
     derive: Callable[[Sequence[Row]], None] | None = None
 
     @property
-    def shown_columns(self) -> list[Column]:
-        """Return the columns for people, in their order."""
-        return [column for column in self.columns if not self.brief or column.key in self.brief]
+    def shown_columns(self) -> list[str]:
+        """The columns for people, in their order."""
+        return [column for column in self.columns if not self.brief or column in self.brief]
 
 
 def whole(value: object) -> int:
-    """Return a cell's or a row's value as the whole number that it is known to be.
+    """Return the value of a cell or row as the whole number that it is known to be.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a whole number.
     """
     return int(str(value))
 
 
 def identify(cell: Mapping[str, object], keys: Sequence[str]) -> tuple[object, ...]:
-    """Return what tells a cell, or the row of one, from all others."""
+    """Return what distinguishes a cell, or the row of one, from all others."""
     return tuple(cell[key] for key in keys)
 
 
@@ -99,6 +103,6 @@ def out_of_memory(phase: str) -> str:
 
 
 def is_settled(row: Mapping[str, object]) -> bool:
-    """Return whether a row's cell need not be run again: it was measured, or it is known not to fit."""
+    """Return whether a row's cell need not run again: it was measured, or it is known not to fit."""
     status = str(row["status"])
     return status == OK or status.startswith("OOM(")

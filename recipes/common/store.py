@@ -1,4 +1,4 @@
-"""The results of a grid on disk: whole after every cell, whatever ends the run, and picked up by the next."""
+"""The results of a grid on disk: complete after every cell, however the run ends, and continued by the next run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from profkit import __version__
 from profkit.errors import RunError, UsageError
 from profkit.files import write_whole
-from profkit.launch.manifest import driver_version, git_revision
-from profkit.version import __version__
 from recipes.common.recipe import Row, identify
 
 CELLS = "cells.jsonl"
 MANIFEST = "manifest.json"
 _REVISION = "git_revision"
 
-# Results of machines that differ in one of these are not of one table.
+# Results of machines that differ in one of these do not belong in one table.
 _MUST_AGREE = (
     *("device", "gpu", "torch", "cuda"),
     *("float32_matmul_precision", "cuda_matmul_allow_tf32", "cudnn_allow_tf32"),
@@ -30,7 +30,7 @@ _MUST_AGREE = (
 
 
 class Store:
-    """The rows of one directory, by cell, in the order in which they were measured."""
+    """The rows of one directory by cell, in the order in which they were measured."""
 
     def __init__(self, directory: Path, keys: Sequence[str], rows: Sequence[Row], manifest: dict[str, Any]) -> None:
         self.directory = directory
@@ -43,17 +43,17 @@ class Store:
         return list(self._rows.values())
 
     def find(self, cell: Mapping[str, object]) -> Row | None:
-        """Return the row of a cell, if there is one."""
+        """Return the row of a cell, or None."""
         return self._rows.get(identify(cell, self._keys))
 
     def add(self, row: Row) -> None:
-        """Keep a row, in the place of an older one of its cell, and write all of them."""
+        """Keep a row, replacing an older one of its cell, and write all rows."""
         self._rows[identify(row, self._keys)] = row
         lines = [json.dumps(row, allow_nan=False) + "\n" for row in self._rows.values()]
         write_whole(self.directory / CELLS, "".join(lines).encode())
 
     def finish(self, state: str) -> None:
-        """Write into the manifest how this run of the recipe came to its end."""
+        """Write into the manifest how this run of the recipe ended."""
         self._manifest["runs"][-1] |= {"finished_utc": _now(), "state": state, "load_average_at_end": _load_average()}
         _write_manifest(self.directory, self._manifest)
 
@@ -61,16 +61,14 @@ class Store:
 def open_store(
     directory: Path, recipe: str, keys: Sequence[str], machine: Mapping[str, object], *, restart: bool
 ) -> Store:
-    """Return what ``directory`` holds of a recipe, ready to be added to, and note this run in its manifest.
-
-    Each run keeps the revision of the code that it was of: what is added later stamps nothing that is there.
+    """Return a recipe's results in ``directory``, ready for more, and note this run with its revision in the manifest.
 
     Args:
-        restart: begin anew; what is there is given up when the first new row is written.
+        restart: begin anew; the old rows are discarded when the first new one is written.
 
     Raises:
-        UsageError: it holds the results of another recipe or of another machine.
-        RunError: what it holds cannot be read.
+        UsageError: it holds results of another recipe or machine.
+        RunError: its files cannot be read.
     """
     directory.mkdir(parents=True, exist_ok=True)
     before = None if restart else _read_manifest(directory)
@@ -81,7 +79,7 @@ def open_store(
     versions = {"profkit": __version__, "python": platform.python_version()}
     manifest = {
         "recipe": recipe,
-        "machine": {**machine, "driver": driver_version()},
+        "machine": {**machine, "driver": _driver_version()},
         "versions": versions,
         "runs": [*([] if before is None else _runs_of(before)), run],
     }
@@ -91,32 +89,25 @@ def open_store(
 
 
 def _runs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of a manifest, each with its revision.
-
-    Manifests used to have one for all of them; it stands for those without their own.
-    """
-    told = {_REVISION: manifest[_REVISION]} if _REVISION in manifest else {}
-    return [{**told, **run} for run in manifest["runs"]]
+    """Return the runs of a manifest, each with its revision; old manifests have one revision for all runs."""
+    shared = {_REVISION: manifest[_REVISION]} if _REVISION in manifest else {}
+    return [{**shared, **run} for run in manifest["runs"]]
 
 
 def _surroundings() -> dict[str, object]:
-    """Return what else times depend on: the GPUs to be seen, if told, the CPUs to be used, and who else uses the host.
-
-    The load average is of 1, 5 and 15 minutes, over all that the host runs.
-    """
+    """Return what else times depend on: visible GPUs if set, usable CPUs, the host's load over 1, 5 and 15 minutes."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    # Results are shared: which of many equal GPUs it was is nobody's business.
-    told = {} if seen is None else {"cuda_visible_devices": re.sub(r"((?:MIG-)?GPU|MIG)-[0-9a-fA-F-]+", r"\1-…", seen)}
-    return {**told, "cpus": cpus, "load_average_at_start": _load_average()}
+    # Results are shared: they do not identify the device.
+    gpus = {} if seen is None else {"cuda_visible_devices": re.sub(r"((?:MIG-)?GPU|MIG)-[0-9a-fA-F-]+", r"\1-…", seen)}
+    return {**gpus, "cpus": cpus, "load_average_at_start": _load_average()}
 
 
 def _load_average() -> list[float] | None:
     try:
         return [round(load, 2) for load in os.getloadavg()]
     except (OSError, AttributeError):
-        # Not every system keeps one.
-        return None
+        return None  # Not every system keeps one.
 
 
 def _require_the_same(directory: Path, before: Mapping[str, Any], recipe: str, machine: Mapping[str, object]) -> None:
@@ -157,7 +148,7 @@ def _read_rows(path: Path, keys: Sequence[str]) -> list[Row]:
 
 
 def _refuse(path: Path) -> NoReturn:
-    raise RunError(f"{path}: not what a recipe writes; name another directory with -o, or begin anew with --restart")
+    raise RunError(f"{path}: not written by a recipe; name another directory with -o, or begin anew with --restart")
 
 
 def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -166,3 +157,22 @@ def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def git_revision() -> str | None:
+    """Return the revision checked out in the working directory, with ``+`` if files differ; None without git."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _driver_version() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return None if found is None else found[0]

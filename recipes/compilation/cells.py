@@ -7,8 +7,8 @@ from itertools import product
 from typing import Any
 
 from profkit.models.presets import PRESETS
-from recipes.attention.names import BATCH, WRITTEN
-from recipes.attention.names import COMPILED as COMPILED_ATTENTION
+from recipes.attention.cells import BATCH, WRITTEN
+from recipes.attention.cells import COMPILED as COMPILED_ATTENTION
 from recipes.common.recipe import Cell
 from recipes.whole_model.cells import COMPILED, FORWARD_BACKWARD, FORWARD_ONLY, MODES, TRAIN
 

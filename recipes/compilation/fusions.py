@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from profkit.report.formats import Column, render_markdown
 from profkit.report.units import format_count, format_ns
-from recipes.common.tables import DASH, build_table
+from recipes.common.old_tables import DASH, build_table
 from recipes.compilation.cells import ATTENTION, MODEL
 from recipes.compilation.pairs import Fused, Pair, compare_phases, list_fused
 from recipes.compilation.words import name_pair, noun_of, show_totals

@@ -15,13 +15,12 @@ from profkit.capture.conditions import counted_since, read_counters
 from profkit.capture.kineto import recorded_by_kineto
 from profkit.capture.step import TrainingStep
 from profkit.launch.processes import sigterm_raises
+from recipes.attention.cells import DTYPES as DTYPE_NAMES
 from recipes.attention.implementations import find_attention
+from recipes.attention.measure import Passes
 from recipes.attention.measure import predict_bytes as predict_attention_bytes
-from recipes.attention.names import DTYPES as DTYPE_NAMES
-from recipes.attention.passes import Passes
+from recipes.common.measuring import run_short, summarize_parts
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole
-from recipes.common.samples import summarize_parts
-from recipes.common.shortage import run_short
 from recipes.compilation.cells import ATTENTION, as_attention_cell, as_model_cell
 from recipes.compilation.work import read_work
 from recipes.whole_model.cells import COMPILED, FORWARD_ONLY, workload_of

@@ -12,7 +12,7 @@ import numpy as np
 
 from profkit.analysis.compare.bootstrap import bootstrap_differences
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER
-from recipes.common.launches import BUSY
+from recipes.common.recipe import LAUNCH_BOUND as BUSY
 from recipes.common.recipe import OK, Row, identify
 from recipes.compilation.cells import KEYS
 from recipes.compilation.work import Kernel, kernels_of, launchers_of, total

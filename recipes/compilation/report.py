@@ -8,10 +8,10 @@ from typing import Any
 from profkit.names import OPTIMIZER
 from profkit.report.formats import render_markdown
 from profkit.report.units import format_count, format_ns, four_digits
-from recipes.common.launches import BUSY
+from recipes.common.old_tables import build_pivot
+from recipes.common.recipe import LAUNCH_BOUND as BUSY
 from recipes.common.recipe import OK, Report, Row
-from recipes.common.sentences import list_sentences
-from recipes.common.tables import build_pivot
+from recipes.common.tables import listed
 from recipes.compilation.cells import ATTENTION, KEYS, MODEL
 from recipes.compilation.fusions import tell_fusions
 from recipes.compilation.pairs import (
@@ -47,18 +47,18 @@ def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
         *_pivots(rows),
         "## How much faster",
         *_how_to_read(pairs),
-        list_sentences([say_speed(pair) for pair in pairs]) or "No pair was measured.",
+        listed([say_speed(pair) for pair in pairs]) or "No pair was measured.",
         *_say_control(pairs),
         f"## {noun.capitalize()}s of a step, before and after",
-        list_sentences([say_kernels(pair) for pair in pairs]) or "No pair was measured.",
+        listed([say_kernels(pair) for pair in pairs]) or "No pair was measured.",
         *tell_splits(pairs),
         *_say_command(pairs, machine.get("device")),
         *tell_fusions(pairs),
         "## What the detectors say",
-        list_sentences(remark(rows)) or "Nothing.",
+        listed(remark(rows)) or "Nothing.",
     ]
     pictures = {"speedup.png": draw_speedups(pairs), "kernels.png": draw_kernels(pairs)}
-    return Report("\n\n".join(filter(None, sections)), pictures)
+    return Report([*filter(None, sections)], pictures)
 
 
 def _how_to_read(pairs: Sequence[Pair]) -> Iterator[str]:

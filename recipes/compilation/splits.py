@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from profkit.report.units import format_bytes
-from recipes.attention.names import ITEM_BYTES
+from recipes.attention.cells import ITEM_BYTES
 from recipes.compilation.cells import ATTENTION
 from recipes.compilation.pairs import Pair, is_of_gpu
 from recipes.compilation.work import launchers_of

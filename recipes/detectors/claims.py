@@ -1,16 +1,15 @@
-"""Detectors of tables that contradict the text around them: a growth that is claimed, examples of a formula."""
+"""Detectors of tables that contradict the text around them or another table: growth, formulas, borrowed shares."""
 
 from __future__ import annotations
 
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
 
-from recipes.detectors.columns import BYTES
-from recipes.detectors.finding import Finding
 from recipes.detectors.memory import last_exponent
-from recipes.detectors.tables import BenchmarkTable
+from recipes.detectors.tables import BYTES, BenchmarkTable, Finding
 
 _POWERS = {"linear": 1, "linearly": 1, "quadratic": 2, "quadratically": 2, "cubic": 3, "cubically": 3, "constant": 0}
 _NEGATIONS = {"not", "never", "no", "than", "instead", "isn't", "doesn't"}
@@ -109,3 +108,33 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, float | None]) -> float | None
             return None
         return value if isinstance(value, float) else None
     return None
+
+
+def find_borrowed_shares(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
+    """Yield shares of forward that are those of forward and backward together, to the last digit, kernel by kernel."""
+    shares = [(table, _phases(table), _shares(table)) for table in tables]
+    for (table, phases, mine), (other, other_phases, theirs) in permutations(shares, 2):
+        if phases != {"forward"} or other_phases != {"forward", "backward"}:
+            continue
+        same = [name for name, share in mine.items() if theirs.get(name) == share]
+        if len(same) >= 2 and len(same) > len(mine) / 2:
+            yield Finding(
+                "borrowed-shares",
+                table.name,
+                f"{len(same)} of {len(mine)} shares of forward are those of {other.name}, forward and backward, to the "
+                f"last digit (such as {same[0]}: {mine[same[0]]:g} %): they were read off the wrong range",
+            )
+
+
+def _phases(table: BenchmarkTable) -> set[str]:
+    words = set(re.findall(r"[a-z]+", table.caption.lower()))
+    return words & {"forward", "backward"}
+
+
+def _shares(table: BenchmarkTable) -> dict[str, float]:
+    columns = table.columns("share")
+    names = [heading for heading, role in table.roles.items() if role.quantity == "label"]
+    if not columns or not names:
+        return {}
+    pairs = zip(table.rows, table.values(columns[0]), strict=True)
+    return {row[names[0]]: share for row, share in pairs if share is not None}

@@ -1,14 +1,13 @@
-"""Detectors of mistakes in times."""
+"""Detectors of mistakes in the times of one table, and of a forward pass timed inside backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from statistics import median
 
-from profkit.analysis.sample_statistics import median, median_absolute_deviation
-from recipes.detectors.columns import Phase
-from recipes.detectors.finding import Finding
-from recipes.detectors.sizes import lines_by_size
-from recipes.detectors.tables import BenchmarkTable
+from recipes.detectors.tables import BenchmarkTable, Finding, Phase
 
 SPREAD = 0.3
 RATIO = (1.2, 3.0)
@@ -18,6 +17,7 @@ JUDGED_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
 LARGER = 1.5
 """How many times as large a size must be for its time to say something."""
 _FASTER = 0.9
+_ABOUT_ONE = (0.7, 1.3)
 
 
 def find_negative_times(table: BenchmarkTable) -> Iterator[Finding]:
@@ -159,9 +159,9 @@ def differs_at_first(samples: Sequence[float]) -> bool:
     """
     if len(samples) < 4:
         return False
-    others = samples[1:]
-    distance = abs(samples[0] - median(others))
-    return distance > max(5 * median_absolute_deviation(others), SPREAD * median(others))
+    middle = median(samples[1:])
+    deviation = median(abs(sample - middle) for sample in samples[1:])
+    return abs(samples[0] - middle) > max(5 * deviation, SPREAD * middle)
 
 
 def _means(table: BenchmarkTable) -> list[str]:
@@ -199,3 +199,84 @@ def _explain_difference(table: BenchmarkTable, heading: str, row: int) -> str:
     share = _relative(table, forward, row)
     why = "" if share is None or share <= SPREAD else f", and forward spreads by {share:.0%}: it held the first pass"
     return f"; it is forward+backward less forward, a difference of means{why}"
+
+
+_NAMES_OF_MODELS = {"size", "model", "preset", "layers", "heads", "ff", "hidden", "depth"}
+"""Words of headings of what a model is called and of what goes with its size."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Rows that agree in all labels but ``heading``, and in what goes with it: sizes and rows, by rising size."""
+
+    heading: str
+    points: tuple[tuple[float, int], ...]
+    named_by: str
+    """The column that calls the sizes: a model's name where ``heading`` counts its parameters."""
+
+
+def lines_by_size(table: BenchmarkTable) -> Iterator[Line]:
+    """Yield the rows that differ in one size alone, a line each, where there are two sizes and more.
+
+    Models differ in their name, width and number of layers at once: they are in the order of their parameters, or of
+    their width where these are not told.
+    """
+    roles = table.roles
+    models = [name for name, role in roles.items() if role.quantity == "width" or _names_model(table, name)]
+    by_model = table.columns("parameters") or table.columns("width")
+    batches = [name for name, role in roles.items() if role.quantity == "label" and "batch" in role.base]
+    for heading in (*by_model, *table.columns("length"), *batches):
+        aside = [*models, heading] if heading in by_model else [heading]
+        named_by = next((name for name in models if heading in by_model and _names_model(table, name)), heading)
+        found: dict[tuple[str, ...], list[tuple[float, int]]] = {}
+        for row, size in enumerate(table.values(heading)):
+            if size is not None and size > 0:
+                found.setdefault(tuple(table.labels(row, without=aside).values()), []).append((size, row))
+        for points in found.values():
+            if len({size for size, _ in points}) > 1:
+                yield Line(heading, tuple(sorted(points)), named_by)
+
+
+def _names_model(table: BenchmarkTable, heading: str) -> bool:
+    role = table.roles[heading]
+    return role.quantity == "label" and bool(_NAMES_OF_MODELS & set(role.base))
+
+
+def find_forward_in_backward(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
+    """Yield tables whose backward holds the forward pass: backward over forward is by 1 higher than elsewhere.
+
+    Compared are cells of the same length and width with a forward pass of 1 ms and more; eager where a table says so.
+    """
+    by_cell = [_ratios_by_cell(table) for table in tables]
+    for (table, mine), (other, theirs) in permutations(zip(tables, by_cell, strict=True), 2):
+        shared = [cell for cell in mine if cell in theirs]
+        if len(shared) < 3:
+            continue
+        more = median([mine[cell] - theirs[cell] for cell in shared])
+        if _ABOUT_ONE[0] <= more <= _ABOUT_ONE[1]:
+            last = shared[-1]
+            yield Finding(
+                "forward-in-backward",
+                table.name,
+                f"backward over forward is {mine[last]:.2f} at width {last[0]:g} and length {last[1]:g}, where "
+                f"{other.name} has {theirs[last]:.2f} ({more:.2f} more, median of {len(shared)} cells): forward was "
+                "timed inside backward",
+            )
+            return
+
+
+def _ratios_by_cell(table: BenchmarkTable) -> dict[tuple[float, float], float]:
+    lengths, widths = table.columns("length"), table.columns("width")
+    if not lengths or not widths:
+        return {}
+    found = {}
+    for row, (ratio, forward_s) in ratios_by_row(table).items():
+        width, length = table.values(widths[0])[row], table.values(lengths[0])[row]
+        if forward_s >= LAUNCH_BOUND_S and width and length and _is_eager(table.rows[row]):
+            found[width, length] = ratio
+    return found
+
+
+def _is_eager(row: Mapping[str, str]) -> bool:
+    compiled = next((value for key, value in row.items() if key.lower() in ("compile", "compiled", "mode")), "False")
+    return compiled.strip().lower() in ("false", "no", "none", "eager", "0")

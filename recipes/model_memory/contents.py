@@ -7,8 +7,8 @@ from typing import cast
 
 from profkit.report.formats import Column, render_markdown
 from profkit.report.units import format_bytes
+from recipes.common.old_tables import build_table
 from recipes.common.recipe import Row, whole
-from recipes.common.tables import build_table
 from recipes.model_memory.answers import answer_largest, answer_saved
 
 _LARGEST = 10

@@ -25,8 +25,8 @@ from profkit.models.workload import MemoryOrder
 from profkit.names import FORWARD
 from profkit.run_directory import LEDGER, MANIFEST, PREDICTED, SNAPSHOT, read_manifest
 from profkit.version import __version__
+from recipes.common.measuring import run_short
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
-from recipes.common.shortage import run_short
 from recipes.model_memory.cells import BUILDING, Files, describe_cell, name_of, workload_of
 from recipes.model_memory.predicted import predict
 from recipes.model_memory.recorded import draw_recorded, read_recorded

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from profkit.report.formats import Column, render_markdown
 from profkit.report.units import format_bytes, format_count
+from recipes.common.old_tables import build_pivot, build_table
 from recipes.common.recipe import Device, Report, Row, whole
-from recipes.common.sentences import list_sentences
-from recipes.common.tables import build_pivot, build_table
+from recipes.common.tables import listed
 from recipes.model_memory.answers import (
     MAKING,
     answer_checkpoints,
@@ -57,7 +57,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     in_short = [*answer_peaks(plain), *(line for group in groups for line in answer_checkpoints(group))]
     sections = [
         "## In short",
-        list_sentences([*in_short, *answer_predicted(rows)]),
+        listed([*in_short, *answer_predicted(rows)]),
         tell_command(rows, recorded=bool(is_measured(rows))),
         "## Peaks, and the phase that each falls in",
         *_peaks(plain),
@@ -66,7 +66,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
         "## What a block keeps for backward",
         *show_saved(plain),
         "## The residual stream",
-        list_sentences(answer_residual(plain)) or "Not seen: no forward pass came to its end.",
+        listed(answer_residual(plain)) or "Not seen: no forward pass came to its end.",
         "## The largest allocations at the peak",
         *show_largest(largest),
         "## Predicted against measured",
@@ -76,7 +76,7 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
         *_warnings(rows),
     ]
     pictures = {"peaks.png": draw_peaks(plain), "checkpoints.png": draw_checkpoints(rows)}
-    return Report("\n\n".join(sections), {name: figure for name, figure in pictures.items() if figure is not None})
+    return Report(sections, {name: figure for name, figure in pictures.items() if figure is not None})
 
 
 def _telling(rows: Sequence[Row]) -> list[Any]:
@@ -88,7 +88,7 @@ def _peaks(rows: Sequence[Row]) -> Iterator[str]:
     measured = bool(is_measured(rows))
     if measured:
         yield answer_padding(rows)
-        yield list_sentences(answer_growth(rows))
+        yield listed(answer_growth(rows))
     keys = ("allocated_peak_bytes", "peak_phase") if measured else ("predicted_peak_bytes", "predicted_phase")
     what = "allocated at the peak" if measured else "requested at the predicted peak"
     told = [{**row, "peak": _told_peak(row, *keys)} for row in rows]
@@ -210,7 +210,7 @@ def _warnings(rows: Sequence[Row]) -> Iterator[str]:
             found.setdefault(message, []).append(row)
     if found:
         yield "## What the recordings warn of"
-        yield list_sentences(f"{message} ({len(here)} of {len(rows)} rows)" for message, here in found.items())
+        yield listed(f"{message} ({len(here)} of {len(rows)} rows)" for message, here in found.items())
 
 
 def _phases_of(row: Row) -> Iterator[Row]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from profkit.names import SCORES, SOFTMAX, VALUE_PRODUCT
 from profkit.report.units import format_share
-from recipes.common.tables import DASH
+from recipes.common.old_tables import DASH
 from recipes.nsight.cells import TRAIN
 from recipes.nsight.commands import find_templates, show_attention
 from recipes.nsight.words import Answer, Measured, describe, measure_noun, render_lines, tell_extent, us

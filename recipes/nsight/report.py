@@ -8,7 +8,7 @@ from typing import cast
 
 from profkit.report.units import format_count
 from recipes.common.recipe import OK, Report, Row
-from recipes.common.sentences import list_sentences
+from recipes.common.tables import listed
 from recipes.nsight.attention import answer_attention
 from recipes.nsight.commands import find_origins
 from recipes.nsight.other_kernels import answer_others
@@ -43,14 +43,14 @@ def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     compared = [row for row in alike if row["status"] == OK]
     answers = {letter: answer(alike if letter == "a" else compared) for letter, (_, answer) in QUESTIONS.items()}
     short = [f"({letter}) {line}" for letter, answer in answers.items() for line in answer.short]
-    sections = [f"## In short{setting}", list_sentences(short) or _NONE, *_left_out(rows, alike)]
+    sections = [f"## In short{setting}", listed(short) or _NONE, *_left_out(rows, alike)]
     if compared:
         sections += [f"![Times with the profiler over those without]({_RATIOS})", f"![Shares of the time]({_SHARES})"]
         sections += [*_tell_captures(compared)]
     for letter, answer in answers.items():
         sections += [f"## ({letter}) {QUESTIONS[letter][0]}", *_section(answer)]
-    sections += ["## What the captures warn of", list_sentences(_warnings(rows)) or _NO_WARNING]
-    return Report("\n\n".join(sections), {_RATIOS: draw_ratios(compared), _SHARES: draw_shares(compared)})
+    sections += ["## What the captures warn of", listed(_warnings(rows)) or _NO_WARNING]
+    return Report(sections, {_RATIOS: draw_ratios(compared), _SHARES: draw_shares(compared)})
 
 
 def _section(answer: Answer) -> Iterator[str]:

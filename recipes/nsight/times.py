@@ -8,9 +8,9 @@ from statistics import median
 
 from profkit.names import BACKWARD, FORWARD
 from profkit.report.units import format_count, format_share
-from recipes.common.launches import BUSY
+from recipes.common.old_tables import DASH
+from recipes.common.recipe import LAUNCH_BOUND as BUSY
 from recipes.common.recipe import OK
-from recipes.common.tables import DASH
 from recipes.nsight.cells import INFERENCE, TRAIN
 from recipes.nsight.commands import find_templates, show_clock, show_kernels, show_walls
 from recipes.nsight.words import (

@@ -1,4 +1,4 @@
-"""Where LayerNorm breaks if all of it is computed in one narrow dtype, shown on data: square, sum, epsilon."""
+"""Where LayerNorm breaks if all of it is computed in one narrow dtype, shown with data: square, sum, epsilon."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from recipes.precision.inputs import EPSILON, FEATURES, MOST, ONE_BY_ONE, ROWS, 
 
 
 def find_limits(device: str, dtype: torch.dtype) -> dict[str, object]:
-    """Return what ``dtype`` makes of LayerNorm's steps, and how far whole LayerNorms in it are from float64's.
+    """Return what the steps of LayerNorm become in ``dtype``, and how far whole LayerNorms in it are from float64's.
 
-    ``square_overflows_from``: the least whole number whose square is infinite, up to 10,000. ``ones_add_up_to``: where
-    a sum of 10,000 ones, one after the other, ends. ``epsilon_1e-5`` and ``epsilon_1e-8``: what is stored. Errors are
-    the greatest distance from the float64 result over the greatest result; None where what came out is not finite.
-    ``zero_outputs``: the share of what came out that is 0. ``squares_lost``: the share of squares that are 0 though
-    what was squared is not.
+    ``square_overflows_from``: the least whole number with an infinite square, up to 10,000. ``ones_add_up_to``: the sum
+    of 10,000 ones, added one after the other. ``epsilon_1e-5`` and ``epsilon_1e-8``: the stored value. Errors are the
+    greatest distance from the float64 result over its greatest value; None where the result is not finite.
+    ``zero_outputs``: the share of results that are 0. ``squares_lost``: the share of squares that are 0 although the
+    squared number is not.
     """
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64).to(device, _widest(device))
@@ -28,7 +28,7 @@ def find_limits(device: str, dtype: torch.dtype) -> dict[str, object]:
     }
     for name, scale in SCALES.items():
         narrow = (data * scale).to(dtype)
-        # What rounding the input did is not LayerNorm's doing.
+        # Rounding of the input is not part of LayerNorm's error.
         exact = layer_norm(narrow.to(data.dtype), EPSILON)
         plain, one_by_one = (layer_norm(narrow, EPSILON, one_by_one=ours) for ours in (False, True))
         centred = narrow - _mean(narrow, one_by_one=False)
@@ -44,8 +44,8 @@ def find_limits(device: str, dtype: torch.dtype) -> dict[str, object]:
 def layer_norm(rows: Tensor, epsilon: float, *, one_by_one: bool = False) -> Tensor:
     """Return LayerNorm over the last dimension, each step rounded to the rows' dtype.
 
-    torch's own reductions add up in float32 inside and round once; ``one_by_one`` rounds after each addition, as a sum
-    in the dtype itself does.
+    torch's own reductions add in float32 and round once; ``one_by_one`` rounds after each addition, as a sum in the
+    dtype itself would.
     """
     mean = _mean(rows, one_by_one)
     centred = rows - mean

@@ -12,9 +12,8 @@ from profkit.capture.clean_twin import Measured, measure_steps
 from profkit.capture.step import StepObserver, TrainingStep
 from profkit.models.memory import HOPPER_WORKSPACE_BYTES, predict_memory
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from recipes.common.measuring import run_short, summarize_parts
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
-from recipes.common.samples import summarize_parts
-from recipes.common.shortage import run_short
 from recipes.whole_model.cells import workload_of
 
 MIB = 2**20

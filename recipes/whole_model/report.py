@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from profkit.report.formats import render_markdown
 from profkit.report.units import format_count
+from recipes.common.old_tables import build_pivot
 from recipes.common.recipe import NOT_RUN, OK, Report, Row, whole
-from recipes.common.sentences import list_sentences
-from recipes.common.tables import build_pivot
+from recipes.common.tables import listed
 from recipes.detectors.inspect import inspect_tables
 from recipes.detectors.tables import build_table as build_benchmark
 from recipes.detectors.times import differs_at_first
@@ -23,8 +23,8 @@ _WORST = 3
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
     """Return times by size and context, what the detectors say, and pictures of times and of the first steps."""
-    sections = [*_pivots(rows), "## What the detectors say", list_sentences(remark(rows)) or "Nothing."]
-    return Report("\n\n".join(sections), {"times.png": draw_times(rows), "warmup.png": draw_warmup(rows)})
+    sections = [*_pivots(rows), "## What the detectors say", listed(remark(rows)) or "Nothing."]
+    return Report(sections, {"times.png": draw_times(rows), "warmup.png": draw_warmup(rows)})
 
 
 def remark(rows: Sequence[Row]) -> list[str]:

@@ -1,6 +1,6 @@
-"""A recipe for the tests: its cells count how often they were measured, and each can go wrong in a way of its own.
+"""A recipe for the tests: its cells log each measurement in a file, and each can fail in a way of its own.
 
-With ``--together`` those of one ``how`` are measured at once.
+With ``--together`` the cells of one ``how`` are measured at once.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
 
-from profkit.report.formats import Column
-from recipes.common.axes import Names, Numbers
-from recipes.common.command import Options, exit_with, recipe_options, run_recipe
+from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, run_recipe
 from recipes.common.recipe import OK, Cell, Device, Recipe, Report, Row, Together
 
-COUNTS = "COUNTING_LOG"
 
-
-def measure(cell: Cell, _device: Device) -> Row:
-    with Path(os.environ[COUNTS]).open("a") as log:
-        log.write(f"{cell['number']} {cell['how']} {'torch' in sys.modules}\n")
+def measure(cell: Cell, _device: Device, log: Path) -> Row:
+    with log.open("a") as lines:
+        lines.write(f"{cell['number']} {cell['how']} {'torch' in sys.modules}\n")
     how = cell["how"]
     if how == "slow":
         time.sleep(60)
@@ -39,8 +36,8 @@ def measure(cell: Cell, _device: Device) -> Row:
     return {"square": int(str(cell["number"])) ** 2, "process": os.getpid()}
 
 
-def measure_together(cells: Sequence[Cell], device: Device) -> list[Row]:
-    return [measure(cell, device) for cell in cells]
+def measure_together(cells: Sequence[Cell], device: Device, log: Path) -> list[Row]:
+    return [measure(cell, device, log) for cell in cells]
 
 
 def predict(cell: Cell, _device: Device) -> int | None:
@@ -48,15 +45,15 @@ def predict(cell: Cell, _device: Device) -> int | None:
 
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
-    return Report(f"measured: {sum(row['status'] == OK for row in rows)}")
+    return Report([f"measured: {sum(row['status'] == OK for row in rows)}"])
 
 
 RECIPE = Recipe(
     name="counting",
     question="Does it count?",
-    columns=[Column(key, key) for key in ("number", "how", "square", "status")],
+    columns=["number", "how", "square", "status"],
     cell_keys=["number", "how"],
-    measure=measure,
+    measure=partial(measure, log=Path()),
     report=report,
     predict=predict,
 )
@@ -67,11 +64,12 @@ RECIPE = Recipe(
 @click.option("--numbers", type=Numbers(), default="1,2,3")
 @click.option("--how", type=Names(("well", "slow", "broken", "killed", "large", "endless")), default="well")
 @click.option("--together", is_flag=True)
-def main(options: Options, numbers: tuple[int, ...], how: tuple[str, ...], together: bool) -> int:
-    # One cell goes wrong at most: the last one.
+@click.option("--log", type=click.Path(path_type=Path), required=True)
+def main(options: Options, numbers: tuple[int, ...], how: tuple[str, ...], together: bool, log: Path) -> int:
+    # At most one cell fails: the last one.
     cells = [{"number": number, "how": how[-1] if number == max(numbers) else how[0]} for number in numbers]
-    recipe = replace(RECIPE, measure=Together(("how",), measure_together)) if together else RECIPE
-    return run_recipe(recipe, cells, options)
+    both = Together(("how",), partial(measure_together, log=log))
+    return run_recipe(replace(RECIPE, measure=both if together else partial(measure, log=log)), cells, options)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import torch
 from click.testing import CliRunner
 
 from profkit.errors import UsageError
+from recipes.common.measuring import summarize_parts
 from recipes.common.recipe import GridName
-from recipes.common.samples import summarize_parts
 from recipes.compilation import measure
 from recipes.compilation.cells import KEYS, as_attention_cell, as_model_cell, build_cells, of_product, of_reports
 from recipes.compilation.pairs import (
@@ -86,7 +86,7 @@ def test_what_nothing_has_is_refused(grid: GridName, given: Any) -> None:
 
 def test_values_that_no_grid_has() -> None:
     done = CliRunner().invoke(main, ["--what", "head", "--device", "cpu"])
-    assert (done.exit_code, "head: there are attention, model" in done.output) == (2, True)
+    assert (done.exit_code, "head: choose from attention, model" in done.output) == (2, True)
 
 
 def test_a_cell_is_a_cell_of_the_other_recipes_too() -> None:
@@ -466,7 +466,7 @@ def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
     assert "USDT" not in done.stderr
     with (tmp_path / "out" / "compile_speedup.csv").open(newline="") as file:
         eager, compiled, too_large, _ = csv.DictReader(file)
-    assert list(eager) == [column.key for column in RECIPE.columns]
+    assert list(eager) == list(RECIPE.columns)
     assert (eager["status"], compiled["status"], too_large["status"]) == ("ok", "ok", "not run")
     assert (eager["speedup"], too_large["step_ms"]) == ("", "")
     assert float(compiled["speedup"]) == pytest.approx(float(eager["step_ms"]) / float(compiled["step_ms"]))

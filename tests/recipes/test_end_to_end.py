@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from profkit.analysis.efficiency.datasheet import find_datasheet
 from profkit.errors import UsageError
+from recipes.common.measuring import summarize_parts
 from recipes.common.recipe import Device, GridName
-from recipes.common.samples import summarize_parts
 from recipes.end_to_end import RECIPE, choose_settings, main
 from recipes.whole_model import measure
 from recipes.whole_model.cells import FULL, KEYS, build_cells, of_product, of_reports
@@ -66,7 +66,7 @@ def test_what_cannot_be_measured_is_refused(grid: GridName, device: Device, give
         (("--warmup", "5,0"), "in rising order: 0,5"),
         (("--warmup", "-1"), "not whole numbers from 0"),
         (("--context", "0"), "not whole numbers above 0"),
-        (("--size", "huge"), "huge: there are tiny, small"),
+        (("--size", "huge"), "huge: choose from tiny, small"),
         (("--steps", "2"), "x>=3"),
     ],
 )
@@ -282,7 +282,7 @@ def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with (tmp_path / "out" / "end_to_end.csv").open(newline="") as file:
         measured, too_large = csv.DictReader(file)
-    assert list(measured) == [column.key for column in RECIPE.columns]
+    assert list(measured) == list(RECIPE.columns)
     assert (measured["status"], measured["peak_MiB"], measured["warmup"]) == ("ok", "", "0")
     assert (too_large["status"], too_large["forward_ms"]) == ("not run", "")
     assert too_large["reason"].startswith("predicted ")

@@ -1,4 +1,4 @@
-"""A grid resumes where it was interrupted, each cell in a process of its own, and what is on disk is whole."""
+"""A grid continues after an interruption, runs each cell in a process of its own, and writes complete files."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner, Result
 
+from profkit.errors import UsageError
 from recipes.common import grid
-from recipes.common.recipe import Together
+from recipes.common.command import exit_with, write_results
+from recipes.common.recipe import Recipe, Together
+from recipes.common.store import open_store
 from tests.conftest import ROOT
-from tests.recipes.counting import COUNTS
+from tests.recipes.counting import RECIPE, main
+from tests.recipes.test_store import MACHINE
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def _command(directory: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, "-m", "tests.recipes.counting", "--device", "cpu", "-o", str(directory), *arguments]
-    return command, {**os.environ, COUNTS: str(directory.parent / "log"), "PYTHONPATH": str(ROOT)}
+Run = Callable[..., Result]
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Run:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command, environment = _command(tmp_path / "out", *arguments)
-        return subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-        )
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(main, [*_arguments(tmp_path), *arguments], standalone_mode=False)
 
     return run
+
+
+def _arguments(tmp_path: Path) -> list[str]:
+    return ["--device", "cpu", "-o", str(tmp_path / "out"), "--log", str(tmp_path / "log")]
 
 
 def _rows(tmp_path: Path) -> list[dict[str, str]]:
@@ -47,10 +50,10 @@ def _measured(tmp_path: Path) -> list[str]:
     return (tmp_path / "log").read_text().splitlines()
 
 
-def test_interrupted_in_a_cell_it_keeps_the_others_and_goes_on_from_there(recipe: Run, tmp_path: Path) -> None:
-    command, environment = _command(tmp_path / "out", "--how", "well,slow")
+def test_a_run_interrupted_in_a_cell_keeps_the_others_and_goes_on_from_there(recipe: Run, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.recipes.counting", *_arguments(tmp_path), "--how", "well,slow"]
     with subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     ) as running:  # fmt: skip
         while not (tmp_path / "log").exists() or len(_measured(tmp_path)) < 3:
@@ -60,16 +63,17 @@ def test_interrupted_in_a_cell_it_keeps_the_others_and_goes_on_from_there(recipe
         said = running.communicate(timeout=60)[1]
         assert running.returncode == 130
     assert (
-        said.splitlines()[-1] == "recipes: interrupted; what was measured is kept, the same command goes on from there"
+        said.splitlines()[-1]
+        == "recipes: interrupted; finished cells are kept, and the same command goes on from there"
     )
     assert "Traceback" not in said
     assert [(row["square"], row["status"]) for row in _rows(tmp_path)] == [("1", "ok"), ("4", "ok"), ("", "not run")]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert [run["state"] for run in manifest["runs"]] == ["interrupted"]
 
-    done = recipe("--how", "well,slow", "--budget-s", "8")
-    assert done.returncode == 0
-    assert "2 of 3 cells are there already" in done.stderr
+    done = recipe("--how", "well,slow", "--budget-s", "1")
+    assert done.return_value == 0
+    assert "2 of 3 cells were measured before" in done.stderr
     assert [row["status"] for row in _rows(tmp_path)] == ["ok", "ok", "not run"]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert [run["state"] for run in manifest["runs"]] == ["interrupted", "time over"]
@@ -90,9 +94,9 @@ def test_interrupted_in_a_cell_it_keeps_the_others_and_goes_on_from_there(recipe
         ("large", "not run", 0),
     ],
 )
-def test_a_cell_that_goes_wrong_is_shown_as_such(recipe: Run, tmp_path: Path, how: str, status: str, code: int) -> None:
+def test_a_cell_that_fails_shows_why(recipe: Run, tmp_path: Path, how: str, status: str, code: int) -> None:
     done = recipe("--how", f"well,{how}", "--numbers", "2,3")
-    assert done.returncode == code
+    assert done.return_value == code
     well, other = _rows(tmp_path)
     assert (well["square"], well["status"], other["square"]) == ("4", "ok", "")
     assert other["status"].startswith(status)  # what Python says of infinity ends differently in its versions
@@ -104,15 +108,13 @@ def test_a_cell_that_goes_wrong_is_shown_as_such(recipe: Run, tmp_path: Path, ho
         assert _measured(tmp_path) == ["2 well True"]
 
 
-def test_cells_measured_together_share_a_process_and_one_refused_or_broken_is_told_apart(
-    recipe: Run, tmp_path: Path
-) -> None:
+def test_cells_measured_together_share_a_process_and_fail_together(recipe: Run, tmp_path: Path) -> None:
     """The cells of a group that are there are not measured again; a group that broke is shown in each of its cells."""
     done = recipe("--together", "--how", "well,broken", "--numbers", "1,2,3")
-    assert done.returncode == 1
+    assert done.return_value == 1
     assert [row["status"] for row in _rows(tmp_path)] == ["ok", "ok", "failed(ValueError: two)"]
     more = recipe("--together", "--how", "well,large", "--numbers", "1,2,3,4,5")
-    assert more.returncode == 1  # what broke before is still there
+    assert more.return_value == 1  # what broke before is still there
     raw = [json.loads(line) for line in (tmp_path / "out" / "cells.jsonl").read_text().splitlines()]
     process = {(row["number"], row["how"]): row.get("process") for row in raw}
     assert process[1, "well"] == process[2, "well"] != process[3, "well"] == process[4, "well"]
@@ -127,33 +129,52 @@ def test_cells_measured_together_share_a_process_and_one_refused_or_broken_is_to
         (("--numbers", "2,2"), "list each value once, in rising order: 2"),
         (("--numbers", "0"), "not whole numbers above 0"),
         (("--how", "well,well"), "list each value once: well"),
-        (("--how", "good"), "there are well, slow"),
+        (("--how", "good"), "choose from well, slow"),
     ],
 )
 def test_a_grid_that_is_off_is_refused(recipe: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     done = recipe(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr.splitlines()[-1]
+    assert isinstance(done.exception, click.UsageError)
+    assert message in done.exception.message
     assert not (tmp_path / "out").exists()
 
 
-def test_a_device_that_is_not_there_is_one_line(recipe: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "line", "code"),
+    [
+        (UsageError("--device mps: none"), "recipes: --device mps: none", 2),
+        (OSError(28, "No space left on device", "out"), "recipes: out: No space left on device", 1),
+        (KeyboardInterrupt(), "recipes: interrupted; finished cells are kept", 130),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, line: str, code: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipe"])
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as left:
+        exit_with(click.Command("recipe", callback=fail))
+    assert left.value.code == code
+    assert capsys.readouterr().err.strip().startswith(line)
+
+
+def test_a_missing_device_is_refused_before_anything_is_written(recipe: Run, tmp_path: Path) -> None:
     done = recipe("--device", "mps")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("recipes: --device mps: torch ")
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception).startswith("--device mps: torch ")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_where_the_results_should_go_is_one_line(recipe: Run, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_results_is_refused(recipe: Run, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    done = recipe()
-    assert done.returncode == 2
-    assert "is a file" in done.stderr
+    assert "is a file" in str(recipe().exception)
 
 
 @pytest.mark.parametrize("is_together", [True, False])
-def test_where_programs_are_started_the_free_memory_is_asked_for_in_another_process(
+def test_cells_measured_together_ask_for_free_memory_in_another_process(
     monkeypatch: pytest.MonkeyPatch, is_together: bool
 ) -> None:
     """A process that asks holds a CUDA context from then on."""
@@ -164,3 +185,29 @@ def test_where_programs_are_started_the_free_memory_is_asked_for_in_another_proc
     (row,) = grid.measure_cells(measure, lambda _cell, _device: 20, [{"number": 1}], "cuda", force=False)
     assert row["reason"] == "predicted 20 B, free 10 B; --force tries it"
     assert elsewhere == [(ask, "cuda")] * is_together
+
+
+CELLS = [{"number": 2, "how": "well"}, {"number": 3, "how": "well"}]
+
+
+def _write(directory: Path, recipe: Recipe) -> tuple[str, str]:
+    store = open_store(directory, recipe.name, recipe.cell_keys, MACHINE, restart=False)
+    store.add({**CELLS[0], "square": 4, "status": "ok"})
+    write_results(recipe, CELLS, store, MACHINE)
+    return (directory / "counting.md").read_text(), (directory / "counting.csv").read_text()
+
+
+def test_the_report_comes_first_and_then_the_brief_columns(tmp_path: Path) -> None:
+    markdown, csv = _write(tmp_path, replace(RECIPE, brief=frozenset({"number", "square"})))
+    assert markdown.startswith(
+        "# counting\n\nDoes it count?\n\ncpu, torch 2.13.0\n\nmeasured: 1\n\n## All cells\n\n—: not measured."
+    )
+    assert " 2 more columns are in [counting.csv](counting.csv).\n\n| number | square |\n" in markdown
+    assert markdown.endswith("| 2 | 4 |\n| 3 | — |\n")
+    assert csv.splitlines() == ["number,how,square,status", "2,well,4,ok", "3,well,,not run"]
+
+
+def test_without_brief_columns_all_are_shown(tmp_path: Path) -> None:
+    markdown, _ = _write(tmp_path, RECIPE)
+    assert "| number | how | square | status |" in markdown
+    assert "counting.csv" not in markdown

@@ -1,4 +1,4 @@
-"""What a directory of results accepts, and what it refuses."""
+"""A directory of results: what it accepts and refuses, and what its manifest says of each run."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def test_another_machines_results_are_not_added_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "{}"])
-def test_a_strange_manifest_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_manifest_of_another_program_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(RunError, match=r"manifest\.json: not what a recipe writes"):
+    with pytest.raises(RunError, match=r"manifest\.json: not written by a recipe"):
         _open(tmp_path)
 
 
 @pytest.mark.parametrize("content", ['{"a": 1, "stat', "1", '{"status": "ok"}', '{"a": 1}'])
-def test_a_strange_row_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_row_of_another_program_is_refused(tmp_path: Path, content: str) -> None:
     _open(tmp_path)
     (tmp_path / "cells.jsonl").write_text(content)
-    with pytest.raises(RunError, match=r"cells\.jsonl: not what a recipe writes"):
+    with pytest.raises(RunError, match=r"cells\.jsonl: not written by a recipe"):
         _open(tmp_path)
 
 
@@ -80,7 +80,7 @@ def _revisions(tmp_path: Path) -> list[object]:
     return [run["git_revision"] for run in manifest["runs"]]
 
 
-def test_each_run_keeps_the_revision_that_it_was_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_keeps_its_own_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for revision in ("aaa", "bbb+", None):
         monkeypatch.setattr(stores, "git_revision", lambda revision=revision: revision)
         _open(tmp_path).finish("complete")
@@ -90,9 +90,7 @@ def test_each_run_keeps_the_revision_that_it_was_of(tmp_path: Path, monkeypatch:
     assert _revisions(tmp_path) == ["ccc"]
 
 
-def test_an_old_manifests_one_revision_is_that_of_its_runs_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_one_revision_of_an_old_manifest_goes_to_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _open(tmp_path).add({"a": 1, "status": "ok"})
     manifest = _manifest(tmp_path)
     runs = [{"command": ["1"]}, {"command": ["2"], "git_revision": "bbb"}]
@@ -102,7 +100,9 @@ def test_an_old_manifests_one_revision_is_that_of_its_runs_without_one(
     assert _revisions(tmp_path) == ["aaa", "bbb", "ccc"]
 
 
-def test_a_run_says_what_else_its_times_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_notes_cpus_load_and_visible_gpus_without_their_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads = iter([(45.126, 44.0, 40.0), (3.5, 20.0, 30.0)])
     monkeypatch.setattr(os, "getloadavg", lambda: next(loads))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5, 7}, raising=False)
@@ -114,7 +114,7 @@ def test_a_run_says_what_else_its_times_depend_on(tmp_path: Path, monkeypatch: p
     assert run["cuda_visible_devices"] == "2,GPU-…,MIG-GPU-…/3/4"
 
 
-def test_what_a_system_does_not_say_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_load_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> None:
         raise OSError
 

@@ -1,8 +1,7 @@
-"""The memory of one forward and backward pass, tensor by tensor, worked out without any: on torch's meta device.
+"""The memory of one forward and backward pass of attention, tensor by tensor, worked out on torch's meta device.
 
-The implementation itself runs, on tensors that have sizes and no contents, and every storage that an operator makes is
-followed until it is freed. Sizes are what is asked for: the allocator rounds up to 512 bytes, and libraries add
-workspaces.
+The implementation itself runs on tensors that have sizes and no contents, and every storage that an operator makes is
+followed until it is freed. Sizes are as requested: the allocator rounds up to 512 bytes, and libraries add workspaces.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recipes.attention.cells import BATCH, CHECKPOINTED
 from recipes.attention.implementations import Attention, find_attention
-from recipes.attention.names import BATCH, CHECKPOINTED
 
-# What the operators of the implementations make, by phase, operator and how often it came before in that phase;
-# one that makes two tensors has two names.
+# What the operators make, by phase, operator and how often it ran before in that phase; two tensors have two names.
 _NAMES = {
     ("forward", "bmm", 0): "Q·Kᵀ",
     ("forward", "div", 0): "S = Q·Kᵀ/√d",
@@ -42,7 +40,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Live:
-    """A storage that is there at a peak."""
+    """A storage that exists at a peak."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,8 +48,8 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """Bytes of the inputs (Q, K, V, dO) and of what autograd keeps beside them; what is live at each phase's peak."""
+class PassMemory:
+    """Bytes of the inputs (Q, K, V, dO) and of what autograd saves; the storages that exist at each phase's peak."""
 
     input_bytes: int
     saved_bytes: int
@@ -61,8 +59,8 @@ class Arithmetic:
         return sum(live.bytes for live in self.peaks[phase])
 
 
-class LiveStorages(TorchDispatchMode):
-    """Follows storages from the operator that makes them to their end, and remembers which were live at the peak."""
+class _LiveStorages(TorchDispatchMode):
+    """Follows storages from the operator that makes them to their end, and remembers which existed at the peak."""
 
     def __init__(self, *, names_backward: bool) -> None:
         super().__init__()
@@ -73,16 +71,16 @@ class LiveStorages(TorchDispatchMode):
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def follow(self, name: str, tensor: Tensor) -> None:
-        """Follow a tensor that was there before."""
+        """Follow a tensor from now on."""
         storage = tensor.untyped_storage()
-        live = Live(name, tuple(tensor.shape), storage.nbytes())
-        self._live[storage._cdata] = (StorageWeakRef(storage), live)
+        self._live[storage._cdata] = (StorageWeakRef(storage), Live(name, tuple(tensor.shape), storage.nbytes()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self._forget()
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
         result = func(*args, **(kwargs or {}))
         operator = str(func.overloadpacket).removeprefix("aten.")
-        new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and self._is_new(leaf)]
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        new = [leaf for leaf in leaves if leaf.untyped_storage()._cdata not in self._live]
         if new:
             number = self._counts[self.phase, operator]
             self._counts[self.phase, operator] += 1
@@ -91,29 +89,20 @@ class LiveStorages(TorchDispatchMode):
             names = (known or f"{self.phase}, {operator}").split("; ")
             for place, tensor in enumerate(new):
                 self.follow(names[min(place, len(names) - 1)], tensor)
-            self._note_peak()
+            live = tuple(live for _, live in self._live.values())
+            if sum(each.bytes for each in live) > sum(each.bytes for each in self.peaks.get(self.phase, ())):
+                self.peaks[self.phase] = live
         return result
 
-    def _is_new(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata not in self._live
 
-    def _forget(self) -> None:
-        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
-
-    def _note_peak(self) -> None:
-        live = tuple(live for _, live in self._live.values())
-        if sum(each.bytes for each in live) > sum(each.bytes for each in self.peaks.get(self.phase, ())):
-            self.peaks[self.phase] = live
-
-
-def work_out(name: str, seq_len: int, d_model: int, dtype: torch.dtype) -> Arithmetic:
+def work_out(name: str, seq_len: int, d_model: int, dtype: torch.dtype) -> PassMemory:
     """Return the memory of one forward and backward pass of an eager implementation that does not choose kernels."""
     attention = find_attention(name)
     shape = (BATCH, seq_len, d_model)
     inputs = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
     gradient = torch.empty(shape, dtype=dtype, device="meta")
-    # A backward that runs forward again makes products of its own, which are no gradients.
-    storages = LiveStorages(names_backward=name != CHECKPOINTED)
+    # A backward pass that runs forward again makes matrix products that are no gradients.
+    storages = _LiveStorages(names_backward=name != CHECKPOINTED)
     for label, tensor in zip(("Q", "K", "V", "dO"), (*inputs, gradient), strict=True):
         storages.follow(label, tensor)
     with storages:
@@ -121,26 +110,26 @@ def work_out(name: str, seq_len: int, d_model: int, dtype: torch.dtype) -> Arith
         storages.phase = "backward"
         output.backward(gradient)
     input_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (*inputs, gradient))
-    return Arithmetic(input_bytes, saved_bytes(attention, inputs), storages.peaks)
+    return PassMemory(input_bytes, saved_bytes(attention, inputs), storages.peaks)
 
 
 def saved_bytes(attention: Attention, inputs: list[Tensor]) -> int:
-    """Return the bytes that autograd keeps for backward of ``attention(*inputs)``, the inputs left out.
+    """Return the bytes that autograd saves for the backward pass of ``attention(*inputs)``, without the inputs.
 
-    Counted once a storage: two operators may keep the same tensor, or a view of it.
+    Each storage counts once: two operators may save the same tensor, or a view of it.
     """
     ours = {tensor.untyped_storage()._cdata for tensor in inputs}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in ours:
-            kept[storage._cdata] = storage.nbytes()
-        # The storage must stay, so that no other takes its place; but an output kept as it is would hold the node that
-        # made it, which holds what is kept: a circle, and its memory would never be free again.
+            saved[storage._cdata] = storage.nbytes()
+        # Keep the storage, so that no other takes its address. An output saved as it is would hold the node that made
+        # it, which holds what is saved: a reference cycle that keeps the memory for ever.
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = attention(*inputs)
     del output
-    return sum(kept.values())
+    return sum(saved.values())

@@ -1,4 +1,4 @@
-"""Dtypes are observed, not recited, and what is said of LayerNorm follows from its numbers."""
+"""The dtypes that autocast chooses, and where LayerNorm breaks in one dtype."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.autocast_dtypes import CELLS, observe, report
+from recipes.autocast_dtypes import CELLS, observe
 from recipes.precision.inputs import FLOAT32, KEEPS, LOWER, MIXED
 from recipes.precision.layer_norm import layer_norm
-from recipes.precision.limits import compare, conclude, describe_limits, draw_errors
-from recipes.precision.operators import classify, classify_operators
+from recipes.precision.observe import classify, classify_operators
+from recipes.precision.report import draw_errors, limits_table, report
 
 _EPSILONS = ("1e-5", "1e-8")
 
@@ -22,14 +22,16 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_parts_of_a_step(rows: dict[str, dict[str, Any]], dtype: str) -> None:
+def test_autocast_computes_in_low_precision_and_keeps_parameters_and_loss_in_float32(
+    rows: dict[str, dict[str, Any]], dtype: str
+) -> None:
     row = rows[dtype]
     low = ("fc1_output", "relu_output", "fc2_output", "logits", "logits_gradient")
     assert {row[part] for part in low} == {dtype}
     assert {row[part] for part in ("parameters", "loss", "parameter_gradients")} == {"float32"}
 
 
-def test_without_autocast_all_is_float32(rows: dict[str, dict[str, Any]]) -> None:
+def test_without_autocast_every_operator_is_float32(rows: dict[str, dict[str, Any]]) -> None:
     assert {entry["output"] for entry in rows["float32"]["operators"]} == {"float32"}
 
 
@@ -42,12 +44,12 @@ def test_operators_are_seen_below_autocast(rows: dict[str, dict[str, Any]]) -> N
     assert seen["forward", "_log_softmax"]["inputs"] == "float32"
 
 
-def test_operators_by_class() -> None:
+def test_operators_are_classified_by_the_dtype_they_run_in() -> None:
     classes = {row["operator"]: row["runs_in"] for row in classify_operators("cpu", torch.bfloat16)}
     assert (classes["matmul"], classes["add"], classes["mse_loss"]) == (LOWER, KEEPS, FLOAT32)
 
 
-def test_an_operator_is_judged_by_what_runs_within() -> None:
+def test_an_operator_of_several_dtypes_is_mixed() -> None:
     """What comes out is float32 for all three; of ReLU within, autocast leaves the dtype as it is."""
 
     def mixed(x: torch.Tensor) -> torch.Tensor:
@@ -62,14 +64,14 @@ def test_an_operator_is_judged_by_what_runs_within() -> None:
     assert (einsum["runs_in"], einsum["ran_float32"]) == (LOWER, [("bmm", "bfloat16")])
 
 
-def test_layer_norm_is_torchs() -> None:
+def test_our_layer_norm_equals_torchs() -> None:
     rows = torch.randn(4, 32, dtype=torch.float64)
     expected = torch.nn.functional.layer_norm(rows, (32,), eps=1e-5)
     for one_by_one in (False, True):
         torch.testing.assert_close(layer_norm(rows, 1e-5, one_by_one=one_by_one), expected)
 
 
-def test_where_layer_norm_breaks(rows: dict[str, dict[str, Any]]) -> None:
+def test_layer_norm_breaks_by_overflow_sum_and_epsilon(rows: dict[str, dict[str, Any]]) -> None:
     fp16, bf16, fp32 = (rows[name] for name in ("float16", "bfloat16", "float32"))
     # 256² = 65,536 lies beyond 65,504, the greatest float16.
     assert (fp16["square_overflows_from"], bf16["square_overflows_from"]) == (256, None)
@@ -82,7 +84,7 @@ def test_where_layer_norm_breaks(rows: dict[str, dict[str, Any]]) -> None:
     assert bf16["error_usual_summed_one_by_one"] > 10 * fp16["error_usual_summed_one_by_one"]
 
 
-def test_squares_that_become_0_are_counted_and_hurt_where_epsilon_does_not_hide_it(
+def test_squares_that_become_0_are_counted(
     rows: dict[str, dict[str, Any]],
 ) -> None:
     fp16, bf16 = rows["float16"], rows["bfloat16"]
@@ -91,22 +93,6 @@ def test_squares_that_become_0_are_counted_and_hurt_where_epsilon_does_not_hide_
     assert fp16["squares_lost_near_epsilon"] == pytest.approx(0.137, abs=0.005)
     assert bf16["squares_lost_small"] == bf16["squares_lost_near_epsilon"] == 0
     assert fp16["error_near_epsilon"] > 2 * fp16["error_usual"] > 2 * fp16["error_small"]
-
-
-def test_the_conclusions_follow_the_numbers(rows: dict[str, dict[str, Any]]) -> None:
-    assert conclude(rows["float16"])[0] == (
-        "float16, the square: squares overflow from 256 on; LayerNorm of large data is off by 1: all that comes out "
-        "is 0."
-    )
-    assert (
-        "× 0.0001, whose variance is 0.001 of epsilon, 91.4% of the squares become 0 and"
-        in conclude(rows["float16"])[3]
-    )
-    assert "come to 256;" in conclude(rows["bfloat16"])[1]
-    said = compare(rows["float16"], rows["bfloat16"])
-    assert "the square is gone, a small epsilon survives" in said
-    assert said.endswith("times as far off: these still want float32.")
-    assert compare(rows["bfloat16"], rows["bfloat16"]).endswith("1 times as far off: these too are better.")
 
 
 @pytest.mark.parametrize(
@@ -118,17 +104,17 @@ def test_the_conclusions_follow_the_numbers(rows: dict[str, dict[str, Any]]) -> 
         ("float64", "1e-05", "1e-08"),
     ],
 )
-def test_an_epsilon_is_shown_as_it_is_stored_and_alike_in_sentence_and_table(
+def test_an_epsilon_is_shown_as_it_is_stored(
     rows: dict[str, dict[str, Any]], dtype: str, larger: str, smaller: str
 ) -> None:
     stored = {f"epsilon_{text}": torch.tensor(float(text), dtype=getattr(torch, dtype)).item() for text in _EPSILONS}
     row = {**rows["float32"], "dtype": dtype, **stored}
-    assert f"{dtype}, epsilon: 1e-5 is stored as {larger}, 1e-8 as {smaller}, and with" in conclude(row)[2]
-    text = "\n".join(describe_limits([row]))
-    assert f"| 1e-5 is stored as | {larger} |\n| 1e-8 is stored as | {smaller} |" in text
+    lines = limits_table([row]).lines
+    assert ["1e-5 is stored as", larger] in lines
+    assert ["1e-8 is stored as", smaller] in lines
 
 
-def test_the_report_shows_them(rows: dict[str, dict[str, Any]]) -> None:
+def test_the_report_shows_limits_and_classes(rows: dict[str, dict[str, Any]]) -> None:
     shown = report(list(rows.values()), {"device": "cpu"})
     assert "| 10,000 ones come to | 2,048 | 256 | 10,000 |" in shown.markdown
     assert (
@@ -141,7 +127,7 @@ def test_the_report_shows_them(rows: dict[str, dict[str, Any]]) -> None:
     assert set(shown.pictures) == {"layer_norm.png"}
 
 
-def test_steps_that_differ_in_the_dtype_alone_are_shown_once(rows: dict[str, dict[str, Any]]) -> None:
+def test_steps_that_differ_only_in_the_dtype_share_a_table(rows: dict[str, dict[str, Any]]) -> None:
     fp16 = rows["float16"]
     alike = [
         {**entry, **{key: entry[key].replace("float16", "bfloat16") for key in ("inputs", "output")}}
@@ -155,7 +141,7 @@ def test_steps_that_differ_in_the_dtype_alone_are_shown_once(rows: dict[str, dic
     assert "Autocast to bfloat16, called lower precision here:" in text
 
 
-def test_what_runs_in_two_dtypes_is_told_with_both(rows: dict[str, dict[str, Any]]) -> None:
+def test_an_operator_that_runs_in_two_dtypes_names_both(rows: dict[str, dict[str, Any]]) -> None:
     """As on CUDA, where log-softmax within cross-entropy keeps its input's dtype."""
     within = [("_log_softmax", "float16"), ("nll_loss_forward", "float32")]
     entry = {"operator": "cross_entropy", "runs_in": MIXED, "ran_low": within, "ran_float32": []}
@@ -164,15 +150,15 @@ def test_what_runs_in_two_dtypes_is_told_with_both(rows: dict[str, dict[str, Any
     assert "`nll_loss_forward` in float32, for an input in lower precision)." in text
 
 
-def test_what_an_earlier_version_did_not_look_at_is_not_known(rows: dict[str, dict[str, Any]]) -> None:
+def test_rows_of_an_earlier_version_show_only_what_they_measured(rows: dict[str, dict[str, Any]]) -> None:
     new = ("near_epsilon", "zero_outputs", "squares_lost")
     old = {key: value for key, value in rows["float16"].items() if not any(name in key for name in new)}
     old["classes"] = [{"operator": "cross_entropy", "runs_in": FLOAT32, "float32": "float32", "low": "float32"}]
     text = report([old], {"device": "cuda"}).markdown
-    assert "- Autocast to float16, come out in float32: cross_entropy." in text
-    assert "in which dtype each ran within is not known" in text
-    assert "how many squares become 0 is not known and LayerNorm was not measured" in text
-    assert "LayerNorm of large data is off by 1." in text
+    assert "- Autocast to float16, return float32: cross_entropy." in text
+    assert "the dtype in which each ran inside is unknown" in text
+    assert "| error: large, × 1000 | 1 |" in text
     assert "| error: near epsilon" not in text
+    assert "squares that become 0" not in text
     (axes,) = draw_errors([old]).axes
     assert len(axes.get_yticks()) == 6

@@ -1,10 +1,10 @@
-"""Cells measured on the CPU, cells that run out of memory, and what the report makes of them."""
+"""Attention: memory counted on the CPU and worked out without any, measured cells, and what the report shows."""
 
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
+import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,137 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profkit.report.formats import render_csv
 from recipes.attention import measure
-from recipes.attention.growth import round_down
-from recipes.attention.names import COMPILED, MIB, SDPA, WRITTEN
-from recipes.attention.report import account, add_growth, report
-from recipes.attention_sweep import GRIDS, RECIPE, build_cells
-from tests.conftest import ROOT
+from recipes.attention.cells import (
+    BATCH,
+    CAUSAL,
+    CHECKPOINTED,
+    COMPILED,
+    FUSED,
+    GRIDS,
+    IMPLEMENTATIONS,
+    SDPA,
+    WRITTEN,
+    WRITTEN_AMAX,
+    build_cells,
+)
+from recipes.attention.implementations import find_attention
+from recipes.attention.memory import saved_bytes, work_out
+from recipes.attention.report import account, add_columns, fit_exponent, project_limit, report, round_down
+from recipes.attention_sweep import RECIPE, main
+from recipes.common.measuring import MIB
+from recipes.common.tables import csv_text
+
+# As printed with six digits, on two GPUs, for d_model 16.
+PUBLISHED_MIB = {256: "4.02344", 1024: "64.0938", 4096: "1024.38", 8192: "4096.75", 16384: "16385.5"}
+EAGER = [name for name in IMPLEMENTATIONS if name not in (COMPILED, SDPA)]
+
+
+def _inputs(seq_len: int, d_model: int = 16, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(BATCH, seq_len, d_model, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("seq_len", [256, 1024])
+def test_memory_saved_on_the_cpu_is_the_published_one(seq_len: int) -> None:
+    kept = saved_bytes(find_attention(WRITTEN), _inputs(seq_len))
+    assert f"{kept / MIB:.6g}" == PUBLISHED_MIB[seq_len]
+
+
+@pytest.mark.parametrize("seq_len", PUBLISHED_MIB)
+def test_memory_worked_out_is_the_published_one(seq_len: int) -> None:
+    assert f"{work_out(WRITTEN, seq_len, 16, torch.float32).saved_bytes / MIB:.6g}" == PUBLISHED_MIB[seq_len]
+
+
+def _kept(name: str, seq_len: int, width: int) -> int:
+    """Bytes by hand, a tensor each: scores-sized ones, then per row; 8 bytes for a place, 1 for a mask's entry."""
+    square, row = BATCH * seq_len**2, BATCH * seq_len
+    return {
+        WRITTEN: 2 * square * width + row * (8 + width),  # exp, P; place of the maximum, sum
+        WRITTEN_AMAX: 3 * square * width + row * 2 * width,  # scores, exp, P; maximum, sum
+        FUSED: square * width,  # P
+        CAUSAL: 2 * square * width + row * (8 + width) + seq_len**2,  # as written, and the mask
+        CHECKPOINTED: 0,
+    }[name]
+
+
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize(("seq_len", "d_model"), [(32, 16), (96, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_counted_worked_out_and_by_hand_agree(name: str, seq_len: int, d_model: int, dtype: torch.dtype) -> None:
+    counted = saved_bytes(find_attention(name), _inputs(seq_len, d_model, dtype))
+    assert counted == work_out(name, seq_len, d_model, dtype).saved_bytes == _kept(name, seq_len, dtype.itemsize)
+
+
+def test_counting_keeps_no_tensor_alive() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        powers = torch.exp(query @ key.transpose(-2, -1))
+        made.append(weakref.ref(powers))
+        return powers @ value
+
+    assert saved_bytes(attention, _inputs(16)) > 0
+    assert made[0]() is None
+
+
+def test_torchs_own_attention_saves_its_output_and_a_number_per_row() -> None:
+    assert saved_bytes(find_attention(SDPA), _inputs(64)) == BATCH * 64 * (16 + 1) * 4
+
+
+def test_the_peak_of_forward_is_four_score_matrices_and_small_tensors() -> None:
+    result = work_out(WRITTEN, 512, 16, torch.float32)
+    square, row, tensor = BATCH * 512**2 * 4, BATCH * 512, BATCH * 512 * 16 * 4
+    assert result.input_bytes == 4 * tensor
+    assert result.peak_bytes("forward") == 4 * square + row * (8 + 4) + 5 * tensor
+    names = [live.name for live in result.peaks["forward"]]
+    assert names == ["Q", "K", "V", "dO", "S = Q·Kᵀ/√d", "place of the row maximum", "S − maximum", "exp(S − maximum)",
+                     "row sum", "P", "O"]  # fmt: skip
+
+
+def test_a_checkpoint_lowers_saved_memory_but_not_the_peak_of_backward() -> None:
+    plain, checkpointed = (work_out(name, 512, 16, torch.float32) for name in (WRITTEN, CHECKPOINTED))
+    assert checkpointed.saved_bytes == 0 < plain.saved_bytes
+    assert checkpointed.peak_bytes("backward") == plain.peak_bytes("backward")
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if name != CAUSAL] + [SDPA])
+def test_the_implementations_compute_the_same(name: str) -> None:
+    inputs = _inputs(48, dtype=torch.float64)
+    expected = find_attention(WRITTEN)(*inputs)
+    torch.testing.assert_close(find_attention(name)(*inputs), expected)
+
+
+def test_causal_equals_torchs_causal() -> None:
+    inputs = _inputs(48, dtype=torch.float64)
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(find_attention(CAUSAL)(*inputs), expected)
+
+
+def test_a_power_is_found_by_a_fit() -> None:
+    assert fit_exponent([(size, 7.0 * size**1.5) for size in (2, 8, 32)]) == pytest.approx(1.5)
+    assert fit_exponent([(2, 1.0), (2, 1.0)]) is None
+
+
+@pytest.mark.parametrize("square", [0.0, 64.0, 256.0])
+def test_the_projected_limit_is_the_true_one(square: float) -> None:
+    """The true limit of a polynomial, found by trying every length."""
+
+    def used(size: int) -> float:
+        return square * size**2 + 4096 * size + 2e6
+
+    points = [(size, used(size)) for size in (256, 1024, 4096, 8192)]
+    limit = project_limit(points, 1e9)
+    assert limit is not None
+    expected = next(size for size in range(1, 10**6) if used(size + 1) > 1e9)
+    assert math.isclose(limit, expected, abs_tol=1)
+    assert project_limit(points[:2], 1e9) is None
 
 
 def _cell(name: str = WRITTEN, seq_len: int = 64) -> dict[str, Any]:
     return {"d_model": 16, "seq_len": seq_len, "implementation": name, "dtype": "fp32", "passes": 3}
 
 
-def test_a_cell_on_the_cpu() -> None:
+def test_a_cell_on_the_cpu_has_times_and_no_memory() -> None:
     row: dict[str, Any] = measure.measure_cell(_cell(), "cpu")
     assert row["status"] == "ok"
     for part in ("forward", "backward", "forward_backward"):
@@ -59,9 +176,7 @@ def _ending_in(phase: str) -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize(("phase", "requested"), [("forward", 2 << 30), ("backward", 4096)])
-def test_running_out_of_memory_is_told_with_its_phase(
-    monkeypatch: pytest.MonkeyPatch, phase: str, requested: int
-) -> None:
+def test_running_out_of_memory_names_the_phase(monkeypatch: pytest.MonkeyPatch, phase: str, requested: int) -> None:
     monkeypatch.setattr(measure, "find_attention", _ending_in(phase))
     row: dict[str, Any] = measure.measure_cell(_cell(), "cpu")
     assert (row["status"], row["requested_bytes"]) == (f"OOM({phase})", requested)
@@ -71,7 +186,7 @@ def test_running_out_of_memory_is_told_with_its_phase(
     assert "backward_ms" not in row
 
 
-def test_another_error_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_is_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_inputs: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("shapes cannot be multiplied")
 
@@ -80,7 +195,7 @@ def test_another_error_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> 
         measure.measure_cell(_cell(), "cpu")
 
 
-def test_bounds_of_what_a_cell_needs() -> None:
+def test_predictions_for_compiled_and_fused_attention_are_lower_bounds() -> None:
     whole, compiled, fused = (measure.predict_bytes(_cell(name, 1024), "cpu") for name in (WRITTEN, COMPILED, SDPA))
     assert fused < compiled < whole
     square = 8 * 1024**2 * 4
@@ -88,7 +203,7 @@ def test_bounds_of_what_a_cell_needs() -> None:
     assert 2 * square < compiled < 2.1 * square  # exp and P
 
 
-def test_the_reports_grid_is_forty_cells() -> None:
+def test_the_reports_grid_has_forty_cells_shortest_first() -> None:
     cells = build_cells(GRIDS["reports"], 100)
     assert len(cells) == 40
     assert [cell["seq_len"] for cell in cells[:5]] == [256, 1024, 4096, 8192, 16384]
@@ -100,7 +215,10 @@ def _gpu_rows() -> list[dict[str, Any]]:
     rows = []
     for seq_len in (256, 512, 1024, 2048):
         row: dict[str, Any] = {**_cell(seq_len=seq_len), "status": "ok", "forward_ms": 1.0, "backward_ms": 2.0}
-        row["accounting"] = measure._account(WRITTEN, seq_len, 16, torch.float32)
+        row["accounting"] = {
+            phase: [vars(live) for live in lives]
+            for phase, lives in work_out(WRITTEN, seq_len, 16, torch.float32).peaks.items()
+        }
         sums = {
             phase: sum(live["bytes"] for live in row["accounting"][phase]) / MIB for phase in ("forward", "backward")
         }
@@ -117,22 +235,22 @@ def _gpu_rows() -> list[dict[str, Any]]:
 
 def test_growth_is_over_the_next_shorter_sequence() -> None:
     rows = _gpu_rows()
-    add_growth(rows)
+    add_columns(rows)
     assert rows[0]["growth_factor"] is None
     assert [round(row["growth_factor"], 3) for row in rows[1:]] == [3.988, 3.994, 3.997]
 
 
-def test_the_accounts_leave_what_is_not_in_them() -> None:
+def test_the_account_leaves_workspace_and_difference() -> None:
     row = _gpu_rows()[-1]
-    assert render_csv(account(row, "forward")).splitlines()[-4].startswith("workspace,,16.0")
-    assert render_csv(account(row, "forward")).splitlines()[-1] == "measured − sum,,0.0"
-    lines = render_csv(account(row, "backward")).splitlines()
+    assert csv_text(account(row, "forward")).splitlines()[-4].startswith("workspace,,16.0")
+    assert csv_text(account(row, "forward")).splitlines()[-1] == "measured − sum,,0.0"
+    lines = csv_text(account(row, "backward")).splitlines()
     # Six score matrices of 128 MiB; Q, K, V, dO, O and dV; the maximum's place and the sum.
     assert lines[-4:-2] == ["workspace,,20.0", f"sum,,{6 * 128 + 6 + 8 * 2048 * 12 / MIB + 20}"]
     assert lines[-1] == "measured − sum,,1.0"
 
 
-def test_the_power_of_peaks_is_that_of_the_two_longest() -> None:
+def test_the_power_of_peaks_is_fitted_to_the_two_longest_sequences() -> None:
     """Over all lengths what is constant pulls it down: to 1.5 on an H200, where it is 2."""
     rows = _gpu_rows()
     for row in rows:
@@ -146,8 +264,7 @@ def test_the_power_of_peaks_is_that_of_the_two_longest() -> None:
 
 def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
     rows: list[dict[str, Any]] = [{**_cell(name), "predicted_peak_bytes": 7} for name in (WRITTEN, COMPILED, SDPA)]
-    assert RECIPE.derive is not None
-    RECIPE.derive(rows)
+    add_columns(rows)
     assert [row["predicted_peak_bytes"] for row in rows] == [7, None, None]
 
 
@@ -162,7 +279,7 @@ def test_times_under_a_millisecond_are_labelled_as_numbers() -> None:
     assert not any("e" in label for label in labels)
 
 
-def test_of_two_that_keep_the_same_both_are_seen() -> None:
+def test_two_equal_lines_are_both_visible() -> None:
     rows = [*_gpu_rows(), *({**row, "implementation": COMPILED} for row in _gpu_rows())]
     panel = report(rows, {"free_bytes": None}).pictures["memory.png"].axes[0]
     below, above = panel.lines
@@ -170,19 +287,19 @@ def test_of_two_that_keep_the_same_both_are_seen() -> None:
     assert below.get_linewidth() > 1.5 * above.get_linewidth()
 
 
-def test_what_a_pass_left_behind_is_no_workspace() -> None:
+def test_memory_left_by_an_earlier_pass_is_reported() -> None:
     """As it was on an H200 while counting held a score matrix and the maximum's place."""
     rows = _gpu_rows()
     free = report(rows, {"free_bytes": None}).markdown
     for row in rows:
         row["mem_before_backward_MiB"] += 8 * row["seq_len"] * (row["seq_len"] * 4 + 8) / MIB
-    assert "is held" not in free
+    assert "left something behind" not in free
     said = report(rows, {"free_bytes": None}).markdown
-    assert "before backward, 148.125 MiB are allocated beside all tensors that are known to be there" in said
-    assert "and 22.0156 MiB at seq_len 256: that is no workspace" in said
+    assert "before backward, 148.125 MiB belong to no known tensor at d_model 16, seq_len 2048" in said
+    assert "and 22.0156 MiB at seq_len 256: a workspace does not grow" in said
 
 
-def test_nothing_measured_is_said_as_such() -> None:
+def test_a_report_of_cells_that_did_not_run_says_so() -> None:
     said = report([{**_cell(), "status": "not run"}], {"free_bytes": None})
     assert "| 64 | not run |" in said.markdown
     assert "Not projected" in said.markdown
@@ -196,9 +313,7 @@ def test_the_report_projects_from_the_measured_peaks() -> None:
     # By hand: backward holds six score matrices, 24 bytes an entry and batch, and little else.
     assert 21_150 < (80 * 2**30 / (6 * 4 * 8)) ** 0.5 < 21_160
     assert line.split("|")[4].strip() == "21100"
-    assert "An extrapolation, rounded down to 3 digits: " in limits
-    assert "to the 80.0 GiB that were free at first; batch 8. " in limits
-    assert "what fragmentation takes is not in it" in limits
+    assert "to the 80.0 GiB that were free at first, rounded down to 3 digits; batch 8." in limits
     assert "OOM" not in said
     rows[-1] |= {"status": "OOM(backward)", "backward_peak_MiB": None, "backward_ms": None}
     said = report(rows, {"free_bytes": 80 * 2**30}).markdown
@@ -214,14 +329,13 @@ def test_rounding_down_keeps_the_leading_digits(value: int, digits: int) -> None
     assert not str(rounded)[digits:].strip("0")
 
 
-def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.attention_sweep", "--device", "cpu", "-o", str(tmp_path / "out")]
+def test_a_run_on_a_cpu_measures_what_fits_and_refuses_what_does_not(tmp_path: Path) -> None:
+    command = ["--device", "cpu", "-o", str(tmp_path / "out")]
     command += ["--seq-len", "64,4194304", "--implementation", WRITTEN, "--passes", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert main.main(command, standalone_mode=False) == 0
     with (tmp_path / "out" / "attention_sweep.csv").open(newline="") as file:
         measured, too_large = csv.DictReader(file)
-    assert list(measured) == [column.key for column in RECIPE.columns]
+    assert list(measured) == RECIPE.columns
     assert (measured["status"], measured["backward_peak_MiB"]) == ("ok", "")
     assert (too_large["status"], too_large["forward_ms"]) == ("not run", "")
     assert too_large["reason"].startswith("predicted 3,072 TiB, free ")
