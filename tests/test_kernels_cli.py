@@ -25,17 +25,19 @@ from tests.nsys_builder import NsysBuilder
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 GOLDEN_RANGE = """\
-range 'backward', 2 instances: 6 kernels
-kernel time 12.50 µs   busy 12.50 µs   wall 160.0 µs
+range 'backward', open 2 times: 3 kernels per step (2 steps)
+kernel time 6.250 µs   GPU busy 6.250 µs   Python time 80.00 µs
 
-share     total  count  per inst.  category     kernel
-─────  ────────  ─────  ─────────  ───────────  ────────────────────────────────
-80.0%  10.00 µs      4   5.000 µs  gemm         sm80_xmma_gemm_…f32_nt_n_64x64x8
-20.0%  2.500 µs      2   1.250 µs  elementwise  vectorized_elem…nctor_add,float>
+share  per step  times      mean  category     kernel
+─────  ────────  ─────  ────────  ───────────  ─────────────────────────────────
+80.0%  5.000 µs      2  2.500 µs  gemm         sm80_xmma_gemm_f…f32_nt_n_64x64x8
+20.0%  1.250 µs      1  1.250 µs  elementwise  vectorized_eleme…nctor_add,float>
 
-share is of the kernel time under 'backward': 12,500 ns
-evidence  direct 2,500 + inferred 10,000 = 12,500 ns
-capture   direct 8,500 + inferred 10,000 + outside 0 = 18,500 ns
+100 % = 12.50 µs of kernels under 'backward' in 2 steps
+Under 'backward' 12,500 ns = placed by launching thread 2,500 + by waiting
+  thread 10,000
+All kernel time 18,500 ns = placed by launching thread 8,500 + by waiting thread
+  (backward) 10,000 + in no range 0
 """
 
 
@@ -61,7 +63,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return builder.write(tmp_path_factory.mktemp("trace") / "t.sqlite")
 
 
-def test_the_table_is_as_it_was(profkit: Run, trace: Path) -> None:
+def test_the_table_of_a_range_is_per_step_and_fits_80_columns(profkit: Run, trace: Path) -> None:
     done = profkit("kernels", trace, "--range", "backward")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == GOLDEN_RANGE
@@ -76,7 +78,7 @@ def test_full_names_are_not_shortened(profkit: Run, trace: Path) -> None:
 def test_json_keeps_its_contract(profkit: Run, trace: Path) -> None:
     data = json.loads(profkit("kernels", trace, "--range", "backward", "--format", "json").stdout)
     assert {key: data[key] for key in ("trace", "measure", "range", "instances", "kernel_count", "graph_count")} == {
-        "trace": str(trace),
+        "trace": "t.sqlite",
         "measure": "gpu-kernel",
         "range": "backward",
         "instances": 2,
@@ -124,7 +126,33 @@ def test_without_a_range_json_is_the_whole_capture(profkit: Run, trace: Path) ->
 
 def test_without_a_range_the_phases_come_first(profkit: Run, trace: Path) -> None:
     text = profkit("kernels", trace).stdout
-    assert text.index("forward") < text.index("backward") < text.index("whole capture: 8 kernels")
+    assert text.startswith("Phases, per step (2 steps); 100 % = all 18.50 µs of the capture\n")
+    assert text.index("forward") < text.index("backward") < text.index("whole capture: 4 kernels per step (2 steps)")
+
+
+def test_totals_are_sums_over_the_recorded_steps(profkit: Run, trace: Path) -> None:
+    text = profkit("kernels", trace, "--range", "backward", "--totals").stdout
+    assert text.startswith("range 'backward', open 2 times: 6 kernels\nkernel time 12.50 µs   GPU busy 12.50 µs")
+    assert "80.0%  10.00 µs      4   5.000 µs  gemm" in text
+    assert profkit("kernels", trace, "--totals").stdout.startswith("Phases, sums over the capture;")
+
+
+def test_work_outside_the_steps_leaves_no_average_per_step(profkit: Run, tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 900)
+    builder.kernel(200, 50)
+    builder.kernel(1000, 30)
+    path = builder.write(tmp_path / "t.sqlite")
+    assert "whole capture: 2 kernels\nkernel time 80 ns" in profkit("kernels", path).stdout
+    assert json.loads(profkit("kernels", path, "--format", "json").stdout)["steps"] is None
+    assert json.loads(profkit("kernels", path, "--range", "step 0", "--format", "json").stdout)["steps"] == 1
+
+
+def test_json_holds_the_folders_of_this_machine_only_on_request(profkit: Run, trace: Path) -> None:
+    for command in ("kernels", "ranges"):
+        full = json.loads(profkit(command, trace, "--format", "json", "--full-names").stdout)
+        assert full["trace"] == str(trace)
+        assert str(trace.parent) not in profkit(command, trace, "--format", "json").stdout
 
 
 def test_csv_is_exact_and_complete(profkit: Run, trace: Path) -> None:
@@ -135,10 +163,10 @@ def test_csv_is_exact_and_complete(profkit: Run, trace: Path) -> None:
 
 def test_markdown_and_latex(profkit: Run, trace: Path) -> None:
     markdown = profkit("kernels", trace, "--range", "backward", "--format", "markdown").stdout
-    assert "| 80.0% | 10.00 µs | 4 | 5.000 µs | gemm | sm80_xmma_gemm" in markdown
+    assert "| 80.0% | 5.000 µs | 2 | 2.500 µs | gemm | sm80_xmma_gemm" in markdown
     latex = profkit("kernels", trace, "--range", "backward", "--format", "latex").stdout
-    assert r"80.0\% & 10.00 µs & 4 & 5.000 µs & gemm & sm80\_xmma\_gemm" in latex
-    assert latex.rstrip().endswith(r"\end{tabular}")
+    assert r"80.0\% & 5.000 µs & 2 & 2.500 µs & gemm & sm80\_xmma\_gemm" in latex
+    assert latex.count(r"\end{tabular}") == 1
 
 
 def test_top_leaves_a_line_for_the_rest_and_sort_orders(profkit: Run, trace: Path) -> None:
@@ -151,7 +179,7 @@ def test_top_leaves_a_line_for_the_rest_and_sort_orders(profkit: Run, trace: Pat
 
 
 def test_explain_names_the_rule(profkit: Run, trace: Path) -> None:
-    assert "why each has its category" in profkit("kernels", trace, "--explain").stdout
+    assert "Why each kernel has its category" in profkit("kernels", trace, "--explain").stdout
 
 
 def test_by_category_and_by_range(profkit: Run, trace: Path) -> None:
@@ -362,16 +390,16 @@ def test_a_part_of_the_capture_does_not_call_itself_the_whole(
 ) -> None:
     text = profkit("kernels", two_devices, *arguments).stdout
     assert text.startswith(f"part of the capture, {words}: ")
-    assert f"share is of the kernel time in this part of the capture ({words}): " in text
+    assert f"of kernels in this part of the capture ({words})" in text
     assert "whole capture" not in text
-    assert "phases" not in text
+    assert "Phases" not in text
 
 
 def test_the_filters_of_a_range_are_named_and_in_the_json(profkit: Run, two_devices: Path) -> None:
     arguments = ("--range", "forward", "--device", "0", "--exclude", "Warmup")
     text = profkit("kernels", two_devices, *arguments).stdout
-    assert text.startswith("range 'forward', 1 instance, device 0 only, without 'Warmup': 1 kernel\n")
-    assert "share is of the kernel time under 'forward', device 0 only, without 'Warmup': 70 ns" in text
+    assert text.startswith("range 'forward', open 1 time, device 0 only, without 'Warmup': 1 kernel\n")
+    assert "100 % = 70 ns of kernels under 'forward', device 0 only, without 'Warmup'" in text
     data = json.loads(profkit("kernels", two_devices, *arguments, "--format", "json").stdout)
     assert data["filters"] == {
         "range": "forward",
@@ -385,7 +413,7 @@ def test_the_filters_of_a_range_are_named_and_in_the_json(profkit: Run, two_devi
 
 def test_the_phases_leave_out_warmup_however_it_is_written(profkit: Run, two_devices: Path) -> None:
     text = profkit("kernels", two_devices).stdout
-    assert text.startswith("phases (without warmup)")
+    assert text.startswith("Phases, sums over the capture, without warmup; 100 % = ")
     assert [line.split()[:2] for line in text.splitlines() if line.startswith("forward")] == [["forward", "1"]]
 
 
@@ -487,7 +515,7 @@ def test_a_file_whose_name_is_not_utf8_is_read(profkit: Run, trace: Path, tmp_pa
     for style in ("table", "json"):
         done = profkit("kernels", path, "--format", style)
         assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["trace"].endswith("/a\ufffd#?%.sqlite")
+    assert json.loads(done.stdout)["trace"] == "a\ufffd#?%.sqlite"
     assert profkit("kernels", path, "--format", "json", "-o", tmp_path / "o.json").returncode == 0
 
 
@@ -546,10 +574,13 @@ def test_a_result_is_printed_before_strict_fails(profkit: Run, captures: Path) -
     assert done.stderr.endswith("the capture failed its self-check\n")
 
 
-@pytest.mark.parametrize("style", ["json", "csv", "latex"])
-def test_rules_do_not_spoil_a_format_of_one_table(profkit: Run, trace: Path, style: str) -> None:
-    done = profkit("kernels", trace, "--explain", "--format", style)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+def test_every_format_holds_the_rules_that_are_asked_for(profkit: Run, trace: Path) -> None:
+    asked = ("kernels", trace, "--explain", "--format")
+    rules = [row["rule"] for row in json.loads(profkit(*asked, "json").stdout)["kernels"]]
+    assert rules == [row["rule"] for row in csv.DictReader(io.StringIO(profkit(*asked, "csv").stdout))]
+    assert rules[0].startswith("cublas")
+    for style in ("table", "markdown", "latex"):
+        assert rules[0][:6] in profkit(*asked, style).stdout
 
 
 @pytest.mark.parametrize("by", ["category", "range", "operator"])
@@ -559,9 +590,9 @@ def test_rules_are_for_kernels(profkit: Run, trace: Path, by: str) -> None:
 
 def test_rules_and_plot_follow_the_order_of_the_table(profkit: Run, trace: Path) -> None:
     text = profkit("kernels", trace, "--explain", "--sort", "max", "--top", "1", "--format", "markdown").stdout
-    assert "| gemm |" in text.partition("why each")[2]
+    assert "| gemm |" in text.partition("Why each")[2]
     text = profkit("kernels", trace, "--explain", "--sort", "mean", "--top", "1").stdout
-    assert "elementwise" not in text.partition("why each")[2]
+    assert "elementwise" not in text.partition("Why each")[2]
     opened = read_trace(trace)
     figure = _draw(opened.kernels(), opened.self_check, 60, "name")
     assert [label.get_text()[:4] for label in figure.axes[0].get_yticklabels()] == ["sm80", "vect"]
@@ -590,7 +621,7 @@ def test_instances_are_in_every_format(profkit: Run, trace: Path) -> None:
     ]
     assert profkit(*arguments, "latex").stdout.count(r"\begin{tabular}") == 2
     assert "| 1 | 260.0 µs | 80.00 µs | 6.250 µs | 6.250 µs | 3 |" in profkit(*arguments, "markdown").stdout
-    assert "       1  260.0 µs  80.00 µs" in profkit(*arguments, "table").stdout
+    assert "       1  260.0 µs     80.00 µs" in profkit(*arguments, "table").stdout
 
 
 def test_instances_start_from_the_beginning_of_the_capture(tmp_path: Path, profkit: Run) -> None:
@@ -600,7 +631,7 @@ def test_instances_start_from_the_beginning_of_the_capture(tmp_path: Path, profk
     builder.kernel(epoch + 600, 50)
     path = builder.write(tmp_path / "t.sqlite")
     arguments = ("kernels", path, "--range", "forward", "--per-instance")
-    assert "       0  500 ns  300 ns" in profkit(*arguments).stdout
+    assert "       0  500 ns       300 ns" in profkit(*arguments).stdout
     data = json.loads(profkit(*arguments, "--format", "json").stdout)
     assert data["per_instance"][0]["start_ns"] - data["first_ns"] == 500
 

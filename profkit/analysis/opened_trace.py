@@ -14,14 +14,19 @@ from profkit.analysis.kernels import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.ranks import Ranks
 from profkit.analysis.selection import KernelFilter
+from profkit.analysis.steps import find_warmup
+from profkit.names import PHASES, WARMUP
 from profkit.run.directory import Run
-from profkit.trace.columns import Trace
+from profkit.trace.columns import Trace, distinct_values
 from profkit.trace.processes import only_process
 
 # Efficiency is imported where it is asked for: it costs every other command 15 ms.
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.attention import AttentionResult
     from profkit.analysis.efficiency.summary import EfficiencyResult
+
+_ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
+"""A glob for the name in any letter case."""
 
 
 class OpenedTrace:
@@ -101,6 +106,17 @@ class OpenedTrace:
         """
         wanted = KernelFilter(range, exclude, instance, process, device, self.rank)
         return summarize_kernels(self.attribution, wanted, self.ranks, by=by, per_instance=per_instance)
+
+    def phases(self, within: str = "") -> list[KernelsResult]:
+        """Return a result per standard phase (forward, loss, …) that the trace has, without those in ``warmup``.
+
+        Args:
+            within: the beginning of a path (``context 128/step */``), to take only the phases there.
+        """
+        names = {self.trace.names[i] for i in distinct_values(self.trace.ranges.name).tolist()}
+        exclude = _ANY_WARMUP if find_warmup(self.trace) is not None else None
+        results = [self.kernels(within + phase, exclude=exclude) for phase in PHASES if phase in names]
+        return [result for result in results if result.instances]
 
     def efficiency(
         self,

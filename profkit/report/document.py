@@ -8,9 +8,11 @@ sentence: there it goes to standard error alone.
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from profkit.findings import Finding
@@ -39,6 +41,9 @@ UNKNOWN = "–"
 UNTRUSTED = "SELF-CHECK FAILED: do not trust this capture's totals"
 
 _LEAST_WIDTH = 16
+
+_PATHS = ("trace", "snapshot", "before", "after", "run", "baseline")
+"""The keys of JSON that hold a path; an absolute one stands there in full only if full names are asked for."""
 
 Row = Mapping[str, Any]
 
@@ -125,12 +130,12 @@ def render(document: Document, style: Format, *, full_names: bool = False, with_
     Args:
         document: the result.
         style: which of the five ways.
-        full_names: do not shorten what does not fit the width of a screen.
+        full_names: do not shorten what does not fit the width of a screen, nor the absolute paths in JSON.
         with_warnings: hold the warnings too. JSON, Markdown and LaTeX always do; on a screen they stand on standard
             error, and a file would lack them.
     """
     if style == "json":
-        return json_text(_to_json(document))
+        return json_text(_to_json(document, full_names))
     if style == "csv":
         keys = document.csv.exact or [column.key for column in document.csv.columns]
         return csv_lines(keys, [[row.get(key) for key in keys] for row in document.csv.rows])
@@ -139,10 +144,11 @@ def render(document: Document, style: Format, *, full_names: bool = False, with_
     return _render_latex(document) if style == "latex" else _render_screen(document, full_names, with_warnings)
 
 
-def _to_json(document: Document) -> dict[str, Any]:
+def _to_json(document: Document, full_names: bool) -> dict[str, Any]:
     head = {"schema": SCHEMA, "profkit": __version__, "command": document.command}
     warnings = [{"code": one.code, "message": one.message, "verdict": one.verdict} for one in document.findings]
-    data = {**head, **document.data, "warnings": warnings}
+    body = document.data if full_names else {key: _shown(key, value) for key, value in document.data.items()}
+    data = {**head, **body, "warnings": warnings}
     if document.self_check is None:
         return data
     data["warnings"] = warnings + [
@@ -152,6 +158,14 @@ def _to_json(document: Document) -> dict[str, Any]:
     ]
     passed = all(one.verdict != "failed" for one in document.self_check)
     return {**data, "self_check": {"passed": passed, "findings": [vars(one) for one in document.self_check]}}
+
+
+def _shown(key: str, value: Any) -> Any:
+    """Return a path without the folders of this machine: from the working directory on, else the name alone."""
+    if key not in _PATHS or not isinstance(value, str) or not os.path.isabs(value):
+        return value
+    path = Path(value)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def _failure_lines(document: Document) -> list[str]:

@@ -10,9 +10,9 @@ from matplotlib.patches import Patch
 
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernels import KernelRow, KernelsResult
+from profkit.report.document import UNTRUSTED
 from profkit.report.kernels import count_line, sort_rows, subject
 from profkit.report.pictures import plain_text, write_png
-from profkit.report.self_check import UNTRUSTED
 from profkit.report.text import make_visible, shorten, simplify_name
 from profkit.report.units import format_ns, format_share
 

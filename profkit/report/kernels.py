@@ -1,194 +1,226 @@
-"""Print the share table of ``profkit kernels`` with its books under it."""
+"""The document of ``profkit kernels``: the phases, the table of kernels, and how its time adds up."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from profkit.analysis.checks.self_check import SelfCheck
+from profkit.analysis.categories import categorize
 from profkit.analysis.kernels import KernelRow, KernelsResult
-from profkit.report.formats import Column, Format, Table, render_csv, render_json
-from profkit.report.old_document import Document, render_document
-from profkit.report.ranks import (
-    are_compared,
-    build_rank_table,
-    exact_rank_columns,
-    rank_books,
-    rank_columns,
-    rank_lines,
-    rank_value,
-)
-from profkit.report.self_check import check_to_dict, check_warnings, failure_lines
+from profkit.analysis.range_paths import split_path
+from profkit.findings import Finding
+from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.ranks import are_compared, rank_cells, rank_columns, rank_head, rank_table, sum_ranks
 from profkit.report.text import simplify_name
-from profkit.report.units import format_count, format_ns, format_share
+from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
 
 _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_ns", "max": "max_ns", "name": "name"}
 SORTS = tuple(_SORTS)
 
+_EXACT = tuple(key for key in KernelRow.__dataclass_fields__ if key != "per_rank_ns")
 _RANKS_BESIDE_CATEGORY = 2
+"""With more ranks than these a screen has no room for the category."""
 
-_EXACT = tuple(Column(field, field) for field in KernelRow.__dataclass_fields__ if field != "per_rank_ns")
 
-
-def render_kernels(
+def build_kernels_document(
     result: KernelsResult,
-    check: SelfCheck,
-    style: Format = "table",
+    self_check: Sequence[Finding],
     *,
     sort: str = "total",
     top: int | None = None,
+    totals: bool = False,
     full_names: bool = False,
-) -> str:
-    """Return the result as text: the table, what share is of, the evidence and the ledger, warnings around it.
+    explain: bool = False,
+    phases: Mapping[str, Sequence[KernelsResult]] | None = None,
+) -> Document:
+    """Return the result with its books.
 
-    CSV is one table: the instances where they were asked for, else the kernels.
+    People read averages per step where the steps are known (`KernelsResult.steps`). CSV is one table: the instances if
+    they were asked for, else the kernels.
+
+    Args:
+        result: what to show.
+        self_check: what was found about the capture.
+        sort: one of `SORTS`; the largest first, names from A to Z.
+        top: how many lines; the others are added up in one more.
+        totals: show sums over the recorded steps instead of averages.
+        full_names: show the names of kernels as they were recorded.
+        explain: also show the rule that gave each kernel its category.
+        phases: the phases to show first, by the title of their table (`OpenedTrace.phases`).
     """
     rows = sort_rows(result.kernels, sort)
-    shown, rest = rows[:top], rows[top:] if top is not None else []
-    if style == "json":
-        data = result.to_dict() | {"kernels": [asdict(row) for row in shown], "rest": None}
-        if rest:
-            data["rest"] = asdict(_sum_rows(result, rest))
-        data["warnings"] = [*data["warnings"], *check_warnings(check)]
-        return render_json(data | {"self_check": check_to_dict(check)})
-    instances = [build_instance_table(result)] if result.per_instance is not None else []
-    if style == "csv":
-        return render_csv(instances[0] if instances else _exact_table(result, shown))
-    tables = [_build_table(result, shown, rest, full_names=full_names), *instances]
-    if are_compared(result):
-        tables.insert(0, build_rank_table(result))
-    document = Document(tables, failure_lines(check), head_lines(result), books(result))
-    return render_document(document, style, full_names=full_names)
+    shown, others = rows[:top], rows[top:] if top is not None else []
+    rest = _sum_rows(result, others) if others else None
+    steps = None if totals else result.steps
+    table = _kernel_table(result, shown, rest, steps, full_names=full_names, explain=explain)
+    instances = [_instance_table(result)] if result.per_instance is not None else []
+    parts: list[Table | Lines] = [
+        _phase_table(title, some, result.ledger.total_ns, totals=totals) for title, some in (phases or {}).items()
+    ]
+    parts.append(Lines([*_head(result, steps), *rank_head(result, steps)], "head"))
+    parts += [rank_table(result, steps)] if are_compared(result) else []
+    parts += [table, *instances]
+    parts += [_rule_table(result, shown, full_names=full_names)] if explain else []
+    parts.append(Lines(_books(result, steps)))
+    data = result.to_dict() | {"kernels": [_exact_row(result, row, explain) for row in shown]}
+    data["rest"] = None if rest is None else asdict(rest)
+    del data["warnings"]
+    return Document("kernels", data, parts, instances[0] if instances else table, result.warnings, self_check)
 
 
-def sort_rows(rows: tuple[KernelRow, ...], sort: str) -> list[KernelRow]:
+def sort_rows(rows: Sequence[KernelRow], sort: str) -> list[KernelRow]:
     """Return the rows by one column, the largest first; names from A to Z."""
     field = _SORTS[sort]
     return sorted(rows, key=lambda row: getattr(row, field), reverse=sort != "name")
 
 
-def noun(result: KernelsResult) -> str:
-    """Return what the table counts."""
+def subject(result: KernelsResult) -> str:
+    """Return what the table is about: the capture or a range, and the filters that leave a part of it."""
+    of_rank = "" if result.filters.rank is None else f" of rank {result.filters.rank}"
+    if result.range is not None:
+        what = f"range {result.range!r}{of_rank}, open {format_count(result.instances or 0, 'time')}"
+    else:
+        what = f"part of {_scope(result)}" if _filter_words(result) else f"whole capture{of_rank}"
+    return ", ".join([what, *_filter_words(result)])
+
+
+def count_line(result: KernelsResult, steps: int | None = None) -> str:
+    """Return how many kernels (or operators) and graphs the table counts, per step if ``steps`` is given."""
+    if steps is None:
+        count = format_count(result.kernel_count, _noun(result))
+        return count + (f" and {format_count(result.graph_count, 'CUDA graph')}" if result.graph_count else "")
+    each = count_over(steps).show
+    graphs = f" and {each(result.graph_count)} CUDA graphs" if result.graph_count else ""
+    return f"{each(result.kernel_count)} {_noun(result)}s{graphs} per step ({format_count(steps, 'step')})"
+
+
+def _noun(result: KernelsResult) -> str:
     return "operator" if result.measure == "cpu-operator" else "kernel"
 
 
-def subject(result: KernelsResult) -> str:
-    """Return what the table is of: the capture or a range, and the filters that leave a part of it."""
-    if result.range is not None:
-        what = f"range {result.range!r}, {format_count(result.instances or 0, 'instance')}"
-        what += _of_rank(result)
-    else:
-        what = f"part of {scope(result)}" if filter_words(result) else f"whole capture{_of_rank(result)}"
-    return ", ".join([what, *filter_words(result)])
-
-
-def scope(result: KernelsResult) -> str:
-    """Return what the trace is of: the capture, or one rank of it."""
+def _scope(result: KernelsResult) -> str:
     return "the capture" if result.filters.rank is None else f"rank {result.filters.rank}"
 
 
-def _of_rank(result: KernelsResult) -> str:
-    return "" if result.filters.rank is None else f" of rank {result.filters.rank}"
-
-
-def filter_words(result: KernelsResult) -> list[str]:
-    """Return the filters that were set, in words."""
+def _filter_words(result: KernelsResult) -> list[str]:
     filters = result.filters
     named = (("instance", filters.instance), ("process", filters.process), ("device", filters.device))
     words = [f"{name} {value} only" for name, value in named if value is not None]
     return words + ([f"without {filters.exclude!r}"] if filters.exclude is not None else [])
 
 
-def count_line(result: KernelsResult) -> str:
-    """Return how many kernels (or operators) and graphs the table counts."""
-    count = format_count(result.kernel_count, noun(result))
-    return count + (f" and {format_count(result.graph_count, 'CUDA graph')}" if result.graph_count else "")
-
-
-def head_lines(result: KernelsResult) -> list[str]:
-    """Return what the table is of, and the three times that must not be taken for one another."""
+def _head(result: KernelsResult, steps: int | None) -> list[str]:
+    """Return what the table is about, and the three times that must not be taken for one another."""
+    each = ns_over(steps).show
     time_name = "self time" if result.measure == "cpu-operator" else "kernel time"
-    # Without a range there is no wall time of a part: it is from the first to the last thing recorded.
-    wall_name = f"wall of {scope(result)}" if result.range is None and filter_words(result) else "wall"
+    # Without a range this is the time from the first to the last thing recorded.
+    open_name = "recorded time" if result.range is None else "Python time"
+    times = [(time_name, result.total_ns), ("GPU busy", result.busy_ns), (open_name, result.wall_ns)]
+    if result.measure == "cpu-operator":
+        times[1] = ("busy", result.busy_ns)
     return [
-        f"{subject(result)}: {count_line(result)}",
-        f"{time_name} {format_ns(result.total_ns)}   "
-        f"busy {format_ns(result.busy_ns)}   {wall_name} {format_ns(result.wall_ns)}",
-        *(rank_lines(result) if result.ranks else []),
+        f"{subject(result)}: {count_line(result, steps)}",
+        "   ".join(f"{name} {each(value)}" for name, value in times),
     ]
 
 
-def books(result: KernelsResult) -> list[str]:
-    """Return the lines that close the books: what share is of, the evidence, the capture's ledger, copies."""
-    filters = filter_words(result)
-    if result.range is not None:
-        of = [] if result.filters.rank is None else [f"{scope(result)} only"]
-        whole = ", ".join([f"the {noun(result)} time under {result.range!r}", *of, *filters])
-    elif filters:
-        whole = f"the {noun(result)} time in this part of {scope(result)} ({', '.join(filters)})"
-    else:
-        whole = f"all {noun(result)} time {'in' if result.filters.rank is None else 'of'} {scope(result)}"
-    lines = [f"share is of {whole}: {result.total_ns:,} ns"]
-    evidence = result.range_evidence
+def _books(result: KernelsResult, steps: int | None) -> list[str]:
+    """Return the lines that close the books: what 100 % is, how the work was placed, what is not counted."""
+    evidence, ledger, noun = result.range_evidence, result.ledger, _noun(result)
+    lines = [f"100 % = {format_ns(result.total_ns)} of {noun}s {_whole(result)}"]
+    lines[0] += f" in {format_count(result.steps, 'step')}" if result.steps is not None else ""
     if evidence is not None:
-        parts = [("direct", evidence.direct_ns), ("inferred", evidence.inferred_ns)]
-        parts += [("sequence", evidence.sequence_ns)] if evidence.sequence_ns else []
-        lines.append(f"evidence  {_sum_line(parts, result.total_ns)}")
-    ledger = result.ledger
+        parts = [("placed by launching thread", evidence.direct_ns), ("by waiting thread", evidence.inferred_ns)]
+        parts += [("by operator links", evidence.sequence_ns)] if evidence.sequence_ns else []
+        lines.append(f"Under {result.range!r} {_sum_line(parts, result.total_ns)}")
     parts = [
-        ("direct", ledger.direct_ns),
-        ("inferred", ledger.inferred_ns),
-        ("ambiguous", ledger.ambiguous_ns),
-        ("outside", ledger.outside_ns),
-        ("no launch", ledger.no_launch_ns),
+        ("placed by launching thread", ledger.direct_ns),
+        ("by waiting thread (backward)", ledger.inferred_ns),
+        ("in no range", ledger.outside_ns),
     ]
-    shown = [part for part in parts if part[1] or part[0] in ("direct", "inferred", "outside")]
-    lines.append(f"{scope(result).removeprefix('the '):<9} {_sum_line(shown, ledger.total_ns)}")
-    lines += rank_books(result)
+    parts += [("two threads may have waited", ledger.ambiguous_ns)] if ledger.ambiguous_ns else []
+    parts += [("no launch record", ledger.no_launch_ns)] if ledger.no_launch_ns else []
+    of_rank = "" if result.filters.rank is None else f" of rank {result.filters.rank}"
+    lines.append(f"All {noun} time{of_rank} {_sum_line(parts, ledger.total_ns)}")
+    lines += sum_ranks(result)
     copies = result.copies
     if copies.memcpy_count or copies.memset_count:
+        count, time = count_over(steps).show, ns_over(steps).show
         lines.append(
-            f"beside it {copies.memcpy_count:,} copies {format_ns(copies.memcpy_ns)},"
-            f" {copies.memset_count:,} sets {format_ns(copies.memset_ns)} (not in shares)"
+            f"Also{' per step' if steps is not None else ''}:"
+            f" {count(copies.memcpy_count)} memory copies {time(copies.memcpy_ns)},"
+            f" {count(copies.memset_count)} memory fills {time(copies.memset_ns)} (not counted above)"
         )
     return lines
 
 
-def _sum_line(parts: list[tuple[str, int]], total_ns: int) -> str:
-    return " + ".join(f"{name} {value:,}" for name, value in parts) + f" = {total_ns:,} ns"
+def _whole(result: KernelsResult) -> str:
+    filters = _filter_words(result)
+    if result.range is not None:
+        of_rank = [] if result.filters.rank is None else [f"{_scope(result)} only"]
+        return ", ".join([f"under {result.range!r}", *of_rank, *filters])
+    if filters:
+        return f"in this part of {_scope(result)} ({', '.join(filters)})"
+    return "in this capture" if result.filters.rank is None else f"of {_scope(result)}"
 
 
-def _build_table(
-    result: KernelsResult, rows: list[KernelRow], rest: list[KernelRow], *, full_names: bool = False
+def _sum_line(parts: Sequence[tuple[str, int]], total_ns: int) -> str:
+    return f"{total_ns:,} ns = " + " + ".join(f"{name} {value:,}" for name, value in parts)
+
+
+def _kernel_table(
+    result: KernelsResult,
+    rows: Sequence[KernelRow],
+    rest: KernelRow | None,
+    steps: int | None,
+    *,
+    full_names: bool,
+    explain: bool,
 ) -> Table:
-    named, compared = result.by == "kernel", are_compared(result)
-    has_category = named and len(result.ranks) <= _RANKS_BESIDE_CATEGORY
-    per_instance = result.instances is not None
-    heading = noun(result) if named else result.by
+    compared, by_name = are_compared(result), result.by == "kernel"
     columns = [
-        Column("share", "share"),
-        Column("total", "total_ns"),
-        # Beside columns of ranks there is no room for these; JSON and CSV have them.
-        *(rank_columns(result) if compared else _count_columns(per_instance)),
-        *([Column("category", "category", right=False)] if has_category else []),
-        Column(heading, "name", right=False, flexible=True),
+        Column("share", "share", SHARE),
+        Column("total_ns", "total" if steps is None else "per step", ns_over(steps)),
+        # Next to columns of ranks there is no room for these; JSON and CSV have them.
+        *(rank_columns(result, steps) if compared else _count_columns(result, steps)),
     ]
-    keys = [column.key for column in columns]
-    simple = named and not full_names and result.measure == "gpu-kernel"
-    shown = [replace(row, name=simplify_name(row.name)) if simple else row for row in rows]
-    shown += [_sum_rows(result, rest)] if rest else []
-    return Table(tuple(columns), [[_cell(key, _value(result, row, key)) for key in keys] for row in shown], [])
+    if by_name and len(result.ranks) <= _RANKS_BESIDE_CATEGORY:
+        columns.append(Column("category", "category", TEXT))
+    columns.append(
+        Column("name", _noun(result) if by_name else result.by, _name_unit(result, full_names), flexible=True)
+    )
+    exact = [*_EXACT, *(f"rank_{one.rank}_ns" for one in result.ranks if compared), *(["rule"] if explain else [])]
+    shown = [_row(result, row, explain) for row in rows]
+    return Table(columns, shown, rest=None if rest is None else _row(result, rest, explain=False), exact=exact)
 
 
-def _count_columns(per_instance: bool) -> list[Column]:
-    # A mean over calls says little beside a time per instance; it stays in what is read by programs.
-    return [
-        Column("count", "count"),
-        Column("per inst.", "per_instance_ns") if per_instance else Column("mean", "mean_ns"),
-    ]
+def _count_columns(result: KernelsResult, steps: int | None) -> list[Column]:
+    times = Column("count", "times", count_over(steps))
+    if steps is None and result.range is not None:
+        return [times, Column("per_instance_ns", "per inst.", NS)]
+    return [times, Column("mean_ns", "mean", NS)]
 
 
-def _sum_rows(result: KernelsResult, rows: list[KernelRow]) -> KernelRow:
-    """Return the rows that are not shown as one."""
+def _name_unit(result: KernelsResult, full_names: bool) -> Unit:
+    simple = result.by == "kernel" and result.measure == "gpu-kernel" and not full_names
+    return Unit(simplify_name, right=False) if simple else TEXT
+
+
+def _row(result: KernelsResult, row: KernelRow, explain: bool) -> Row:
+    each = row.per_instance_count
+    per_instance_ns = round(row.total_ns * each / row.count) if each is not None else None
+    cells = _exact_row(result, row, explain) | {"per_instance_ns": per_instance_ns}
+    return cells | (rank_cells(result, row) if are_compared(result) else {})
+
+
+def _exact_row(result: KernelsResult, row: KernelRow, explain: bool) -> dict[str, Any]:
+    rule = {"rule": categorize(row.name, result.measure).rule} if explain else {}
+    return {**vars(row), "per_rank_ns": list(row.per_rank_ns), **rule}
+
+
+def _sum_rows(result: KernelsResult, rows: Sequence[KernelRow]) -> KernelRow:
+    """Return the lines that are not shown as one."""
     total, count = sum(row.total_ns for row in rows), sum(row.count for row in rows)
     each = [row.per_instance_count for row in rows if row.per_instance_count is not None]
     return KernelRow(
@@ -205,37 +237,54 @@ def _sum_rows(result: KernelsResult, rows: list[KernelRow]) -> KernelRow:
     )
 
 
-def _exact_table(result: KernelsResult, rows: list[KernelRow]) -> Table:
-    columns = (*_EXACT, *(exact_rank_columns(result) if are_compared(result) else ()))
-    return Table(columns, [], [[_value(result, row, column.key) for column in columns] for row in rows])
+def _instance_table(result: KernelsResult) -> Table:
+    """Return one line per instance of the range; people read its start from the first thing recorded on."""
+    columns = [
+        Column("instance", "instance"),
+        Column("start_ns", "start", Unit(lambda value: format_ns(value - result.first_ns))),
+        Column("wall_ns", "Python time", NS),
+        Column("kernel_time_ns", "kernel time", NS),
+        Column("busy_ns", "GPU busy", NS),
+        Column("kernel_count", "kernels"),
+    ]
+    columns += [Column("rank", "rank")] if are_compared(result) else []
+    return Table(columns, [vars(row) for row in result.per_instance or ()])
 
 
-def _value(result: KernelsResult, row: KernelRow, key: str) -> object:
-    if key == "per_instance_ns":
-        each = row.per_instance_count
-        return round(row.total_ns * each / row.count) if each is not None else None
-    if key.startswith("rank_"):
-        return rank_value(result, row, key)
-    return getattr(row, key)
+def _rule_table(result: KernelsResult, rows: Sequence[KernelRow], *, full_names: bool) -> Table:
+    columns = (
+        Column("category", "category", TEXT),
+        Column("rule", "rule", TEXT, flexible=True),
+        Column("name", "kernel", _name_unit(result, full_names), flexible=True),
+    )
+    title = "Why each kernel has its category: the first rule that fits its full name"
+    return Table(columns, [_exact_row(result, row, explain=True) for row in rows], title)
 
 
-def build_instance_table(result: KernelsResult) -> Table:
-    """Return one line per instance of the range; for people, starts count from the first thing recorded."""
-    keys = ["instance", "start_ns", "wall_ns", "kernel_time_ns", "busy_ns", "kernel_count"]
-    headings = ["instance", "start", "wall", "kernel time", "busy", "kernels"]
-    if are_compared(result):
-        keys, headings = [*keys, "rank"], [*headings, "rank"]
-    columns = tuple(Column(heading, key) for heading, key in zip(headings, keys, strict=True))
-    values = [[getattr(row, key) for key in keys] for row in result.per_instance or ()]
-    shown = [replace(row, start_ns=row.start_ns - result.first_ns) for row in result.per_instance or ()]
-    return Table(columns, [[_cell(key, getattr(row, key)) for key in keys] for row in shown], values)
-
-
-def _cell(key: str, value: object) -> str:
-    if value is None:
-        return "–"
-    if key == "share":
-        return format_share(float(str(value)))
-    if key.endswith("_ns"):
-        return format_ns(int(str(value)))
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, totals: bool) -> Table:
+    """Return one line per phase; per step if all phases ran in the same number of steps."""
+    counts = {result.steps for result in phases}
+    steps = counts.pop() if len(counts) == 1 and not totals else None
+    unit = "sums over the capture" if steps is None else f"per step ({format_count(steps, 'step')})"
+    without = ", without warmup" if any(result.filters.exclude for result in phases) else ""
+    heading = f"{title or 'Phases'}, {unit}{without}; 100 % = all {format_ns(whole_ns)} of {_scope(phases[0])}"
+    rows = [
+        {
+            "phase": split_path(str(result.range))[-1],
+            **{key: getattr(result, key) for key in ("instances", "wall_ns", "total_ns", "busy_ns")},
+            "share": result.total_ns / whole_ns if whole_ns else None,
+            "kernels": result.kernel_count + result.graph_count,
+        }
+        for result in phases
+    ]
+    on_cpu = phases[0].measure == "cpu-operator"
+    columns = (
+        Column("phase", "phase", TEXT),
+        Column("instances", "times", count_over(steps)),
+        Column("wall_ns", "Python time", ns_over(steps)),
+        Column("total_ns", "self time" if on_cpu else "kernel time", ns_over(steps)),
+        Column("busy_ns", "busy" if on_cpu else "GPU busy", ns_over(steps)),
+        Column("share", "share", SHARE),
+        Column("kernels", "operators" if on_cpu else "kernels", count_over(steps)),
+    )
+    return Table(columns, rows, heading)

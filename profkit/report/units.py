@@ -94,3 +94,15 @@ NS = Unit(format_ns)
 SIGNED_NS = Unit(format_signed_ns)
 SHARE = Unit(format_share)
 BYTES = Unit(format_bytes)
+
+
+def ns_over(steps: int | None) -> Unit:
+    """Return the unit of durations that are sums over ``steps`` steps and are read per step; plain ones for None."""
+    return NS if steps is None else Unit(lambda value: format_ns(round(value / steps)))
+
+
+def count_over(steps: int | None) -> Unit:
+    """Return the unit of counts over ``steps`` steps that are read per step: ``12``, ``2.5``; plain ones for None."""
+    if steps is None:
+        return COUNT
+    return Unit(lambda value: f"{value // steps:,}" if value % steps == 0 else f"{value / steps:,.1f}")
