@@ -25,7 +25,7 @@ from profkit.trace.processes import combine_traces
 if TYPE_CHECKING:
     from profkit.analysis.compare.capture import OpenedCapture
     from profkit.analysis.compare.comparison import CaptureComparison
-    from profkit.analysis.memory.opened import OpenedSnapshot
+    from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 
 _REPORT = ".nsys-rep"
 _SQLITE = b"SQLite format 3\x00"
@@ -79,7 +79,7 @@ def open_snapshot(
         RunError: the directory is no run, or a file of it is damaged.
         UsageError: the run has no snapshot of this rank, or ``path`` is no run.
     """
-    from profkit.analysis.memory.opened import read_snapshot
+    from profkit.analysis.memory.opened_snapshot import read_snapshot
 
     path = Path(path)
     if path.is_file() and _is_trace(path):

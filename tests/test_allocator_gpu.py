@@ -88,7 +88,7 @@ json.dump({name: stats[name] for name in names}, open(folder + "/stats.json", "w
 
 def replay_program(folder: Path, setting: str, recording: str, seed: int) -> tuple[str, bool]:
     """Run one program and return what the replay says of it, and whether it agrees with torch."""
-    from profkit.analysis.memory.peak import replay_history
+    from profkit.allocator.history import replay_history
     from profkit.snapshot.reader import read_snapshot
 
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS[setting]}

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit.analysis.memory.compare import Comparison
-from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot, read_snapshot
 from profkit.cli.memory import memory
 from profkit.report.memory_compare import render_comparison
 from profkit.snapshot.reader import build_snapshot

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.memory.opened import read_snapshot
+from profkit.analysis.memory.opened_snapshot import read_snapshot
 from profkit.models.workload import MemoryOrder, Order, Workload
 from profkit.run_directory import LEDGER, SNAPSHOT
 
@@ -66,7 +66,7 @@ def test_the_replay_is_exact(tmp_path: Path, case: tuple[str, ...]) -> None:
     )
     said = _record(tmp_path, workload, settings)
     result = read_snapshot(tmp_path).memory()
-    check = result.ledger_check
+    check = result.allocator_check
     assert check is not None
     line = {
         "case": _case_id(case),

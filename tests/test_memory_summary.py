@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import profkit
 from profkit.analysis.memory.bins import bin_history
-from profkit.analysis.memory.ledger import find_capacity
-from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.memory.stacks import StackFacts
 from profkit.errors import SnapshotError, UsageError
@@ -118,9 +118,9 @@ def test_a_ledger_names_owners_and_is_checked_against(tmp_path: Path) -> None:
     assert set(rows["parameters"].evidence) == set(rows["gradients"].evidence) == {"identity"}
     owners = {row.owner for row in read_snapshot(tmp_path).memory(stack="w1").composition.largest}
     assert owners == {"w1"}
-    assert result.ledger_check is not None
-    assert result.ledger_check.agrees
-    assert result.ledger_check.unmatched_entries == 0
+    assert result.allocator_check is not None
+    assert result.allocator_check.agrees
+    assert result.allocator_check.unmatched_entries == 0
 
 
 def test_a_ledger_quotes_the_time_before_and_the_capacity(tmp_path: Path) -> None:
@@ -129,12 +129,12 @@ def test_a_ledger_quotes_the_time_before_and_the_capacity(tmp_path: Path) -> Non
     training.step(3, False)
     training.ledger.append({**training.figures(), "moment": "start", "allocated_peak_bytes": 777})
     opened = read_snapshot(training.write_run(tmp_path))
-    check = opened.memory().ledger_check
+    check = opened.memory().allocator_check
     assert check is not None
     assert check.agrees
     assert check.earlier_peak_bytes == 777
     assert "before the recording the allocator's own peak was 777 B" in render_memory(opened.memory())
-    assert find_capacity(opened.device()) == 2**34
+    assert find_capacity(opened.device().recorded, 0) == 2**34
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_damaged_ledger_is_refused(tmp_path: Path, line: str, says: str) -> No
 def test_a_ledger_cut_off_in_its_last_line_is_read(tmp_path: Path) -> None:
     run = Training().write_run(tmp_path)
     (run / LEDGER).write_text((run / LEDGER).read_text()[:-30])
-    assert read_snapshot(run).memory().ledger_check is None
+    assert read_snapshot(run).memory().allocator_check is None
 
 
 def test_of_nested_phases_the_outermost_counts(tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ def test_a_ledger_that_disagrees_is_said(tmp_path: Path) -> None:
     stray = {**json.loads(lines[1]), "address": 5}
     (run / LEDGER).write_text("\n".join([*lines[:-1], json.dumps(stray), json.dumps(figures)]))
     result = read_snapshot(run).memory()
-    assert result.ledger_check is not None
-    assert result.ledger_check.allocated_difference_bytes == -512
+    assert result.allocator_check is not None
+    assert result.allocator_check.allocated_difference_bytes == -512
     assert {"ledger-disagrees", "ledger-unmatched"} <= {warning.code for warning in result.warnings}
 
 

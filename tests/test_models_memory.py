@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.memory.opened import read_snapshot
+from profkit.analysis.memory.opened_snapshot import read_snapshot
 from profkit.models.memory import HOPPER_WORKSPACE_BYTES, StepAccount, predict_memory
 from profkit.models.presets import PRESETS, Preset
 from profkit.models.workload import MemoryOrder, Order, Workload

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.memory.opened import read_snapshot
+from profkit.analysis.memory.opened_snapshot import read_snapshot
 from profkit.cli import _COMMANDS
 from tests.conftest import ROOT
 

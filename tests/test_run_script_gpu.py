@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot, read_snapshot
 from profkit.analysis.memory.result import MemoryResult
 
 pytestmark = pytest.mark.gpu

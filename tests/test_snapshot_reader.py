@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.analysis.memory.peak import replay_history
+from profkit.allocator.history import replay_history
 from profkit.errors import SnapshotError
 from profkit.snapshot import unpickler
 from profkit.snapshot.columns import ALLOC, ALLOCATED, OTHER, PENDING, Annotation
@@ -170,11 +170,11 @@ def test_a_gzip_that_is_cut_off(tmp_path: Path, data: dict[str, Any]) -> None:
         read_snapshot(path)
 
 
-def test_a_gzip_that_unfolds_beyond_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gzip_that_decompresses_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpickler, "MAX_DECOMPRESSED_BYTES", 2**20)
     path = tmp_path / "bomb.pickle.gz"
     path.write_bytes(gzip.compress(pickle.dumps({"segments": b"0" * 2**24})))
-    with pytest.raises(SnapshotError, match="unfolds to more than"):
+    with pytest.raises(SnapshotError, match="decompresses to more than"):
         read_snapshot(path)
 
 

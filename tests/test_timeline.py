@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from profkit.analysis.memory.bins import OTHER_STACKS, Bins, bin_history
-from profkit.analysis.memory.opened import OpenedSnapshot, read_snapshot
-from profkit.analysis.memory.summary import NOT_SELECTED, Filter
+from profkit.analysis.memory.composition import NOT_SELECTED, Filter
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot, read_snapshot
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
 from profkit.report.timeline_html import build_data, render_page

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from profkit.analysis.memory.opened import PEAK, OpenedSnapshot, read_snapshot
-from profkit.analysis.memory.summary import Filter
+from profkit.analysis.memory.composition import Filter
+from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot, read_snapshot
 from profkit.cli.options import output_options
 from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
@@ -19,6 +19,7 @@ from profkit.report.memory import TOP_STACKS, other_warnings, render_memory
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
 from profkit.report.timeline import STACKINGS, Stacking, write_timeline
 from profkit.run.directory import Run
+from profkit.snapshot.unpickler import collector_off
 
 _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
 
@@ -72,6 +73,7 @@ def memory(
     Of a run of several ranks the one with the highest peak is taken, unless --rank names another.
     """
     refuse_overwriting([snapshot, *([against] if against is not None else [])], [output, timeline])
+    click.get_current_context().with_resource(collector_off())
     opened = _open(snapshot, phases, rank)
     if against is not None:
         _refuse_beside_against(click.get_current_context())

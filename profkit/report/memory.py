@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from pathlib import PurePath
 
+from profkit.analysis.memory.composition import LargeRow
 from profkit.analysis.memory.oom import OomVerdict
-from profkit.analysis.memory.opened import PEAK
+from profkit.analysis.memory.opened_snapshot import PEAK
 from profkit.analysis.memory.result import MemoryResult, Totals
-from profkit.analysis.memory.summary import LargeRow
 from profkit.report.formats import (
     WIDTH,
     Column,
@@ -125,10 +125,10 @@ def foot_lines(result: MemoryResult) -> list[str]:
         f"at the end {format_bytes(some.end_free_bytes)} free in {some.end_free_blocks:,} blocks, the largest "
         f"{format_bytes(some.end_largest_free_bytes)}"
     )
-    if result.ledger_check is not None and result.ledger_check.agrees:
+    if result.allocator_check is not None and result.allocator_check.agrees:
         lines.append("the allocator's own peaks, as the run recorded them, are the same to the byte")
-    if result.ledger_check is not None and result.ledger_check.earlier_peak_bytes and not history.complete:
-        earlier = format_exactly(result.ledger_check.earlier_peak_bytes)
+    if result.allocator_check is not None and result.allocator_check.earlier_peak_bytes and not history.complete:
+        earlier = format_exactly(result.allocator_check.earlier_peak_bytes)
         lines.append(f"before the recording the allocator's own peak was {earlier}")
     if result.oom is not None:
         lines += oom_lines(result.oom, history.start_us)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from profkit.analysis.memory.opened import read_snapshot
+from profkit.analysis.memory.opened_snapshot import read_snapshot
 from profkit.report.memory import render_memory
 from profkit.run.directory import Run
 from profkit.run.samples import Samples

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from profkit.analysis.memory.bins import bin_history
+from profkit.analysis.memory.composition import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
-from profkit.analysis.memory.summary import DeviceMemory, Filter
 from profkit.errors import UsageError
 
 Stacking = Literal["category", "stack", "allocation"]

@@ -6,7 +6,7 @@ them stand out from white and from near black.
 
 from __future__ import annotations
 
-from profkit.analysis.memory.summary import NOT_SELECTED
+from profkit.analysis.memory.composition import NOT_SELECTED
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 
 CATEGORY_COLOURS = {

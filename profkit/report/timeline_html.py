@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.memory.bins import Bins, Series, Shape
+from profkit.analysis.memory.composition import DeviceMemory
 from profkit.analysis.memory.result import MemoryResult
-from profkit.analysis.memory.summary import DeviceMemory
 from profkit.files import write_whole
 from profkit.report.memory import grave_lines, head_lines
 from profkit.report.timeline_colours import (

@@ -12,8 +12,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from profkit.analysis.memory.bins import Bins
+from profkit.analysis.memory.composition import DeviceMemory
 from profkit.analysis.memory.result import MemoryResult
-from profkit.analysis.memory.summary import DeviceMemory
 from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.timeline_colours import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS

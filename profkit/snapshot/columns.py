@@ -1,4 +1,4 @@
-"""The Snapshot: the columns that the reader fills and that every analysis of memory consumes.
+"""The Snapshot: the columns that the reader fills and that every analysis of memory reads.
 
 One `Device` a GPU, because the allocator keeps one history, one set of segments and one pair of pools for each. Events
 are NumPy arrays of one length in the order in which the allocator recorded them (which is the order in which they
@@ -22,7 +22,7 @@ Stack = tuple[tuple[str, str, int], ...]
 """Frames from the innermost outwards: (function, file, line)."""
 
 ALLOC, FREE_COMPLETED, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM, OTHER = range(9)
-"""What an event did; `OTHER` is what this reader does not know, and the allocator's own ``snapshot`` marks."""
+"""What an event did; `OTHER` is any kind that this reader does not know, and the allocator's own ``snapshot`` marks."""
 
 ACTIONS = {
     "alloc": ALLOC,
@@ -37,7 +37,7 @@ ACTIONS = {
 }
 
 INACTIVE, ALLOCATED, PENDING = range(3)
-"""State of a block: free for reuse, in use, or freed by the program but awaited by another stream."""
+"""State of a block: free for reuse, in use, or freed by the program while another stream still uses it."""
 
 NO_SPLIT_LIMIT = 2**62
 """``max_split_size_bytes`` when blocks of every size may be split."""
@@ -59,11 +59,11 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """One device's history. ``raw`` are the pickle's own dictionaries, for what is looked up a few hundred times."""
+    """One device's history. ``raw`` are the pickle's own dictionaries, for the stacks and metadata of a few events."""
 
     action: Codes
     address: Ints
-    """Where; of an `OOM`, what CUDA said was free on the device."""
+    """Where it happened; for an `OOM`, how many bytes CUDA said were free on the device."""
     size_bytes: Ints
     time_us: Ints
     stream: Ints
@@ -77,7 +77,7 @@ class Events:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """What the device held reserved at the dump, sorted by address; of an expandable segment, one mapped stretch."""
+    """What the device had reserved at the dump, sorted by address; a row is a segment or a mapped part of one."""
 
     address: Ints
     size_bytes: Ints
@@ -108,7 +108,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Annotation:
-    """A ``record_function`` that was open on the host: name and when; ``end_us`` is None if the dump came first."""
+    """A ``record_function`` that was open on the host; ``end_us`` is None if it was still open at the dump."""
 
     name: str
     start_us: int
@@ -117,7 +117,7 @@ class Annotation:
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """All that the snapshot says of one GPU."""
+    """Everything that the snapshot says about one GPU."""
 
     index: int
     events: Events
@@ -139,6 +139,5 @@ class Snapshot:
     devices: tuple[Device, ...]
     """The devices that were used, by index."""
     settings: Settings
-    notes: tuple[str, ...] = ()
-    """What the reader had to leave out or assume, one sentence each; shown as warnings."""
     unknown_actions: dict[str, int] = field(default_factory=dict)
+    """Kind of event that the reader does not know → how many there were; they are left out."""

@@ -1,16 +1,17 @@
 """Read a PyTorch memory snapshot into columns.
 
 The file is what ``torch.cuda.memory._dump_snapshot`` writes (torch/csrc/cuda/memory_snapshot.cpp and Module.cpp): a
-dictionary of ``segments`` and ``device_traces``, joined over the years by ``allocator_settings``,
-``external_annotations`` and more keys per event. What is there is read, what is missing is said; keys and actions yet
-to be invented are passed over, actions counted. A bare list of segments (``torch.cuda.memory_snapshot()``) is a
-snapshot without history.
+dictionary of ``segments`` and ``device_traces``, which newer versions of torch extend by ``allocator_settings``,
+``external_annotations`` and more keys per event. Unknown keys are ignored; events of an unknown kind are ignored and
+counted. A bare list of segments (``torch.cuda.memory_snapshot()``) is a snapshot without history.
+
+The blocks of a segment tile it: the first begins where the segment begins, each next one where the one before ends, and
+the last ends where the segment ends. A file in which they do not is damaged.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,31 @@ import numpy as np
 from profkit.errors import SnapshotError
 from profkit.snapshot.columns import (
     ACTIONS,
+    ALLOCATED,
+    INACTIVE,
+    NO_SPLIT_LIMIT,
     OTHER,
+    PENDING,
     Annotation,
+    Blocks,
     Device,
     Events,
     Ints,
+    Segments,
+    Settings,
     Snapshot,
 )
-from profkit.snapshot.segments import no_segments, read_segments
-from profkit.snapshot.settings import read_settings
 from profkit.snapshot.unpickler import load_data
 
 _LARGEST = 2**60
-"""No address, size or time is as large; sums of them then stay within 64 bits."""
+"""Every address, size and time is smaller, so that sums of them stay within 64 bits."""
+
+_STATES = {
+    "active_allocated": ALLOCATED,
+    "active_pending_free": PENDING,
+    "active_awaiting_free": PENDING,  # what the docstring calls it
+    "inactive": INACTIVE,
+}
 
 
 def read_snapshot(path: str | Path) -> Snapshot:
@@ -65,19 +78,19 @@ def _build(path: Path, data: Any) -> Snapshot:
     traces = data.get("device_traces") or []
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
         raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot (its device_traces are no lists)")
-    by_device = read_segments(data["segments"])
+    by_device = _read_segments(data["segments"])
     annotations = _read_annotations(data.get("external_annotations") or [])
     unknown: Counter[str] = Counter()
     devices = []
     for index in sorted({*by_device, *range(len(traces))}):
         events = _read_events(traces[index] if index < len(traces) else [], unknown)
-        segments, blocks = by_device.get(index) or no_segments()
+        segments, blocks = by_device.get(index) or _tile([])
         device = Device(index, events, segments, blocks, annotations.get(index, ()))
         if device.was_used:
             devices.append(device)
     if not devices:
         raise SnapshotError(f"{path}: no device was used in this snapshot; was it dumped before any CUDA allocation?")
-    return Snapshot(str(path), tuple(devices), read_settings(data.get("allocator_settings")), (), dict(unknown))
+    return Snapshot(str(path), tuple(devices), _read_settings(data.get("allocator_settings")), dict(unknown))
 
 
 def _read_events(trace: list[dict[str, Any]], unknown: Counter[str]) -> Events:
@@ -89,31 +102,26 @@ def _read_events(trace: list[dict[str, Any]], unknown: Counter[str]) -> Events:
     count = len(trace)
     return Events(
         action=np.fromiter(map(codes.__getitem__, actions), np.int8, count),
-        address=_read_addresses(trace),
-        size_bytes=_bounded(np.fromiter(map(itemgetter("size"), trace), np.int64, count), "size"),
-        time_us=_bounded(np.fromiter(map(itemgetter("time_us"), trace), np.int64, count), "time")
-        if has_times
-        else np.arange(count, dtype=np.int64),
-        stream=np.fromiter(_column(trace, "stream", 0), np.int64, count),
+        address=_bounded(_read_addresses(trace), "address"),
+        size_bytes=_bounded(_column(trace, "size"), "size"),
+        time_us=_bounded(_column(trace, "time_us"), "time") if has_times else np.arange(count, dtype=np.int64),
+        stream=_column(trace, "stream") if trace and "stream" in trace[0] else np.zeros(count, dtype=np.int64),
         raw=trace,
         has_times=has_times,
     )
 
 
+def _column(trace: list[dict[str, Any]], key: str) -> Ints:
+    return np.fromiter(map(itemgetter(key), trace), np.int64, len(trace))
+
+
 def _read_addresses(trace: list[dict[str, Any]]) -> Ints:
     """Return where each event happened; out-of-memory events carry ``device_free`` instead."""
     try:
-        addresses = np.fromiter(map(itemgetter("addr"), trace), np.int64, len(trace))
+        return _column(trace, "addr")
     except KeyError:
         found = (event.get("addr", event.get("device_free", 0)) for event in trace)
-        addresses = np.fromiter(found, np.int64, len(trace))
-    return _bounded(addresses, "address")
-
-
-def _column(trace: list[dict[str, Any]], key: str, default: int) -> Iterable[int]:
-    if trace and key in trace[0]:
-        return map(itemgetter(key), trace)
-    return (event.get(key, default) for event in trace)
+        return np.fromiter(found, np.int64, len(trace))
 
 
 def _bounded(column: Ints, what: str) -> Ints:
@@ -138,3 +146,87 @@ def _read_annotations(entries: list[dict[str, Any]]) -> dict[int, tuple[Annotati
         device: tuple(sorted(ranges, key=lambda one: (one.start_us, -(one.end_us or _LARGEST))))
         for device, ranges in found.items()
     }
+
+
+def _read_segments(entries: list[dict[str, Any]]) -> dict[int, tuple[Segments, Blocks]]:
+    """Return each device's segments and blocks.
+
+    Raises:
+        ValueError: blocks do not tile their segment, segments overlap, or a block's state is unknown.
+        KeyError: a segment or block lacks its address, size or state.
+    """
+    by_device: dict[int, list[dict[str, Any]]] = {}
+    for entry in entries:
+        by_device.setdefault(int(entry.get("device", 0)), []).append(entry)
+    return {device: _tile(found) for device, found in by_device.items()}
+
+
+def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
+    entries = sorted(entries, key=lambda entry: int(entry["address"]))
+    rows: list[tuple[int, int, int, int, int]] = []
+    raw: list[dict[str, Any]] = []
+    end = 0
+    for index, entry in enumerate(entries):
+        start = int(entry["address"])
+        if start < end:
+            raise ValueError("segments overlap")
+        end = start
+        for block in entry["blocks"]:
+            size = int(block["size"])
+            if size <= 0 or int(block.get("address", end)) != end:
+                raise ValueError("a segment's blocks do not tile it")
+            state = _STATES.get(block["state"])
+            if state is None:
+                raise ValueError(f"a block in state {block['state']!r}")
+            rows.append((end, size, _requested(block, size), state, index))
+            raw.append(block)
+            end += size
+        if end != start + int(entry["total_size"]) or not 0 <= start <= end < _LARGEST:
+            raise ValueError("a segment's blocks do not tile it")
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 5)
+    segments = Segments(
+        address=np.array([int(entry["address"]) for entry in entries], dtype=np.int64),
+        size_bytes=np.array([int(entry["total_size"]) for entry in entries], dtype=np.int64),
+        stream=np.array([int(entry.get("stream", 0)) for entry in entries], dtype=np.int64),
+        is_large=np.array([entry.get("segment_type") != "small" for entry in entries], dtype=np.bool_),
+        is_expandable=np.array([bool(entry.get("is_expandable")) for entry in entries], dtype=np.bool_),
+        pool=[_pool(entry.get("segment_pool_id")) for entry in entries],
+    )
+    address, size_bytes, requested_bytes, state_codes, segment = columns.T
+    return segments, Blocks(address, size_bytes, requested_bytes, state_codes.astype(np.int8), segment, raw)
+
+
+def _requested(block: dict[str, Any], size: int) -> int:
+    """Return the bytes that the program asked for; snapshots before torch 2.1 keep them in the block's history."""
+    if "requested_size" in block:
+        return int(block["requested_size"])
+    history = block.get("history")
+    return int(history[0].get("real_size", size)) if history else size
+
+
+def _pool(value: Any) -> tuple[int, int]:
+    if value is None:
+        return (0, 0)
+    first, second = value
+    return (int(first), int(second))
+
+
+def _read_settings(entry: Any) -> Settings:
+    """Return the settings that the file records, or the defaults, marked as not recorded.
+
+    ``max_split_size`` is -1 where there is no limit (the C++ counts it in size_t); the divisions are keyed by the
+    lower end of their interval in MiB (c10/core/AllocatorConfig.h).
+    """
+    if not isinstance(entry, dict):
+        return Settings()
+    limit = int(entry.get("max_split_size", -1))
+    divisions = entry.get("roundup_power2_divisions") or {}
+    ordered = tuple(int(divisions[key]) for key in sorted(divisions, key=int))
+    return Settings(
+        is_recorded=True,
+        expandable_segments=bool(entry.get("expandable_segments", False)),
+        max_split_size_bytes=limit if limit > 0 else NO_SPLIT_LIMIT,
+        garbage_collection_threshold=float(entry.get("garbage_collection_threshold", 0.0)),
+        roundup_power2_divisions=ordered if any(count > 1 for count in ordered) else (),
+        text=str(entry.get("PYTORCH_CUDA_ALLOC_CONF", entry.get("PYTORCH_ALLOC_CONF", ""))),
+    )

@@ -1,8 +1,8 @@
 """Read a pickle as data only: no global may be named in it, so nothing in it can run.
 
-A pickle is a program for a small machine; what makes it dangerous is that it may name any importable object and call
-it. A snapshot of PyTorch's allocator holds dictionaries, lists, tuples, strings and numbers and names none, so here
-the first global, persistent id or extension code ends the reading.
+A pickle is a program for a small machine. It is dangerous because it may name any importable object and call it. A
+snapshot of PyTorch's allocator holds dictionaries, lists, tuples, strings and numbers and names no object, so this
+reader stops at the first global, persistent id or extension code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 from profkit.errors import SnapshotError
 
 MAX_DECOMPRESSED_BYTES = 4 * 2**30
-"""A ``.pickle.gz`` may not unfold to more than this."""
+"""A ``.pickle.gz`` may not decompress to more than this."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 # One byte of a pickle can build an empty dictionary of 64 bytes and a pointer to it; real snapshots take a twelfth.
@@ -58,7 +58,7 @@ class _BoundedReader(io.RawIOBase):
         data = self._stream.read(len(buffer))
         self._left -= len(data)
         if self._left < 0:
-            raise _RefusedError(f"it unfolds to more than {MAX_DECOMPRESSED_BYTES // 2**30} GiB")
+            raise _RefusedError(f"it decompresses to more than {MAX_DECOMPRESSED_BYTES // 2**30} GiB")
         buffer[: len(data)] = data
         return len(data)
 
@@ -66,15 +66,12 @@ class _BoundedReader(io.RawIOBase):
 def load_data(path: Path) -> Any:
     """Return the data in a pickle file, plain or gzipped, without running anything in it.
 
-    Cyclic garbage collection is off meanwhile: a snapshot is hundreds of thousands of containers and no garbage, and
-    collecting doubles the time.
-
     Raises:
-        SnapshotError: no such file, no permission, empty, no pickle, cut off, it names a global, or it unfolds
-            beyond bounds.
+        SnapshotError: the file is missing, unreadable, empty, cut off, no pickle, names a global, or decompresses
+            to more than `MAX_DECOMPRESSED_BYTES`.
     """
     try:
-        # Opening a pipe waits for who writes to it, and the size of what comes is not known.
+        # Opening a pipe blocks until somebody writes to it, and its size is not known.
         if not stat.S_ISREG((status := path.stat()).st_mode) and not stat.S_ISDIR(status.st_mode):
             raise SnapshotError(f"{path}: not a regular file; write the snapshot to a file and give that")
         with path.open("rb") as file:
@@ -82,7 +79,7 @@ def load_data(path: Path) -> Any:
             if not head:
                 raise SnapshotError(f"{path}: empty file; was the dump interrupted?")
             is_gzip = head == _GZIP_MAGIC
-            with _collector_off(), _bounded_memory(status.st_size * (_GZIP_RATIO if is_gzip else 1)):
+            with collector_off(), _bounded_memory(status.st_size * (_GZIP_RATIO if is_gzip else 1)):
                 return _load(file, is_gzip)
     except FileNotFoundError:
         raise SnapshotError(f"{path}: no such file") from None
@@ -99,8 +96,8 @@ def load_data(path: Path) -> Any:
     except SnapshotError:
         raise
     except Exception as error:
-        # The unpickling machine reports bad input by whatever its operations raise: UnpicklingError, but also
-        # ValueError, IndexError, TypeError, KeyError, UnicodeDecodeError, AttributeError, OverflowError.
+        # Bad input raises whatever the unpickler's operations raise: UnpicklingError, but also ValueError,
+        # IndexError, TypeError, KeyError, UnicodeDecodeError, AttributeError, OverflowError.
         if isinstance(error, pickle.UnpicklingError) and "truncated" in str(error):
             raise SnapshotError(f"{path}: cut off; dump or copy it again") from None
         if isinstance(error, OSError):
@@ -116,7 +113,11 @@ def _load(file: IO[bytes], is_gzip: bool) -> Any:
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
+    """Switch cyclic garbage collection off within this block.
+
+    A snapshot is hundreds of thousands of containers and no garbage: each collection would walk all of them.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -128,10 +129,10 @@ def _collector_off() -> Iterator[None]:
 
 @contextmanager
 def _bounded_memory(pickle_bytes: int) -> Iterator[None]:
-    """Let the process grow only by what a pickle of that size can honestly need.
+    """Let the process grow only by what a healthy pickle of that size can need.
 
-    A damaged pickle can ask for a memo of four billion entries in five bytes; under a limit that is a MemoryError,
-    without one it takes the machine down. Only Linux tells the present size and keeps such a limit.
+    A damaged pickle can ask for a memo of four billion entries in five bytes. With a limit that is a MemoryError;
+    without one it exhausts the machine. Only Linux reports the present size and enforces such a limit.
     """
     if not sys.platform.startswith("linux"):
         yield

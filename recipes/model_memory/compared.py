@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.memory.summary import DeviceMemory
+from profkit.analysis.memory.composition import DeviceMemory
 from profkit.errors import RunError
 from profkit.snapshot.columns import OOM
 

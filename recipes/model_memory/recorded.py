@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import profkit
+from profkit.analysis.memory.composition import LargeRow, StackRow
 from profkit.analysis.memory.result import MemoryResult
-from profkit.analysis.memory.summary import LargeRow, StackRow
 from profkit.report.timeline import write_timeline
 from recipes.common.recipe import Row
 from recipes.model_memory.compared import PredictedMemory, compare_prediction, read_prediction
@@ -29,7 +29,7 @@ def read_recorded(path: Path) -> Row:
 
 def describe_memory(result: MemoryResult, compared: PredictedMemory | None = None) -> Row:
     """Return the columns of a result, and of its prediction where there is one."""
-    totals, peak, check = result.totals, result.composition, result.ledger_check
+    totals, peak, check = result.totals, result.composition, result.allocator_check
     return {
         "allocated_peak_bytes": totals.allocated_peak_bytes,
         "reserved_peak_bytes": totals.reserved_peak_bytes,

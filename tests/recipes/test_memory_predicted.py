@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.memory.opened import read_snapshot
+from profkit.analysis.memory.opened_snapshot import read_snapshot
 from profkit.errors import RunError
 from profkit.models.memory import StepAccount, predict_memory
 from profkit.models.memory_tape import Block as Told

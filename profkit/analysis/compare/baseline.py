@@ -8,7 +8,7 @@ from profkit.analysis.compare.bootstrap import FEWEST, Verdict
 from profkit.analysis.compare.budget_lines import BudgetLine, broken
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
-from profkit.analysis.memory.opened import OpenedSnapshot
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.errors import UsageError
 
 BASELINE = "baseline"

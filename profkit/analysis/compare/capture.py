@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from profkit.analysis.memory.opened import OpenedSnapshot
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.run.directory import Run
 

@@ -1,24 +1,25 @@
-"""What memory is for: the category of every allocation, with the evidence that says so.
+"""What memory is for: the category of every allocation, with the evidence for it.
 
-Evidence, the strongest first: ``identity`` (the ledger recorded whose tensor it is), ``metadata`` (the program marked
-the allocation), ``stack`` (only one kind of thing is allocated by these lines), ``lifetime`` (a guess from the phase
-in which it was born and the phase in which it died), ``none``.
+Evidence, the strongest first: ``identity`` (the run recorded whose tensor it is), ``metadata`` (the program marked the
+allocation), ``stack`` (these lines allocate only one kind of thing), ``lifetime`` (a guess from the phase in which it
+was allocated and the phase in which it was freed), ``none``.
 
-The guess, where nothing better is known: memory asked for in the forward pass and freed in the backward pass was saved
-for it (activations); freed before, it was a temporary. Asked for in the backward pass and freed within it, it was a
-temporary; what outlives it is a gradient. Asked for by the optimizer, it is its state if it outlives the step. The
-autograd thread has no Python frames: where the history has stacks and no phases, an alloc without one is backward's.
+The guess: memory allocated in the forward pass and freed in the backward pass was saved for backward (activations); if
+freed earlier, it was a temporary. Memory allocated in the backward pass and freed within it was a temporary; what
+outlives it is a gradient. Memory allocated by the optimizer is its state if it outlives the step. The autograd thread
+has no Python frames: where the history has stacks and no phases, an alloc without a stack belongs to backward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, repeat
 
 import numpy as np
 
+from profkit.allocator.history import History
 from profkit.analysis.memory.owners import Owner, read_metadata
-from profkit.analysis.memory.peak import History
 from profkit.analysis.memory.phases import Timeline
 from profkit.analysis.memory.stacks import StackBook, StackFacts
 from profkit.names import BACKWARD, OPTIMIZER
@@ -40,11 +41,11 @@ CATEGORIES = (
 )
 EVIDENCE = ("identity", "metadata", "stack", "lifetime", "none")
 
-# What cuBLAS and cuBLASLt are given as workspace by default, in bytes requested: 32 MiB (Hopper and later),
+# The default workspaces of cuBLAS and cuBLASLt, in bytes requested: 32 MiB (Hopper and later),
 # 4096 KiB × 2 + 16 KiB × 8 (before), and 1 MiB for cuBLASLt (aten/src/ATen/cuda/CublasHandlePool.cpp).
 _WORKSPACE_BYTES = frozenset({2**25, (4096 * 2 + 16 * 8) * 1024, 2**20})
 
-# Roles under which a name is one tensor's; that of a saved one is its module's, which saves several.
+# Roles whose name belongs to one tensor; a saved tensor has its module's name, and a module saves several.
 _OF_ONE_TENSOR = frozenset({"parameter", "gradient", "optimizer_state", "buffer", "input"})
 
 _MAIN, _BACKWARD, _OPTIMIZER, _UNKNOWN = range(4)
@@ -52,7 +53,7 @@ _MAIN, _BACKWARD, _OPTIMIZER, _UNKNOWN = range(4)
 
 @dataclass(frozen=True)
 class Claim:
-    """What an allocation is for, how that is known, and whose it is (None where nobody said)."""
+    """What an allocation is for, how that is known, and whose it is (None if unknown)."""
 
     category: str
     evidence: str
@@ -64,7 +65,7 @@ Named = tuple[str, str]
 
 
 class Classifier:
-    """Tells the category of one device's allocations, one by one."""
+    """Finds the category of one device's allocations, one by one."""
 
     def __init__(self, history: History, timeline: Timeline, stacks: StackBook, owners: dict[int, Owner]) -> None:
         self._history = history
@@ -89,7 +90,7 @@ class Classifier:
         return Claim(category, "metadata" if name else "lifetime", name)
 
     def named(self, row: int) -> Named | None:
-        """Return which tensor the ledger says an allocation is; None where it names none, or several alike."""
+        """Return which tensor an allocation is, as the run recorded; None if unknown, or if several share the name."""
         owner = self._owners.get(row)
         if owner is None or owner.role is None or owner.role not in _OF_ONE_TENSOR or not owner.name:
             return None
@@ -119,9 +120,9 @@ class Classifier:
         return None
 
     def _category_of_forward(self, birth: int, freed: int, is_kept: bool, stack: StackFacts) -> str | None:
-        """Tell what was asked for on the main thread outside the optimizer: the forward pass, data, all else.
+        """Return the category of memory allocated on the main thread outside the optimizer: forward pass, data, others.
 
-        What the user's own lines made, no library between, and what the backward pass did not free is data.
+        What the user's own lines allocated directly, without a library between, and backward did not free is data.
         """
         never = self._history.replay.event_count
         backward = self._next_backward(birth)
@@ -139,7 +140,7 @@ class Classifier:
 
     @cached_property
     def _has_modules(self) -> bool:
-        """Whether modules ran: only then does a stack without any tell something."""
+        """Whether modules ran: only then does a stack without a module mean something."""
         rows = range(self._history.replay.start_count, len(self._history.replay))
         return any(any(frame[0] == "_call_impl" for frame in self._stacks.of(row).python) for row in rows)
 
@@ -149,28 +150,30 @@ class Classifier:
 
     @cached_property
     def _regimes(self) -> Codes:
-        """Per event: whose work it fell into, by the phase it lies in, else by whether the last alloc had frames."""
+        """Per event: which part of the step it belongs to, by its phase, else by whether the last alloc had frames."""
         events = self._history.device.events
-        allocs = np.flatnonzero(events.action == ALLOC)
-        raw = events.raw
-        has_frames = np.fromiter((bool(raw[event].get("frames")) for event in allocs.tolist()), np.bool_, len(allocs))
-        codes = np.full(len(events), _UNKNOWN, dtype=np.int8)
-        if has_frames.any():
-            last = np.searchsorted(allocs, np.arange(len(events)), "right") - 1
-            by_frames = np.where(has_frames, _MAIN, _BACKWARD).astype(np.int8)
-            codes = np.where(last >= 0, by_frames[np.maximum(last, 0)], _MAIN).astype(np.int8)
         special = {BACKWARD: _BACKWARD, OPTIMIZER: _OPTIMIZER}
-        names = {phase.name for phase in self._timeline.phases}
-        if BACKWARD in names:
-            codes[:] = _MAIN
+        has_backward = any(phase.name == BACKWARD for phase in self._timeline.phases)
+        codes = np.full(len(events), _MAIN, dtype=np.int8) if has_backward else self._regimes_by_frames()
         for phase in self._timeline.phases:
             first, last_moment = self._timeline.moments_of(phase)
             codes[first:last_moment] = special.get(phase.name, _MAIN)
         return codes
 
+    def _regimes_by_frames(self) -> Codes:
+        events = self._history.device.events
+        is_alloc = events.action == ALLOC
+        frames = map(dict.get, compress(events.raw, is_alloc.tolist()), repeat("frames"))
+        has_frames = np.fromiter(map(bool, frames), np.bool_)
+        if not has_frames.any():
+            return np.full(len(events), _UNKNOWN, dtype=np.int8)
+        by_frames = np.where(has_frames, _MAIN, _BACKWARD).astype(np.int8)
+        last = np.cumsum(is_alloc) - 1
+        return np.where(last >= 0, by_frames[np.maximum(last, 0)], _MAIN).astype(np.int8)
+
     @cached_property
     def _regime_ends(self) -> Ints:
-        """Per event: the first later event that falls into other work."""
+        """Per event: the first later event that belongs to another part of the step."""
         codes = self._regimes
         borders = np.append(np.flatnonzero(np.diff(codes)) + 1, len(codes))
         return borders[np.searchsorted(borders, np.arange(len(codes)), "right")]
@@ -179,9 +182,9 @@ class Classifier:
 def category_of_stack(stack: StackFacts) -> str | None:
     """Return the category that a stack alone proves, or None.
 
-    Only what lies within the innermost module call or line of the user's tells: a wrapper such as
-    DistributedDataParallel stands around everything. Native frames are named as their C++ functions are, so the rules
-    for them need ``stacks="all"``.
+    Only frames within the innermost module call or the innermost line of the user's count: a wrapper such as
+    DistributedDataParallel surrounds everything. Native frames have the names of their C++ functions, so the rules for
+    them need ``stacks="all"``.
     """
     for frame in stack.frames:
         name, file, _ = frame
@@ -225,5 +228,5 @@ def _has_file(stack: StackFacts, mark: str) -> bool:
 
 
 def _is_in_library(stack: StackFacts) -> bool:
-    """Whether the innermost frame is a library's, or there is none: a workspace is never the user's own doing."""
+    """Whether the innermost frame is a library's, or there is none: user code never allocates a workspace directly."""
     return not stack.python or stack.python[0] not in stack.user

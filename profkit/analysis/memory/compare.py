@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.memory.categories import Named
+from profkit.analysis.memory.composition import DeviceMemory
 from profkit.analysis.memory.owners import read_metadata
-from profkit.analysis.memory.summary import DeviceMemory
 from profkit.findings import Finding
 
 KINDS = ("new", "gone", "larger", "smaller", "longer-lived", "shorter-lived", "moved peak", "padding", "same")

@@ -1,8 +1,8 @@
-"""The leak check: what began in one step and is still there when the next one ends.
+"""The leak check: what was allocated in one step and is still there when the next one ends.
 
-What a step needs dies within it, or is overwritten within the next. Bytes that began in step N-1 and are alive at the
-end of step N are kept by something. Once is no leak: state that is made on first use begins in some step. A stack that
-leaves bytes behind in each of the last `_REPEATS` steps is suspected.
+What a step needs is freed within it, or within the next. Bytes that began in step N-1 and are still there at the end of
+step N are kept by something. Once is no leak: state that is made on first use begins in some step. A stack that leaves
+bytes behind in each of the last `_REPEATS` steps is suspected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.memory.summary import DeviceMemory
+from profkit.analysis.memory.composition import DeviceMemory
 
 _REPEATS = 2
 
@@ -28,7 +28,7 @@ class LeakRow:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """Bytes alive at the end of ``step`` that began in the step before it."""
+    """Bytes that began in the step ``began_in`` and are still there at the end of the next, ``step``."""
 
     step: str
     began_in: str
@@ -42,7 +42,7 @@ class LeakCheck:
 
     steps: tuple[LeftBehind, ...]
     suspects: tuple[LeakRow, ...]
-    """Of the last step, those whose stack left bytes behind in each of the last steps."""
+    """What the last step left behind from stacks that left bytes behind in each of the last steps."""
 
     @property
     def suspect_bytes(self) -> int:
@@ -57,12 +57,14 @@ def check_leaks(memory: DeviceMemory) -> LeakCheck:
     if len(steps) < 2 or not len(replay):
         return LeakCheck((), ())
     starts = np.array([step.start_us for step in steps], dtype=np.int64)
-    born = np.where(replay.birth >= 0, timeline.times_us[np.maximum(replay.birth, 0)], -1)
-    step_of = np.searchsorted(starts, born, "right") - 1
+    # Rows are sorted by birth, so each step's are together.
+    births = timeline.times_us[replay.birth[replay.start_count :]]
+    firsts = (np.searchsorted(births, starts, "left") + replay.start_count).tolist()
     found = []
     for number in range(1, len(steps)):
         moment = timeline.moment_at(steps[number].end_us)
-        rows = np.flatnonzero((step_of == number - 1) & (replay.birth >= 0) & (replay.freed >= moment))
+        first, end = firsts[number - 1], firsts[number]
+        rows = np.flatnonzero(replay.freed[first:end] >= moment) + first
         by_stack = _by_stack(memory, rows.tolist())
         total = sum(row.bytes for row in by_stack)
         found.append(LeftBehind(steps[number].name, steps[number - 1].name, total, by_stack))
@@ -70,13 +72,8 @@ def check_leaks(memory: DeviceMemory) -> LeakCheck:
 
 
 def _by_stack(memory: DeviceMemory, rows: list[int]) -> tuple[LeakRow, ...]:
-    sizes: dict[tuple[object, ...], tuple[int, int, int]] = {}
-    for row in rows:
-        size, count, _ = sizes.get(memory.stacks.of(row).shown, (0, 0, 0))
-        sizes[memory.stacks.of(row).shown] = size + int(memory.history.replay.size_bytes[row]), count + 1, row
     found = [
-        LeakRow(size, count, memory.stacks.of(row).user_first, memory.stacks.of(row).label)
-        for size, count, row in sizes.values()
+        LeakRow(size, count, stack.user_first, stack.label) for stack, size, count in memory.stacks.sum_by_stack(rows)
     ]
     return tuple(sorted(found, key=lambda one: (-one.bytes, one.label)))
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.memory.layout import FreeBlock, find_free_blocks
-from profkit.analysis.memory.rules import MIN_BLOCK_BYTES, SMALL_BYTES, segment_size_bytes
-from profkit.analysis.memory.summary import DeviceMemory
+from profkit.allocator.free_blocks import FreeBlock, find_free_blocks
+from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, segment_size_bytes
+from profkit.analysis.memory.composition import DeviceMemory
 from profkit.snapshot.columns import OOM
 
 _CONTEXT_BYTES = 2**30

@@ -1,22 +1,26 @@
-"""The result of ``profkit memory`` for one device, and its form in JSON."""
+"""The result of ``profkit memory`` for one device, its form in JSON, and what a reader must know before trusting it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from profkit.analysis.memory.fragmentation import Fragmentation
+from profkit.allocator.history import History
+from profkit.analysis.memory.composition import Composition, DeviceMemory, Fragmentation, PhasePeak
 from profkit.analysis.memory.leaks import LeakCheck
-from profkit.analysis.memory.ledger import LedgerCheck
 from profkit.analysis.memory.oom import OomVerdict
-from profkit.analysis.memory.peak import History
-from profkit.analysis.memory.summary import Composition, PhasePeak
+from profkit.analysis.memory.owners import AllocatorCheck
 from profkit.findings import Finding
+from profkit.snapshot.columns import Snapshot
+
+_MANY_UNKNOWN = 0.05
+"""The share of the bytes from which on a reader is told that their purpose is unknown."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """One device's figures over the recorded window, in bytes; ``bounds`` where the peak is not proven."""
+    """One device's figures over the recorded window, in bytes; ``bounds`` if the peak is not proven."""
 
     device: int
     allocated_peak_bytes: int
@@ -46,7 +50,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class HistoryFacts:
-    """What was recorded: whether from an empty allocator on, and if not, why that is known."""
+    """What was recorded: ``complete`` if it began with an empty allocator; if not, ``reason`` says how that shows."""
 
     complete: bool
     events: int
@@ -59,7 +63,7 @@ class HistoryFacts:
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """The account of a snapshot: plain data, the JSON of ``profkit memory --format json`` by `to_dict`."""
+    """The account of one device's memory: plain data; `to_dict` returns the JSON of ``profkit memory``."""
 
     snapshot: str
     totals: Totals
@@ -69,12 +73,12 @@ class MemoryResult:
     fragmentation: Fragmentation
     oom: OomVerdict | None
     leaks: LeakCheck
-    ledger_check: LedgerCheck | None
+    allocator_check: AllocatorCheck | None
     others: tuple[Totals, ...]
     warnings: tuple[Finding, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON-ready data; ``peak`` is the composition of the moment that was asked for."""
+        """Return the result as JSON-ready data; ``peak`` describes the moment that was asked for."""
         at = self.composition
         return {
             "snapshot": self.snapshot,
@@ -99,9 +103,9 @@ class MemoryResult:
             "fragmentation": asdict(self.fragmentation),
             "oom": None if self.oom is None else asdict(self.oom),
             "leaks": asdict(self.leaks) | {"suspect_bytes": self.leaks.suspect_bytes},
-            "ledger": None if self.ledger_check is None else asdict(self.ledger_check),
+            "ledger": None if self.allocator_check is None else asdict(self.allocator_check),
             "devices": [other.to_dict() for other in self.others],
-            "warnings": [asdict(warning) for warning in self.warnings],
+            "warnings": [vars(warning) for warning in self.warnings],
         }
 
 
@@ -126,7 +130,7 @@ def sum_up(history: History) -> Totals:
 
 
 def describe_history(history: History) -> HistoryFacts:
-    """Return what was recorded and, where it is not everything, how that shows."""
+    """Return what was recorded and, if that is not everything, how it shows."""
     replay, events = history.replay, history.device.events
     reason = None
     if not len(events):
@@ -134,11 +138,11 @@ def describe_history(history: History) -> HistoryFacts:
     elif replay.start_count:
         start = int(history.curves.allocated[0])
         reason = (
-            f"{replay.start_count:,} blocks ({start:,} B) were live before the first event: recording began in mid-run,"
-            " or its buffer wrapped"
+            f"{replay.start_count:,} blocks ({start:,} B) were live before the first event: recording began in the"
+            " middle of the run, or its buffer was too small"
         )
     elif replay.start_reserved_bytes:
-        reason = f"{replay.start_reserved_bytes:,} B were reserved, and free, before the first event"
+        reason = f"{replay.start_reserved_bytes:,} B were reserved but unused before the first event"
     return HistoryFacts(
         complete=history.is_complete,
         events=len(events),
@@ -148,3 +152,73 @@ def describe_history(history: History) -> HistoryFacts:
         start_us=history.time_us(1) if len(events) else None,
         end_us=history.time_us(len(events)) if len(events) else None,
     )
+
+
+def find_warnings(
+    snapshot: Snapshot,
+    memory: DeviceMemory,
+    composition: Composition,
+    leaks: LeakCheck,
+    check: AllocatorCheck | None,
+) -> tuple[Finding, ...]:
+    """Return what a reader must know about one device's account, the gravest first."""
+    found = [*_of_proof(memory.history), *_of_owners(check), *_of_snapshot(snapshot, memory)]
+    return (*found, *_of_purposes(composition), *_of_leaks(leaks))
+
+
+def _of_proof(history: History) -> Iterator[Finding]:
+    facts = describe_history(history)
+    if not facts.events:
+        yield Finding("no-history", f"{facts.reason}; the true peak is unknown")
+        return
+    for what, count in history.contradictions.items():
+        yield Finding("contradiction", f"{count:,} × {what}: the replayed figures are not proven", "failed")
+    if history.bounds is not None:
+        yield Finding("bounded", "the allocated peak lies between {:,} and {:,} B".format(*history.bounds))
+    if not facts.complete:
+        yield Finding("incomplete-history", f"{facts.reason}; peaks are those of the recorded time")
+
+
+def _of_owners(check: AllocatorCheck | None) -> Iterator[Finding]:
+    if check is not None and not check.agrees:
+        yield Finding(
+            "ledger-disagrees",
+            f"the allocator itself reported peaks of {check.allocated_peak_bytes:,} B allocated,"
+            f" {check.reserved_peak_bytes:,} B reserved and {check.requested_peak_bytes:,} B requested",
+            "failed",
+        )
+    if check is not None and check.unmatched_entries:
+        count = f"{check.unmatched_entries:,} tensor{'s' * (check.unmatched_entries != 1)}"
+        yield Finding(
+            "ledger-unmatched",
+            f"{count} could not be matched to an allocation (CUDA graphs cause this); sizes are not affected",
+        )
+
+
+def _of_snapshot(snapshot: Snapshot, memory: DeviceMemory) -> Iterator[Finding]:
+    for action, count in snapshot.unknown_actions.items():
+        yield Finding("unknown-action", f"{count:,} events of the unknown kind {action!r} were ignored")
+    if not snapshot.settings.is_recorded:
+        yield Finding("no-settings", "the file records no allocator settings (torch before 2.2): defaults are assumed")
+    if len(memory.device.events) and not memory.device.events.has_times:
+        yield Finding("no-times", "the file records no times (torch before 2.2): no phases, and moments are events")
+
+
+def _of_purposes(composition: Composition) -> Iterator[Finding]:
+    unknown = composition.evidence["none"]
+    if unknown > _MANY_UNKNOWN * composition.allocated_bytes:
+        yield Finding(
+            "unattributed",
+            f"the purpose of {unknown / composition.allocated_bytes:.1%} of the bytes is unknown;"
+            " `profkit run --memory` records whose tensors they are",
+        )
+
+
+def _of_leaks(leaks: LeakCheck) -> Iterator[Finding]:
+    if leaks.suspects:
+        last = leaks.steps[-1]
+        yield Finding(
+            "leak",
+            f"{leaks.suspect_bytes:,} B from {last.began_in!r} are still there after {last.step!r}, and the previous"
+            " step leaked from the same lines; --leaks shows them",
+        )

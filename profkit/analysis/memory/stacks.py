@@ -1,28 +1,29 @@
-"""Whose lines asked for the memory: the stacks of allocations, interned on demand and shortened for people.
+"""Which lines asked for the memory: the stacks of allocations, interned on first use and shortened for people.
 
-A stack is a list of frames from the innermost outwards. The pickle shares one dictionary among equal frames, so stacks
-are told apart by the identities of their frames: comparing names of hundreds of thousands of stacks would take longer
-than reading them. C++ frames (recorded with ``stacks="all"``) are kept for the rules that look for them, and left out
-of what is grouped and shown wherever there are Python frames.
+A stack is a list of frames, the innermost first. The pickle shares one dictionary among equal frames, so two stacks are
+compared by the identities of their frames: comparing the names of hundreds of thousands of stacks would take longer
+than reading them. C++ frames (recorded with ``stacks="all"``) are kept for the rules that look for them; where there
+are Python frames, the C++ frames are not grouped by and not shown.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from profkit.analysis.memory.allocator import Replay
+from profkit.allocator.replay import Replay
 from profkit.snapshot.columns import Device, Stack
 
-NO_FRAMES = "(no frames)"
+NO_FRAMES = "no Python line (C++, such as the backward pass)"
 
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "torch/nn/", "torch/optim/", "torch/_")
-# Code that torch.compile wrote: Inductor names its files by the SHA-256 of what is in them, in base 32
-# (torch/_inductor/codecache.py, code_hash), and FX numbers what it evaluates (torch/fx/graph_module.py).
+# Code that torch.compile wrote: Inductor names its files by the SHA-256 of their content, in base 32
+# (torch/_inductor/codecache.py, code_hash), and FX numbers the code that it evaluates (torch/fx/graph_module.py).
 _GENERATED = re.compile(r"(?:^|/)(c[a-z2-7]{7})[a-z2-7]{44}\.py$|^<eval_with_key>")
-# What stands around a compiled call, and around every call that torch.compile leaves alone.
+# Frames around a compiled call, and around every call that torch.compile does not compile.
 _COMPILER = ("torch/_dynamo/", "torch/_inductor/")
 _NATIVE_ENDINGS = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc", ".c", ".so")
 # The allocator's own frames and torch's plumbing around them: every native stack begins with these.
@@ -53,12 +54,12 @@ class StackFacts:
 
     @cached_property
     def shown(self) -> Stack:
-        """What identifies the stack to a person: Python frames, or native ones where there are no others."""
+        """The frames that identify the stack for a person: Python frames, or native ones if there are no others."""
         return self.python or tuple(f for f in self.frames if not f[0].startswith(_PLUMBING)) or self.frames
 
     @cached_property
     def shown_but_compiler(self) -> Stack:
-        """The shown frames that an eager and a compiled run can both have."""
+        """The shown frames without torch.compile's own: an eager run and a compiled one can both have these."""
         return tuple(frame for frame in self.shown if not _is_compiler(frame))
 
     @cached_property
@@ -105,6 +106,19 @@ class StackBook:
         """Return the stack that asked for an allocation."""
         return self.facts[self.number_of(row)]
 
+    def sum_by_stack(self, rows: Sequence[int]) -> list[tuple[StackFacts, int, int]]:
+        """Return the stacks of some allocations, each with their bytes and count; stacks that look alike are one."""
+        sums: dict[int, tuple[int, int]] = {}
+        for row, size in zip(rows, self._replay.size_bytes[rows].tolist(), strict=True):
+            number = self.number_of(row)
+            total, count = sums.get(number, (0, 0))
+            sums[number] = total + size, count + 1
+        groups: dict[Stack, tuple[StackFacts, int, int]] = {}
+        for number, (size, some) in sums.items():
+            stack, total, count = groups.get(self.facts[number].shown, (self.facts[number], 0, 0))
+            groups[stack.shown] = stack, total + size, count + some
+        return list(groups.values())
+
     def raw_of(self, row: int) -> dict[str, Any]:
         """Return the pickle's own record of an allocation: its event, or its block at the dump; empty if neither."""
         birth = int(self._replay.birth[row])
@@ -150,7 +164,7 @@ def _is_compiler(frame: tuple[str, str, int]) -> bool:
 
 
 def _stands_in(file: str, places: tuple[str, ...]) -> bool:
-    """Return whether a file lies in one of some places, or torch.compile wrote it: that is nobody's own."""
+    """Return whether a file lies in one of some places, or was written by torch.compile and is nobody's own."""
     return any(place in file for place in places) or _GENERATED.search(file) is not None
 
 

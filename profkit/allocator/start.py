@@ -1,13 +1,14 @@
 """The allocator's state before the first recorded event, worked back from its state at the dump.
 
-What was live then is what the history frees without an alloc, or what is still there at the end without one. The
-segments then are those at the end, less the ones reserved since, plus the ones released since.
+Live blocks at that moment are those that the history frees without an alloc, and those that are there at the end
+without one. The segments are those at the end, without the ones reserved since, plus the ones released since.
 
-Sizes: a block still there at the end has its size in the snapshot. One freed meanwhile is known by what was requested;
-its size is that, rounded, plus at most what it could not split off. In the small pool and in expandable segments
-nothing stays unsplit. In the large pool every free block is larger than 1 MiB (`memory_rules.SMALL_BYTES`): so a gap of
-up to 1 MiB to the next block is padding, all of it, and of a larger gap at most what leaves a free block of more than
-1 MiB; that remainder is the block's ``slack_bytes``, until the replay sees where the gap's free block begins.
+Sizes: a block still there at the end has its size in the snapshot. Of a block freed meanwhile the requested bytes are
+known: its size is those, rounded, plus at most a rest that was too small to split off. In the small pool and in
+expandable segments every rest is split off. In the large pool every free block is larger than 1 MiB
+(`profkit.allocator.rules.SMALL_BYTES`). So a gap of up to 1 MiB to the next block belongs to the block as a whole; of a
+larger gap at most the part that leaves a free block of more than 1 MiB. That part is the block's ``slack_bytes``, until
+the replay sees where the free block in the gap begins.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from profkit.analysis.memory.rules import MIN_BLOCK_BYTES, SMALL_BYTES, round_sizes
+from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, round_sizes
 from profkit.snapshot.columns import (
     ALLOC,
     ALLOCATED,
@@ -45,15 +46,15 @@ class Start:
     requested_bytes: list[int] = field(default_factory=list)
     slack_bytes: list[int] = field(default_factory=list)
     is_pending: list[bool] = field(default_factory=list)
-    """Freed by the program before the first event, awaited by another stream: no longer counted as allocated."""
+    """Freed by the program before the first event, still used by another stream: no longer counted as allocated."""
     final_block: list[int] = field(default_factory=list)
-    """Index of the block at the dump that this still is, or -1."""
+    """Index of the same block at the dump, or -1 if it is gone by then."""
     free: dict[int, int] = field(default_factory=dict)
     """Free block → size."""
     fences: set[int] = field(default_factory=set)
-    """Where segments begin that do not merge with what lies before them."""
+    """Where segments begin that never merge with the memory before them."""
     uncertain: dict[int, int] = field(default_factory=dict)
-    """Lowest possible start of a free block → row of the block before it, whose padding is not known."""
+    """Lowest possible start of a free block → row of the block before it, which may be larger than known."""
     reserved_bytes: int = 0
     contradictions: Counter[str] = field(default_factory=Counter)
 
@@ -83,13 +84,14 @@ def _first_blocks(device: Device, contradictions: Counter[str]) -> list[tuple[in
     """Return (address, requested bytes, is pending, final block or -1) of what was live before the first event."""
     events, blocks = device.events, device.blocks
     where = np.flatnonzero(events.action <= FREE_REQUESTED)  # alloc, free_completed, free_requested
-    addresses, first = np.unique(events.address[where], return_index=True)
-    last = len(where) - 1 - np.unique(events.address[where][::-1], return_index=True)[1]
-    first_action, last_action = events.action[where[first]], events.action[where[last]]
+    where = where[np.argsort(events.address[where], kind="stable")]
+    borders = np.flatnonzero(np.diff(events.address[where], prepend=-1, append=-1))
+    first, last = where[borders[:-1]], where[borders[1:] - 1]
+    addresses, first_action, last_action = events.address[first], events.action[first], events.action[last]
     final_of = {int(blocks.address[row]): row for row in np.flatnonzero(blocks.state != INACTIVE).tolist()}
     found = []
     for row in np.flatnonzero(first_action != ALLOC).tolist():
-        address, event = int(addresses[row]), int(where[first[row]])
+        address, event = int(addresses[row]), int(first[row])
         still_waits = first[row] == last[row] and last_action[row] == FREE_REQUESTED
         final = final_of.get(address, -1) if still_waits else -1
         found.append((address, int(events.size_bytes[event]), bool(first_action[row] == FREE_COMPLETED), final))
@@ -138,7 +140,7 @@ class _Stretches:
             self.join(begin, end)
 
     def cut(self, begin: int, end: int) -> bool:
-        """Take a range out; False, and nothing done, where it does not lie within one stretch."""
+        """Take a range out; return False, and do nothing, if it does not lie within one stretch."""
         at = bisect_right(self.ranges, (begin, _FAR)) - 1
         if at < 0 or self.ranges[at][1] < end:
             return False
@@ -147,7 +149,7 @@ class _Stretches:
         return True
 
     def join(self, begin: int, end: int) -> bool:
-        """Put a range in, joined to its neighbours; False, and nothing done, where it overlaps one."""
+        """Put a range in, joined to its neighbours; return False, and do nothing, if it overlaps one."""
         at = bisect_left(self.ranges, (begin, end))
         before, after = self.ranges[at - 1 : at] if at else [], self.ranges[at : at + 1]
         if (before and before[0][1] > begin) or (after and after[0][0] < end):
@@ -162,7 +164,7 @@ class _Stretches:
 
 
 def _lay_out(start: Start, regions: list[tuple[int, int, bool]], settings: Settings) -> None:
-    """Place the live blocks in their regions: fix their padding, and make free blocks of what lies between."""
+    """Place the live blocks in their regions: fix their sizes, and make free blocks of the gaps between them."""
     row, count = 0, len(start.address)
     for begin, end, is_expandable in regions:
         while row < count and start.address[row] < begin:
@@ -189,7 +191,7 @@ def _add_free(start: Start, begin: int, end: int) -> None:
 
 
 def _pad(start: Start, row: int, limit: int, is_expandable: bool, settings: Settings) -> None:
-    """Give a block that was freed meanwhile the padding that the gap up to ``limit`` proves, or note the doubt."""
+    """Give a block that was freed meanwhile the bytes that the gap up to ``limit`` proves, or note the doubt."""
     size = start.size_bytes[row]
     gap = limit - (start.address[row] + size)
     if start.final_block[row] >= 0 or is_expandable or size <= SMALL_BYTES or gap <= 0:

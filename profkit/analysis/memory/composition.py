@@ -1,7 +1,7 @@
-"""The account of one device's memory: its peaks, what a moment was made of, and what must be known to trust it.
+"""What one device's memory was made of at a moment: by category, by stack, the largest, and what was unused.
 
-The books close: the categories sum to what was allocated at the moment, and so do the stacks. Sizes are what the
-allocator charged, rounding and padding included.
+The parts add up: the categories sum to what was allocated at the moment, and so do the stacks. Sizes are what the
+allocator charged, with the bytes lost to rounding.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import cached_property
 
 import numpy as np
 
+from profkit.allocator.history import History, replay_history
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim, Classifier
-from profkit.analysis.memory.owners import Owner, match_ledger
-from profkit.analysis.memory.peak import History, replay_history
+from profkit.analysis.memory.owners import Owner, match_owners
 from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
-from profkit.analysis.memory.stacks import StackBook, StackFacts
+from profkit.analysis.memory.stacks import StackBook
 from profkit.run.owners import Owners
-from profkit.snapshot.columns import Device, Settings
+from profkit.snapshot.columns import INACTIVE, Device, Settings
 
 NOT_SELECTED = "(not selected)"
 
@@ -27,7 +27,7 @@ LARGEST_COUNT = 10
 
 @dataclass(frozen=True)
 class Filter:
-    """Which allocations are told of; the others stay in the books as one line."""
+    """Which allocations are shown; the others are added up as one line, so that the sums stay whole."""
 
     stack: str | None = None
     """Text that must occur in a frame of the stack (``file:line function``) or in the owner's name."""
@@ -47,7 +47,7 @@ class CategoryRow:
 
 @dataclass(frozen=True)
 class StackRow:
-    """Bytes that one stack had asked for."""
+    """Bytes that one stack asked for."""
 
     bytes: int
     share: float
@@ -91,7 +91,7 @@ class Composition:
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The highest that the allocated memory stood in the instances of a phase."""
+    """The highest allocated memory in any instance of a phase."""
 
     name: str
     instances: int
@@ -99,35 +99,55 @@ class PhasePeak:
     time_us: int
 
 
+@dataclass(frozen=True)
+class Fragmentation:
+    """Reserved memory that is not allocated, at one moment; the ``end_`` figures describe the dump."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+    pending_bytes: int
+    """Freed by the program, still used by another stream."""
+    free_bytes: int
+    free_share: float
+    """Of the reserved bytes."""
+    padding_bytes: int
+    """Allocated beyond what was requested: rounding, and rests too small to split off. Shown as lost to rounding."""
+    end_free_bytes: int
+    end_free_blocks: int
+    end_largest_free_bytes: int
+    end_releasable_bytes: int
+    """What ``empty_cache()`` would give back: segments without a live block (for expandable ones, an estimate)."""
+
+
 class DeviceMemory:
-    """One device's history with everything that is asked of it, computed when it is."""
+    """One device's history and what is known about its allocations, computed on first use."""
 
     def __init__(
-        self, device: Device, settings: Settings, ledger: Owners | None = None, named: Mapping[str, str] | None = None
+        self, device: Device, settings: Settings, recorded: Owners | None = None, named: Mapping[str, str] | None = None
     ) -> None:
         self.device = device
-        self.ledger = ledger
+        self.recorded = recorded
         self.history: History = replay_history(device, settings)
-        steps = [Phase(step.name, step.start_us, step.end_us) for step in ledger.steps] if ledger else []
+        steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
         self.timeline: Timeline = find_timeline(device, named, steps)
 
     @cached_property
     def stacks(self) -> StackBook:
-        """The stacks that were asked for so far."""
+        """The stacks of the allocations, interned on first use."""
         return StackBook(self.device, self.history.replay)
 
     @cached_property
     def classifier(self) -> Classifier:
-        """What tells the category of an allocation."""
+        """Finds the category of an allocation."""
         return Classifier(self.history, self.timeline, self.stacks, self._owners[0])
 
     @cached_property
     def unmatched_entries(self) -> int:
-        """Owners entries on this device that name no allocation of the history."""
+        """How many recorded owners on this device match no allocation of the history."""
         return self._owners[1]
 
     def live_rows(self, moment: int) -> list[int]:
-        """Return the allocations (rows of the replay) that made up a moment on the curves."""
+        """Return the allocations (rows of the replay) that were live at a moment on the curves."""
         replay = self.history.replay
         return np.flatnonzero((replay.birth < moment) & (replay.freed >= moment)).tolist()
 
@@ -187,9 +207,9 @@ class DeviceMemory:
 
     @cached_property
     def _owners(self) -> tuple[dict[int, Owner], int]:
-        if self.ledger is None:
+        if self.recorded is None:
             return {}, 0
-        return match_ledger(self.ledger, self.device.index, self.history.replay, self.timeline)
+        return match_owners(self.recorded, self.device.index, self.history.replay, self.timeline)
 
     def _by_category(
         self, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
@@ -216,14 +236,9 @@ class DeviceMemory:
         return tuple(found)
 
     def _by_stack(self, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]) -> tuple[StackRow, ...]:
-        groups: dict[tuple[object, ...], tuple[StackFacts, int, int]] = {}
-        for row, _ in chosen:
-            facts = self.stacks.of(row)
-            _, size, count = groups.get(facts.shown, (facts, 0, 0))
-            groups[facts.shown] = (facts, size + int(self.history.replay.size_bytes[row]), count + 1)
         found = [
-            StackRow(size, _share(size, total), count, facts.user_first, facts.label)
-            for facts, size, count in groups.values()
+            StackRow(size, _share(size, total), count, stack.user_first, stack.label)
+            for stack, size, count in self.stacks.sum_by_stack([row for row, _ in chosen])
         ]
         found.sort(key=lambda one: (-one.bytes, one.label))
         if rest[1]:
@@ -256,3 +271,28 @@ class DeviceMemory:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+def measure_fragmentation(history: History, moment: int) -> Fragmentation:
+    """Return what was reserved and not allocated at a moment on the curves."""
+    replay, curves, blocks, segments = history.replay, history.curves, history.device.blocks, history.device.segments
+    is_live = (replay.birth < moment) & (replay.freed >= moment)
+    is_pending = (replay.freed < moment) & (replay.completed >= moment)
+    allocated, reserved = int(curves.allocated[moment]), int(curves.reserved[moment])
+    pending = int(replay.size_bytes[is_pending].sum())
+    free = reserved - allocated - pending
+    is_free = blocks.state == INACTIVE
+    is_whole = is_free & (blocks.size_bytes == segments.size_bytes[blocks.segment])
+    is_releasable = np.where(segments.is_expandable[blocks.segment], is_free, is_whole)
+    return Fragmentation(
+        reserved_bytes=reserved,
+        allocated_bytes=allocated,
+        pending_bytes=pending,
+        free_bytes=free,
+        free_share=free / reserved if reserved else 0.0,
+        padding_bytes=allocated - int(replay.requested_bytes[is_live].sum()),
+        end_free_bytes=int(blocks.size_bytes[is_free].sum()),
+        end_free_blocks=int(np.count_nonzero(is_free)),
+        end_largest_free_bytes=int(blocks.size_bytes[is_free].max(initial=0)),
+        end_releasable_bytes=int(blocks.size_bytes[is_releasable].sum()),
+    )

@@ -1,4 +1,4 @@
-"""Open a memory snapshot and ask it things: the public, Python face of the analyses of memory."""
+"""Open a memory snapshot and ask it questions: the Python face of the analyses of memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from profkit.analysis.memory.compare import Comparison, compare_peaks
-from profkit.analysis.memory.fragmentation import measure_fragmentation
+from profkit.analysis.memory.composition import DeviceMemory, Filter, measure_fragmentation
 from profkit.analysis.memory.leaks import check_leaks
-from profkit.analysis.memory.ledger import check_ledger, find_capacity
 from profkit.analysis.memory.oom import judge_oom
-from profkit.analysis.memory.result import MemoryResult, Totals, describe_history, sum_up
-from profkit.analysis.memory.summary import DeviceMemory, Filter
-from profkit.analysis.memory.warnings import warn_of_memory
+from profkit.analysis.memory.owners import check_with_allocator, find_capacity
+from profkit.analysis.memory.result import MemoryResult, describe_history, find_warnings, sum_up
 from profkit.errors import SnapshotError, UsageError
 from profkit.run.directory import Run, owners_of
 from profkit.run.owners import Owners, read_owners
@@ -32,12 +30,12 @@ class OpenedSnapshot:
     def __init__(
         self,
         snapshot: Snapshot,
-        ledger: Owners | None = None,
+        recorded: Owners | None = None,
         phases: Mapping[str, str] | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.devices: dict[int, DeviceMemory] = {
-            device.index: DeviceMemory(device, snapshot.settings, ledger, phases) for device in snapshot.devices
+            device.index: DeviceMemory(device, snapshot.settings, recorded, phases) for device in snapshot.devices
         }
 
     def device(self, index: int | None = None) -> DeviceMemory:
@@ -50,11 +48,11 @@ class OpenedSnapshot:
             return max(self.devices.values(), key=lambda one: (one.history.allocated_peak_bytes, -one.device.index))
         if index not in self.devices:
             known = ", ".join(map(str, self.devices))
-            raise UsageError(f"--device {index}: nothing is recorded of that device; there is {known}")
+            raise UsageError(f"--device {index}: nothing was recorded of that device; recorded: {known}")
         return self.devices[index]
 
     def against(self, after: OpenedSnapshot, *, device: int | None = None) -> Comparison:
-        """Return what explains the difference between this snapshot's peak and a later one's.
+        """Return what explains the difference between this snapshot's peak and that of ``after``.
 
         Raises:
             UsageError: one of them recorded nothing of the device.
@@ -71,15 +69,16 @@ class OpenedSnapshot:
         min_bytes: int = 0,
         capacity_bytes: int | None = None,
     ) -> MemoryResult:
-        """Return how much was allocated, when it peaked, and what it was made of; as ``profkit memory`` prints it.
+        """Return how much was allocated, when it peaked, and what a moment was made of; ``profkit memory`` prints it.
 
         Args:
             at: ``peak``; ``phase:NAME`` for the peak within a phase; or a time: ``1.5s`` or ``300ms`` after the first
                 event, or microseconds since the epoch.
             device: the device's index; by default the one with the highest peak.
-            stack: tell only of allocations with this text in their stack or owner.
-            min_bytes: tell only of allocations at least so large.
-            capacity_bytes: the device's memory, for the verdict on an out-of-memory error; by default the ledger's.
+            stack: show only allocations with this text in their stack or owner.
+            min_bytes: show only allocations of at least this size.
+            capacity_bytes: the device's memory, for the verdict on an out-of-memory error; by default what the run
+                recorded.
 
         Raises:
             UsageError: an unknown device, phase or form of time.
@@ -87,29 +86,21 @@ class OpenedSnapshot:
         memory = self.device(device)
         moment = find_moment(memory, at)
         composition = memory.compose(at, moment, Filter(stack, min_bytes))
-        totals, facts = sum_up(memory.history), describe_history(memory.history)
-        leaks, ledger = check_leaks(memory), check_ledger(memory)
-        others: tuple[Totals, ...] = tuple(sum_up(one.history) for one in self.devices.values() if one is not memory)
+        leaks = check_leaks(memory)
+        check = check_with_allocator(memory.recorded, memory.history, memory.unmatched_entries)
+        capacity_bytes = capacity_bytes or find_capacity(memory.recorded, memory.device.index)
         return MemoryResult(
             snapshot=self.snapshot.path,
-            totals=totals,
-            history=facts,
+            totals=sum_up(memory.history),
+            history=describe_history(memory.history),
             composition=composition,
             phases=memory.phase_peaks(),
             fragmentation=measure_fragmentation(memory.history, moment),
-            oom=judge_oom(memory, capacity_bytes or find_capacity(memory)),
+            oom=judge_oom(memory, capacity_bytes),
             leaks=leaks,
-            ledger_check=ledger,
-            others=others,
-            warnings=warn_of_memory(
-                self.snapshot,
-                memory,
-                totals=totals,
-                facts=facts,
-                composition=composition,
-                leaks=leaks,
-                ledger=ledger,
-            ),
+            allocator_check=check,
+            others=tuple(sum_up(one.history) for one in self.devices.values() if one is not memory),
+            warnings=find_warnings(self.snapshot, memory, composition, leaks, check),
         )
 
 
@@ -121,9 +112,9 @@ def read_snapshot(
     Nothing in the file is executed: it may hold data only.
 
     Args:
-        path: the snapshot; in a run directory the ledger beside it is read too.
+        path: the snapshot, or a run directory, of which the recorded owners are read too.
         phases: phase name → glob on the names of ``record_function`` annotations.
-        rank: of a run of several, this one's; by default that with the highest peak.
+        rank: a run's rank; by default the one with the highest peak.
 
     Raises:
         SnapshotError: the file cannot be read or is no snapshot.
@@ -131,13 +122,13 @@ def read_snapshot(
         UsageError: the run has no snapshot of this rank, or ``path`` is no run.
     """
     path = Path(path)
-    ledger = None
+    recorded = None
     if path.is_dir():
         path = Run(path).find_snapshot(rank)
-        ledger = read_owners(owners_of(path)) if owners_of(path).exists() else None
+        recorded = read_owners(owners_of(path)) if owners_of(path).exists() else None
     elif rank is not None:
         raise UsageError(f"--rank {rank}: {path} is one snapshot; name the run's directory")
-    return OpenedSnapshot(read_columns(path), ledger, phases)
+    return OpenedSnapshot(read_columns(path), recorded, phases)
 
 
 def find_moment(memory: DeviceMemory, at: str) -> int:
@@ -149,15 +140,17 @@ def find_moment(memory: DeviceMemory, at: str) -> int:
         return _phase_moment(memory, at.removeprefix(_PHASE))
     match = _TIME.fullmatch(at.strip())
     if match is None:
-        raise UsageError(f"--at {at}: neither peak, phase:NAME nor a time such as 1.5s, 300ms or microseconds")
+        raise UsageError(f"--at {at}: write peak, phase:NAME, or a time such as 1.5s or 300ms after the first event")
     if history.time_us(1) is None:
-        raise SnapshotError(f"--at {at}: the snapshot records no times; only --at peak can be told")
+        raise SnapshotError(f"--at {at}: the snapshot records no times; only peak is possible")
     first = int(memory.timeline.times_us[0])
     unit = match["unit"]
     value = float(match["value"]) * _UNITS[unit] + first if unit else float(match["value"])
+    if not unit and value < first:
+        raise UsageError(f"--at {at}: write {match['value']}s for seconds after the first event")
     if not first <= value <= int(memory.timeline.times_us[-1]):
         span = (int(memory.timeline.times_us[-1]) - first) / 1e6
-        raise UsageError(f"--at {at}: outside the history, which lasts {span:.6f}s from {first} µs on")
+        raise UsageError(f"--at {at}: outside the history, which lasts {span:.6f}s from {first} µs")
     return memory.timeline.moment_at(int(value))
 
 
@@ -165,7 +158,7 @@ def _phase_moment(memory: DeviceMemory, name: str) -> int:
     phases = [phase for phase in memory.timeline.phases if phase.name == name]
     if not phases:
         known = ", ".join(dict.fromkeys(phase.name for phase in memory.timeline.phases)) or "none"
-        raise UsageError(f"--at phase:{name}: no such phase; there is {known} (--phase NAME=GLOB names more)")
+        raise UsageError(f"--at phase:{name}: no such phase; the phases are {known} (--phase NAME=GLOB adds more)")
     allocated = memory.history.curves.allocated
     spans = [memory.timeline.moments_of(phase) for phase in phases]
     peaks = [first + int(allocated[first : last + 1].argmax()) for first, last in spans]

@@ -1,4 +1,4 @@
-"""Where reserved memory was free at a moment of the history, and what lay around it."""
+"""Where reserved memory was free at a moment of the history, and which live blocks surrounded it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.memory.peak import History
-from profkit.analysis.memory.rules import SMALL_BYTES, SMALL_SEGMENT_BYTES
-from profkit.analysis.memory.start import find_regions
+from profkit.allocator.history import History
+from profkit.allocator.rules import SMALL_BYTES, SMALL_SEGMENT_BYTES
+from profkit.allocator.start import find_regions
 from profkit.snapshot.columns import SEGMENT_ALLOC, SEGMENT_UNMAP
 
 
 @dataclass(frozen=True)
 class FreeBlock:
-    """A free block and the live blocks (rows of the replay) that lie in its segment, next to it first."""
+    """A free block, and the live blocks (rows of the replay) in its segment, nearest first."""
 
     address: int
     size_bytes: int

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from profkit.snapshot.columns import Ints, Settings
 
 MIN_BLOCK_BYTES = 512
-"""Sizes are multiples of this, and a rest as large is split off in the small pool and in expandable segments."""
+"""All sizes are multiples of this. In the small pool and in expandable segments any such rest is split off."""
 
 SMALL_BYTES = 2**20
-"""Requests up to this (rounded) come from the small pool. Elsewhere a rest must be larger than this to be split off,
-so a free block of the large pool is always larger than this: segments are, rests are, and what is freed is."""
+"""Requests up to this (rounded) come from the small pool. In the large pool a rest must be larger than this to be
+split off, so every free block of the large pool is larger than this."""
 
 SMALL_SEGMENT_BYTES = 2 * 2**20
 LARGE_SEGMENT_BYTES = 20 * 2**20
@@ -26,10 +26,10 @@ NEVER = 2**62
 
 
 def round_sizes(requested_bytes: Ints, settings: Settings) -> Ints:
-    """Return what the allocator looks for when asked for ``requested_bytes``.
+    """Return the size of block that the allocator looks for when asked for ``requested_bytes``.
 
-    The next multiple of 512, at least 512; or, under ``roundup_power2_divisions`` and above 512 times the divisions of
-    the size's interval, the next of so many equal steps between two powers of two.
+    That is the next multiple of 512, at least 512. Under ``roundup_power2_divisions``, and above 512 times the
+    divisions of the size's interval, it is the next of that many equal steps between two powers of two.
     """
     rounded = np.maximum(-(-requested_bytes // MIN_BLOCK_BYTES), 1) * MIN_BLOCK_BYTES
     if not settings.roundup_power2_divisions:
@@ -45,7 +45,7 @@ def round_sizes(requested_bytes: Ints, settings: Settings) -> Ints:
 
 
 def smallest_rests(rounded_bytes: Ints, settings: Settings, is_expandable: bool) -> Ints:
-    """Return for each rounded size the smallest rest that is split off; a smaller one stays with the block as padding.
+    """Return for each rounded size the smallest rest that is split off; a smaller rest stays with the block.
 
     Args:
         is_expandable: whether the memory lies in expandable segments.

@@ -1,0 +1,364 @@
+"""Replay the caching allocator: from the recorded events to the blocks that it charged, byte for byte.
+
+An event names an address and the bytes requested. What the allocator charged is the block at that address: the request
+rounded up, plus the rest of the free block where that was too small to split off. So the replay keeps the free blocks
+and follows the allocator's own rules (`profkit.allocator.rules`): split on alloc, merge with free neighbours of the
+same segment on free, add and remove segments. The addresses are recorded, so nothing is searched, and an event costs a
+few dictionary operations.
+
+The allocator counts a block as allocated until ``free_requested``, and as requested and active until
+``free_completed``, when its memory can be used again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.allocator.rules import MIN_BLOCK_BYTES, round_sizes, smallest_rests
+from profkit.allocator.start import Start, find_start
+from profkit.snapshot.columns import (
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Device,
+    Ints,
+    Settings,
+)
+
+_CHUNK = 2**15
+"""Events turned into Python numbers at a time; more would only take memory."""
+
+_FREE = -1
+"""A ``free_requested`` and the ``free_completed`` that directly follows it, as one event."""
+
+_FAR = 2**62
+
+_UNKNOWN_FREE = "frees of what was never allocated"
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """Every allocation that the history shows on one device, and the memory reserved before the first event.
+
+    Allocations are rows: first those from before the first event, by address, then the others by birth. Moments are
+    indices of events: ``birth`` is -1 for rows from before the first event; ``freed`` and ``completed`` are the number
+    of events if that never happened.
+    """
+
+    address: Ints
+    size_bytes: Ints
+    """What the allocator charged."""
+    slack_bytes: Ints
+    """How much larger the block may have been: 0 where its size is proven, as it nearly always is."""
+    requested_bytes: Ints
+    birth: Ints
+    freed: Ints
+    completed: Ints
+    final_block: Ints
+    """For a row from before the first event that is still there at the dump: its block's index. Otherwise -1."""
+    start_count: int
+    """How many rows are from before the first event."""
+    start_reserved_bytes: int
+    event_count: int
+    final_free: dict[int, int]
+    """Free blocks after the last event: address → size."""
+    contradictions: dict[str, int]
+    """What the history says that no allocator could have done → how often."""
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+
+def replay_device(device: Device, settings: Settings) -> Replay:
+    """Return what the allocator did on ``device``, from the first recorded event to the last."""
+    events = device.events
+    start = find_start(device, settings)
+    start_count = len(start.address)
+    expandable = _expandable_ranges(device)
+    only_expandable = bool(expandable) and not start.fences and not np.any(events.action == SEGMENT_ALLOC)
+    heap = _Heap(start, expandable)
+    births = np.flatnonzero(events.action == ALLOC)
+    heap.address.extend(events.address[births].tolist())
+    freed = [-1 if is_pending else len(events) for is_pending in start.is_pending] + [len(events)] * len(births)
+    completed = _run(heap, _chunks(device, settings, only_expandable), events.size_bytes, freed)
+    freed_column = np.array(freed, dtype=np.int64)
+    heap.settle(events.address[births], np.searchsorted(births, freed_column))
+    no_block = np.full(len(births), -1, dtype=np.int64)
+    return Replay(
+        address=np.array(heap.address, dtype=np.int64),
+        size_bytes=np.array(heap.size_bytes, dtype=np.int64),
+        slack_bytes=np.concatenate([np.array(heap.slack_bytes, dtype=np.int64), np.zeros_like(births)]),
+        requested_bytes=np.concatenate([np.array(start.requested_bytes, dtype=np.int64), events.size_bytes[births]]),
+        birth=np.concatenate([np.full(start_count, -1, dtype=np.int64), births]),
+        freed=freed_column,
+        completed=np.array(completed, dtype=np.int64),
+        final_block=np.concatenate([np.array(start.final_block, dtype=np.int64), no_block]),
+        start_count=start_count,
+        start_reserved_bytes=start.reserved_bytes,
+        event_count=len(events),
+        final_free=heap.free,
+        contradictions=dict(heap.contradictions),
+    )
+
+
+def reserved_changes(device: Device) -> Ints:
+    """Return, per event, by how many bytes it changed what the device has reserved."""
+    action, size = device.events.action, device.events.size_bytes
+    grows = (action == SEGMENT_ALLOC) | (action == SEGMENT_MAP)
+    shrinks = (action == SEGMENT_FREE) | (action == SEGMENT_UNMAP)
+    return np.where(grows, size, np.where(shrinks, -size, 0))
+
+
+def _expandable_ranges(device: Device) -> list[tuple[int, int]]:
+    """Return where expandable segments ever had pages, joined: CUDA gives those addresses to nothing else."""
+    events, segments = device.events, device.segments
+    mapped = (events.action == SEGMENT_MAP) | (events.action == SEGMENT_UNMAP)
+    begins = np.concatenate([segments.address[segments.is_expandable], events.address[mapped]])
+    ends = begins + np.concatenate([segments.size_bytes[segments.is_expandable], events.size_bytes[mapped]])
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(zip(begins.tolist(), ends.tolist(), strict=True)):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+_Event = tuple[int, int, int, int, int]
+
+
+def _chunks(device: Device, settings: Settings, is_expandable: bool) -> Iterator[Iterator[_Event]]:
+    """Yield chunks of (event, action, address, rounded size, smallest rest that is split off)."""
+    events = device.events
+    action = events.action.copy()
+    follows = (action[1:] == FREE_COMPLETED) & (action[:-1] == FREE_REQUESTED)
+    pairs = np.flatnonzero(follows & (events.address[1:] == events.address[:-1]))
+    action[pairs + 1] = _FREE
+    kept = np.ones(len(action), dtype=np.bool_)
+    kept[pairs] = False
+    rows = np.flatnonzero(kept & (action <= SEGMENT_UNMAP))
+    for low in range(0, len(rows), _CHUNK):
+        part = rows[low : low + _CHUNK]
+        rounded = round_sizes(events.size_bytes[part], settings)
+        rests = smallest_rests(rounded, settings, is_expandable)
+        columns = (part, action[part], events.address[part], rounded, rests)
+        yield zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _run(  # noqa: PLR0912, PLR0915 (one loop without calls: it takes most of the time of a replay)
+    heap: _Heap, chunks: Iterator[Iterator[_Event]], event_sizes: Ints, freed: list[int]
+) -> list[int]:
+    """Run the events through the heap; note per row when it was freed, and return when that was completed."""
+    free, start_of, fences, live, sizes = heap.free, heap.start_of, heap.fences, heap.live, heap.size_bytes
+    never = len(event_sizes)
+    completed = [never] * len(freed)
+    row_count = len(sizes)
+    for chunk in chunks:
+        for event, action, address, rounded, least in chunk:
+            if action == ALLOC:
+                have = free.pop(address, 0)
+                rest = have - rounded
+                if rest >= least:
+                    free[address + rounded] = rest
+                    start_of[address + have] = address + rounded
+                    sizes.append(rounded)
+                elif rest == 0:
+                    start_of.pop(address + have, None)
+                    sizes.append(rounded)
+                else:
+                    sizes.append(heap.take_whole(address, rounded, least, have))
+                live[address] = row_count
+                row_count += 1
+            elif action <= FREE_COMPLETED:  # or _FREE
+                row = live.pop(address, -1)
+                if row < 0:
+                    heap.contradictions[_UNKNOWN_FREE] += 1 + (action == _FREE)
+                    continue
+                completed[row] = event
+                if action == _FREE:
+                    if freed[row] == never:
+                        freed[row] = event - 1
+                    else:
+                        heap.contradictions[_UNKNOWN_FREE] += 1
+                elif freed[row] == never:
+                    freed[row] = event
+                    heap.contradictions["frees completed that nobody had requested"] += 1
+                # As `_Heap.insert` does.
+                begin, end = address, address + sizes[row]
+                if begin not in fences:
+                    before = start_of.pop(begin, None)
+                    if before is not None:
+                        free.pop(before, None)
+                        begin = before
+                if end not in fences:
+                    end += free.pop(end, 0)
+                free[begin] = end - begin
+                start_of[end] = begin
+            elif action == FREE_REQUESTED:
+                row = live.get(address, -1)
+                if row < 0 or freed[row] != never:
+                    heap.contradictions[_UNKNOWN_FREE] += 1
+                else:
+                    freed[row] = event
+            else:
+                heap.do_segment(action, address, int(event_sizes[event]))
+    return completed
+
+
+class _Heap:
+    """State of one device's allocator during a replay; begins as `Start`, and takes over its containers.
+
+    ``free`` maps where a free block begins to its size; ``start_of`` maps where it ends to where it begins; ``fences``
+    are the beginnings of segments, across which nothing merges. ``live`` maps addresses to rows; the lists are columns
+    of rows.
+    """
+
+    def __init__(self, start: Start, expandable: list[tuple[int, int]]) -> None:
+        self.free = start.free
+        self.start_of = {begin + size: begin for begin, size in start.free.items()}
+        self.fences = start.fences
+        self.live = {address: row for row, address in enumerate(start.address)}
+        self.address = start.address
+        self.size_bytes = start.size_bytes
+        self.slack_bytes = start.slack_bytes
+        self.contradictions = start.contradictions
+        self._uncertain = start.uncertain
+        self._padded: dict[int, int] = {}
+        self._expandable = expandable
+
+    def insert(self, begin: int, size: int) -> None:
+        """Add free memory, merged with the free memory on both sides in the same segment."""
+        end = begin + size
+        if begin not in self.fences:
+            before = self.start_of.pop(begin, None)
+            if before is not None:
+                self.free.pop(before, None)
+                begin = before
+        if end not in self.fences:
+            end += self.free.pop(end, 0)
+        self.free[begin] = end - begin
+        self.start_of[end] = begin
+
+    def take_whole(self, address: int, want: int, least: int, have: int) -> int:
+        """Serve an alloc that does not cleanly split a free block; return what the allocator charged.
+
+        ``have`` is the size of the free block that began at ``address`` and has been taken out of ``free``, 0 if there
+        was none; ``least`` is the smallest rest that the plain rules split off.
+        """
+        if have == 0:
+            have = self._reveal(address)
+        rest = have - want
+        if have == 0 or rest < 0:
+            return self._take_impossible(address, want, have)
+        if rest >= least or (rest >= MIN_BLOCK_BYTES and self._is_expandable(address)):
+            self.free[address + want] = rest
+            self.start_of[address + have] = address + want
+            return want
+        self.start_of.pop(address + have, None)
+        if rest:
+            self._padded[address + want] = address
+        return have
+
+    def do_segment(self, action: int, address: int, size: int) -> None:
+        """Reserve or release a segment, or map or unmap pages of an expandable one."""
+        if action == SEGMENT_ALLOC:
+            if address in self.free or address in self.live:
+                self.contradictions["segments reserved where memory is reserved already"] += 1
+                return
+            self.fences.add(address)
+            self.free[address] = size
+            self.start_of[address + size] = address
+        elif action == SEGMENT_MAP:
+            self.insert(address, size)
+        elif action == SEGMENT_FREE:
+            if self.free.get(address) == size:
+                self.free.pop(address)
+                self.start_of.pop(address + size, None)
+                self.fences.discard(address)
+            else:
+                self.contradictions["segments released while in use"] += 1
+        elif not self._carve(address, size):
+            self.contradictions["pages unmapped while in use"] += 1
+
+    def settle(self, address: Ints, first_free: Ints) -> None:
+        """Drop the doubt about a block if a later alloc began exactly where the block ends without the doubtful bytes.
+
+        ``address`` are the addresses of the allocs in the order of events; ``first_free`` is, per row, how many allocs
+        came before it was freed.
+        """
+        if not self._uncertain:
+            return
+        places: dict[int, int] = {}
+        for order, place in enumerate(address.tolist()):
+            if place in self._uncertain:
+                places.setdefault(place, order)
+        for place, row in self._uncertain.items():
+            if place in places and places[place] < first_free[row]:
+                self.slack_bytes[row] = 0
+
+    def _is_expandable(self, address: int) -> bool:
+        at = bisect_right(self._expandable, (address, _FAR)) - 1
+        return at >= 0 and address < self._expandable[at][1]
+
+    def _reveal(self, address: int) -> int:
+        """Find the free block that must begin at ``address``, where none was known; take it out, return its size.
+
+        Either the block before it was split after all (a CUDA graph's pool that is restored to a checkpoint splits
+        exactly), or that block is from before the first event, and its size, unknown so far, is now clear.
+        """
+        owner = self._padded.get(address)
+        row = self.live.get(owner, -1) if owner is not None else -1
+        if owner is not None and row >= 0 and self.address[row] + self.size_bytes[row] > address:
+            rest = owner + self.size_bytes[row] - address
+            self.size_bytes[row] -= rest
+            self.insert(address, rest)
+            return self.free.pop(address)
+        for begin, row in self._uncertain.items():
+            have = begin + self.free.get(begin, 0) - address
+            is_there = begin < address <= begin + self.slack_bytes[row] and have > 0
+            if is_there and self.live.get(self.address[row]) == row:
+                del self.free[begin], self._uncertain[begin]
+                self.start_of[address + have] = address
+                self.size_bytes[row] += address - begin
+                self.slack_bytes[row] = 0
+                return have
+        return 0
+
+    def _take_impossible(self, address: int, want: int, have: int) -> int:
+        """Serve an alloc that no allocator could have served, as well as possible, and count it."""
+        if have:
+            self.start_of.pop(address + have, None)
+            self.contradictions["allocs larger than the free block that they begin"] += 1
+        elif address in self.live:
+            self.contradictions["allocs where a live block begins"] += 1
+        elif self._carve(address, want):
+            self.contradictions["allocs in the middle of a free block"] += 1
+        else:
+            self.contradictions["allocs where no free memory is known"] += 1
+        return want
+
+    def _carve(self, begin: int, size: int) -> bool:
+        """Take ``size`` bytes at ``begin`` out of the free block around them; False if there is none."""
+        for low, extent in self.free.items():
+            if low <= begin and begin + size <= low + extent:
+                break
+        else:
+            return False
+        high = low + extent
+        del self.free[low]
+        self.start_of.pop(high, None)
+        if low < begin:
+            self.free[low] = begin - low
+            self.start_of[begin] = low
+        if begin + size < high:
+            self.free[begin + size] = high - begin - size
+            self.start_of[high] = begin + size
+        return True
