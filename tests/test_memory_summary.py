@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import profkit
 from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot, read_snapshot
 from profkit.analysis.memory.owners import find_capacity
@@ -371,7 +370,3 @@ def test_no_damaged_value_ends_in_a_traceback(damages: list[Any]) -> None:
         opened.memory()
         for device in opened.devices.values():
             bin_history(device)
-
-
-def test_the_public_face() -> None:
-    assert profkit.read_snapshot is read_snapshot
