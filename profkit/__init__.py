@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from profkit.version import __version__
 
 if TYPE_CHECKING:
+    from profkit.analysis.efficiency.datasheet import find_datasheet as find_datasheet
     from profkit.analysis.step_times import read_step_times as read_step_times
     from profkit.annotation import annotate as annotate
     from profkit.reading import compare as compare
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "annotate": ("profkit.annotation", "annotate"),
     "compare": ("profkit.reading", "compare"),
+    "find_datasheet": ("profkit.analysis.efficiency.datasheet", "find_datasheet"),
     "read_snapshot": ("profkit.reading", "open_snapshot"),
     "read_step_times": ("profkit.analysis.step_times", "read_step_times"),
     "read_trace": ("profkit.reading", "open_trace"),
 }
 
-__all__ = ["__version__", "annotate", "compare", "read_snapshot", "read_step_times", "read_trace"]
+__all__ = ["__version__", "annotate", "compare", "find_datasheet", "read_snapshot", "read_step_times", "read_trace"]
 
 
 def __getattr__(name: str) -> Any:

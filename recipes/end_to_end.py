@@ -1,7 +1,7 @@
 """What do forward, backward and optimizer of a whole model cost, by size, context, precision, compilation and warm-up?
 
-``python -m recipes.end_to_end --device cpu``. profkit's transformer, batch 4. Each phase is timed alone, never worked
-out as a difference. Without warm-up is without: a process of its own in which nothing ran before.
+``python -m recipes.end_to_end --device cpu``. profkit's transformer, batch 4. Each phase is timed by itself, never
+computed as a difference. A cell without warm-up runs in a process of its own in which nothing ran before.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ MEASURED = (
 
 
 def measure(cell: Cell, device: Device) -> Row:
-    """Measure a cell; torch is loaded in its process alone."""
+    """Measure a cell; only its own process loads torch."""
     from recipes.whole_model.measure import measure_cell
 
     return measure_cell(cell, device)
 
 
 def predict(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell asks for at its peak, or a lower bound."""
+    """Return the bytes that a cell needs at its peak, or a lower bound."""
     from recipes.whole_model.measure import predict_bytes
 
     return predict_bytes(cell, device)
 
 
 def choose_settings(grid: GridName, device: Device, given: dict[str, Sequence[Any]]) -> list[Setting]:
-    """Return what to measure: of the write-ups' cells those with the values given, else the product with them.
+    """Return the settings to measure: the write-ups' cells with the given values, or their product.
 
     Raises:
-        UsageError: TF32 is asked for where there is none, or nothing is left.
+        UsageError: the device has no TF32, or no setting is left.
     """
     if device != "cuda":
         if "tf32" in given.get("dtype", ()):
@@ -97,9 +97,9 @@ RECIPE = Recipe(
 @click.option("--passes", type=Names(PASSES), help="How much of a training step, instead of the grid's.")
 @click.option("--dtype", type=Names(DTYPES), help="fp32, tf32, or bf16 autocast, instead of the grid's.")
 @click.option("--mode", type=Names(MODES), help="eager, compiled, instead of the grid's.")
-@click.option("--warmup", type=Numbers(least=0), help="Steps before the timed ones; all but the most for fp32 eager.")
+@click.option("--warmup", type=Numbers(least=0), help="Steps before the timed ones; only fp32 eager varies them.")
 @click.option("--batch", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--steps", type=click.IntRange(min=3), help="Timed steps a cell  [default: 10; 5 with --grid small]")
+@click.option("--steps", type=click.IntRange(min=3), help="Timed steps per cell  [default: 10; 5 with --grid small]")
 def main(options: Options, batch: int, steps: int | None, **given: Sequence[int] | Sequence[str] | None) -> int:
     axes = {axis: values for axis, values in given.items() if values is not None}
     settings = choose_settings(options.grid, options.device, axes)

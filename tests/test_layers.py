@@ -130,6 +130,7 @@ def test_the_public_names_are_what_they_say() -> None:
         "annotate": "annotate",
         "compare": "compare",
         "read_snapshot": "open_snapshot",
+        "find_datasheet": "find_datasheet",
         "read_step_times": "read_step_times",
         "read_trace": "open_trace",
     }

@@ -11,21 +11,19 @@ from typing import Protocol
 
 import torch
 
-from profkit.capture.conditions import counted_since, read_counters
-from profkit.capture.kineto import recorded_by_kineto
-from profkit.capture.step import TrainingStep
-from profkit.launch.processes import sigterm_raises
 from recipes.attention.cells import DTYPES as DTYPE_NAMES
 from recipes.attention.implementations import find_attention
 from recipes.attention.measure import Passes
 from recipes.attention.measure import predict_bytes as predict_attention_bytes
-from recipes.common.measuring import run_short, summarize_parts
+from recipes.common.grid import sigterm_raises
+from recipes.common.measuring import run_short, summarize_parts, synchronize
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole
 from recipes.compilation.cells import ATTENTION, as_attention_cell, as_model_cell
 from recipes.compilation.work import read_work
-from recipes.whole_model.cells import COMPILED, FORWARD_ONLY, workload_of
-from recipes.whole_model.measure import PhaseWatch, split_samples
+from recipes.whole_model.cells import COMPILED, FORWARD_ONLY, work_of
 from recipes.whole_model.measure import predict_bytes as predict_model_bytes
+from recipes.whole_model.measure import time_steps
+from recipes.whole_model.training import Training
 
 WARMUP = 5
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -44,26 +42,6 @@ class Steps(Protocol):
 
     def run(self) -> dict[str, float]:
         """Run a step, and return the milliseconds of its phases and of the ``step``."""
-
-
-class ModelSteps:
-    """Steps of profkit's transformer."""
-
-    def __init__(self, cell: Cell, device: Device) -> None:
-        self._workload = workload_of(as_model_cell(cell))
-        self._device = device
-        self._watch = PhaseWatch(device)
-
-    @property
-    def phase(self) -> str:
-        return self._watch.phase
-
-    def build(self) -> None:
-        self._step = TrainingStep(self._workload, torch.device(self._device))
-        self._step.observe(self._watch)
-
-    def run(self) -> dict[str, float]:
-        return {part: samples[0] for part, samples in split_samples(self._step.run_measured()).items()}
 
 
 class AttentionSteps:
@@ -107,7 +85,9 @@ def measure_cell(cell: Cell, device: Device) -> Row:
     The timed steps run without a profiler, after a warm-up in which all is compiled, from an empty cache: what the
     first step took then holds all of that. One more step runs under torch.profiler; its times are the kernels' alone.
     """
-    steps: Steps = AttentionSteps(cell, device) if cell["what"] == ATTENTION else ModelSteps(cell, device)
+    steps: Steps = (
+        AttentionSteps(cell, device) if cell["what"] == ATTENTION else Training(work_of(as_model_cell(cell)), device)
+    )
     found: Row = {}
     # Inductor's own processes may still hold files there, which are nothing to fail for.
     temporary = TemporaryDirectory(prefix="compile_speedup.", ignore_cleanup_errors=True)
@@ -126,19 +106,19 @@ def _measure(steps: Steps, cell: Cell, device: Device, directory: Path) -> Row:
     first = steps.run()
     for _ in range(WARMUP - 1):
         steps.run()
-    before = read_counters()
-    timed = [steps.run() for _ in range(whole(cell["steps"]))]
-    during = counted_since(before)
-    samples = {part: [step[part] for step in timed] for part in timed[0]}
+    samples, events = time_steps(steps.run, whole(cell["steps"]))
     trace = directory / "step.json.gz"
-    with recorded_by_kineto(trace, torch.device(device)):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    with torch.profiler.profile(activities=activities) as profile:
         profiled = steps.run()
+        synchronize(device)
+    profile.export_chrome_trace(str(trace))
     phases = [part for part in profiled if part not in ("step", "forward_backward")]
     return {
         **summarize_parts(samples),
         "first_step_s": first["step"] / 1e3,
-        "compiled_graphs": during["compiled_graphs"],
-        "allocator_retries": during["allocator_retries"],
+        **events,
         **read_work(trace, phases, is_aten_operator),
     }
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import cast
 
 from profkit.models.presets import PRESETS
-from profkit.models.workload import Passes, Workload
 from recipes.common.recipe import Cell, GridName, whole
+from recipes.whole_model.cells import Work
 
 KEYS = ("size", "context", "passes", "batch", "steps", "profiler")
 TOGETHER = ("size", "passes", "batch", "steps", "profiler")
@@ -41,12 +40,6 @@ def build_cells(sizes: Sequence[str], contexts: Sequence[int], batch: int, steps
     ]
 
 
-def workload_of(cell: Cell) -> Workload:
-    """Return what profkit's built-in model does in a cell: in fp32, eager."""
-    return Workload(
-        preset_name=str(cell["size"]),
-        batch=whole(cell["batch"]),
-        context=whole(cell["context"]),
-        steps=whole(cell["steps"]),
-        passes=cast("Passes", cell["passes"]),
-    )
+def work_of(cell: Cell) -> Work:
+    """Return the step that a cell records: fp32, eager."""
+    return Work(str(cell["size"]), whole(cell["context"]), whole(cell["batch"]), str(cell["passes"]))

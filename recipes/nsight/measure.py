@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from profkit import read_trace
-from profkit.models.memory import HOPPER_WORKSPACE_BYTES, predict_memory
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole
+from recipes.model_memory.predict import predict_memory
 from recipes.nsight.capture import MemoryFull, build_arguments, record
-from recipes.nsight.cells import workload_of
+from recipes.nsight.cells import work_of
 from recipes.nsight.read import read_row
 
 
 def predict_bytes(cell: Cell, device: Device) -> int:
     """Return the bytes that a step asks for at its peak."""
-    return predict_memory(workload_of(cell), HOPPER_WORKSPACE_BYTES if device == "cuda" else 0).peak.bytes
+    return predict_memory(work_of(cell), device).peak.bytes
 
 
 def measure_cells(cells: Sequence[Cell], device: Device, captures: Path) -> list[Row]:

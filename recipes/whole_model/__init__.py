@@ -1,1 +1,1 @@
-"""What end_to_end does: its cells, how one is measured, what is said about all of them."""
+"""A whole training step: the cells, the step itself, how it is measured, the report."""

@@ -1,13 +1,13 @@
-"""The cells of end_to_end: which size, on what, how; no torch."""
+"""The cells of end_to_end, and one step of profkit's transformer as plain data. Loads no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
-from profkit.models.presets import PRESETS
-from profkit.models.workload import Dtype, Passes, Workload
+from profkit.models.presets import PRESETS, Preset
 from recipes.common.recipe import Cell, Row, whole
 
 KEYS = ("size", "context", "passes", "dtype", "mode", "warmup", "batch", "steps")
@@ -22,7 +22,7 @@ SIZES = tuple(PRESETS)
 _LARGE = ("small", "medium", "large", "xl", "2.7B")
 _CONTEXTS = (128, 256, 512, 1024)
 _PRINTED_AT = 256
-"""The context of the write-ups' tables that have one alone."""
+"""The context of the write-ups' tables that have only one."""
 _WARM = 5
 
 Axes = Mapping[str, Sequence[Any]]
@@ -32,12 +32,42 @@ SMALL: Axes = {
 }  # fmt: skip
 FULL: Axes = {**SMALL, "size": _LARGE, "context": _CONTEXTS, "dtype": DTYPES}
 
+
+@dataclass(frozen=True)
+class Work:
+    """One step of profkit's transformer: its size, its data, and how it is computed.
+
+    ``dtype`` is fp32, tf32 (fp32 with matrix products in TF32) or bf16 (autocast, fp32 weights). With
+    ``checkpoint_layers`` above 0, every that many layers save only their input for backward, which runs them again.
+    """
+
+    size: str
+    context: int
+    batch: int = 4
+    passes: str = TRAIN
+    dtype: str = "fp32"
+    compiled: bool = False
+    checkpoint_layers: int = 0
+
+    @property
+    def preset(self) -> Preset:
+        return PRESETS[self.size]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the matrix products of one step, backward twice those of forward; recomputation not counted."""
+        sizes, tokens = self.preset, self.batch * self.context
+        layer = 8 * sizes.d_model**2 + 4 * self.context * sizes.d_model + 6 * sizes.d_model * sizes.d_ff
+        forward = tokens * (sizes.num_layers * layer + 2 * sizes.d_model * sizes.vocab_size)
+        return forward if self.passes == FORWARD_ONLY else 3 * forward
+
+
 Setting = tuple[str, int, str, str, str, int]
 """A cell without batch and steps, in the order of the keys."""
 
 
 def of_product(axes: Axes) -> list[Setting]:
-    """Return every combination, warm-up varied for fp32 eager alone; the others have the longest."""
+    """Return every combination. Only fp32 eager varies the warm-up; the others have the longest."""
     warmups = sorted(axes["warmup"], reverse=True)
     found = []
     for warmup, mode, dtype, passes, size, context in product(
@@ -49,9 +79,9 @@ def of_product(axes: Axes) -> list[Setting]:
 
 
 def of_reports() -> list[Setting]:
-    """Return what the write-ups print, each once: forward and backward over the contexts first.
+    """Return the cells that the write-ups print, each once: forward and backward over the contexts first.
 
-    What is compiled comes last: compiling the largest takes minutes, and each eager cell seconds.
+    Compiled cells come last: compiling the largest takes minutes, an eager cell seconds.
     """
     return sorted(dict.fromkeys(_printed()), key=lambda setting: setting[KEYS.index("mode")] == COMPILED)
 
@@ -71,7 +101,7 @@ def _printed() -> Iterator[Setting]:
 
 
 def restrict(settings: Iterable[Setting], wanted: Axes) -> list[Setting]:
-    """Return the settings whose values are all among the wanted ones; an axis that is not there excludes none."""
+    """Return the settings with only wanted values; an axis that is not named excludes none."""
     return [
         setting
         for setting in settings
@@ -84,22 +114,20 @@ def build_cells(settings: Iterable[Setting], batch: int, steps: int) -> list[Cel
     return [dict(zip(KEYS, (*setting, batch, steps), strict=True)) for setting in settings]
 
 
-def workload_of(cell: Cell) -> Workload:
-    """Return what profkit's built-in model is to do for a cell."""
-    return Workload(
-        preset_name=str(cell["size"]),
-        batch=whole(cell["batch"]),
+def work_of(cell: Cell) -> Work:
+    """Return the step that a cell runs."""
+    return Work(
+        size=str(cell["size"]),
         context=whole(cell["context"]),
-        warmup_steps=whole(cell["warmup"]),
-        steps=whole(cell["steps"]),
-        dtype=cast("Dtype", cell["dtype"]),
-        compile_mode="default" if cell["mode"] == COMPILED else "none",
-        passes=cast("Passes", cell["passes"]),
+        batch=whole(cell["batch"]),
+        passes=str(cell["passes"]),
+        dtype=str(cell["dtype"]),
+        compiled=cell["mode"] == COMPILED,
     )
 
 
 def leave_out_bounds(rows: Sequence[Row]) -> None:
-    """Leave out what was predicted of compiled code: a lower bound, that says what cannot fit, and no peak."""
+    """Drop the predictions for compiled code: they are lower bounds, which say what cannot fit, and no peaks."""
     for row in rows:
         if row["mode"] == COMPILED:
             row["predicted_peak_bytes"] = None

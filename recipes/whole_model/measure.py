@@ -1,113 +1,75 @@
-"""Time and memory of one cell, in the cell's own process: profkit's training step, phase by phase."""
+"""One cell of end_to_end in its own process: times of each phase, rates, and the peak of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 
-from profkit.analysis.efficiency.datasheet import find_datasheet
-from profkit.analysis.sample_statistics import summarize_samples
-from profkit.capture.clean_twin import Measured, measure_steps
-from profkit.capture.step import StepObserver, TrainingStep
-from profkit.models.memory import HOPPER_WORKSPACE_BYTES, predict_memory
-from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
-from recipes.common.measuring import run_short, summarize_parts
-from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
-from recipes.whole_model.cells import workload_of
-
-MIB = 2**20
-BUILDING = "model"
-"""The phase before the first step: parameters, tables and the batch."""
+from profkit import find_datasheet
+from recipes.common.measuring import MIB, run_short, summarize_parts
+from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole
+from recipes.model_memory.predict import predict_memory
+from recipes.whole_model.cells import Work, work_of
+from recipes.whole_model.training import Training
 
 
 def predict_bytes(cell: Cell, device: Device) -> int:
-    """Return the bytes that a step asks for at its peak; for compiled code a lower bound."""
-    workspace_bytes = HOPPER_WORKSPACE_BYTES if device == "cuda" else 0
-    return predict_memory(workload_of(cell), workspace_bytes).peak.bytes
+    """Return the bytes that a step needs at its peak; for compiled code a lower bound."""
+    return predict_memory(work_of(cell), device).peak.bytes
 
 
 def measure_cell(cell: Cell, device: Device) -> Row:
-    """Return times, rates and the peak of memory; or the phase in which the memory ended.
-
-    Each phase is timed on its own between two synchronisations. ``forward_backward`` is, step by step, the sum of
-    forward, loss and backward. Before the first step there is the model, and nothing has run.
-    """
-    run = _Run(cell, device)
-    shortage = run_short(run.measure, device)
+    """Return times, rates and the peak of memory; or the phase in which memory ran out."""
+    training = Training(work_of(cell), device)
+    found: Row = {}
+    shortage = run_short(lambda: found.update(_measure(training, whole(cell["warmup"]), whole(cell["steps"]))), device)
     if shortage is not None:
-        # What was compiled or timed before says nothing about a step that does not fit.
-        return {"status": out_of_memory(run.watch.phase), **shortage}
-    return {"status": OK, **run.found}
+        return {"status": out_of_memory(training.phase), **shortage}
+    return {"status": OK, **found}
 
 
-class PhaseWatch(StepObserver):
-    """Knows which phase is running, and waits at its end for a device that the step itself does not wait for."""
-
-    def __init__(self, device: Device) -> None:
-        self.phase = BUILDING
-        self._device = device
-
-    def phase_begun(self, name: str) -> None:
-        self.phase = name
-
-    def phase_done(self, name: str) -> None:
-        del name
-        if self._device == "mps":
-            torch.mps.synchronize()
-
-
-class _Run:
-    """One cell: what it found so far, and in which phase it is."""
-
-    def __init__(self, cell: Cell, device: Device) -> None:
-        self.workload = workload_of(cell)
-        self.device = device
-        self.watch = PhaseWatch(device)
-        self.found: Row = {}
-
-    def measure(self) -> None:
-        """Make the model, run the warm-up, time the steps."""
-        step = TrainingStep(self.workload, torch.device(self.device))
-        step.observe(self.watch)
-        step.run_warmup()
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        measured = measure_steps(step)
-        peak_bytes = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
-        samples = split_samples(measured.times)
-        self.found = {
-            **summarize_parts(samples),
-            **self._rates(sum(step.flops[phase] for phase in step.flops if phase in samples), samples["step"]),
-            "parameters": step.parameter_count,
-            "peak_MiB": None if peak_bytes is None else peak_bytes / MIB,
-            **_happened(measured),
-        }
-
-    def _rates(self, flops: int, steps_ms: Sequence[float]) -> Row:
-        """Return tokens a second and model FLOPs over the datasheet's peak, both from the median of the steps."""
-        seconds = summarize_samples(steps_ms).median / 1e3
-        sheet = find_datasheet(torch.cuda.get_device_name()) if self.device == "cuda" else None
-        peak = None if sheet is None else sheet.flops_per_s.get(self.workload.dtype)
-        return {
-            "tokens_per_s": self.workload.batch * self.workload.context / seconds,
-            "mfu": None if peak is None else flops / (seconds * peak),
-        }
-
-
-def split_samples(times: Sequence[Mapping[str, int]]) -> dict[str, list[float]]:
-    """Return each part's samples in milliseconds, in the order of the steps."""
-    samples = {
-        phase: [step[f"{phase}_ns"] / 1e6 for step in times]
-        for phase in (FORWARD, LOSS, BACKWARD, OPTIMIZER, "step")
-        if f"{phase}_ns" in times[0]
+def _measure(training: Training, warmup: int, steps: int) -> Row:
+    training.build()
+    for _ in range(warmup):
+        training.run()
+    on_gpu = training.device == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    samples, events = time_steps(training.run, steps)
+    return {
+        **summarize_parts(samples),
+        **rates(training.work, samples["step"], torch.cuda.get_device_name() if on_gpu else None),
+        "parameters": training.parameter_count,
+        "peak_MiB": torch.cuda.max_memory_allocated() / MIB if on_gpu else None,
+        **events,
     }
-    if BACKWARD in samples:
-        both = zip(samples[FORWARD], samples[LOSS], samples[BACKWARD], strict=True)
-        samples["forward_backward"] = [sum(parts) for parts in both]
-    return samples
 
 
-def _happened(measured: Measured) -> Row:
-    """Return what happened within the timed steps that makes a step slow."""
-    return {key: measured.during[key] for key in ("compiled_graphs", "allocator_retries")}
+def time_steps(run: Callable[[], dict[str, float]], steps: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Run steps; return each part's samples in ms, and how often something happened in them that makes a step slow."""
+    before = _count_events()
+    timed = [run() for _ in range(steps)]
+    events = {name: count - before[name] for name, count in _count_events().items()}
+    return {part: [step[part] for step in timed] for part in timed[0]}, events
+
+
+def rates(work: Work, steps_ms: Sequence[float], gpu: str | None) -> Row:
+    """Return tokens per second, and the model's FLOPs as a share of the datasheet's peak, by the median step."""
+    seconds = statistics.median(steps_ms) / 1e3
+    sheet = find_datasheet(gpu)
+    peak = None if sheet is None else sheet.flops_per_s.get(work.dtype)
+    return {
+        "tokens_per_s": work.batch * work.context / seconds,
+        "mfu": None if peak is None else work.flops / (seconds * peak),
+    }
+
+
+def _count_events() -> dict[str, int]:
+    """Return how many graphs Dynamo compiled, and how often the allocator had to free its cache and try again."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    graphs = 0 if dynamo is None else dynamo.counters.get("stats", {}).get("unique_graphs", 0)
+    allocator = torch.cuda.memory_stats() if torch.cuda.is_available() and torch.cuda.is_initialized() else {}
+    return {"compiled_graphs": graphs, "allocator_retries": allocator.get("num_alloc_retries", 0)}

@@ -1,42 +1,49 @@
-"""What end_to_end says about its rows: times by size and context, what stands out, pictures."""
+"""What end_to_end shows: times by size and context, findings of the detectors, two pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from profkit.report.formats import render_markdown
-from profkit.report.units import format_count
-from recipes.common.old_tables import build_pivot
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from recipes.common.pictures import COLOURS, label_plainly, new_figure, with_gaps
 from recipes.common.recipe import NOT_RUN, OK, Report, Row, whole
-from recipes.common.tables import listed
-from recipes.detectors.inspect import inspect_tables
-from recipes.detectors.tables import build_table as build_benchmark
+from recipes.common.tables import listed, markdown, pivot
+from recipes.detectors.inspect import inspect_rows
 from recipes.detectors.times import differs_at_first
-from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, KEYS, TRAIN
-from recipes.whole_model.pictures import draw_times, draw_warmup
+from recipes.whole_model.cells import COMPILED, EAGER, FORWARD_BACKWARD, FORWARD_ONLY, KEYS, SIZES, TRAIN
 
 PARTS = ("forward", "loss", "backward", "optimizer", "forward_backward", "step")
 _SHOWN_TO_DETECTORS = (*KEYS, "parameters", *(f"{part}{kind}_ms" for part in PARTS for kind in ("", "_mean", "_std")))
 _TABLES = ((FORWARD_BACKWARD, "forward"), (FORWARD_BACKWARD, "backward"), (FORWARD_ONLY, "step"), (TRAIN, "step"))
 _WORST = 3
+_STYLES: dict[tuple[str, str], tuple[Any, str]] = {
+    ("fp32", EAGER): ("-", "o"),
+    ("bf16", EAGER): ("--", "s"),
+    ("fp32", COMPILED): (":", "^"),
+    ("bf16", COMPILED): ("-.", "D"),
+}
+"""Lines and markers. TF32 is only in the tables: six lines per size would be too many for a picture."""
 
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
-    """Return times by size and context, what the detectors say, and pictures of times and of the first steps."""
-    sections = [*_pivots(rows), "## What the detectors say", listed(remark(rows)) or "Nothing."]
-    return Report(sections, {"times.png": draw_times(rows), "warmup.png": draw_warmup(rows)})
+    """Return times by size and context, findings, and pictures of times and of the first steps."""
+    blocks = [*_times(rows), "## Findings of the detectors", listed(remark(rows)) or "None."]
+    return Report(blocks, {"times.png": draw_times(rows), "warmup.png": draw_warmup(rows)})
 
 
 def remark(rows: Sequence[Row]) -> list[str]:
-    """Return what to know when reading the table, mistakes first."""
-    shown = [{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows]
-    findings = inspect_tables([build_benchmark("this table", shown)])
+    """Return what a reader of the tables must know, mistakes first."""
+    findings = inspect_rows([{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows])
     mistakes = [finding.message for finding in findings if not finding.is_note]
     notes = [finding.message for finding in findings if finding.is_note]
     return [*mistakes, *_first_samples(rows), *_happened_inside(rows), *notes]
 
 
-def _pivots(rows: Sequence[Row]) -> Iterator[str]:
+def _times(rows: Sequence[Row]) -> Iterator[str]:
     for passes, part in _TABLES:
         some = [row for row in rows if row["passes"] == passes]
         if not some:
@@ -46,14 +53,14 @@ def _pivots(rows: Sequence[Row]) -> Iterator[str]:
             here = [row for row in some if (row["dtype"], row["mode"], row["warmup"]) == setting]
             dtype, mode, warmup = setting
             if all(row["status"] == NOT_RUN for row in here):
-                yield f"{dtype}, {mode}, warm-up {warmup}: not run ({format_count(len(here), 'cell')})."
+                yield f"{dtype}, {mode}, warm-up {warmup}: not run ({len(here)} cells)."
             else:
-                table = build_pivot(here, "context", ["size"], f"{part}_ms", digits=4)
-                yield f"{dtype}, {mode}, warm-up {warmup}:\n\n{render_markdown(table)}"
+                yield f"{dtype}, {mode}, warm-up {warmup}:"
+                yield markdown(pivot(here, "context", ["size"], f"{part}_ms"))
 
 
 def _first_samples(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield, for each part, the rows whose first sample is an outlier: those where it is the most times the median."""
+    """Yield for each part the rows with a first sample that is an outlier, the farthest from the median first."""
     for part in ("forward", "backward", "optimizer"):
         found, timed = [], 0
         for row in rows:
@@ -62,33 +69,112 @@ def _first_samples(rows: Sequence[Row]) -> Iterator[str]:
             if isinstance(samples, list) and differs_at_first(samples):
                 found.append((samples[0] / float(str(row[f"{part}_ms"])), samples[0], row))
         worst = sorted(found, key=lambda entry: entry[0], reverse=True)[:_WORST]
-        told = "; ".join(
-            f"{first:.4g} ms, {times:.3g} times the median, at {_name(row)}" for times, first, row in worst
-        )
+        shown = "; ".join(f"{first:.4g} ms at {_name(row)} ({times:.3g} × the median)" for times, first, row in worst)
         if found:
-            why = ["the warm-up was missing or too short"] * any(times > 1 for times, _, _ in found)
-            why += ["where the first is the fastest, something slowed the later ones"] * any(t < 1 for t, _, _ in found)
-            yield (
-                f"{part}: the first sample is an outlier in {len(found)} of {timed} rows, most: {told}; "
-                f"{'; '.join(why)}"
-            )
+            causes = ["the warm-up was missing or too short"] * any(times > 1 for times, _, _ in found)
+            causes += ["where it is the fastest, something slowed the later samples"] * any(t < 1 for t, _, _ in found)
+            outliers = f"{part}: the first sample is an outlier in {len(found)} of {timed} rows"
+            yield f"{outliers}: {shown}; {'; '.join(causes)}"
 
 
 def _happened_inside(rows: Sequence[Row]) -> Iterator[str]:
-    for key, what, why in (
-        ("compiled_graphs", "graphs were compiled", "the times hold compilation"),
-        ("allocator_retries", "allocations were tried again after the cache was freed", "the memory was all but full"),
+    measured = sum(row["status"] == OK for row in rows)
+    for key, what in (
+        ("compiled_graphs", "the times include compilation: graphs were compiled in the timed steps"),
+        ("allocator_retries", "memory was almost full: allocations were retried in the timed steps"),
     ):
-        found = [(whole(row[key]), row) for row in rows if row.get(key)]
-        told = "; ".join(f"{count} at {_name(row)}" for count, row in found[:_WORST])
+        found = [f"{row[key]} at {_name(row)}" for row in rows if row.get(key)]
         if found:
-            yield f"{what} within the timed steps in {len(found)} of {_measured(rows)} rows: {told}; {why}"
-
-
-def _measured(rows: Sequence[Row]) -> int:
-    return sum(row["status"] == OK for row in rows)
+            yield f"{what} in {len(found)} of {measured} rows: {'; '.join(found[:_WORST])}"
 
 
 def _name(row: Row) -> str:
     size, context, passes, dtype, mode, warmup = (row[key] for key in KEYS[:6])
     return f"{size} {context} {passes} {dtype} {mode}, warm-up {warmup}"
+
+
+def draw_times(rows: Sequence[Row]) -> Figure:
+    """Draw forward and backward over the context, after the longest warm-up."""
+    drawn = _of_both(rows)
+    longest = max((whole(row["warmup"]) for row in drawn), default=0)
+    drawn = [row for row in drawn if row["warmup"] == longest]
+    asked = [row for row in rows if (row["passes"], row["warmup"]) == (FORWARD_BACKWARD, longest)]
+    figure = new_figure(f"A whole model: median of the steps, {longest} steps of warm-up", width=11.5)
+    contexts = sorted({whole(row["context"]) for row in drawn})
+    panels = figure.subplots(1, 2)
+    for panel, part in zip(panels, ("forward", "backward"), strict=True):
+        for series in dict.fromkeys((row["size"], row["dtype"], row["mode"]) for row in drawn):
+            _draw_series(panel, asked, series, f"{part}_ms")
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xticks(contexts, [str(context) for context in contexts])
+        panel.set_xticks([], minor=True)
+        label_plainly(panel)
+        panel.set_xlabel("context")
+        panel.set_ylabel(f"{part}, ms")
+        panel.grid(True, color="#E5E5E5")
+    _add_legend(panels[-1], drawn)
+    return figure
+
+
+def draw_warmup(rows: Sequence[Row]) -> Figure:
+    """Draw each forward sample of fp32 eager in its order: a panel per size at the least context, a line per warm-up.
+
+    If no cell without warm-up was measured the picture says so, and replaces that of an earlier run.
+    """
+    drawn = [row for row in _of_both(rows) if (row["dtype"], row["mode"]) == ("fp32", EAGER)]
+    least = min((whole(row["context"]) for row in drawn if not row["warmup"]), default=None)
+    if least is None:
+        figure = new_figure("Forward by timed step, by warm-up: fp32, eager", width=8.0, height=1.2)
+        figure.text(0.01, 0.3, "Not run: no cell of forward and backward without warm-up was measured.", fontsize=10)
+        return figure
+    drawn = [row for row in drawn if row["context"] == least]
+    sizes = list(dict.fromkeys(row["size"] for row in drawn))
+    title = f"Forward by timed step, by warm-up: fp32, eager, context {least}"
+    figure = new_figure(title, width=2.6 * len(sizes) + 3.5)
+    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
+    warmups = sorted({whole(row["warmup"]) for row in drawn})
+    for panel, size in zip(panels, sizes, strict=True):
+        for row in (row for row in drawn if row["size"] == size):
+            samples: Any = row["forward_samples_ms"]
+            colour = COLOURS[warmups.index(whole(row["warmup"])) % len(COLOURS)]
+            panel.plot(range(1, len(samples) + 1), samples, "-o", markersize=3, color=colour)
+        panel.set_yscale("log")
+        panel.set_title(str(size), fontsize=10)
+        panel.set_xlabel("timed step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        label_plainly(panel)
+        panel.grid(True, color="#E5E5E5")
+    panels[0].set_ylabel("forward, ms")
+    handles = [Line2D([], [], color=COLOURS[place], marker="o", label=str(n)) for place, n in enumerate(warmups[:7])]
+    panels[-1].legend(handles=handles, title="warm-up", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _of_both(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["passes"] == FORWARD_BACKWARD and row.get("forward_samples_ms")]
+
+
+def _draw_series(panel: Any, rows: Sequence[Row], series: tuple[object, ...], key: str) -> None:
+    style = _STYLES.get((str(series[1]), str(series[2])))
+    own = [row for row in rows if (row["size"], row["dtype"], row["mode"]) == series]
+    points = with_gaps((whole(row["context"]), row.get(key)) for row in own)
+    if style is not None:
+        line, marker = style
+        panel.plot(*points, line, marker=marker, markersize=4, color=_colour(series[0]))
+
+
+def _add_legend(panel: Any, rows: Sequence[Row]) -> None:
+    """Add a colour for each size and a line for each setting."""
+    sizes = dict.fromkeys(row["size"] for row in rows)
+    handles = [Line2D([], [], color=_colour(size), linewidth=3, label=str(size)) for size in sizes]
+    for setting, (line, marker) in _STYLES.items():
+        if any((row["dtype"], row["mode"]) == setting for row in rows):
+            label = ", ".join(setting)
+            handles.append(Line2D([], [], color="#333333", linestyle=line, marker=marker, markersize=4, label=label))
+    if handles:
+        panel.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _colour(size: object) -> str:
+    return COLOURS[SIZES.index(str(size)) % len(COLOURS)]

@@ -1,12 +1,10 @@
-"""The grid, cells measured on the CPU, cells that run out of memory, and what is said about the rows."""
+"""A whole training step: the grid, cells measured on the CPU, running out of memory, and the report."""
 
 from __future__ import annotations
 
 import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +12,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
-from profkit.analysis.efficiency.datasheet import find_datasheet
+from profkit import find_datasheet
 from profkit.errors import UsageError
 from recipes.common.measuring import summarize_parts
 from recipes.common.recipe import Device, GridName
 from recipes.end_to_end import RECIPE, choose_settings, main
-from recipes.whole_model import measure
-from recipes.whole_model.cells import FULL, KEYS, build_cells, of_product, of_reports
+from recipes.whole_model import measure, training
+from recipes.whole_model.cells import FULL, KEYS, Work, build_cells, of_product, of_reports, work_of
+from recipes.whole_model.measure import rates
 from recipes.whole_model.report import remark, report
-from tests.conftest import ROOT
 
 
 def _cell(**changed: Any) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def test_the_full_grid_varies_the_warmup_for_fp32_eager_alone() -> None:
         ("reports", "cuda", {"dtype": ("tf32",)}, "print no such cell"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(grid: GridName, device: Device, given: Any, said: str) -> None:
+def test_settings_that_cannot_be_measured_are_refused(grid: GridName, device: Device, given: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         choose_settings(grid, device, given)
 
@@ -70,13 +69,13 @@ def test_what_cannot_be_measured_is_refused(grid: GridName, device: Device, give
         (("--steps", "2"), "x>=3"),
     ],
 )
-def test_values_that_no_grid_has(given: tuple[str, str], said: str) -> None:
+def test_a_value_outside_the_grid_is_refused(given: tuple[str, str], said: str) -> None:
     done = CliRunner().invoke(main, [*given, "--device", "cpu"])
     assert done.exit_code == 2
     assert said in done.output
 
 
-def test_values_restrict_the_reports_and_replace_in_a_product() -> None:
+def test_values_restrict_the_reports_and_replace_an_axis_of_the_product() -> None:
     given = {"size": ("small",), "context": (256,), "warmup": (0, 1, 5), "dtype": ("fp32",), "mode": ("eager",)}
     both = ("small", 256, "forward-backward", "fp32", "eager")
     kept = choose_settings("reports", "cuda", given)
@@ -85,7 +84,7 @@ def test_values_restrict_the_reports_and_replace_in_a_product() -> None:
     assert "tf32" not in {setting[3] for setting in choose_settings("full", "cpu", {})}
 
 
-def test_a_cell_on_the_cpu() -> None:
+def test_a_cell_on_the_cpu_has_times_of_every_phase() -> None:
     row: dict[str, Any] = measure.measure_cell(_cell(), "cpu")
     assert row["status"] == "ok"
     for part in ("forward", "loss", "backward", "optimizer", "forward_backward", "step"):
@@ -113,23 +112,32 @@ def test_forward_alone_has_no_other_part() -> None:
     assert not {"backward_ms", "optimizer_ms", "forward_backward_ms"} & row.keys()
 
 
-def test_an_mps_phase_is_waited_for_before_its_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("passes", ["forward", "train"])
+def test_each_phase_waits_for_the_device_before_its_time_ends(monkeypatch: pytest.MonkeyPatch, passes: str) -> None:
+    run = training.Training(work_of(_cell(passes=passes)), "cpu")
     waits: list[str] = []
-    run = measure._Run(_cell(), "mps")
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(run.watch.phase))
-    run.device = "cpu"  # where the step can run here
-    run.measure()
-    assert waits == ["forward", "loss", "backward", "optimizer"] * 5
+    monkeypatch.setattr(training, "synchronize", lambda _device: waits.append(run.phase))
+    run.build()
+    times = run.run()
+    assert waits == [part for part in times if part not in ("step", "forward_backward")]
+    assert waits == ["forward", "loss", "backward", "optimizer"][: len(waits)]
 
 
-def test_mfu_is_of_the_dtype_and_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+def test_mfu_is_of_the_dtype_and_the_whole_step() -> None:
     sheet = find_datasheet("NVIDIA H200")
     assert sheet is not None
-    run = measure._Run(_cell(dtype="bf16"), "cuda")
-    assert run._rates(10**12, [9.0, 10.0, 30.0])["mfu"] == pytest.approx(1e12 / 0.01 / 989.5e12)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Nobody's GPU")
-    assert run._rates(10**12, [10.0])["mfu"] is None
+    work = work_of(_cell(dtype="bf16"))
+    assert rates(work, [9.0, 10.0, 30.0], "NVIDIA H200")["mfu"] == pytest.approx(work.flops / 0.01 / 989.5e12)
+    assert rates(work, [10.0], "Nobody's GPU")["mfu"] is None
+
+
+def test_the_flops_of_a_step_are_those_that_torch_counts() -> None:
+    for passes in ("forward", "train"):
+        run = training.Training(Work("tiny", 16, batch=2, passes=passes), "cpu")
+        run.build()
+        with FlopCounterMode(display=False) as counter:
+            run.run()
+        assert counter.get_total_flops() == run.work.flops
 
 
 def _short(*_arguments: Any, **_named: Any) -> Any:
@@ -145,7 +153,7 @@ def _short(*_arguments: Any, **_named: Any) -> Any:
         ("optimizer", torch.optim.AdamW, "step"),
     ],
 )
-def test_running_out_of_memory_is_told_with_its_phase(
+def test_running_out_of_memory_names_the_phase(
     monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str
 ) -> None:
     monkeypatch.setattr(owner, name, _short)
@@ -179,7 +187,7 @@ def test_a_clean_table_has_no_remark() -> None:
     ("changed", "forward", "backward", "said"),
     [
         ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "forward: the first sample is an outlier"),
-        ({"warmup": 0}, [5.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "0; where the first is the fastest"),
+        ({"warmup": 0}, [5.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "; where it is the fastest"),
         ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "deviation is over 30% of the mean"),
         (
             {"dtype": "bf16"},
@@ -196,7 +204,7 @@ def test_a_clean_table_has_no_remark() -> None:
         ({"size": "tiny"}, [0.3, 0.31, 0.3, 0.32], [3.0, 3.1, 3.0, 3.2], "forward is under 1 ms in 1 of 4"),
     ],
 )
-def test_what_stands_out_is_said(changed: Any, forward: list[float], backward: list[float], said: str) -> None:
+def test_outliers_and_doubts_are_reported(changed: Any, forward: list[float], backward: list[float], said: str) -> None:
     messages = remark([*_clean(), _row(changed, forward, backward)])
     assert any(re.search(said, message) for message in messages), messages
     assert not any("takes" in message and "times as long" in message for message in messages)
@@ -218,14 +226,16 @@ def test_bf16_is_compared_with_tf32_where_it_beats_fp32() -> None:
     assert "against 9.1 ms" in message
 
 
-def test_what_happened_inside_is_said() -> None:
+def test_compilation_inside_the_timed_steps_is_reported() -> None:
     rows = _clean()
     rows[1] |= {"compiled_graphs": 2}
     (message,) = remark(rows)
-    assert message.startswith("graphs were compiled within the timed steps in 1 of 3 rows: 2 at small 256")
+    assert message.endswith(
+        "graphs were compiled in the timed steps in 1 of 3 rows: 2 at small 256 forward-backward fp32 eager, warm-up 5"
+    )
 
 
-def test_a_report_of_nothing_measured() -> None:
+def test_a_report_of_cells_that_did_not_run_has_no_tables() -> None:
     cells = build_cells(of_reports(), 4, 10)
     said = report([{**cell, "status": "not run"} for cell in cells], {})
     # Nothing but dashes is no table.
@@ -238,7 +248,7 @@ def _texts(figure: Any) -> list[str]:
     return [text.get_text() for text in figure.texts]
 
 
-def test_a_picture_of_warm_up_says_that_none_was_varied() -> None:
+def test_the_picture_of_warm_up_says_if_none_was_varied() -> None:
     figure = report(_clean(), {}).pictures["warmup.png"]
     assert not figure.axes
     assert any(text.startswith("Not run: no cell") for text in _texts(figure))
@@ -266,20 +276,17 @@ def test_sizes_are_compared_by_their_parameters() -> None:
     assert said.endswith("takes 0.93 times as long")
 
 
-def test_outliers_are_counted_of_the_rows_that_have_the_part() -> None:
+def test_outliers_are_counted_among_the_rows_that_have_the_part() -> None:
     forward = [{key: value for key, value in row.items() if "backward" not in key} for row in _clean()]
     cold = _row({"warmup": 0}, [10.0, 10.1, 10.2, 10.1], [300.0, 20.3, 20.1, 20.2])
     (said,) = [message for message in remark([*forward, cold]) if message.startswith("backward: the first")]
     assert "is an outlier in 1 of 1 rows" in said
 
 
-def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.end_to_end", "--device", "cpu", "-o", str(tmp_path / "out")]
+def test_a_run_on_a_cpu_measures_what_fits_and_refuses_what_does_not(tmp_path: Path) -> None:
+    command = ["--device", "cpu", "-o", str(tmp_path / "out")]
     command += ["--context", "16,1048576", "--mode", "eager", "--dtype", "fp32", "--passes", "train"]
-    done = subprocess.run(
-        [*command, "--warmup", "0", "--steps", "3"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    assert main.main([*command, "--warmup", "0", "--steps", "3"], standalone_mode=False) == 0
     with (tmp_path / "out" / "end_to_end.csv").open(newline="") as file:
         measured, too_large = csv.DictReader(file)
     assert list(measured) == list(RECIPE.columns)

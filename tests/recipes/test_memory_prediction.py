@@ -1,33 +1,23 @@
-"""Predicted memory against what was measured on a GPU, what autograd saves, and every allocation of a real step."""
+"""Predicted memory: peaks measured on a GPU, what autograd saves, and every allocation of a real step."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from profkit.analysis.memory.opened_snapshot import read_snapshot
-from profkit.models.memory import HOPPER_WORKSPACE_BYTES, StepAccount, predict_memory
 from profkit.models.presets import PRESETS, Preset
-from profkit.models.workload import MemoryOrder, Order, Workload
-from profkit.run_directory import LEDGER, MANIFEST, PREDICTED, SNAPSHOT
-from recipes.model_memory.compared import compare_prediction, read_prediction
-
-torch = pytest.importorskip("torch")
-
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
-
-from profkit.models.transformer import TransformerLM  # noqa: E402
+from profkit.models.transformer import TransformerLM
+from recipes.model_memory.predict import HOPPER_WORKSPACE_BYTES, StepAccount, predict_memory
+from recipes.whole_model.cells import Work
 
 # An NVIDIA H200, torch 2.11.0+cu130, eager, batch 4, context 256, a warm-up step and two more. The requested peaks are
 # the allocator's own, the same with and without expandable segments; the phases' are allocated bytes under expandable
@@ -56,14 +46,14 @@ MEASURED: dict[tuple[str, str, str], tuple[int, dict[str, int]]] = {
 }
 
 
-def workload(name: str, dtype: Any, passes: Any, **more: Any) -> Workload:
-    return Workload(name, warmup_steps=1, steps=2, dtype=dtype, passes=passes, **more)
+def work(size: str, dtype: str, passes: str, **more: Any) -> Work:
+    return Work(size, **{"context": 256, **more}, dtype=dtype, passes=passes)
 
 
 @pytest.mark.parametrize("case", MEASURED, ids="-".join)
 def test_the_peaks_are_those_of_an_h200_to_the_byte(case: tuple[str, str, str]) -> None:
     requested, phases = MEASURED[case]
-    predicted = predict_memory(workload(*case))
+    predicted = predict_memory(work(*case))
     assert predicted.peak.bytes == requested
     rounded = {
         peak.phase: sum(line.count * -(-line.bytes // line.count // 512) * 512 for line in peak.lines)
@@ -74,17 +64,17 @@ def test_the_peaks_are_those_of_an_h200_to_the_byte(case: tuple[str, str, str]) 
 
 def test_a_phase_is_the_sum_of_its_lines_and_the_peak_the_largest_phase() -> None:
     for case in MEASURED:
-        predicted = predict_memory(workload(*case))
+        predicted = predict_memory(work(*case))
         for peak in predicted.peaks:
             assert peak.bytes == sum(line.bytes for line in peak.lines)
         assert predicted.peak.bytes == max(peak.bytes for peak in predicted.peaks)
-    assert predict_memory(workload("xl", "fp32", "train")).peak.phase == "optimizer"
-    assert predict_memory(workload("small", "fp32", "train")).peak.phase == "backward"
+    assert predict_memory(work("xl", "fp32", "train")).peak.phase == "optimizer"
+    assert predict_memory(work("small", "fp32", "train")).peak.phase == "backward"
 
 
-def test_by_hand_what_small_saves_and_holds() -> None:
+def test_the_small_model_saves_and_holds_what_a_hand_calculation_says() -> None:
     """Sizes: d 768, f 3072, 12 layers and heads, 10,000 tokens; 1,024 positions in rows of 256."""
-    predicted = predict_memory(workload("small", "fp32", "train"))
+    predicted = predict_memory(work("small", "fp32", "train"))
     saved = {line.name: line.bytes for line in predicted.saved}
     assert saved["attention weights"] == 12 * 4 * 12 * 256 * 256 * 4
     assert saved["w2: input"] == 12 * 1024 * 3072 * 4
@@ -98,33 +88,20 @@ def test_by_hand_what_small_saves_and_holds() -> None:
     assert optimizer["workspace"] == 2 * HOPPER_WORKSPACE_BYTES
 
 
-def test_a_single_step_has_no_moments_before_its_optimizer() -> None:
-    first = predict_memory(replace(workload("tiny", "fp32", "train"), warmup_steps=0, steps=1))
-    later = predict_memory(workload("tiny", "fp32", "train"))
-    weights = PRESETS["tiny"].parameter_count * 4
-    loss_before = 4
-    assert later.peaks[0].bytes - first.peaks[0].bytes == 2 * weights + HOPPER_WORKSPACE_BYTES + loss_before
-    assert later.peaks[2].bytes - first.peaks[2].bytes == 2 * weights + HOPPER_WORKSPACE_BYTES + loss_before
-    assert later.peaks[3].bytes - first.peaks[3].bytes == loss_before
-
-
 def test_a_sum_over_many_rows_goes_through_a_buffer() -> None:
     """As recorded on an H200: each of the 25 norms' gains asked for 6,291,456 and 24 B while 1,024 rows were summed."""
-    account = StepAccount(workload("small", "fp32", "train"), 0)
+    account = StepAccount(work("small", "fp32", "train"), 0)
     made = Counter((block.name, block.bytes) for sign, block in account.tape.events if sign > 0)
     assert made["buffer of a sum over rows", 6_291_456] == made["counters of a sum over rows", 24] == 25
-    fewer = StepAccount(workload("small", "fp32", "train", batch=3), 0)
+    fewer = StepAccount(work("small", "fp32", "train", batch=3), 0)
     assert not any("sum over rows" in block.name for _, block in fewer.tape.events)
 
 
-def test_of_compiled_code_only_what_stands_outside_is_told() -> None:
-    predicted = predict_memory(workload("tiny", "bf16", "train", compile_mode="default"))
-    assert not predicted.is_whole
-    assert not predicted.saved
-    assert any("compiled" in note for note in predicted.notes)
-    found = {line.category for line in predicted.peaks[-1].lines}
-    assert found >= {"parameters", "gradients", "optimizer state"}
-    assert json.loads(json.dumps(predicted.to_dict()))["is_whole"] is False
+def test_for_compiled_code_only_what_stands_outside_is_predicted() -> None:
+    eager, compiled = (predict_memory(work("tiny", "bf16", "train", compiled=compiled)) for compiled in (False, True))
+    assert not compiled.saved
+    assert compiled.peak.bytes < eager.peak.bytes
+    assert {line.category for line in compiled.peaks[-1].lines} >= {"parameters", "gradients", "optimizer state"}
 
 
 class CudaCasts(TorchFunctionMode):
@@ -150,7 +127,7 @@ def _autocast(dtype: str) -> ExitStack:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_what_is_saved_is_what_autograd_saves_tensor_by_tensor(name: str, dtype: str) -> None:
+def test_the_saved_tensors_are_those_that_autograd_saves(name: str, dtype: str) -> None:
     """The real model on tensors without memory: each storage that autograd is given, once."""
     preset, batch, context = PRESETS[name], 3, 48
     seen: dict[int, Any] = {}
@@ -169,7 +146,7 @@ def test_what_is_saved_is_what_autograd_saves_tensor_by_tensor(name: str, dtype:
                 functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     standing = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), tokens)}
     sizes = Counter(t.untyped_storage().nbytes() for key, t in seen.items() if key not in standing)
-    account = StepAccount(workload(name, dtype, "train", batch=batch, context=context), 0)
+    account = StepAccount(work(name, dtype, "train", batch=batch, context=context), 0)
     assert Counter(block.bytes for block in account.saved) == sizes
 
 
@@ -186,31 +163,33 @@ CONTEXT = 40
         *itertools.product((1,), ("fp32",), ("forward", "forward-backward", "train")),
     ],
 )
-def test_every_allocation_of_a_real_step(batch: int, dtype: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch's profiler saw a CPU ask for and free, in order, is what is written onto the tape.
+def test_every_allocation_of_a_real_step_is_predicted(
+    batch: int, dtype: str, passes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tape equals the allocations and frees that torch's profiler sees on a CPU, in order.
 
-    Left out are scalars, and the CPU's own: what a kernel asks for and frees within itself.
+    Without scalars, and without what a CPU kernel allocates and frees inside.
     """
     monkeypatch.setitem(PRESETS, "odd", ODD)
-    account = StepAccount(workload("odd", dtype, passes, batch=batch, context=CONTEXT), 0)
-    assert _in_runs(_told(account)) == _in_runs(_profiled_step(ODD, batch, dtype, passes))
+    account = StepAccount(work("odd", dtype, passes, batch=batch, context=CONTEXT), 0)
+    assert _in_runs(_recorded(account)) == _in_runs(_profiled_step(ODD, batch, dtype, passes))
 
 
 @pytest.mark.parametrize("passes", ["forward", "train"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layers", [1, 2, 3, 7])
-def test_every_allocation_of_a_step_with_checkpoints(
+def test_every_allocation_of_a_step_with_checkpoints_is_predicted(
     layers: int, dtype: str, passes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three layers one, two, all, or more than there are run again together."""
     preset = replace(ODD, num_layers=3)
     monkeypatch.setitem(PRESETS, "odd", preset)
-    checkpointed = workload("odd", dtype, passes, batch=2, context=CONTEXT, checkpoint_layers=layers)
-    told = _in_runs(_told(StepAccount(checkpointed, 0)))
-    assert told == _in_runs(_profiled_step(preset, 2, dtype, passes, layers))
+    checkpointed = work("odd", dtype, passes, batch=2, context=CONTEXT, checkpoint_layers=layers)
+    recorded = _in_runs(_recorded(StepAccount(checkpointed, 0)))
+    assert recorded == _in_runs(_profiled_step(preset, 2, dtype, passes, layers))
 
 
-def test_what_a_checkpoint_keeps_is_its_layers_input() -> None:
+def test_a_checkpoint_saves_only_the_input_of_its_layers() -> None:
     kept = {
         layers: {line.name: line.bytes for line in predict_memory(_checkpointed(layers)).saved} for layers in (0, 1, 5)
     }
@@ -225,11 +204,11 @@ def test_what_a_checkpoint_keeps_is_its_layers_input() -> None:
     assert kept[0]["stream after ffn"] == 12 * stream
 
 
-def _checkpointed(layers: int) -> Workload:
-    return workload("small", "fp32", "train", checkpoint_layers=layers)
+def _checkpointed(layers: int) -> Work:
+    return work("small", "fp32", "train", checkpoint_layers=layers)
 
 
-def _told(account: StepAccount) -> list[tuple[int, int]]:
+def _recorded(account: StepAccount) -> list[tuple[int, int]]:
     _, start = account.tape.phases[1]
     return [(sign, block.bytes) for sign, block in account.tape.events[start:]]
 
@@ -303,43 +282,3 @@ def _collect(event: Any, parents: tuple[Any, ...], found: list[tuple[int, Any, t
         found.append((event.start_time_ns, event.extra_fields, parents))
     for child in event.children:
         _collect(child, (*parents, event), found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        Workload("tiny", dtype="bf16", batch=3, context=65, device="cuda"),
-        Workload("small", dtype="bf16", device="cuda"),
-        Workload("small", passes="forward-backward", batch=2, context=512, device="cuda"),
-        Workload("small", warmup_steps=0, steps=1, device="cuda"),
-        Workload("medium", dtype="bf16", batch=8, context=512, device="cuda"),
-        Workload("large", batch=2, context=1024, device="cuda"),
-        Workload("large", dtype="bf16", passes="forward", batch=2, context=1024, device="cuda"),
-        Workload("2.7B", dtype="bf16", batch=1, context=512, device="cuda"),
-        Workload("small", dtype="bf16", compile_mode="default", device="cuda"),
-        Workload("small", passes="forward-backward", context=512, checkpoint_layers=1, device="cuda"),
-        Workload("medium", batch=8, context=512, checkpoint_layers=5, device="cuda"),
-        Workload("small", dtype="bf16", context=512, checkpoint_layers=4, device="cuda"),
-    ],
-    ids=lambda one: (
-        f"{one.preset_name}-{one.dtype}-{one.passes}-{one.batch}-{one.context}-{one.compile_mode}"
-        f"-{one.checkpoint_layers}"
-    ),
-)
-def test_on_a_gpu_no_byte_of_any_phase_is_unexplained(tmp_path: Path, wanted: Workload) -> None:
-    memory = MemoryOrder(str(tmp_path / SNAPSHOT), str(tmp_path / LEDGER))
-    order = Order(wanted, "memory", str(tmp_path / "result.json"), memory=memory)
-    command = [sys.executable, "-m", "profkit.capture.worker", order.to_json()]
-    subprocess.run(command, check=True, capture_output=True, timeout=500)
-    (tmp_path / MANIFEST).write_text('{"status": "complete"}')
-    (tmp_path / PREDICTED).write_text(json.dumps(predict_memory(wanted).to_dict()))
-    prediction = read_prediction(tmp_path / PREDICTED)
-    assert prediction is not None
-    result = compare_prediction(prediction, read_snapshot(tmp_path).device())
-    assert result is not None
-    differences = {phase.name: (phase.difference_bytes, phase.unexplained_bytes) for phase in result.phases}
-    told = 0 if wanted.compile_mode == "none" else None
-    assert differences == dict.fromkeys(differences, (told, 0)), [
-        row for phase in result.phases for row in phase.categories if row.explanation
-    ]
