@@ -18,7 +18,8 @@ from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.memory.stacks import StackFacts
 from profkit.errors import SnapshotError, UsageError
-from profkit.report.memory import render_memory
+from profkit.report.document import render
+from profkit.report.memory import build_memory_document
 from profkit.run_directory import LEDGER
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
@@ -132,7 +133,8 @@ def test_a_ledger_quotes_the_time_before_and_the_capacity(tmp_path: Path) -> Non
     assert check is not None
     assert check.agrees
     assert check.earlier_peak_bytes == 777
-    assert "before the recording the allocator's own peak was 777 B" in render_memory(opened.memory())
+    shown = render(build_memory_document(opened.memory()), "table")
+    assert "Before recording began PyTorch's own peak was 777 B" in shown
     assert find_capacity(opened.device().recorded, 0) == 2**34
 
 

@@ -8,14 +8,15 @@ import click
 from click.core import ParameterSource
 
 from profkit.analysis.memory.composition import Filter
-from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.cli.options import output_options
-from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
+from profkit.cli.outputs import print_document, refuse_overwriting, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
 from profkit.errors import UsageError
-from profkit.report.formats import Format
-from profkit.report.memory import TOP_STACKS, other_warnings, render_memory
+from profkit.reading import open_snapshot
+from profkit.report.document import Format
+from profkit.report.memory import TOP_STACKS, build_memory_document
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
 from profkit.report.timeline import STACKINGS, Stacking, write_timeline
 from profkit.run.directory import Run
@@ -27,24 +28,36 @@ _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline
 @click.command()
 @click.argument("snapshot", type=click.Path(path_type=Path))
 @click.option(
-    "--at", default=PEAK, show_default=True, metavar="peak|TIME|phase:NAME", help="Which moment to take apart."
+    "--at",
+    default=PEAK,
+    show_default=True,
+    metavar="MOMENT",
+    help="Moment to explain: peak, 2.5s after the first event, or phase:backward.",
 )
-@click.option("--device", type=int, metavar="N", help="This GPU; by default the one with the highest peak.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Of a run of several ranks this one; see above.")
-@click.option("--stack", metavar="TEXT", help="Only allocations with this text in their stack or owner.")
-@click.option("--min-size", type=Size(), default=0, help="Only allocations at least so large, such as 10MiB.")
-@click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Annotations by this glob are phase NAME.")
-@click.option("--capacity", type=Size(), help="The GPU's memory, for the verdict on an out-of-memory error.")
+@click.option("--device", type=int, metavar="N", help="Show this GPU (default: the one with the highest peak).")
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="N", help="Show this rank (default: the one with the highest peak)."
+)
+@click.option("--stack", metavar="TEXT", help="Show only allocations with TEXT in their stack or their tensor's name.")
+@click.option("--min-size", type=Size(), default=0, help="Show only allocations of at least this size, such as 10MiB.")
+@click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Treat annotations matching GLOB as NAME.")
+@click.option("--capacity", type=Size(), help="The GPU's memory, to explain an out-of-memory error.")
 @click.option("--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: FILE.html or FILE.png.")
-@click.option("--timeline-by", type=click.Choice(STACKINGS), default="category", show_default=True)
-@click.option("--leaks", is_flag=True, help="Also what each step left behind, by stack.")
+@click.option(
+    "--timeline-by",
+    type=click.Choice(STACKINGS),
+    default="category",
+    show_default=True,
+    help="What a colour of the timeline stands for.",
+)
+@click.option("--leaks", is_flag=True, help="Also show what each step left behind, and from which lines.")
 @click.option(
     "--against",
     type=click.Path(path_type=Path),
     metavar="AFTER",
     help="Explain how the peak of AFTER, a snapshot or run, differs.",
 )
-@click.option("--top", type=click.IntRange(min=1), help=f"So many stacks; a table shows {TOP_STACKS} unless told.")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N stacks (default {TOP_STACKS}).")
 @output_options
 def memory(
     snapshot: Path,
@@ -64,44 +77,40 @@ def memory(
     output: Path | None,
     full_names: bool,
 ) -> None:
-    """Say how much memory was allocated, when it peaked, what the peak was made of and who asked for it.
+    """Say how much memory was allocated, when it peaked, what the peak was made of and which lines asked for it.
 
-    SNAPSHOT is what torch.cuda.memory._dump_snapshot wrote (.pickle, .pickle.gz; nothing in it is executed), or a run
-    directory. The allocator is replayed from the recorded events, so that the peak is max_memory_allocated() to the
-    byte; where the history does not prove that, a bound is printed.
-
-    Of a run of several ranks the one with the highest peak is taken, unless --rank names another.
+    SNAPSHOT is a file by torch.cuda.memory._dump_snapshot (.pickle, .pickle.gz; nothing in it is executed), or a run
+    directory. profkit replays the allocator from the recorded events, so the peak equals max_memory_allocated() to
+    the byte; if the history does not prove that, a bound is printed.
     """
     refuse_overwriting([snapshot, *([against] if against is not None else [])], [output, timeline])
     click.get_current_context().with_resource(collector_off())
     opened = _open(snapshot, phases, rank)
     if against is not None:
-        _refuse_beside_against(click.get_current_context())
+        _refuse_options_of_one_snapshot(click.get_current_context())
         comparison = opened.against(_open(against, phases, rank if against.is_dir() else None), device=device)
         write_warnings(warning.message for warning in comparison.warnings)
         write_result(render_comparison(comparison, style, top=top or TOP_PARTS, full_names=full_names), output)
         return
-    with shown_after_a_second(f"taking apart {snapshot.name}"):
+    with shown_after_a_second(f"analysing {snapshot.name}"):
         result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
     if timeline is not None:
         with shown_after_a_second(f"drawing {timeline.name}"):
-            chosen = opened.device(device)
-            write_timeline(timeline, chosen, result, by=timeline_by, wanted=Filter(stack, min_size))
-    write_warnings(other_warnings(result) if style != "json" else [])
-    text = render_memory(result, style, top=top or TOP_STACKS, full_names=full_names, leaks=leaks)
-    write_result(text, output)
+            write_timeline(timeline, opened.device(device), result, by=timeline_by, wanted=Filter(stack, min_size))
+    document = build_memory_document(result, top=top or TOP_STACKS, leaks=leaks)
+    print_document(document, style, output, full_names=full_names)
 
 
-def _refuse_beside_against(context: click.Context) -> None:
-    """Refuse what a comparison of two peaks would leave undone.
+def _refuse_options_of_one_snapshot(context: click.Context) -> None:
+    """Refuse the options that a comparison of two peaks would ignore.
 
     Raises:
-        UsageError: an option was given that speaks of one snapshot alone.
+        UsageError: one was given.
     """
     for name in _OF_ONE_SNAPSHOT:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--against compares two peaks, and {option} is of one snapshot; give them one by one")
+            raise UsageError(f"{option} is for one snapshot and --against compares two; leave one of them out")
 
 
 def _open(path: Path, phases: tuple[str, ...], rank: int | None) -> OpenedSnapshot:
@@ -109,16 +118,16 @@ def _open(path: Path, phases: tuple[str, ...], rank: int | None) -> OpenedSnapsh
     for phase in phases:
         name, equals, glob = phase.partition("=")
         if not (name and equals and glob):
-            raise UsageError(f"--phase {phase}: give a name and a glob, such as --phase forward='model.*'")
+            raise UsageError(f"--phase {phase}: write a name and a glob, such as --phase forward='model.*'")
         named[name] = glob
     with shown_after_a_second(f"replaying {path.name}"):
-        opened = read_snapshot(path, phases=named, rank=rank)
-    _tell_rank(path, opened, rank)
+        opened = open_snapshot(path, phases=named, rank=rank)
+    _show_rank(path, opened, rank)
     return opened
 
 
-def _tell_rank(path: Path, opened: OpenedSnapshot, rank: int | None) -> None:
-    """Say which rank is shown where several are there and none was named."""
+def _show_rank(path: Path, opened: OpenedSnapshot, rank: int | None) -> None:
+    """Say which rank is shown if there are several and none was named."""
     if rank is None and path.is_dir():
         ranks = Run(path).snapshots
         if len(ranks) > 1:

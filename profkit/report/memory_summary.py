@@ -1,4 +1,4 @@
-"""What a run with ``--memory`` says of it at its end: the peak, whether the allocator agrees, what recording cost."""
+"""What a run with ``--memory`` says at its end: the peak, whether the allocator agrees, and what recording cost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import median
 
 from profkit.analysis.memory.opened_snapshot import read_snapshot
-from profkit.report.memory import render_memory
+from profkit.report.document import render
+from profkit.report.memory import build_memory_document
 from profkit.run.directory import Run
 from profkit.run.samples import Samples
 
@@ -14,12 +15,12 @@ _TOP = 3
 
 
 def render_memory_summary(run: Path) -> str:
-    """Return the memory table of a run and what recording cost, against the steps that ran unrecorded."""
-    text = render_memory(read_snapshot(run).memory(), top=_TOP)
+    """Return the memory table of a run, and how much longer its steps took while the allocator was recorded."""
+    text = render(build_memory_document(read_snapshot(run).memory(), top=_TOP), "table")
     manifest = Run(run).manifest
     recorded = () if manifest.memory is None else Samples(manifest.memory.steps).step_ns()
     clean = () if manifest.unprofiled is None else manifest.unprofiled.step_ns()
     if not recorded or not clean:
         return text
     times = f"median step {median(recorded) / 1e6:.2f} ms, {median(clean) / 1e6:.2f} ms without"
-    return f"{text}\n\nrecording the allocator cost {median(recorded) / median(clean) - 1:+.1%} a step ({times})"
+    return f"{text}\n\nrecording the allocator cost {median(recorded) / median(clean) - 1:+.1%} per step ({times})"

@@ -18,7 +18,7 @@ from profkit.analysis.memory.bins import Bins, Series, Shape
 from profkit.analysis.memory.composition import DeviceMemory
 from profkit.analysis.memory.result import MemoryResult
 from profkit.files import write_whole
-from profkit.report.memory import grave_lines, head_lines
+from profkit.report.memory import head_lines
 from profkit.report.timeline_colours import (
     CATEGORY_COLOURS,
     OTHER_PHASE_COLOUR,
@@ -68,7 +68,7 @@ def build_data(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) 
     head, *facts = head_lines(result)
     return {
         "facts": [fact.replace("  ", " ") for fact in (facts[0], *facts[1:], head)],
-        "warnings": [line.removeprefix("! ") for line in grave_lines(result)],
+        "warnings": [one.message for one in result.warnings],
         "mode": by,
         "has_times": bins.has_times,
         "prefers_events": bins.prefers_events,

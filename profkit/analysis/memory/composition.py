@@ -7,7 +7,7 @@ allocator charged, with the bytes lost to rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -68,6 +68,8 @@ class LargeRow:
     stack: tuple[str, ...]
     label: str
     is_from_before: bool
+    count: int = 1
+    """How many equal allocations this row stands for: of one size, purpose, phase, owner and stack."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Composition:
     by_category: tuple[CategoryRow, ...]
     by_stack: tuple[StackRow, ...]
     largest: tuple[LargeRow, ...]
+    largest_groups: tuple[LargeRow, ...]
+    """The largest allocations, equal ones as one row."""
     evidence: dict[str, int]
 
 
@@ -165,6 +169,7 @@ class DeviceMemory:
         rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
         is_pending = (replay.freed < moment) & (replay.completed >= moment)
         live = np.array(rows, dtype=np.int64)
+        ordered = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))
         return Composition(
             what=what,
             moment=moment,
@@ -176,7 +181,8 @@ class DeviceMemory:
             pending_bytes=int(replay.size_bytes[is_pending].sum()),
             by_category=self._by_category(chosen, total, rest),
             by_stack=self._by_stack(chosen, total, rest),
-            largest=self._largest(chosen),
+            largest=tuple(self._large_row(*one) for one in ordered[:LARGEST_COUNT]),
+            largest_groups=self._largest_groups(ordered),
             evidence=self._by_evidence(chosen),
         )
 
@@ -245,21 +251,29 @@ class DeviceMemory:
             found.append(StackRow(rest[0], _share(rest[0], total), rest[1], (), NOT_SELECTED))
         return tuple(found)
 
-    def _largest(self, chosen: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
-        replay = self.history.replay
-        chosen = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))[:LARGEST_COUNT]
-        return tuple(
-            LargeRow(
-                bytes=int(replay.size_bytes[row]),
-                requested_bytes=int(replay.requested_bytes[row]),
-                category=claim.category,
-                phase=self.timeline.phase_at(int(replay.birth[row])),
-                owner=claim.owner,
-                stack=self.stacks.of(row).user_first,
-                label=self.stacks.of(row).label,
-                is_from_before=int(replay.birth[row]) < 0,
-            )
-            for row, claim in chosen
+    def _largest_groups(self, ordered: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
+        """Return the largest allocations with equal ones as one row; ``ordered`` are all, the largest first."""
+        groups: dict[LargeRow, int] = {}
+        for row, claim in ordered:
+            one = self._large_row(row, claim)
+            if len(groups) >= LARGEST_COUNT and one.bytes < next(reversed(groups)).bytes:
+                break
+            groups[one] = groups.get(one, 0) + 1
+        found = [replace(one, count=count) for one, count in groups.items()]
+        return tuple(sorted(found, key=lambda one: (-one.bytes, -one.count))[:LARGEST_COUNT])
+
+    def _large_row(self, row: int, claim: Claim) -> LargeRow:
+        replay, stack = self.history.replay, self.stacks.of(row)
+        birth = int(replay.birth[row])
+        return LargeRow(
+            bytes=int(replay.size_bytes[row]),
+            requested_bytes=int(replay.requested_bytes[row]),
+            category=claim.category,
+            phase=self.timeline.phase_at(birth),
+            owner=claim.owner,
+            stack=stack.user_first,
+            label=stack.label,
+            is_from_before=birth < 0,
         )
 
     def _by_evidence(self, chosen: list[tuple[int, Claim]]) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """The verdict on an out-of-memory error: why the allocation failed, and by how many bytes.
 
-Before it gives up, the allocator has released every cached segment that holds nothing and has asked CUDA for a new
-one. So at the error: what CUDA still had free is less than the segment that was wanted (or the process has a limit of
-its own), and what PyTorch holds free lies in segments pinned by live blocks, in pieces too small, or in another pool or
-on another stream. The snapshot does not record the device's capacity; where the recorder wrote it down, memory outside
-PyTorch is what is neither free nor reserved.
+Before it gives up, the allocator has released every cached segment without a live block and has asked CUDA for a new
+one. So at the error CUDA had less free than the segment that was wanted (or the process has a limit of its own), and
+PyTorch's unused memory lies in segments with live blocks, in pieces too small, or in another pool or on another stream.
+The snapshot does not record the device's capacity; if the run recorded it, memory outside PyTorch is what is neither
+free nor reserved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from profkit.analysis.memory.composition import DeviceMemory
 from profkit.snapshot.columns import OOM
 
 _CONTEXT_BYTES = 2**30
-"""What a CUDA context, its kernels and libraries take at most; more outside PyTorch is somebody else's."""
+"""What a CUDA context, its kernels and libraries take at most; more memory outside PyTorch is another program's."""
 
 _PINS_SHOWN = 3
 
@@ -53,7 +53,7 @@ class OomVerdict:
     """``capacity``, ``fragmentation``, ``outside`` or ``outsized``."""
     message: str
     is_limited: bool
-    """Whether CUDA had enough free, so that a limit of the process's own was in the way (a memory fraction)."""
+    """Whether CUDA had enough free: then the process has a limit of its own (a memory fraction)."""
     count: int
     """How many such errors the history holds; this is the last."""
     time_us: int | None
@@ -63,8 +63,8 @@ class OomVerdict:
     """The new segment that it asked CUDA for."""
     device_free_bytes: int
     short_bytes: int
-    """By how much that fell short; where the process is limited, at most: all that is known of its limit is what
-    it once had reserved."""
+    """How much more memory it needed. If the process is limited, an upper bound: of its limit only the most that
+    it ever reserved is known."""
     allocated_bytes: int
     reserved_bytes: int
     free_bytes: int
@@ -114,17 +114,17 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
 
 
 _MESSAGES = {
-    "outsized": "one outsized request: it would not fit if all else were freed",
-    "fragmentation": "fragmentation: enough is free, but in pieces, pools or streams that could not serve",
+    "outsized": "the request is too large: it would not fit even if everything else were freed",
+    "fragmentation": "fragmentation: enough memory is free, but in pieces, pools or streams that could not be used",
     "outside": "memory outside PyTorch: without it the request would have fitted",
-    "capacity": "capacity: what is live and what was asked for do not fit together",
+    "capacity": "capacity: the live allocations and the request do not fit together",
 }
 
-_LIMITED = ", within a limit of the process's own (a memory fraction): CUDA had more free"
+_LIMITED = "; CUDA had more free, so the process has a limit of its own (a memory fraction)"
 
 
 def _cause(wanted: int, short: int, *, room: int, loose: int, outside: int | None) -> str:
-    """Return the cause; ``room`` is the most that the process could have, ``loose`` what of it was free somewhere."""
+    """Return the cause; ``room`` is the most that the process could have, ``loose`` the part of it that was free."""
     if wanted > room:
         return "outsized"
     if loose >= wanted:

@@ -96,7 +96,8 @@ class MemoryResult:
                     {"bytes": row.bytes, "share": row.share, "count": row.count, "stack": row.stack or (row.label,)}
                     for row in at.by_stack
                 ],
-                "largest": [_without(asdict(row), "label") for row in at.largest],
+                "largest": [_without(asdict(row), "label", "count") for row in at.largest],
+                "largest_groups": [_without(asdict(row), "label") for row in at.largest_groups],
                 "evidence": at.evidence,
             },
             "phases": [asdict(phase) for phase in self.phases],
@@ -109,8 +110,8 @@ class MemoryResult:
         }
 
 
-def _without(data: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in data.items() if name != key}
+def _without(data: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if name not in keys}
 
 
 def sum_up(history: History) -> Totals:

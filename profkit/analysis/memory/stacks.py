@@ -17,7 +17,7 @@ from typing import Any
 from profkit.allocator.replay import Replay
 from profkit.snapshot.columns import Device, Stack
 
-NO_FRAMES = "no Python line (C++, such as the backward pass)"
+NO_FRAMES = "no Python line (backward pass, or before recording)"
 
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "torch/nn/", "torch/optim/", "torch/_")
 # Code that torch.compile wrote: Inductor names its files by the SHA-256 of their content, in base 32
