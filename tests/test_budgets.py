@@ -1,4 +1,4 @@
-"""Budgets: held or broken by the right number, and broken, with a reason, where there is none."""
+"""Budgets hold or break by the right figure, and fail with a reason if there is no figure."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ import io
 import json
 import pickle
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from profkit.analysis.compare import budgets as budgets_module
-from profkit.analysis.compare.budget_lines import BudgetLine
-from profkit.analysis.compare.budgets import Budgets, check_budgets
+from profkit.analysis.compare.budgets import BudgetLine, Budgets, check_budgets
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.errors import UsageError
 from profkit.reading import open_capture
-from profkit.run_directory import NSYS_EXPORT, SNAPSHOT
+from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.conftest import ROOT
+from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.step_builder import ADD, NVJET, SGEMM, SUM, Step, write_steps
-from tests.test_comparison import clean_steps
+from tests.test_compare_command import clean_steps
+from tests.test_kernel_changes import varied
 from tests.test_provenance import make_run
-from tests.test_time_compare import varied
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 TRACE = ROOT / "traces" / "small-train.nsys2025.sqlite"
 
@@ -56,13 +52,13 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("limit_ns", "held"), [(30_017_499, False), (30_017_500, True)])
-def test_the_step_is_the_median_unprofiled_one(run: Path, limit_ns: int, held: bool) -> None:
+def test_the_step_time_is_the_median_of_the_unprofiled_steps(run: Path, limit_ns: int, held: bool) -> None:
     found = line(run, Budgets(max_step_ns=limit_ns))
     assert (found.held, found.measured, found.subject) == (held, 30_017_500, "step")
-    assert found.detail == "median of 6 unprofiled steps (in a process of their own)"
+    assert found.detail == "median of 6 unprofiled steps (own process)"
 
 
-def test_the_peak_is_the_allocated_one(run: Path) -> None:
+def test_the_peak_is_of_allocated_bytes(run: Path) -> None:
     peak = open_capture(run).snapshot.memory().totals.allocated_peak_bytes  # type: ignore[union-attr]
     for limit, held in ((peak - 1, False), (peak, True)):
         found = line(run, Budgets(max_peak_bytes=limit))
@@ -72,16 +68,16 @@ def test_the_peak_is_the_allocated_one(run: Path) -> None:
 @pytest.mark.parametrize(
     ("bounds", "held", "detail"),
     [
-        ((100, 200), True, "allocated, by replay: at most; the peak is 100 B or more"),
-        ((100, 2000), False, "cannot be judged: the peak is not proven: 100 B or more, at most 2,000 B"),
-        ((1500, 2000), False, "allocated, by replay: at most; the peak is 1,500 B or more"),
-        ((100, None), False, "cannot be judged: the peak is not proven: 100 B or more"),
+        ((100, 200), True, "allocated, by replay: an upper bound; the peak is at least 100 B"),
+        ((100, 2000), False, "the peak is at least 100 B and at most 2,000 B"),
+        ((1500, 2000), False, "allocated, by replay: an upper bound; the peak is at least 1,500 B"),
+        ((100, None), False, "the peak is at least 100 B and its upper bound is unknown"),
     ],
 )
-def test_a_peak_that_is_not_proven_holds_by_its_upper_bound(
+def test_an_unproven_peak_holds_by_its_upper_bound(
     run: Path, monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int | None], held: bool, detail: str
 ) -> None:
-    monkeypatch.setattr(budgets_module, "peak_bounds", lambda snapshot: bounds)
+    monkeypatch.setattr(budgets_module, "_peak_bounds", lambda snapshot: bounds)
     found = line(run, Budgets(max_peak_bytes=1000))
     assert (found.held, found.detail) == (held, detail)
 
@@ -102,15 +98,15 @@ def test_a_share_is_of_a_category_or_a_range(tmp_path: Path, name: str, share: f
         found = line(path, Budgets(max_shares=((name, limit),)))
         assert (found.measured, found.held) == (pytest.approx(share), held)
         assert found.detail.startswith(f"{kind} ")
-        assert found.detail.endswith("2,000 ns of kernel time of 2 steps")
+        assert found.detail.endswith("2,000 ns of kernel time in 2 steps")
 
 
-def test_a_category_says_that_a_range_of_nearly_its_name_is_another_thing(tmp_path: Path) -> None:
+def test_a_category_points_to_a_range_with_a_similar_name(tmp_path: Path) -> None:
     step = {"computing softmax": [("reduce_kernel", 150)], "loss": [("cunn_SoftMaxForward", 50)]}
     path = write_steps(tmp_path / "t.sqlite", [step, step])
     found = line(path, Budgets(max_shares=(("softmax", 0.3),)))
     assert (found.held, found.measured) == (True, pytest.approx(0.25))
-    assert found.detail.endswith("of 2 steps; by kernels' names, unlike range:computing softmax")
+    assert found.detail.endswith("in 2 steps; only kernels with such names; see also range:computing softmax")
     assert not line(path, Budgets(max_shares=(("range:computing softmax", 0.3),))).held
 
 
@@ -123,20 +119,20 @@ def test_a_name_that_can_mean_two_things_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("softmax", "no kernel here is of category 'softmax' by its name, and no range is called so"),
-        ("sofmax", "there is neither a category nor a range 'sofmax'"),
-        ("range:elementwise", "no kernel here is of category 'elementwise'"),
+        ("softmax", "no kernel is of category 'softmax', and no range has this name"),
+        ("sofmax", "no category and no range is named 'sofmax'"),
+        ("range:elementwise", "no kernel is of category 'elementwise'"),
     ],
 )
-def test_a_share_of_what_is_not_there_is_no_pass(tmp_path: Path, name: str, reason: str) -> None:
+def test_the_share_of_an_unknown_name_fails(tmp_path: Path, name: str, reason: str) -> None:
     found = line(write_steps(tmp_path / "t.sqlite", [STEP, STEP]), Budgets(max_shares=((name, 1.0),)))
     assert (found.held, found.measured) == (False, None)
     assert reason in found.detail
 
 
-def test_without_steps_a_share_is_of_the_capture(captures: Path) -> None:
+def test_without_steps_a_share_is_of_the_whole_capture(captures: Path) -> None:
     found = line(captures / "hooks.nsys2025.sqlite", Budgets(max_shares=(("gemm", 1.0),)))
-    assert found.detail.endswith("of 188,895 ns of kernel time of the capture, which has no steps")
+    assert found.detail.endswith("of 188,895 ns of kernel time in the whole capture (it has no steps)")
 
 
 def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
@@ -146,7 +142,6 @@ def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
         idle_share = 0.3
         clean_idle_share = None
         mfu = 0.4
-        mfu_steps = "unbroken"
         model_flops = 5
         steps = (1, 2)
         twin = "clean"
@@ -161,7 +156,7 @@ def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
 
 
 @pytest.mark.parametrize(("limit", "idle", "mfu"), [(0.3, True, True), (0.29, False, True), (0.41, True, False)])
-def test_idle_at_most_and_mfu_at_least(
+def test_idle_has_a_maximum_and_mfu_a_minimum(
     run: Path, monkeypatch: pytest.MonkeyPatch, limit: float, idle: bool, mfu: bool
 ) -> None:
     efficiency(monkeypatch)
@@ -170,22 +165,22 @@ def test_idle_at_most_and_mfu_at_least(
     assert found[0].detail == "of the GPUs' time in 2 steps, profiled"
 
 
-def test_idle_is_judged_without_the_profiler_where_that_is_known(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_is_judged_by_the_unprofiled_share_if_known(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     efficiency(monkeypatch, clean_idle_share=0.12)
     (found,) = lines(run, Budgets(max_idle=0.2))
     assert (found.held, found.measured) == (True, 0.12)
-    assert found.detail == "of the GPUs' time in 2 steps, without a profiler (30.0% with it)"
+    assert found.detail == "of the GPUs' time in 2 steps, scaled to the unprofiled steps (30.0% with the profiler)"
 
 
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"mfu": None, "model_flops": None}, "the FLOPs of a step are not known"),
+        ({"mfu": None, "model_flops": None}, "the FLOPs of a step are unknown"),
         ({"mfu": None, "twin": None}, "no unprofiled step times"),
-        ({"mfu": None}, "no datasheet peak of NVIDIA H200 in bf16, or the steps are of several contexts"),
+        ({"mfu": None}, "no datasheet peak of NVIDIA H200 in bf16, or the steps have several contexts"),
     ],
 )
-def test_an_unknown_mfu_is_no_pass(
+def test_an_unknown_mfu_fails(
     run: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], reason: str
 ) -> None:
     efficiency(monkeypatch, **values)
@@ -194,13 +189,13 @@ def test_an_unknown_mfu_is_no_pass(
     assert reason in found.detail
 
 
-def test_a_real_trace_is_idle_as_its_efficiency_says() -> None:
+def test_a_real_traces_idle_share_is_that_of_efficiency() -> None:
     idle = open_capture(TRACE).trace.efficiency().idle_share  # type: ignore[union-attr]
     found = line(TRACE, Budgets(max_idle=1.0))
     assert (found.held, found.measured) == (True, idle)
 
 
-def test_what_was_not_recorded_cannot_be_judged(tmp_path: Path) -> None:
+def test_budgets_of_what_was_not_recorded_are_not_judged(tmp_path: Path) -> None:
     everything = Budgets(1, 1, 1.0, 0.0, (("gemm", 1.0),))
     of_trace = {one.budget: one.detail for one in lines(TRACE, everything) if not one.held}
     assert set(of_trace) == {"max-step-ms", "max-peak", "min-mfu"}
@@ -217,11 +212,11 @@ def test_what_was_not_recorded_cannot_be_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lossy.nsys2023", "graph_whole.nsys2023"])
-def test_a_lossy_capture_passes_nothing(captures: Path, name: str) -> None:
+def test_a_lossy_capture_fails_every_budget(captures: Path, name: str) -> None:
     asked = Budgets(max_idle=1.0, min_mfu=0.0, max_shares=(("gemm", 1.0),))
     found = lines(captures / f"{name}.sqlite", asked)
     assert [one.held for one in found] == [False] * 3
-    assert all(one.detail.startswith("cannot be judged: the capture failed its self-check: ") for one in found)
+    assert all(not one.judged and one.detail.startswith("the capture failed its self-check: ") for one in found)
 
 
 def other_run(folder: Path, factor: float, **changes: object) -> Path:
@@ -241,7 +236,7 @@ def other_run(folder: Path, factor: float, **changes: object) -> Path:
         (1.02, 0.05, True, "measurably slower by 600,350 ns; "),
     ],
 )
-def test_no_measurable_slowdown_against_a_baseline(
+def test_only_a_measurable_slowdown_fails_against_a_baseline(
     tmp_path: Path, run: Path, factor: float, allowed: float, held: bool, said: str
 ) -> None:
     later = other_run(tmp_path / "later", factor)
@@ -253,17 +248,17 @@ def test_no_measurable_slowdown_against_a_baseline(
     assert ("% over" in step.detail) == (allowed > 0)
 
 
-def test_without_unprofiled_steps_kernel_time_is_held_against_the_baseline(tmp_path: Path) -> None:
+def test_without_unprofiled_steps_kernel_time_is_compared_with_the_baseline(tmp_path: Path) -> None:
     before, after = (write_steps(tmp_path / f"{at}.sqlite", varied(STEP, at)) for at in (1, 2))
     found = line(after, Budgets(), baseline=before)
     assert (found.subject, found.held) == ("kernel time", False)
     assert found.detail.endswith("means of 8 and 8 profiled steps")
     few = [write_steps(tmp_path / f"few{at}.sqlite", varied(STEP, at)[:2]) for at in (1, 2)]
     found = line(few[0], Budgets(), baseline=few[1])
-    assert (found.held, "an interval needs 5 a side" in found.detail) == (False, True)  # though it is faster
+    assert (found.held, "an interval needs 5 on both sides" in found.detail) == (False, True)  # though it is faster
 
 
-def test_a_higher_peak_than_the_baselines(tmp_path: Path) -> None:
+def test_a_higher_peak_than_the_baselines_fails(tmp_path: Path) -> None:
     before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
     assert not line(after, Budgets(), baseline=before).held
     assert line(before, Budgets(), baseline=after).held
@@ -288,7 +283,7 @@ def placed(folder: Path, name: str, first_segment_at: int) -> Path:
     return folder / name
 
 
-def test_the_same_program_placed_elsewhere_is_no_higher_peak(tmp_path: Path) -> None:
+def test_the_same_program_at_other_addresses_has_no_higher_peak(tmp_path: Path) -> None:
     low, high = placed(tmp_path, "low.pickle", 2**39), placed(tmp_path, "high.pickle", 2**52)
     totals = [open_capture(path).snapshot.memory().totals for path in (low, high)]  # type: ignore[union-attr]
     assert totals[1].allocated_peak_bytes > totals[0].allocated_peak_bytes
@@ -296,12 +291,12 @@ def test_the_same_program_placed_elsewhere_is_no_higher_peak(tmp_path: Path) -> 
     assert (found.held, found.measured, found.limit) == (True, *(one.requested_peak_bytes for one in totals[::-1]))
     requested, allocated = totals[0].requested_peak_bytes, [one.allocated_peak_bytes for one in totals]
     assert found.detail == (
-        f"requested, by replay: {requested:,} B against {requested:,} B (+0 B);"
-        f" allocated, which placement changes too: {allocated[1]:,} B against {allocated[0]:,} B"
+        f"requested, by replay: {requested:,} B, baseline {requested:,} B (+0 B);"
+        f" allocated (depends on addresses too): {allocated[1]:,} B, baseline {allocated[0]:,} B"
     )
 
 
-def test_a_peak_that_is_higher_by_512_bytes_breaks_and_shows(tmp_path: Path) -> None:
+def test_a_peak_that_is_higher_by_512_bytes_fails(tmp_path: Path) -> None:
     for name, more in (("before.pickle", 0), ("after.pickle", 512)):
         allocator = ReferenceAllocator()
         allocator.record()
@@ -309,25 +304,25 @@ def test_a_peak_that_is_higher_by_512_bytes_breaks_and_shows(tmp_path: Path) -> 
         (tmp_path / name).write_bytes(pickle.dumps(allocator.snapshot()))
     found = line(tmp_path / "after.pickle", Budgets(), baseline=tmp_path / "before.pickle")
     assert not found.held
-    assert found.detail.startswith("requested, by replay: 33,554,944 B against 33,554,432 B (+512 B); allocated, which")
+    assert found.detail.startswith("requested, by replay: 33,554,944 B, baseline 33,554,432 B (+512 B); allocated")
 
 
-def test_memory_that_one_of_the_two_recorded_is_no_pass(tmp_path: Path, run: Path) -> None:
+def test_memory_recorded_by_only_one_run_fails(tmp_path: Path, run: Path) -> None:
     bare = make_run(tmp_path / "bare", {"clean": clean_steps(1)})
     for one, other in ((run, bare), (bare, run)):
         found = lines(one, Budgets(), other)
         assert [(each.subject, each.held) for each in found] == [("step", True), ("peak", False)]
 
 
-def test_a_baseline_of_other_provenance_is_no_measure(tmp_path: Path, run: Path) -> None:
+def test_a_baseline_of_other_origin_needs_force(tmp_path: Path, run: Path) -> None:
     other = other_run(tmp_path / "other", 1, gpu="NVIDIA A100")
     found = line(run, Budgets(), baseline=other)
     assert (found.held, "differ in GPU" in found.detail) == (False, True)
     assert all(one.held for one in lines(run, Budgets(), other, force=True))
 
 
-def test_the_command_exits_3_where_a_budget_broke(profkit: Run, run: Path) -> None:
-    held = profkit("check", run, "--max-step-ms", "31", "--max-peak", "1GiB", "--max-share", "elementwise=25%")
+def test_the_command_exits_3_if_a_budget_is_broken(run: Path) -> None:
+    held = run_command("check", run, "--max-step-ms", "31", "--max-peak", "1GiB", "--max-share", "elementwise=25%")
     assert (held.returncode, held.stderr) == (0, "")
     assert held.stdout.splitlines()[:5] == [
         "verdict  budget                  measured        limit",
@@ -336,18 +331,22 @@ def test_the_command_exits_3_where_a_budget_broke(profkit: Run, run: Path) -> No
         "held     max-peak               48.00 MiB  ≤ 1.000 GiB",
         "held     max-share elementwise      25.0%      ≤ 25.0%",
     ]
-    broken = profkit("check", run, "--max-step-ms", "30", "--max-share", "reduction=14.9%", "--max-peak", "1GB")
+    broken = run_command("check", run, "--max-step-ms", "30", "--max-share", "reduction=14.9%", "--max-peak", "1GB")
     assert broken.returncode == 3
-    assert broken.stderr == f"profkit: {run}: 2 of 3 budgets broken: max-step-ms step, max-share reduction\n"
+    assert broken.stderr == f"profkit: {run}: 2 of 3 budgets failed: max-step-ms step, max-share reduction\n"
     assert "BROKEN   max-step-ms step" in broken.stdout
     assert "held     max-peak" in broken.stdout
+    idle = run_command("check", run / SNAPSHOT, "--max-idle", "10")
+    assert idle.returncode == 3
+    assert idle.stdout.splitlines()[2].split() == ["NOT", "JUDGED", "max-idle", "–", "≤", "10.0%"]
+    assert "max-idle: NOT JUDGED (counts as failed): no trace was recorded" in idle.stdout
     assert max(map(len, broken.stdout.splitlines())) <= 80
 
 
-def test_formats(profkit: Run, run: Path) -> None:
+def test_every_format_holds_the_verdicts(run: Path) -> None:
     asked = ("check", run, "--max-step-ms", "30", "--max-peak", "1GB", "--format")
-    data = json.loads(profkit(*asked, "json").stdout)
-    assert (data["run"], data["held"]) == (str(run), False)
+    data = json.loads(run_command(*asked, "json").stdout)
+    assert (data["run"], data["held"]) == ("run", False)
     assert data["lines"][0] == {
         "budget": "max-step-ms",
         "subject": "step",
@@ -355,35 +354,36 @@ def test_formats(profkit: Run, run: Path) -> None:
         "limit": 30_000_000,
         "unit": "ns",
         "held": False,
-        "detail": "median of 6 unprofiled steps (in a process of their own)",
+        "judged": True,
+        "detail": "median of 6 unprofiled steps (own process)",
     }
-    rows = list(csv.DictReader(io.StringIO(profkit(*asked, "csv").stdout)))
+    rows = list(csv.DictReader(io.StringIO(run_command(*asked, "csv").stdout)))
     assert [(row["budget"], row["held"]) for row in rows] == [("max-step-ms", "False"), ("max-peak", "True")]
-    assert "| BROKEN | max-step-ms step | 30.02 ms | ≤ 30.00 ms |" in profkit(*asked, "markdown").stdout
-    assert r"\begin{tabular}" in profkit(*asked, "latex").stdout
+    assert "| BROKEN | max-step-ms step | 30.02 ms | ≤ 30.00 ms |" in run_command(*asked, "markdown").stdout
+    assert r"\begin{tabular}" in run_command(*asked, "latex").stdout
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "nothing to check"),
-        (["--force", "--max-idle", "10%"], "--force is about a baseline"),
-        (["--max-slowdown", "2%"], "--max-slowdown is about a baseline"),
-        (["--max-idle", "120%"], "'120%' is no percentage from 0% to 100%"),
+        (["--force", "--max-idle", "10%"], "--force needs a baseline"),
+        (["--max-slowdown", "2%"], "--max-slowdown needs a baseline"),
+        (["--max-idle", "120%"], "'120%' is not a percentage from 0% to 100%"),
         (["--max-peak", "40XB"], "XB is no unit of size"),
         (["--max-step-ms", "nan"], "'nan' is no number of milliseconds above 0"),
         (["--max-share", "softmax"], "'softmax' is no NAME=PERCENT such as softmax=15%"),
     ],
 )
-def test_a_wrong_request(profkit: Run, run: Path, options: list[str], message: str) -> None:
-    done = profkit("check", run, *options)
+def test_a_wrong_request_exits_2(run: Path, options: list[str], message: str) -> None:
+    done = run_command("check", run, *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
 
-def test_what_is_no_run(profkit: Run, tmp_path: Path, run: Path) -> None:
-    done = profkit("check", tmp_path, "--max-idle", "10%")
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
+    done = run_command("check", tmp_path, "--max-idle", "10%")
     assert (done.returncode, "no profkit run" in done.stderr) == (1, True)
     copy = shutil.copytree(run, tmp_path / "copy")
-    done = profkit("check", copy, "--max-peak", "1GB", "-o", copy / SNAPSHOT)
+    done = run_command("check", copy, "--max-peak", "1GB", "-o", copy / SNAPSHOT)
     assert (done.returncode, "this is what is read" in done.stderr) == (2, True)

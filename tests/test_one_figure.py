@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from profkit import read_trace
 from profkit.analysis.attribution import attribute_work
-from profkit.analysis.compare.step_samples import has_measured_steps, sample_steps
+from profkit.analysis.compare.samples import has_measured_steps, sample_steps
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.range_paths import select_ranges
 from profkit.cli import cli

@@ -1,4 +1,4 @@
-"""What differs between where two captures come from: named, sorted by whether it disturbs, never guessed."""
+"""The differences in origin of two captures: each is named, disturbing ones first, and unknown facts stay unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.errors import RunError, TraceError
 from profkit.reading import open_capture
-from profkit.run_directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
+from profkit.run.directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
@@ -67,7 +67,7 @@ def compared(before: Path, after: Path) -> Provenance:
     return compare_provenance(open_capture(before), open_capture(after))
 
 
-def test_runs_that_were_made_alike_differ_in_nothing(tmp_path: Path) -> None:
+def test_runs_made_alike_have_no_differences(tmp_path: Path) -> None:
     assert compared(make_run(tmp_path / "a"), make_run(tmp_path / "b")) == Provenance((), (), (), ())
 
 
@@ -97,21 +97,35 @@ def test_a_difference_is_named(tmp_path: Path, key: str, value: object, fact: st
     assert found.disturbances == [difference] * disturbs
 
 
-def test_the_disturbing_come_first(tmp_path: Path) -> None:
+def test_a_scripts_arguments_are_stated_and_another_script_disturbs(tmp_path: Path) -> None:
+    commands = ("python train.py --lr 1", "python train.py --lr 2", "python eval.py --lr 1")
+    runs = [make_run(tmp_path / str(n), {"target": one, "argv": one.split()}) for n, one in enumerate(commands)]
+    (arguments,) = compared(runs[0], runs[1]).differences
+    assert (arguments.fact, arguments.disturbs) == ("command", False)
+    assert (arguments.before, arguments.after) == ("python train.py --lr 1", "python train.py --lr 2")
+    assert [(one.fact, one.disturbs) for one in compared(runs[0], runs[2]).differences] == [
+        ("workload", True),
+        ("command", False),
+    ]
+    module = make_run(tmp_path / "d", {"target": "python -m train.py", "argv": ["python", "-m", "train"]})
+    assert compared(module, module).differences == ()
+
+
+def test_disturbing_differences_come_first(tmp_path: Path) -> None:
     changes = {"workload.compile_mode": "default", "workload.dtype": "bf16", "gpu": "NVIDIA A100"}
     found = compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", changes))
     assert [one.fact for one in found.differences] == ["GPU", "precision (autocast)", "torch.compile"]
 
 
-def test_unprofiled_steps_of_a_script_are_no_clean_twins(tmp_path: Path) -> None:
+def test_unprofiled_steps_of_own_and_same_process_disturb(tmp_path: Path) -> None:
     steps = {"label": "attached, not recording", "steps": MANIFEST_OF_A_RUN["clean"]["steps"]}
     found = compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", {"clean": None, "attached": steps}))
     assert [(one.fact, one.after, one.disturbs) for one in found.differences] == [
-        ("unprofiled steps", "attached, not recording", True)
+        ("unprofiled steps", "same process", True)
     ]
 
 
-def test_what_one_side_does_not_say_is_unknown(tmp_path: Path) -> None:
+def test_a_fact_that_one_side_lacks_is_unknown(tmp_path: Path) -> None:
     run, bare = make_run(tmp_path / "a", {"driver": None}), write_steps(tmp_path / "t.sqlite", [STEP, STEP])
     found = compared(run, bare)
     assert found.differences == ()
@@ -127,14 +141,14 @@ def test_what_one_side_does_not_say_is_unknown(tmp_path: Path) -> None:
     )
 
 
-def test_of_a_run_on_a_cpu_no_gpu_is_missed(tmp_path: Path) -> None:
+def test_a_run_on_a_cpu_lacks_no_facts_about_gpus(tmp_path: Path) -> None:
     changes = {"device": "cpu", "gpu": None, "driver": None, "versions.cuda": None}
     assert compared(make_run(tmp_path / "a", changes), make_run(tmp_path / "b", changes)) == Provenance((), (), (), ())
     operators = ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"
     assert not {"GPU", "driver", "CUDA"} & {*compared(operators, operators).unknown_both}
 
 
-def test_what_the_traces_themselves_say(tmp_path: Path) -> None:
+def test_facts_come_from_the_traces_themselves(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.rows["META_DATA_EXPORT"][1]["value"] = "2025.3.2.0"
     add_steps(builder, [STEP, STEP], pid=100)
@@ -151,7 +165,7 @@ def test_what_the_traces_themselves_say(tmp_path: Path) -> None:
     assert "GPU" not in found  # of the first it is unknown
 
 
-def test_a_failed_self_check_disturbs_on_either_side(captures: Path) -> None:
+def test_a_failed_self_check_on_either_side_disturbs(captures: Path) -> None:
     whole, lossy = captures / "small.nsys2023.sqlite", captures / "lossy.nsys2023.sqlite"
     for pair in ((whole, lossy), (lossy, whole), (lossy, lossy)):
         (check,) = [one for one in compared(*pair).disturbances if one.fact == "self-check"]
@@ -160,7 +174,7 @@ def test_a_failed_self_check_disturbs_on_either_side(captures: Path) -> None:
             assert (said == "passed") == (side is whole)
 
 
-def test_nsys_and_kineto_are_two_profilers() -> None:
+def test_nsys_and_kineto_are_different_profilers() -> None:
     traces = ROOT / "traces"
     found = compared(traces / "small-train.nsys2025.sqlite", traces / "small-train.kineto.json.gz")
     assert [one.fact for one in found.differences] == ["profiler"]
@@ -171,23 +185,23 @@ def test_files_of_a_run_keep_its_manifest(tmp_path: Path) -> None:
     Training().write(run, SNAPSHOT)
     for path in (run, run / NSYS_EXPORT, run / SNAPSHOT):
         opened = open_capture(path)
-        assert opened.manifest is not None
-        assert opened.manifest["driver"] == "580.1"
+        assert opened.run is not None
+        assert opened.run.manifest.driver == "580.1"
         assert (opened.trace is not None, opened.snapshot is not None) == (
             path.name != SNAPSHOT,
             path != run / NSYS_EXPORT,
         )
     elsewhere = write_steps(run / "other.sqlite", [STEP])
-    assert open_capture(elsewhere).manifest is None
+    assert open_capture(elsewhere).run is None
 
 
-def test_a_zipped_snapshot_is_told_from_a_zipped_trace() -> None:
+def test_a_zipped_snapshot_is_not_taken_for_a_zipped_trace() -> None:
     opened = open_capture(ROOT / "traces" / "small-train.snapshot.pickle.gz")
     assert (opened.trace, opened.snapshot is None) == (None, False)
     assert open_capture(ROOT / "traces" / "small-train.kineto.json.gz").snapshot is None
 
 
-def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_capture_is_refused(tmp_path: Path) -> None:
     for name, content in (("a.txt", b"hello"), ("b.gz", b"\x1f\x8b\x08cut"), ("c", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TraceError, match=name):

@@ -51,15 +51,23 @@ def test_plain_bytes_are_themselves(size: int) -> None:
     assert parse_bytes(str(size)) == size
 
 
-@pytest.mark.parametrize(("text", "share"), [("0%", 0.0), ("10%", 0.1), ("12.5 %", 0.125), ("100%", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("0%", 0.0), ("10%", 0.1), ("12.5 %", 0.125), ("100%", 1.0), ("10", 0.1), ("0.5%", 0.005), ("0", 0.0)],
+)
 def test_percentages(text: str, share: float) -> None:
     assert parse_percent(text) == share
 
 
-@pytest.mark.parametrize("text", ["", "10", "0.1", "120%", "100.1%", "-3%", "nan%", "inf%", "%", "ten%", "1e1%"])
+@pytest.mark.parametrize("text", ["", "120", "120%", "100.1%", "-3%", "nan%", "inf%", "%", "ten%", "1e1%"])
 def test_what_is_no_percentage(text: str) -> None:
-    with pytest.raises(ValueError, match="no percentage from 0% to 100%"):
+    with pytest.raises(ValueError, match="not a percentage from 0% to 100%"):
         parse_percent(text)
+
+
+def test_a_bare_number_below_one_is_ambiguous_and_refused() -> None:
+    with pytest.raises(ValueError, match=r"'0\.1' is ambiguous; write 0\.1% or 10%"):
+        parse_percent("0.1")
 
 
 @pytest.mark.parametrize(("text", "time_ns"), [("120", 120_000_000), ("0.5", 500_000), ("34.123456", 34_123_456)])
@@ -78,9 +86,9 @@ def test_shares() -> None:
     assert parse_share("range:a=b=2%") == ("range:a=b", 0.02)
 
 
-@pytest.mark.parametrize("text", ["softmax", "=3%", "softmax=", "softmax=3", " =3%"])
+@pytest.mark.parametrize("text", ["softmax", "=3%", "softmax=", "softmax=x", " =3%"])
 def test_what_is_no_share(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no NAME=PERCENT|no percentage"):
+    with pytest.raises(ValueError, match=r"no NAME=PERCENT|not a percentage"):
         parse_share(text)
 
 

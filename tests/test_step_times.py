@@ -1,15 +1,28 @@
-"""The samples of a manifest as statistics per phase, clean and profiled apart."""
+"""The samples of a manifest as statistics per phase, unprofiled and profiled apart."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from profkit.analysis.step_times import PhaseTimes, read_step_times, summarize_step_times
+from profkit.analysis.step_times import (
+    PhaseTimes,
+    StepTimes,
+    read_step_times,
+    summarize_samples,
+    summarize_step_times,
+)
 from profkit.errors import RunError
+from profkit.run.manifest import Manifest
+from profkit.run.records import decode
+
+TIMES = st.lists(st.integers(min_value=0, max_value=10**13), min_size=1, max_size=30)
 
 
 def _steps(*times_ns: int, events: bool = False, **more: int) -> dict[str, Any]:
@@ -22,13 +35,17 @@ def _steps(*times_ns: int, events: bool = False, **more: int) -> dict[str, Any]:
     return {"steps": steps}
 
 
+def _summarize(manifest: dict[str, Any]) -> StepTimes | None:
+    return summarize_step_times(decode(Manifest, manifest))
+
+
 def _phases(manifest: dict[str, Any]) -> dict[str, PhaseTimes]:
-    times = summarize_step_times(manifest)
+    times = _summarize(manifest)
     assert times is not None
     return {one.phase: one for one in times.phases}
 
 
-def test_phases_stand_beside_each_other_in_order_the_step_last() -> None:
+def test_phases_are_in_order_and_the_step_is_last() -> None:
     phases = _phases({"clean": _steps(400, 440, 800, events=True), "profiled": _steps(480, 520)})
     assert list(phases) == ["forward", "backward", "step"]
     step = phases["step"]
@@ -36,33 +53,23 @@ def test_phases_stand_beside_each_other_in_order_the_step_last() -> None:
     assert step.profiled is not None
     assert (step.profiled.median, step.profiled.count) == (500, 2)
     assert step.cost == pytest.approx(500 / 440 - 1)
-    assert step.on_gpu is not None
-    assert step.on_gpu.median == 220
-    assert phases["backward"].on_gpu is None
 
 
-def test_a_scripts_backward_and_optimizer_leave_the_rest() -> None:
+def test_cuda_events_and_the_hosts_clock_are_both_read() -> None:
     attached = [{"backward_event_ns": 50, "optimizer_event_ns": 10, "step_ns": 100 + i} for i in range(4)]
     profiled = [{"backward_event_ns": 60, "optimizer_event_ns": 10, "step_ns": 130}]
-    phases = _phases({"attached": {"label": "…", "steps": attached}, "profiled": {"steps": profiled}})
+    phases = _phases({"attached": {"steps": attached}, "profiled": {"steps": profiled}})
     assert {name: (one.clock, one.clean.median) for name, one in phases.items()} == {
         "backward": ("cuda-events", 50),
         "optimizer": ("cuda-events", 10),
-        "rest": ("wall", 41.5),
         "step": ("wall", 101.5),
     }
     assert phases["backward"].cost == pytest.approx(0.2)
-    assert phases["rest"].profiled is not None
-    assert phases["rest"].profiled.median == 60
-
-
-def test_steps_alone_have_no_rest() -> None:
-    assert list(_phases({"attached": {"steps": [{"step_ns": 3}]}, "profiled": {"steps": []}})) == ["step"]
 
 
 def test_contexts_are_kept_apart() -> None:
     clean, profiled = ({"steps": _steps(8, context=4)["steps"] + _steps(80, context=40)["steps"]} for _ in "ab")
-    times = summarize_step_times({"clean": clean, "profiled": profiled})
+    times = _summarize({"clean": clean, "profiled": profiled})
     assert times is not None
     assert [(one.context, one.phase, one.clean.median) for one in times.phases if one.phase != "backward"] == [
         (4, "forward", 2),
@@ -74,7 +81,7 @@ def test_contexts_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("manifest", [{}, {"clean": {"steps": []}, "profiled": None}, {"attached": {"steps": []}}])
 def test_without_times_there_are_none(manifest: dict[str, Any]) -> None:
-    assert summarize_step_times(manifest) is None
+    assert _summarize(manifest) is None
 
 
 def test_they_can_be_read_from_a_run_and_taken_to_pandas(tmp_path: Path) -> None:
@@ -88,3 +95,36 @@ def test_they_can_be_read_from_a_run_and_taken_to_pandas(tmp_path: Path) -> None
     assert json.loads(json.dumps(times.to_dict()))["phases"][2]["clean"]["median_absolute_deviation"] == 40
     with pytest.raises(RunError):
         read_step_times(tmp_path / "elsewhere")
+
+
+@given(TIMES)
+def test_statistics_equal_those_of_pythons_own_module(samples: list[int]) -> None:
+    found = summarize_samples(samples)
+    median = statistics.median(samples)
+    assert found.count == len(samples)
+    assert found.median == pytest.approx(median)
+    assert found.median_absolute_deviation == pytest.approx(statistics.median(abs(one - median) for one in samples))
+    assert found.mean == pytest.approx(statistics.fmean(samples))
+    if len(samples) == 1:
+        assert (found.standard_deviation, found.relative_deviation, found.p10, found.p90) == (None, None, *samples * 2)
+        return
+    deviation = statistics.stdev(samples)
+    assert found.standard_deviation == pytest.approx(deviation, abs=1e-3)
+    deciles = statistics.quantiles(samples, n=10, method="inclusive")
+    assert (found.p10, found.p90) == (pytest.approx(deciles[0]), pytest.approx(deciles[-1]))
+    if found.mean:
+        assert found.relative_deviation == pytest.approx(deviation / found.mean, abs=1e-9)
+
+
+def test_statistics_of_four_samples_worked_out_by_hand() -> None:
+    found = summarize_samples([10, 12, 11, 40])
+    assert found.median == 11.5
+    assert found.median_absolute_deviation == 1.0  # distances 1.5, 0.5, 0.5, 28.5
+    assert found.p10 == pytest.approx(10.3)  # 0.3 of the way from 10 to 11
+    assert found.p90 == pytest.approx(31.6)  # 0.7 of the way from 12 to 40
+    assert summarize_samples([2, 4]).standard_deviation == pytest.approx(2**0.5)
+
+
+def test_no_samples_have_no_statistics() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        summarize_samples([])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from profkit.analysis.sample_statistics import SampleStatistics, summarize_samples
+import numpy as np
+
+from profkit.names import STEP, context_range
 from profkit.run.directory import Run
 from profkit.run.manifest import Manifest
 from profkit.run.samples import Clock, Samples, phase_order
@@ -16,12 +18,62 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Twin = Literal["clean", "attached"]
-"""Where the unprofiled steps ran: in a process of their own, or in the recorded one before its recording began."""
+"""Where the unprofiled steps ran: in their own process, or in the recorded one before its recording began."""
+
+_LABELS: dict[Twin, str] = {"clean": "own process", "attached": "same process"}
+
+
+@dataclass(frozen=True)
+class SampleStatistics:
+    """Location and spread of samples, in their own unit.
+
+    ``median_absolute_deviation`` is the median distance from the median. It is not multiplied by 1.4826, which would
+    estimate the standard deviation of a normal distribution: step times have a floor and a tail instead. Percentiles
+    interpolate linearly between neighbours (definition 7 of Hyndman and Fan 1996). ``standard_deviation`` divides by
+    n − 1; a single sample has none. Medians and percentiles hardly move with one slow sample, mean and standard
+    deviation do, so both are kept.
+    """
+
+    count: int
+    median: float
+    median_absolute_deviation: float
+    p10: float
+    p90: float
+    mean: float
+    standard_deviation: float | None
+
+    @property
+    def relative_deviation(self) -> float | None:
+        """The standard deviation as a fraction of the mean; None if it has no meaning."""
+        if self.standard_deviation is None or self.mean <= 0:
+            return None
+        return self.standard_deviation / self.mean
+
+
+def summarize_samples(samples: Sequence[int] | Sequence[float]) -> SampleStatistics:
+    """Return the statistics of at least one sample.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not len(samples):
+        raise ValueError("there are no samples")
+    values = np.asarray(samples, dtype=np.float64)
+    median = np.median(values)
+    return SampleStatistics(
+        count=len(values),
+        median=float(median),
+        median_absolute_deviation=float(np.median(np.abs(values - median))),
+        p10=float(np.percentile(values, 10)),
+        p90=float(np.percentile(values, 90)),
+        mean=float(np.mean(values)),
+        standard_deviation=float(np.std(values, ddof=1)) if len(values) > 1 else None,
+    )
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """One phase (or the whole step): its time in ns without a profiler, beside that with one.
+    """One phase (or the whole step): its time in ns without a profiler and with one.
 
     ``clock`` says what measured both: CUDA events around the phase, on the GPU's own clock, or the host's clock.
     """
@@ -34,7 +86,7 @@ class PhaseTimes:
 
     @property
     def cost(self) -> float | None:
-        """What profiling added, as a fraction of the unprofiled median; None where one of the two was not timed."""
+        """What profiling added, as a fraction of the unprofiled median; None if one of the two was not timed."""
         if self.profiled is None or self.clean.median <= 0:
             return None
         return self.profiled.median / self.clean.median - 1
@@ -42,13 +94,13 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of a run's steps, phase by phase, the whole step last; of several contexts one after the other."""
+    """The times of a run's steps, phase by phase, the whole step last; several contexts follow one another."""
 
     twin: Twin
     phases: tuple[PhaseTimes, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data, numbers as they are."""
+        """Return it as JSON-ready data, numbers unrounded."""
         return {"twin": self.twin, "phases": [{**asdict(one), "cost": one.cost} for one in self.phases]}
 
     def to_pandas(self) -> pd.DataFrame:
@@ -58,39 +110,66 @@ class StepTimes:
         return pd.json_normalize(self.to_dict()["phases"], sep="_")
 
 
+@dataclass(frozen=True)
+class UnprofiledSteps:
+    """The unprofiled steps of a run: where they ran, and the times of each phase in ns, the whole step last.
+
+    The names of several contexts are ``context 128, forward`` and so on.
+    """
+
+    label: str
+    times_ns: dict[str, list[int]]
+
+
 def read_step_times(run: str | Path) -> StepTimes | None:
     """Return what the steps of the run directory ``run`` took; None if none were timed.
 
     Raises:
-        RunError: it is no run.
+        RunError: it is not a run directory.
     """
     return summarize_step_times(Run(run).manifest)
 
 
 def summarize_step_times(manifest: Manifest) -> StepTimes | None:
-    """Return the statistics of the samples in a run's manifest; None where no step was timed without a profiler."""
+    """Return the statistics of the samples in a run's manifest; None if no step was timed without a profiler."""
     unprofiled = manifest.unprofiled
     if unprofiled is None:
         return None
     profiled = manifest.profiled or Samples()
     phases = [one for context in unprofiled.contexts for one in _summarize(context, unprofiled, profiled)]
-    return StepTimes(twin_of(manifest), tuple(phases)) if phases else None
+    return StepTimes(_twin_of(manifest), tuple(phases)) if phases else None
 
 
-def twin_of(manifest: Manifest) -> Twin:
-    """Return where the unprofiled steps of a run were timed."""
-    return "clean" if manifest.clean is not None and manifest.clean.steps else "attached"
+def read_unprofiled_steps(manifest: Manifest) -> UnprofiledSteps | None:
+    """Return the samples of the unprofiled steps in a run's manifest; None if there are none."""
+    samples = manifest.unprofiled
+    if samples is None:
+        return None
+    times_ns = {}
+    for context in samples.contexts:
+        for phase, (_, times) in unprofiled_times_ns(samples, context).items():
+            times_ns[phase if context is None else f"{context_range(context)}, {phase}"] = times
+    return UnprofiledSteps(_LABELS[_twin_of(manifest)], times_ns)
+
+
+def is_whole_step(name: str) -> bool:
+    """Return whether a name in `UnprofiledSteps.times_ns` is that of a whole step, not of a phase."""
+    return name == STEP or name.endswith(f", {STEP}")
 
 
 def unprofiled_times_ns(samples: Samples, context: int | None) -> dict[str, tuple[Clock, list[int]]]:
-    """Return phase → what timed it and its times, in the order in which phases run, the whole step last.
+    """Return phase → its clock and its times, in the order in which phases run, the whole step last.
 
-    The host's clock goes before CUDA events where a sample has both.
+    If a sample has both clocks, the host's is taken.
     """
     found: dict[str, tuple[Clock, list[int]]] = {}
     for clock in ("cuda-events", "wall"):
         found |= {phase: (clock, times) for phase, times in samples.times_ns(clock, context).items()}
     return {phase: found[phase] for phase in sorted(found, key=phase_order)}
+
+
+def _twin_of(manifest: Manifest) -> Twin:
+    return "clean" if manifest.clean is not None and manifest.clean.steps else "attached"
 
 
 def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> Iterator[PhaseTimes]:

@@ -24,7 +24,7 @@ _COMMANDS = {
     "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
     "compare": ("profkit.cli.compare", "Say what changed between two captures, and whether it is more than noise."),
-    "check": ("profkit.cli.check", "Hold a run to budgets and to a baseline: exit 3 if one is broken."),
+    "check": ("profkit.cli.check", "Check a run against budgets or an earlier run: exit 3 if it fails."),
     "doctor": ("profkit.cli.doctor", "Say what can be recorded on this machine, and what to do where it cannot."),
     "scrub": ("profkit.cli.scrub", "Copy an nsys export without environment, host, user and paths."),
     "help": ("profkit.cli.help", "Show a guide: scripts, ranges, attribution, efficiency, memory, …"),

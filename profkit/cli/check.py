@@ -1,4 +1,4 @@
-"""``profkit check``: hold a run to budgets, for CI."""
+"""``profkit check``: check a run against budgets, for CI."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import click
 from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.cli.options import output_options
-from profkit.cli.outputs import refuse_overwriting, write_result
+from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Milliseconds, Percent, Share, Size
 from profkit.errors import CheckError, UsageError
 from profkit.reading import open_capture
-from profkit.report.check import label, render_check
-from profkit.report.formats import Format
+from profkit.report.check import budget_label, build_check_document
+from profkit.report.document import Format
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--max-step-ms", type=Milliseconds(), help="The median unprofiled step, in milliseconds, at most.")
-@click.option("--max-peak", type=Size(), help="Allocated memory at its peak, at most: 40GiB, 40GB or bytes.")
+@click.option("--max-step-ms", type=Milliseconds(), help="Longest median unprofiled step, in milliseconds.")
+@click.option("--max-peak", type=Size(), help="Highest peak of allocated memory: 40GiB, 40GB or bytes.")
 @click.option(
     "--max-idle",
     type=Percent(),
-    help="The GPUs' idle share of the steps, at most, such as 10%; without a profiler where that was timed.",
+    help="Largest idle share of the GPUs in the steps, such as 10%; scaled to the unprofiled steps if timed.",
 )
-@click.option("--min-mfu", type=Percent(), help="Model FLOPs utilization, at least, such as 30%.")
+@click.option("--min-mfu", type=Percent(), help="Smallest model FLOPs utilization, such as 30%.")
 @click.option(
     "--max-share",
     "max_shares",
     type=Share(),
     multiple=True,
-    help="A category's or a range's share of the steps' kernel time, at most, such as softmax=15%; write "
-    "category:NAME or range:NAME where a capture has both. May be given several times.",
+    help="Largest share of the steps' kernel time for a category or a range, such as softmax=15%; write category:NAME "
+    "or range:NAME if a capture has both. May be given several times.",
 )
 @click.option(
     "--baseline",
     type=click.Path(path_type=Path),
     metavar="RUN0",
-    help="No measurable slowdown against this run, and no higher peak of requested memory.",
+    help="Allow no measurable slowdown against this run, and no higher peak of requested memory.",
 )
-@click.option("--max-slowdown", type=Percent(), help="So much slower than the baseline is let through  [default: 0%]")
-@click.option("--force", is_flag=True, help="Take a baseline of other provenance (GPU, driver, precision, …) too.")
+@click.option("--max-slowdown", type=Percent(), help="Allow this much slowdown against the baseline  [default: 0%]")
+@click.option("--force", is_flag=True, help="Accept a baseline of different origin (GPU, driver, precision, …).")
 @output_options
 def check(
     run: Path,
@@ -59,13 +59,13 @@ def check(
     output: Path | None,
     full_names: bool,
 ) -> None:
-    """Hold a run to budgets: exit 0 with those that held, or 3 if any is broken.
+    """Check a run against budgets: exit 0 if all held, 3 if any did not.
 
-    RUN is a run directory; of a trace or a snapshot alone fewer budgets can be judged. A budget that cannot be judged
-    is broken, with the reason.
+    RUN is a run directory; fewer budgets can be judged with a trace or a snapshot alone. A budget that cannot be judged
+    counts as failed, and the reason is printed.
     """
     if baseline is None and (force or max_slowdown is not None):
-        raise UsageError(f"{'--force' if force else '--max-slowdown'} is about a baseline: give --baseline RUN0")
+        raise UsageError(f"{'--force' if force else '--max-slowdown'} needs a baseline: give --baseline RUN0")
     refuse_overwriting([run, *([] if baseline is None else [baseline])], [output])
     budgets = Budgets(max_step_ms, max_peak, max_idle, min_mfu, max_shares)
     if budgets == Budgets() and baseline is None:
@@ -73,10 +73,10 @@ def check(
     opened, earlier = _open(run), None if baseline is None else _open(baseline)
     with shown_after_a_second("judging"):
         result = check_budgets(opened, budgets, earlier, allowed_slowdown=max_slowdown or 0.0, force=force)
-    write_result(render_check(result, style, full_names=full_names), output)
-    broken = [label(line) for line in result.lines if not line.held]
-    if broken:
-        raise CheckError(f"{run}: {len(broken)} of {len(result.lines)} budgets broken: {', '.join(broken)}")
+    print_document(build_check_document(result), style, output, full_names=full_names)
+    failed = [budget_label(line) for line in result.lines if not line.held]
+    if failed:
+        raise CheckError(f"{run}: {len(failed)} of {len(result.lines)} budgets failed: {', '.join(failed)}")
 
 
 def _open(path: Path) -> OpenedCapture:

@@ -7,27 +7,28 @@ from pathlib import Path
 import click
 
 from profkit.analysis.compare.capture import OpenedCapture
-from profkit.analysis.compare.comparison import CaptureComparison, compare_captures, refuse_other_measure
+from profkit.analysis.compare.comparison import compare_captures, refuse_other_measure
 from profkit.analysis.compare.provenance import compare_provenance
 from profkit.cli.options import output_options
-from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
+from profkit.cli.outputs import print_document, refuse_overwriting, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.reading import open_capture
-from profkit.report.compare import TOP, VIEWS, View, render_compare
-from profkit.report.formats import Format
-
-_FOR_PEOPLE = ("table", "markdown", "latex")
+from profkit.report.compare import TOP, VIEWS, View, build_compare_document, describe_difference
+from profkit.report.document import Format
 
 
 @click.command()
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 @click.option("--range", "name", metavar="RANGE", help="Only the kernel time under this range.")
-@click.option("--by", type=click.Choice(VIEWS), help="One view alone  [default: phase, category and kernel]")
+@click.option("--by", type=click.Choice(VIEWS), help="Show one view only  [default: phase, category and kernel]")
 @click.option(
-    "--top", type=click.IntRange(min=1), help=f"So many lines of a table, {TOP} unless told; CSV and JSON hold all."
+    "--top",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Show at most N lines of a table (default {TOP}); CSV and JSON hold all.",
 )
-@click.option("--force", is_flag=True, help="Compare captures of different provenance too; what differs is said.")
+@click.option("--force", is_flag=True, help="Compare captures of different origin too, and print what differs.")
 @output_options
 def compare(
     before: Path,
@@ -40,36 +41,26 @@ def compare(
     output: Path | None,
     full_names: bool,
 ) -> None:
-    """Say what changed between two captures, per kernel, category and range, and whether it is more than noise.
+    """Show what changed between two captures, per kernel, category and range, and whether it is more than noise.
 
     BEFORE and AFTER are traces, memory snapshots or run directories. Kernel time is compared per step; each change has
-    a bootstrap interval over the steps, if there are five or more on both sides. Of two run directories the unprofiled
-    steps and the memory are compared too.
+    a bootstrap interval over the steps if both sides have five or more. With two run directories, unprofiled steps and
+    memory are compared too.
 
-    Captures that differ in profiler, GPU, driver, torch, workload or precision, and lossy ones, are compared only under
-    --force; without it that is a wrong request (exit 2).
+    Captures that differ in profiler, GPU, driver, torch, workload or precision, or that lost events, need --force;
+    without it the command exits 2.
     """
     refuse_overwriting([before, after], [output])
     old, new = _open(before), _open(after)
     refuse_other_measure(old, new)
-    if not force:
-        provenance = compare_provenance(old, new)
-        write_warnings(f"{one.fact}: {one.before} | {one.after}" for one in provenance.disturbances)
+    if not force or style == "csv":
+        disturbances = compare_provenance(old, new).disturbances
+        write_warnings(f"changed: {describe_difference(one)}" for one in disturbances)
     with shown_after_a_second("comparing"):
         result = compare_captures(old, new, range=name, force=force)
-    if top is None and style in _FOR_PEOPLE:
-        top = TOP
-    _warn(result, style)
-    write_result(render_compare(result, style, by=by, top=top, full_names=full_names), output)
+    print_document(build_compare_document(result, by=by, top=top), style, output, full_names=full_names)
 
 
 def _open(path: Path) -> OpenedCapture:
     with shown_after_a_second(f"reading {path.name}"):
         return open_capture(path)
-
-
-def _warn(result: CaptureComparison, style: Format) -> None:
-    messages = [warning.message for warning in result.warnings]
-    if style == "csv":
-        messages += [f"{one.fact}: {one.before} | {one.after}" for one in result.provenance.disturbances]
-    write_warnings(messages)

@@ -9,7 +9,7 @@ import click
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
+_PERCENT = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<sign>%?)", re.ASCII)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 
@@ -35,15 +35,17 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_percent(text: str) -> float:
-    """Return the fraction that ``10%`` means; the sign is needed, so that 0.1 is not taken for a tenth of one.
+    """Return the fraction that ``10%`` or ``10`` means; below 1 the sign is needed, as 0.1 may mean a tenth.
 
     Raises:
-        ValueError: it is no percentage from 0 to 100.
+        ValueError: it is not a percentage from 0 to 100.
     """
     match = _PERCENT.fullmatch(text.strip())
-    if match is None or Fraction(match[1]) > 100:
-        raise ValueError(f"{text!r} is no percentage from 0% to 100%, such as 10%")
-    return float(Fraction(match[1]) / 100)
+    if match is None or Fraction(match["number"]) > 100:
+        raise ValueError(f"{text!r} is not a percentage from 0% to 100%, such as 10%")
+    if not match["sign"] and 0 < Fraction(match["number"]) < 1:
+        raise ValueError(f"{text!r} is ambiguous; write {match['number']}% or {100 * float(match['number']):g}%")
+    return float(Fraction(match["number"]) / 100)
 
 
 def parse_milliseconds(text: str) -> int:

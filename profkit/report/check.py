@@ -1,52 +1,54 @@
-"""Print which budgets of a run held and which broke, each with how it was measured or why it could not be."""
+"""The document of ``profkit check``: which budgets held, each with how it was measured or why it was not judged."""
 
 from __future__ import annotations
 
-from textwrap import fill
+from typing import Any
 
-from profkit.analysis.compare.baseline import BASELINE
-from profkit.analysis.compare.budget_lines import BudgetLine, Unit
-from profkit.analysis.compare.budgets import MIN_MFU, BudgetCheck
-from profkit.report.formats import Column, Format, Table, make_visible, render_csv, render_json, screen_width
-from profkit.report.old_document import Document, render_document
-from profkit.report.units import format_bytes, format_ns, format_share
+from profkit.analysis.compare.budgets import BASELINE, MIN_MFU, BudgetCheck, BudgetLine
+from profkit.report.document import UNKNOWN, Column, Document, Lines, Table
+from profkit.report.units import BYTES, NS, SHARE, TEXT, Unit
 
+_UNITS = {
+    "ns": Unit(lambda value: NS.show(round(value))),
+    "bytes": Unit(lambda value: BYTES.show(round(value))),
+    "share": SHARE,
+}
 _COLUMNS = (
-    Column("verdict", "held", right=False),
-    Column("budget", "budget", right=False, flexible=True),
-    Column("measured", "measured"),
-    Column("limit", "limit"),
+    Column("verdict", "verdict", TEXT),
+    Column("label", "budget", TEXT, flexible=True),
+    Column("measured_text", "measured", Unit(str)),
+    Column("limit_text", "limit", Unit(str)),
 )
-_KEYS = ("budget", "subject", "measured", "limit", "unit", "held", "detail")
+_EXACT = ("budget", "subject", "measured", "limit", "unit", "held", "judged", "detail")
 
 
-def render_check(check: BudgetCheck, style: Format = "table", *, full_names: bool = False) -> str:
-    """Return the budgets as a table, and under it each one's detail."""
-    if style == "json":
-        return render_json(check.to_dict())
-    if style == "csv":
-        values = [[getattr(line, key) for key in _KEYS] for line in check.lines]
-        return render_csv(Table(tuple(Column(key, key) for key in _KEYS), [], values))
-    table = Table(_COLUMNS, [_cells(line) for line in check.lines], [])
-    details = [f"{label(line)}: {line.detail}" for line in check.lines]
-    if style == "table":
-        details = [fill(make_visible(line), screen_width(), subsequent_indent="  ") for line in details]
-    return render_document(Document([table], notes=details), style, full_names=full_names)
+def build_check_document(check: BudgetCheck) -> Document:
+    """Return the verdict on each budget, and under the table each one's detail."""
+    table = Table(_COLUMNS, [_row(line) for line in check.lines], exact=_EXACT)
+    details = [f"{budget_label(line)}: {_why(line)}" for line in check.lines]
+    return Document("check", check.to_dict(), [table, Lines(details)], table)
 
 
-def label(line: BudgetLine) -> str:
-    """Return what a budget is called: the option, and what it is about."""
+def budget_label(line: BudgetLine) -> str:
+    """Return the name of a budget: the option, and what it is about."""
     return line.budget if line.subject is None else f"{line.budget} {line.subject}"
 
 
-def _cells(line: BudgetLine) -> list[str]:
-    limit = "–" if line.limit is None else _format(line.limit, line.unit)
+def _why(line: BudgetLine) -> str:
+    return line.detail if line.judged else f"NOT JUDGED (counts as failed): {line.detail}"
+
+
+def _row(line: BudgetLine) -> dict[str, Any]:
     sign = "" if line.limit is None or line.budget == BASELINE else "≥ " if line.budget == MIN_MFU else "≤ "
-    measured = "–" if line.measured is None else _format(line.measured, line.unit)
-    return ["held" if line.held else "BROKEN", label(line), measured, sign + limit]
+    return {
+        **vars(line),
+        "verdict": "held" if line.held else "BROKEN" if line.judged else "NOT JUDGED",
+        "label": budget_label(line),
+        "measured_text": _show(line, line.measured),
+        "limit_text": sign + _show(line, line.limit),
+    }
 
 
-def _format(value: float, unit: Unit) -> str:
-    if unit == "share":
-        return format_share(value)
-    return format_ns(round(value)) if unit == "ns" else format_bytes(round(value))
+def _show(line: BudgetLine, value: float | None) -> str:
+    """Return a value in the unit of its budget: the rows of one table have different units."""
+    return UNKNOWN if value is None else _UNITS[line.unit].show(value)

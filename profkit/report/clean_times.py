@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from profkit.analysis.sample_statistics import SampleStatistics
-from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
+from profkit.analysis.step_times import PhaseTimes, SampleStatistics, StepTimes, summarize_step_times
 from profkit.names import STEP
 from profkit.report.formats import Column, Table, render_table
 from profkit.report.units import format_count, format_ns, format_share

@@ -1,218 +1,182 @@
-"""Print what changed between two captures: the wholes, then by phase, category and kernel, then the books."""
+"""The document of ``profkit compare``: what differs in origin, then the changes of time and of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
 from pathlib import PurePath
-from textwrap import fill
-from typing import Literal
+from typing import Any, Literal
 
 from profkit.analysis.compare.bootstrap import LEVEL
-from profkit.analysis.compare.clean_compare import CleanChange, CleanComparison
-from profkit.analysis.compare.comparison import CaptureComparison
-from profkit.analysis.compare.time_compare import Change, KernelTotal, Line, Part, TimeComparison
-from profkit.report.compare_csv import render_compare_csv
-from profkit.report.formats import (
-    Column,
-    Format,
-    Table,
-    escape_markdown,
-    make_visible,
-    render_json,
-    render_latex,
-    render_markdown,
-    render_table,
-    screen_width,
-)
-from profkit.report.kernel_names import simplify_name
-from profkit.report.memory_compare import TOP_PARTS, render_comparison
-from profkit.report.units import format_count, format_interval, format_ns, format_signed_ns
+from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison
+from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
+from profkit.analysis.compare.provenance import Difference
+from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.memory_compare import TOP_PARTS, memory_parts, memory_table
+from profkit.report.text import simplify_name
+from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_count, format_interval
 
 View = Literal["phase", "category", "range", "kernel"]
 VIEWS: tuple[View, ...] = ("phase", "category", "range", "kernel")
 TOP = 10
 
-_CHANGE = Column("change", "change_ns")
-_BEFORE = Column("before", "before_ns")
-_AFTER = Column("after", "after_ns")
-_INTERVAL = Column(f"{LEVEL:.0%} interval", "interval")
-_NONE = "no measurable difference"
+_SHOWN: tuple[View, ...] = ("phase", "category", "kernel")
+_NO_DIFFERENCE = "no measurable difference"
+_QUIET = (_NO_DIFFERENCE, "unchanged")
+
+_EXACT_CHANGE = ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns", "verdict")
+_EXACT_SAMPLES = ("before_samples", "after_samples")
+_EXACT_PART = ("range", "category", "kind", "before_kernels", "after_kernels")
 
 
-def render_compare(
-    result: CaptureComparison,
-    style: Format = "table",
-    *,
-    by: View | None = None,
-    top: int | None = TOP,
-    full_names: bool = False,
-) -> str:
-    """Return the comparison as text; ``by`` shows one view alone, CSV holds one table: that of ``by``, or the kernels.
+def _or_empty(unit: Unit) -> Unit:
+    """Return the unit for a column in which some rows have nothing to say."""
+    return Unit(lambda value: "" if value == "" else unit.show(value), unit.right)
 
-    ``top`` limits each table's lines; the rest are summed in one.
+
+_INTERVAL = Unit(lambda value: value if isinstance(value, str) else format_interval(*value))
+_CHANGE_COLUMN = Column("change_ns", "change", _or_empty(SIGNED_NS))
+_BEFORE_COLUMN = Column("before_ns", "before", _or_empty(NS))
+_AFTER_COLUMN = Column("after_ns", "after", NS)
+_INTERVAL_COLUMN = Column("interval", f"{LEVEL:.0%} interval", _INTERVAL)
+
+
+def build_compare_document(result: CaptureComparison, *, by: View | None = None, top: int | None = None) -> Document:
+    """Return the comparison.
+
+    Args:
+        result: what changed.
+        by: show only this view of kernel time; CSV holds this view, or the kernels.
+        top: show at most this many lines of a table, by default `TOP`, and `TOP_PARTS` of memory.
     """
-    if style == "json":
-        return render_json(result.to_dict())
-    if style == "csv":
-        return render_compare_csv(result, by)
-    blocks: list[str | Table] = ["\n".join(head_lines(result))]
+    parts: list[Table | Lines] = [Lines(_head(result), "head")]
     if result.clean is not None:
-        blocks += [_describe_clean(result.clean), _clean_table(result.clean)]
+        parts.append(_clean_table(result.clean))
     if result.time is not None:
-        blocks.append(_whole_table(result.time))
-        blocks += [_view_table(result.time, view, top) for view in ((by,) if by else ("phase", "category", "kernel"))]
-        blocks.append("\n".join(books(result.time)))
-    text = _render_blocks(blocks, style, full_names=full_names)
+        parts.append(_whole_table(result.time))
+        parts += [_view(result.time, view, top or TOP) for view in ((by,) if by else _SHOWN)]
+        parts.append(Lines(_sums(result.time)))
     if result.memory is not None:
-        text += "\n\n" + render_comparison(result.memory, style, top=top or TOP_PARTS, full_names=full_names)
-    return text
+        parts += memory_parts(result.memory, top or TOP_PARTS)
+    data = result.to_dict()
+    del data["warnings"]
+    return Document("compare", data, parts, _csv_table(result, by), result.warnings)
 
 
-def head_lines(result: CaptureComparison) -> list[str]:
-    """Return what is compared, what differs in where they come from, and what is not known of that."""
-    provenance = result.provenance
+def describe_difference(one: Difference) -> str:
+    """Return a difference in origin as ``batch: 4 → 8``; of a command only the words that changed."""
+    if one.fact == "command":
+        return ", ".join(_changed_words(one.before.split(), one.after.split()))
+    return f"{one.fact}: {one.before} → {one.after}"
+
+
+def _changed_words(before: Sequence[str], after: Sequence[str]) -> Iterator[str]:
+    """Yield ``--compile=False → True`` for each stretch of words that changed."""
+    for kind, i, i_end, j, j_end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        old, new = " ".join(before[i:i_end]), " ".join(after[j:j_end])
+        option = old.partition("=")[0]
+        if "=" in old and new.startswith(f"{option}="):
+            new = new.removeprefix(f"{option}=")
+        elif i and before[i - 1].startswith("-") and old and not old.startswith("-"):
+            old = f"{before[i - 1]} {old}"
+        yield f"{old or 'nothing'} → {new or 'nothing'}"
+
+
+def _head(result: CaptureComparison) -> Iterator[str]:
+    """Yield what is compared, what differs in where it comes from, and what is unknown about that."""
     names = [PurePath(path).name for path in (result.before, result.after)]
     names = [result.before, result.after] if names[0] == names[1] else names
-    lines = [f"before  {names[0]}", f"after   {names[1]}"]
-    lines += [f"differs {one.fact}: {one.before} | {one.after}" for one in provenance.differences]
-    for who, facts in (
+    yield f"before  {names[0]}"
+    yield f"after   {names[1]}"
+    provenance = result.provenance
+    yield from (f"changed: {describe_difference(one)}" for one in provenance.differences)
+    for side, facts in (
         ("before", provenance.unknown_before),
         ("after", provenance.unknown_after),
         ("both", provenance.unknown_both),
     ):
         if facts:
-            lines.append(f"unknown of {who}: {', '.join(facts)}")
-    return lines
+            yield f"unknown in {side}: {', '.join(facts)}"
 
 
-def books(time: TimeComparison) -> list[str]:
-    """Return the lines that close the books: what a change is per, what the lines sum to, what was left out."""
-    whole, rounding = time.kernel_time, time.rounding_ns
-    unit = "capture" if time.unit == "capture" else "step"
-    within = f" under {time.range!r}" if time.range is not None else ""
-    lines = [
-        f"changes are per {unit}, of {time.samples[0]:,} before and {time.samples[1]:,} after",
-        f"totals{within}: {whole.before_ns:,} and {whole.after_ns:,} ns",
-        f"kernels change by {whole.change_ns - rounding:,} + rounding {rounding:,} = {whole.change_ns:,} ns",
-        f"left out: {time.left_out_ns[0]:,} and {time.left_out_ns[1]:,} ns (warm-up, outside steps or the range)",
-    ]
+def _sums(time: TimeComparison) -> Iterator[str]:
+    """Yield what a change is per, what the lines sum to, what was left out, and what the intervals mean."""
+    whole, unit = time.kernel_time, time.unit
+    noun = _noun(time)
+    within = "" if time.range is None else f" under {time.range!r}"
+    counts = [_per_sample(count, size) for count, size in zip(time.kernel_count, time.samples, strict=True)]
+    yield f"times are per {unit}: {time.samples[0]:,} {unit}s before, {time.samples[1]:,} after"
+    yield f"{noun}s per {unit}: {counts[0]:,} before, {counts[1]:,} after"
+    yield f"totals{within}: {whole.before_ns:,} and {whole.after_ns:,} ns; sum of the changes: {whole.change_ns:,} ns"
+    left_before, left_after = time.left_out_ns
+    yield f"not compared: {left_before:,} and {left_after:,} ns (warm-up, outside steps or outside the range)"
     if whole.low_ns is not None and not _is_unchanged(time):
-        lines.append(f"intervals: bootstrap over each side's {unit}s; run-to-run variation is not in them")
+        yield f"intervals: bootstrap over the {unit}s of each side; variation from run to run is not in them"
         by_chance = round((1 - LEVEL) * len(time.parts))
         if by_chance:
-            lines.append(
-                f"one interval a kernel: were all {len(time.parts)} unchanged, {by_chance} would seem changed by chance"
-            )
-    return lines
-
-
-def _render_blocks(blocks: Sequence[str | Table], style: Format, *, full_names: bool) -> str:
-    if style == "latex":
-        lines = [
-            render_latex(block)
-            if isinstance(block, Table)
-            else "\n".join(f"% {make_visible(line)}" for line in block.split("\n"))
-            for block in blocks
-        ]
-        return "\n\n".join(lines)
-    if style == "markdown":
-        return "\n\n".join(
-            render_markdown(block)
-            if isinstance(block, Table)
-            else "\n".join(f"- {escape_markdown(line)}" for line in block.split("\n"))
-            for block in blocks
-        )
-    return "\n\n".join(
-        render_table(block, full=full_names) if isinstance(block, Table) else "\n".join(map(_wrap, block.split("\n")))
-        for block in blocks
-    )
-
-
-def _wrap(line: str) -> str:
-    return fill(make_visible(line), screen_width(), subsequent_indent="        ", break_on_hyphens=False)
-
-
-def _describe_clean(clean: CleanComparison) -> str:
-    labels = " and ".join(dict.fromkeys(clean.labels))
-    return f"unprofiled steps ({labels}), medians of {clean.samples[0]} and {clean.samples[1]}"
+            yield f"if all {len(time.parts)} {noun}s were unchanged, about {by_chance} would look changed by chance"
 
 
 def _clean_table(clean: CleanComparison) -> Table:
+    labels = " and ".join(dict.fromkeys(clean.labels))
     has_interval = any(change.low_ns is not None for change in clean.changes)
-    cells = [
-        [
-            format_signed_ns(change.change_ns),
-            format_ns(change.before_ns),
-            format_ns(change.after_ns),
-            *([_interval(change)] if has_interval else []),
-            change.name,
-        ]
+    rows = [
+        {
+            "change_ns": change.change_ns,
+            "before_ns": change.before_ns,
+            "after_ns": change.after_ns,
+            "interval": _interval(change),
+            "name": change.name,
+        }
         for change in clean.changes
     ]
-    return Table((*_columns(has_interval), Column("unprofiled", "name", right=False, flexible=True)), cells, [])
+    title = f"unprofiled steps ({labels}), medians of {clean.samples[0]} and {clean.samples[1]}"
+    return Table(_columns("unprofiled", has_interval), rows, title=title)
 
 
 def _whole_table(time: TimeComparison) -> Table:
     work = "kernel time" if time.measure == "gpu-kernel" else "operator self time"
-    wholes = [Line(work, time.kernel_time), Line("busy", time.busy)]
-    wholes += [] if time.wall is None else [Line("wall, profiled", time.wall)]
-    cells = [_line_cells(time, line) for line in wholes]
-    counts = [_per_sample(count, size) for count, size in zip(time.kernel_count, time.samples, strict=True)]
-    change = counts[1] - counts[0]
-    noun = "kernels" if time.measure == "gpu-kernel" else "operators"
-    unknown = [""] if _has_interval(time) else []
-    cells.append([f"{change:+,}" if change else "0", *(f"{count:,}" for count in counts), *unknown, noun])
-    return _lines_table(time, f"per {time.unit}", cells)
+    wholes = [Line(work, time.kernel_time), Line("GPU busy" if time.measure == "gpu-kernel" else "busy", time.busy)]
+    wholes += [] if time.wall is None else [Line("Python time, profiled", time.wall)]
+    return Table(_columns(f"per {time.unit}", _has_interval(time)), [_line_row(time, line) for line in wholes])
 
 
-def _view_table(time: TimeComparison, view: View, top: int | None) -> str | Table:
+def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
     if view == "kernel":
-        return _say_unchanged(time) if _is_unchanged(time) else _part_table(time, top)
+        if _is_unchanged(time):
+            count = format_count(len(time.parts), _noun(time))
+            return Lines([f"no change in {count}: each took equally long in both"])
+        return _part_table(time, top)
     lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[view]
-    cells = [_line_cells(time, line) for line in lines[:top]]
-    if top is not None and lines[top:]:
-        cells.append(_rest_cells(time, [line.change for line in lines[top:]], "more"))
-    return _lines_table(time, view, cells)
+    rows = [_line_row(time, line) for line in lines[:top]]
+    if hidden := [line.change for line in lines[top:]]:
+        rows.append(_sum_row(time, hidden, "more"))
+    return Table(_columns(view, _has_interval(time)), rows)
 
 
-def _lines_table(time: TimeComparison, heading: str, cells: list[list[str]]) -> Table:
-    name = Column(heading, "name", right=False, flexible=True)
-    return Table((*_columns(_has_interval(time)), name), cells, [])
-
-
-def _is_unchanged(time: TimeComparison) -> bool:
-    """Whether both captures have the same kernels, and each took as long in one as in the other, to the nanosecond."""
-    return bool(time.parts) and all((part.kind, part.change.verdict) == ("same", "unchanged") for part in time.parts)
-
-
-def _say_unchanged(time: TimeComparison) -> str:
-    noun = "kernel" if time.measure == "gpu-kernel" else "operator"
-    return f"no change in {format_count(len(time.parts), noun)}: each took as long in both"
-
-
-def _part_table(time: TimeComparison, top: int | None) -> Table:
-    """Return the parts that changed measurably, where each is and which kernels it was and is; then the others' sum."""
-    told = [part for part in time.parts if part.change.verdict not in (_NONE, "unchanged")]
-    quiet = [part.change for part in time.parts if part.change.verdict in (_NONE, "unchanged")]
-    has_interval = _has_interval(time)
-    cells = []
-    for part in told[:top]:
-        interval = [_interval(part.change)] if has_interval else []
-        before = format_ns(_per_sample(part.change.before_ns, time.samples[0]))
-        cells.append([format_signed_ns(part.change.change_ns), *interval, before, f"{part.range}, {part.category}"])
-        cells += [["", *([""] if has_interval else []), "", f" {line}"] for line in _describe_kernels(time, part)]
-    rest = [part.change for part in told[top:]] if top is not None else []
-    for changes, what in ((rest, "more"), (quiet, f"more: {_NONE}" if has_interval else "more: unchanged")):
-        if changes:
-            change, before, _, *interval, name = _rest_cells(time, changes, what)
-            cells.append([change, *interval, before, name])
-    interval_column = [_INTERVAL] if has_interval else []
-    where = Column("range, category, kernels", "name", right=False, flexible=True)
-    return Table((_CHANGE, *interval_column, _BEFORE, where), cells, [])
+def _part_table(time: TimeComparison, top: int) -> Table:
+    """Return the parts that changed measurably, each with its place and kernels, then the sum of the others."""
+    changed = [part for part in time.parts if part.change.verdict not in _QUIET]
+    quiet = [part.change for part in time.parts if part.change.verdict in _QUIET]
+    rows: list[Row] = []
+    for part in changed[:top]:
+        rows.append({**_change_row(time, part.change), "name": f"{part.range}, {part.category}"})
+        rows += [
+            {"change_ns": "", "interval": "", "before_ns": "", "name": f" {line}"}
+            for line in _describe_kernels(time, part)
+        ]
+    hidden = [part.change for part in changed[top:]]
+    unchanged = f"more: {_NO_DIFFERENCE if _has_interval(time) else 'unchanged'}"
+    rows += [_sum_row(time, some, what) for some, what in ((hidden, "more"), (quiet, unchanged)) if some]
+    interval = [_INTERVAL_COLUMN] if _has_interval(time) else []
+    name = Column("name", f"range, category, {_noun(time)}s", TEXT, flexible=True)
+    return Table((_CHANGE_COLUMN, *interval, _BEFORE_COLUMN, name), rows)
 
 
 def _describe_kernels(time: TimeComparison, part: Part) -> list[str]:
-    """Return a part's kernels in a line, or those that went and those that came in two."""
+    """Return a part's kernel in one line, or those before and those after in two."""
     before, after = (_name_kernels(time, kernels) for kernels in (part.before, part.after))
     return [before] if part.kind == "same" else [f"was {before}", f"now {after}"]
 
@@ -224,40 +188,85 @@ def _name_kernels(time: TimeComparison, kernels: Sequence[KernelTotal]) -> str:
     return name + (f" (+{len(kernels) - 1})" if len(kernels) > 1 else "")
 
 
-def _line_cells(time: TimeComparison, line: Line) -> list[str]:
-    change = line.change
-    before, after = _per_sample(change.before_ns, time.samples[0]), _per_sample(change.after_ns, time.samples[1])
-    interval = [_interval(change)] if _has_interval(time) else []
-    return [format_signed_ns(change.change_ns), format_ns(before), format_ns(after), *interval, line.name]
+def _columns(heading: str, has_interval: bool) -> tuple[Column, ...]:
+    interval = [_INTERVAL_COLUMN] if has_interval else []
+    return (_CHANGE_COLUMN, _BEFORE_COLUMN, _AFTER_COLUMN, *interval, Column("name", heading, TEXT, flexible=True))
 
 
-def _rest_cells(time: TimeComparison, changes: Sequence[Change], what: str) -> list[str]:
-    """Return the cells of lines that are not shown, as one."""
-    before, after = sum(change.before_ns for change in changes), sum(change.after_ns for change in changes)
-    return [
-        format_signed_ns(sum(change.change_ns for change in changes)),
-        format_ns(_per_sample(before, time.samples[0])),
-        format_ns(_per_sample(after, time.samples[1])),
-        *([""] if _has_interval(time) else []),
-        f"({len(changes)} {what})",
-    ]
+def _line_row(time: TimeComparison, line: Line) -> dict[str, Any]:
+    return {**_change_row(time, line.change), "name": line.name}
 
 
-def _interval(change: Change | CleanChange) -> str:
-    if change.verdict == _NONE:
-        return _NONE
+def _change_row(time: TimeComparison, change: Change) -> dict[str, Any]:
+    return {
+        "change_ns": change.change_ns,
+        "before_ns": _per_sample(change.before_ns, time.samples[0]),
+        "after_ns": _per_sample(change.after_ns, time.samples[1]),
+        "interval": _interval(change),
+    }
+
+
+def _sum_row(time: TimeComparison, changes: Sequence[Change], what: str) -> dict[str, Any]:
+    """Return the row of lines that are not shown."""
+    return {
+        "change_ns": sum(change.change_ns for change in changes),
+        "before_ns": _per_sample(sum(change.before_ns for change in changes), time.samples[0]),
+        "after_ns": _per_sample(sum(change.after_ns for change in changes), time.samples[1]),
+        "interval": "",
+        "name": f"({len(changes)} {what})",
+    }
+
+
+def _interval(change: Change | CleanChange) -> str | tuple[int, int]:
+    if change.verdict == _NO_DIFFERENCE:
+        return _NO_DIFFERENCE
     if change.low_ns is None or change.high_ns is None or change.verdict == "unchanged":
         return ""
-    return format_interval(change.low_ns, change.high_ns)
+    return change.low_ns, change.high_ns
 
 
-def _columns(has_interval: bool) -> tuple[Column, ...]:
-    return (_CHANGE, _BEFORE, _AFTER, *([_INTERVAL] if has_interval else []))
+def _is_unchanged(time: TimeComparison) -> bool:
+    """Return whether both captures have the same kernels, and each took equally long in both, to the nanosecond."""
+    return bool(time.parts) and all((part.kind, part.change.verdict) == ("same", "unchanged") for part in time.parts)
 
 
 def _has_interval(time: TimeComparison) -> bool:
     return time.kernel_time.low_ns is not None
 
 
+def _noun(time: TimeComparison) -> str:
+    return "kernel" if time.measure == "gpu-kernel" else "operator"
+
+
 def _per_sample(total: int, size: int) -> int:
     return round(total / size)
+
+
+def _csv_table(result: CaptureComparison, by: View | None) -> Table:
+    """Return the table for CSV: kernel time by ``by`` (default: kernels), else unprofiled steps, else memory.
+
+    ``before_ns`` and ``after_ns`` of kernel time are totals over all samples and ``change_ns`` is per sample; those of
+    unprofiled steps are medians.
+    """
+    time, clean = result.time, result.clean
+    if time is not None and by in (None, "kernel"):
+        rows = [{**_exact_row(time.samples, part.change), **_exact_part(part)} for part in time.parts]
+        return Table((), rows, exact=(*_EXACT_PART, *_EXACT_SAMPLES, *_EXACT_CHANGE))
+    if time is not None and by is not None:
+        lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[by]
+        rows = [{**_exact_row(time.samples, line.change), by: line.name} for line in lines]
+        return Table((), rows, exact=(by, *_EXACT_SAMPLES, *_EXACT_CHANGE))
+    if clean is not None:
+        rows = [{**_exact_row(clean.samples, change), "name": change.name} for change in clean.changes]
+        return Table((), rows, exact=("name", *_EXACT_SAMPLES, *_EXACT_CHANGE))
+    return memory_table(result.memory) if result.memory is not None else Table((), [])
+
+
+def _exact_row(samples: tuple[int, int], change: Change | CleanChange) -> dict[str, Any]:
+    return {**vars(change), **dict(zip(_EXACT_SAMPLES, samples, strict=True))}
+
+
+def _exact_part(part: Part) -> dict[str, Any]:
+    before, after = ("; ".join(kernel.name for kernel in kernels) for kernels in (part.before, part.after))
+    values = (part.range, part.category, part.kind, before, after)
+    return dict(zip(_EXACT_PART, values, strict=True))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from profkit import read_step_times
 from profkit.analysis.efficiency.attention import AttentionPart
 from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.sample_statistics import median
 from profkit.analysis.step_times import unprofiled_times_ns
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, SCORES, SOFTMAX, VALUE_PRODUCT, context_range
 from profkit.report.kernel_names import simplify_name

@@ -1,19 +1,18 @@
 """Bootstrap confidence intervals for the difference between two groups of samples.
 
-Steps are the samples. Each group is resampled with replacement, apart from the other; the interval lies between two
-percentiles of the resampled differences (Efron's percentile interval). For means those percentiles are moved outwards
-(Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 4.1: the expanded percentile interval), for
-the plain one is too narrow by a factor of the square root of (n - 1)/n and takes no account of how uncertain the spread
-of few samples is. Medians get the plain one, which is wide enough for them.
+Steps are the samples. Each group is resampled by itself with replacement; the interval lies between two percentiles of
+the resampled differences (Efron's percentile interval). For means those percentiles are moved outwards (the expanded
+percentile interval: Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 4.1), because the plain
+interval is too narrow by a factor of the square root of (n - 1)/n and ignores how uncertain the spread of few samples
+is. Medians get the plain one, which is wide enough for them.
 
-There are two sequences of draws, one for either side, and in half of the resamples they are exchanged. With the sides
-exchanged the differences are then the same ones negated, and so is the interval: which capture is called the earlier
-decides no verdict.
+There are two sequences of draws, one per side, and half of the resamples exchange them. If the sides are exchanged, the
+differences and the interval are therefore exactly negated: no verdict depends on which capture is called "before".
 
-How often an interval of means holds the true difference, of 10,000 pairs of synthetic samples each (normal, lognormal,
-and with one step in ten slower by ten deviations; 5 to 30 samples a side): 94.1 % to 97.1 %, where the plain percentile
-interval of five holds it in 86 % to 87 % (``tests/test_bootstrap.py``). Below `FEWEST` samples no resampling reaches
-far enough, and there is no interval.
+An interval of means holds the true difference in 94.1 % to 97.1 % of 10,000 pairs of synthetic samples (normal,
+lognormal, and with one step in ten slower by ten deviations; 5 to 30 samples a side); the plain percentile interval of
+five samples holds it in 86 % to 87 % (``tests/test_bootstrap.py``). Below `FEWEST` samples no resampling reaches far
+enough, and there is no interval.
 """
 
 from __future__ import annotations
@@ -29,28 +28,27 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Statistic = Literal["mean", "median"]
 Verdict = Literal["more", "less", "no measurable difference", "unchanged", "unknown"]
-"""What can be said of a change; ``unknown`` where there is one and too few samples for an interval."""
+"""What a change is; ``unknown`` if there is a change but too few samples for an interval."""
 
 LEVEL = 0.95
 FEWEST = 5
-"""Fewest samples a side: of three an interval holds the true difference in 90 % of cases, of four medians in 93 %."""
+"""Fewest samples on a side. With three an interval holds the true difference in only 90 % of cases."""
 
 _RESAMPLES = 4000
-# So many columns are resampled at once: 8 MB.
 _CHUNK = 256
+"""Columns that are resampled at once: 8 MB."""
 
 
 def bootstrap_differences(
     before: npt.NDArray[Any], after: npt.NDArray[Any], statistic: Statistic = "mean"
 ) -> tuple[Floats, Floats] | None:
-    """Return the low and high ends of the intervals of ``after - before``, one pair a column; None of too few samples.
+    """Return the low and high ends of the intervals of ``after - before``, one pair per column, None if too few.
 
-    Every column is resampled by the same draws, and draws are the same on every call. With the sides exchanged the
-    interval is the negated one, exactly.
+    All columns are resampled by the same draws, which are the same on every call.
 
     Args:
         before: samples, (sample, column).
-        after: samples, (sample, column), not necessarily as many.
+        after: samples, (sample, column); the number of samples may differ.
         statistic: what is compared.
     """
     fewest = min(len(before), len(after))
@@ -68,7 +66,7 @@ def bootstrap_differences(
 
 
 def judge_change(change: Fraction, low: int | None, high: int | None) -> Verdict:
-    """Return what can be said of a change by its interval: none is measurable where the interval holds 0."""
+    """Return what a change is by its interval: it is not measurable if the interval holds 0."""
     if not change:
         return "unchanged"
     if low is None or high is None:
@@ -85,7 +83,7 @@ class _Means:
         self._weights = [_count_draws(drawn) / drawn.shape[1] for drawn in picks]
 
     def __call__(self, side: int, samples: npt.NDArray[Any]) -> Floats:
-        # Around their mean, so that no digit is lost where the samples hardly differ.
+        # Relative to their mean, so that no digit is lost if the samples hardly differ.
         centre = samples.mean(axis=0)
         return np.asarray(self._weights[side] @ (samples - centre) + centre)
 
@@ -101,7 +99,7 @@ class _Medians:
 
 
 def _draw(size: int, sequences: tuple[int, int]) -> list[npt.NDArray[np.int64]]:
-    """Return which samples of ``size`` each resample holds, half of them by either sequence of draws."""
+    """Return which of ``size`` samples each resample holds; each sequence of draws makes one half of the resamples."""
     return [np.random.default_rng(seed).integers(0, size, (_RESAMPLES // 2, size)) for seed in sequences]
 
 
@@ -112,14 +110,14 @@ def _count_draws(drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _expanded_tail(count: int) -> float:
-    """Return the percentile, as a fraction, at which an interval of means of ``count`` samples begins."""
+    """Return the fraction below which the resampled means lie outside the interval, for ``count`` samples."""
     return NormalDist().cdf(-sqrt(count / (count - 1)) * _student_quantile(count - 1))
 
 
 def _student_quantile(freedom: int) -> float:
     """Return Student's t at `LEVEL` by its expansion in 1/freedom, Abramowitz and Stegun 26.7.5.
 
-    Off by 0.3 % at 4 degrees of freedom, by less at more.
+    Its error is 0.3 % at 4 degrees of freedom and smaller at more.
     """
     z: float = NormalDist().inv_cdf((1 + LEVEL) / 2)
     terms = (

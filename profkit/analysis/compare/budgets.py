@@ -1,36 +1,69 @@
-"""Judge a run by budgets: step time, peak memory, idle GPU, MFU, shares of kernel time, and a baseline.
+"""Judge a run by budgets: step time, peak memory, idle GPU, MFU, shares of kernel time, and an earlier run.
 
-A budget that cannot be judged is broken, with the reason: a check that passes because nothing was measured is none.
+A budget that cannot be judged counts as failed, with the reason: a check must not pass because nothing was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from profkit.analysis.compare.baseline import judge_against, peak_bounds
-from profkit.analysis.compare.budget_lines import BudgetLine, broken
-from profkit.analysis.compare.budget_shares import MAX_SHARE, judge_share
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.categories import CATEGORIES
+from profkit.analysis.compare.bootstrap import FEWEST, Verdict
 from profkit.analysis.compare.capture import OpenedCapture
-from profkit.analysis.compare.clean_compare import is_whole_step, read_clean_steps
+from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
+from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.sample_statistics import median
+from profkit.analysis.range_paths import select_ranges
+from profkit.analysis.step_times import is_whole_step, read_unprofiled_steps
 from profkit.errors import RunError, TraceError, UsageError
+from profkit.trace.columns import distinct_values
 
-MAX_STEP, MAX_PEAK, MAX_IDLE, MIN_MFU = "max-step-ms", "max-peak", "max-idle", "min-mfu"
+MAX_STEP, MAX_PEAK, MAX_IDLE, MIN_MFU, MAX_SHARE = "max-step-ms", "max-peak", "max-idle", "min-mfu", "max-share"
+BASELINE = "baseline"
+
+Unit = Literal["ns", "bytes", "share"]
+_Kind = Literal["category", "range"]
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """What is asked of a run; None is no budget. Shares are fractions, by category or range."""
+    """The limits that a run must keep; None is no limit. ``max_shares`` are (category or range, fraction)."""
 
     max_step_ns: int | None = None
     max_peak_bytes: int | None = None
     max_idle: float | None = None
     min_mfu: float | None = None
     max_shares: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class BudgetLine:
+    """What a budget allows and what was measured, None if there is none; ``detail`` says how, or why it was not judged.
+
+    ``budget`` is the option's name; ``subject`` is the range, phase or context that the line is about, if any.
+    ``judged`` is False if nothing could be measured; then ``held`` is False too.
+    """
+
+    budget: str
+    subject: str | None
+    measured: float | None
+    limit: float | None
+    unit: Unit
+    held: bool
+    detail: str
+    judged: bool = True
+
+
+def _not_judged(budget: str, unit: Unit, limit: float | None, reason: str, subject: str | None = None) -> BudgetLine:
+    """Return the line of a budget that cannot be judged."""
+    return BudgetLine(budget, subject, None, limit, unit, False, reason, judged=False)
 
 
 @dataclass(frozen=True)
@@ -61,14 +94,14 @@ def check_budgets(
     """Return whether a run keeps its budgets.
 
     Args:
-        run: a run directory; of a single trace or snapshot fewer budgets can be judged.
-        budgets: what is asked of it.
-        baseline: an earlier one, than which it must be neither measurably slower nor larger in memory.
+        run: a run directory; fewer budgets can be judged with a single trace or snapshot.
+        budgets: the limits.
+        baseline: an earlier run; the run must be neither measurably slower nor need more memory.
         allowed_slowdown: how much slower it may be, as a fraction of the baseline's time.
-        force: judge against a baseline of other provenance too.
+        force: accept a baseline of other provenance.
 
     Raises:
-        UsageError: nothing is asked, or a share's name can mean two things.
+        UsageError: there is no budget, or a share's name can mean two things.
     """
     if budgets == Budgets() and baseline is None:
         raise UsageError("nothing to check: give a budget such as --max-step-ms 120, or --baseline RUN")
@@ -79,51 +112,55 @@ def check_budgets(
         lines.append(_judge_peak(run, budgets.max_peak_bytes))
     lines += _judge_trace(run.trace, budgets)
     if baseline is not None:
-        lines += judge_against(run, baseline, allowed_slowdown=allowed_slowdown, force=force)
+        lines += _judge_against(run, baseline, allowed_slowdown=allowed_slowdown, force=force)
     return BudgetCheck(str(run.path), tuple(lines))
 
 
 def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
-    """Yield whether the median unprofiled step is short enough, of several contexts each."""
-    steps = None if run.run is None else read_clean_steps(run.run.manifest)
+    """Yield whether the median unprofiled step is short enough, for each context."""
+    steps = None if run.run is None else read_unprofiled_steps(run.run.manifest)
     times = {} if steps is None else {name: times for name, times in steps.times_ns.items() if is_whole_step(name)}
     if steps is None or not times:
-        yield broken(MAX_STEP, "ns", limit_ns, "no unprofiled step times; a run directory of `profkit run` has them")
+        yield _not_judged(
+            MAX_STEP, "ns", limit_ns, "no unprofiled step times; a run directory of `profkit run` has them"
+        )
+        return
     for name, samples in times.items():
-        found = median(samples)
-        detail = f"median of {len(samples)} unprofiled steps" + (f" ({steps.label})" if steps is not None else "")
-        yield BudgetLine(MAX_STEP, name, found, limit_ns, "ns", found <= limit_ns, detail)
+        median_ns = float(np.median(samples))
+        detail = f"median of {len(samples)} unprofiled steps ({steps.label})"
+        yield BudgetLine(MAX_STEP, name, median_ns, limit_ns, "ns", median_ns <= limit_ns, detail)
 
 
 def _judge_peak(run: OpenedCapture, limit_bytes: int) -> BudgetLine:
     if run.snapshot is None:
-        return broken(MAX_PEAK, "bytes", limit_bytes, "no memory snapshot; record one with `profkit run --memory`")
-    low, high = peak_bounds(run.snapshot)
+        return _not_judged(MAX_PEAK, "bytes", limit_bytes, "no memory snapshot; record one with `profkit run --memory`")
+    low, high = _peak_bounds(run.snapshot)
     if high is None or low <= limit_bytes < high:
-        reason = f"the peak is not proven: {low:,} B or more" + ("" if high is None else f", at most {high:,} B")
-        return broken(MAX_PEAK, "bytes", limit_bytes, reason)
-    detail = "allocated, by replay: " + ("exact" if low == high else f"at most; the peak is {low:,} B or more")
+        upper = "its upper bound is unknown" if high is None else f"at most {high:,} B"
+        reason = f"the peak is at least {low:,} B and {upper}"
+        return _not_judged(MAX_PEAK, "bytes", limit_bytes, reason)
+    detail = "allocated, by replay: " + ("exact" if low == high else f"an upper bound; the peak is at least {low:,} B")
     return BudgetLine(MAX_PEAK, None, high, limit_bytes, "bytes", high <= limit_bytes, detail)
 
 
 def _judge_trace(trace: OpenedTrace | None, budgets: Budgets) -> Iterator[BudgetLine]:
-    """Yield the budgets that rest on the trace; of one that cannot be trusted none holds."""
+    """Yield the budgets that rest on the trace; none holds if the trace cannot be trusted."""
     shares = [(MAX_IDLE, None, budgets.max_idle), (MIN_MFU, None, budgets.min_mfu)]
     asked = [(name, subject, limit) for name, subject, limit in shares if limit is not None]
     of_kernels = [(MAX_SHARE, name, limit) for name, limit in budgets.max_shares]
     reason = _why_not(trace)
     if trace is None or reason is not None:
         for budget, subject, limit in (*asked, *of_kernels):
-            yield broken(budget, "share", limit, reason or "", subject)
+            yield _not_judged(budget, "share", limit, reason or "", subject)
         return
     if asked:
         yield from _judge_efficiency(trace, budgets)
     for name, limit in budgets.max_shares:
-        yield judge_share(trace.attribution, name, limit)
+        yield _judge_share(trace.attribution, name, limit)
 
 
 def _why_not(trace: OpenedTrace | None) -> str | None:
-    """Return why nothing can be said by a trace, None if something can."""
+    """Return why a trace cannot judge a budget; None if it can."""
     if trace is None:
         return "no trace was recorded"
     failed = trace.self_check.of("failed")
@@ -137,7 +174,7 @@ def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLi
     except (TraceError, RunError) as error:
         for budget, limit in ((MAX_IDLE, budgets.max_idle), (MIN_MFU, budgets.min_mfu)):
             if limit is not None:
-                yield broken(budget, "share", limit, str(error))
+                yield _not_judged(budget, "share", limit, str(error))
         return
     if budgets.max_idle is not None:
         yield _judge_idle(found, budgets.max_idle)
@@ -147,27 +184,180 @@ def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLi
 
 def _judge_idle(found: EfficiencyResult, limit: float) -> BudgetLine:
     if found.idle_share is None:
-        return broken(MAX_IDLE, "share", limit, "the capture has no steps (ranges `step N`)")
+        return _not_judged(MAX_IDLE, "share", limit, "the capture has no steps (ranges `step N`)")
     clean = found.clean_idle_share
     share = found.idle_share if clean is None else clean
-    how = "profiled" if clean is None else f"without a profiler ({found.idle_share:.1%} with it)"
+    how = "profiled" if clean is None else f"scaled to the unprofiled steps ({found.idle_share:.1%} with the profiler)"
     detail = f"of the GPUs' time in {len(found.steps)} steps, {how}"
     return BudgetLine(MAX_IDLE, None, share, limit, "share", share <= limit, detail)
 
 
 def _judge_mfu(found: EfficiencyResult, limit: float) -> BudgetLine:
     if found.mfu is None:
-        return broken(MIN_MFU, "share", limit, _explain_no_mfu(found))
+        return _not_judged(MIN_MFU, "share", limit, _explain_no_mfu(found))
     detail = f"{found.model_flops:,} model FLOPs a step over the median unprofiled step and the datasheet's peak"
     return BudgetLine(MIN_MFU, None, found.mfu, limit, "share", found.mfu >= limit, detail)
 
 
 def _explain_no_mfu(found: EfficiencyResult) -> str:
     if found.model_flops is None:
-        return (
-            "the FLOPs of a step are not known; `profkit run` of a built-in model records them, --flops counts others"
-        )
+        return "the FLOPs of a step are unknown; `profkit run --flops` counts them (built-in models: always)"
     if found.twin is None:
         return "no unprofiled step times; a run directory of `profkit run` has them"
     gpu = f"no datasheet peak of {found.gpu or 'this unnamed GPU'} in {found.dtype or 'an unknown precision'}"
-    return f"{gpu}, or the steps are of several contexts"
+    return f"{gpu}, or the steps have several contexts"
+
+
+def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLine:
+    """Return whether a category or range takes at most ``limit`` of the steps' kernel time (of all, without steps).
+
+    ``name`` is whichever of the two the capture has; ``category:`` or ``range:`` before it decides.
+
+    Raises:
+        UsageError: the capture has both, and ``name`` has no prefix.
+    """
+    by_step = has_measured_steps(attribution)
+    whole = sample_steps(attribution, by_step=by_step)
+    kind, bare = _find_kind(attribution, whole, name)
+    if not whole.total_ns:
+        return _not_judged(MAX_SHARE, "share", limit, "no kernel time was recorded in the steps", name)
+    if kind is None:
+        return _not_judged(MAX_SHARE, "share", limit, _explain_no_share(bare), name)
+    if kind == "range":
+        part_ns = sample_steps(attribution, bare, by_step=by_step).total_ns
+    else:
+        mine = [column for column, key in enumerate(whole.keys) if key.category == bare]
+        part_ns = int(whole.kernel_ns[:, mine].sum())
+    share = part_ns / whole.total_ns
+    where = f"{whole.size} steps" if by_step else "the whole capture (it has no steps)"
+    detail = f"{kind} {bare!r}: {part_ns:,} of {whole.total_ns:,} ns of kernel time in {where}"
+    if kind == "category":
+        detail += _name_similar_ranges(attribution, bare)
+    return BudgetLine(MAX_SHARE, name, share, limit, "share", share <= limit, detail)
+
+
+def _find_kind(attribution: Attribution, whole: StepSamples, name: str) -> tuple[_Kind | None, str]:
+    """Return whether ``name`` is a category or a range (None: the capture has neither), and its name without prefix."""
+    prefix, _, rest = name.partition(":")
+    asked: tuple[_Kind, ...] = ("category", "range")
+    bare = name
+    if rest and prefix in asked:
+        asked, bare = tuple(kind for kind in asked if kind == prefix), rest
+    there: list[_Kind] = []
+    if "category" in asked and any(key.category == bare for key in whole.keys):
+        there.append("category")
+    if "range" in asked and _has_range(attribution, bare):
+        there.append("range")
+    if len(there) > 1:
+        raise UsageError(
+            f"--max-share {name}: this capture has a category and a range of that name; write category:{name} or"
+            f" range:{name}"
+        )
+    return (there[0] if there else None), bare
+
+
+def _has_range(attribution: Attribution, name: str) -> bool:
+    try:
+        return bool(len(select_ranges(attribution, name)))
+    except (TraceError, UsageError):
+        return False
+
+
+def _name_similar_ranges(attribution: Attribution, category: str) -> str:
+    """Return a hint if a range has a category's name in its own: it may take much more time than the category.
+
+    A kernel's category follows from its name alone. An eager softmax is a chain of elementwise kernels and reductions:
+    its time is in its range, not in the category softmax.
+    """
+    trace = attribution.trace
+    names = {trace.names[i] for i in distinct_values(trace.ranges.name).tolist()} - {category}
+    alike = sorted(name for name in names if category in name)
+    return f"; only kernels with such names; see also range:{alike[0]}" if alike else ""
+
+
+def _explain_no_share(name: str) -> str:
+    if name in CATEGORIES:
+        return f"no kernel is of category {name!r}, and no range has this name"
+    return f"no category and no range is named {name!r} (`profkit ranges` lists ranges)"
+
+
+def _judge_against(
+    run: OpenedCapture, baseline: OpenedCapture, *, allowed_slowdown: float = 0.0, force: bool = False
+) -> Iterator[BudgetLine]:
+    """Yield whether a run is no slower than its baseline and needs no more memory, of what at least one recorded.
+
+    Time is that of the unprofiled steps if both runs have them, else the kernel time per step. A run is slower if the
+    whole bootstrap interval of the change lies above ``allowed_slowdown`` of the baseline's time. Memory is the peak of
+    requested bytes; if a replay is not exact, the bounds of the allocated peak.
+    """
+    try:
+        compared = compare_captures(baseline, run, force=force)
+    except UsageError as error:
+        yield _not_judged(BASELINE, "ns", None, str(error))
+        return
+    if compared.clean is not None or run.trace is not None or baseline.trace is not None:
+        yield from _judge_time_against(compared, allowed_slowdown)
+    if run.snapshot is not None and baseline.snapshot is not None:
+        yield _judge_peak_against(run.snapshot, baseline.snapshot)
+    elif (run.snapshot is None) != (baseline.snapshot is None):
+        yield _not_judged(BASELINE, "bytes", None, "only one of the two runs recorded memory", "peak")
+
+
+def _peak_bounds(snapshot: OpenedSnapshot) -> tuple[int, int | None]:
+    """Return the bounds of the highest allocated peak of all devices; the upper one may be unknown."""
+    histories = [memory.history for memory in snapshot.devices.values()]
+    bounds = [history.bounds or (history.allocated_peak_bytes, history.allocated_peak_bytes) for history in histories]
+    highs = [high for _, high in bounds if high is not None]
+    return max(low for low, _ in bounds), max(highs) if len(highs) == len(bounds) else None
+
+
+def _requested_peak(snapshot: OpenedSnapshot) -> int:
+    return max(int(memory.history.curves.requested.max()) for memory in snapshot.devices.values())
+
+
+def _judge_time_against(compared: CaptureComparison, allowed: float) -> Iterator[BudgetLine]:
+    if compared.clean is not None and compared.clean.changes:
+        counts = f"medians of {compared.clean.samples[0]} and {compared.clean.samples[1]} unprofiled steps"
+        for change in compared.clean.changes:
+            if change.is_whole_step:
+                sizes = (change.before_ns, change.after_ns, change.change_ns, change.low_ns)
+                yield _judge_change(change.name, sizes, change.verdict, counts, allowed)
+    elif compared.time is not None and compared.time.unit == "step":
+        whole, samples = compared.time.kernel_time, compared.time.samples
+        before, after = round(whole.before_ns / samples[0]), round(whole.after_ns / samples[1])
+        counts = f"means of {samples[0]} and {samples[1]} profiled steps"
+        sizes = (before, after, whole.change_ns, whole.low_ns)
+        yield _judge_change("kernel time", sizes, whole.verdict, counts, allowed)
+    else:
+        yield _not_judged(BASELINE, "ns", None, "the two runs have no steps in common, unprofiled or profiled")
+
+
+def _judge_change(
+    name: str, sizes: tuple[int, int, int, int | None], verdict: Verdict, counts: str, allowed: float
+) -> BudgetLine:
+    before, after, change, low = sizes
+    limit = round((1 + allowed) * before)
+    if verdict == "unknown":
+        return _not_judged(BASELINE, "ns", limit, f"{counts}: an interval needs {FEWEST} on both sides", name)
+    slower = verdict == "more" and low is not None and low > allowed * before
+    words = {"more": "measurably slower", "less": "measurably faster"}.get(verdict, verdict)
+    detail = f"{words} by {abs(change):,} ns" if verdict in ("more", "less") else words
+    if allowed:
+        detail += f"; {allowed:.1%} over {before:,} ns is allowed"
+    return BudgetLine(BASELINE, name, after, limit, "ns", not slower, f"{detail}; {counts}")
+
+
+def _judge_peak_against(run: OpenedSnapshot, baseline: OpenedSnapshot) -> BudgetLine:
+    (low, high), (base_low, base_high) = _peak_bounds(run), _peak_bounds(baseline)
+    if low == high and base_low == base_high:
+        # The allocator chooses between free blocks by address, and the driver chooses addresses. So one program may
+        # have a higher allocated peak in another process; what it requests does not change.
+        before, after = _requested_peak(baseline), _requested_peak(run)
+        detail = (
+            f"requested, by replay: {after:,} B, baseline {before:,} B ({after - before:+,} B);"
+            f" allocated (depends on addresses too): {high:,} B, baseline {base_low:,} B"
+        )
+        return BudgetLine(BASELINE, "peak", after, before, "bytes", after <= before, detail)
+    if high is None or base_high is None or (high > base_low and low <= base_high):
+        return _not_judged(BASELINE, "bytes", base_low, "the bounds of the two peaks overlap", "peak")
+    return BudgetLine(BASELINE, "peak", high, base_low, "bytes", high <= base_low, "allocated, by replay")

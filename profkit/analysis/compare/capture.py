@@ -1,4 +1,4 @@
-"""Whatever a person has of a run: a trace, a snapshot, or a run directory with either or both."""
+"""What can be compared or checked: a trace, a snapshot, or a run directory with either or both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from profkit.run.directory import Run
 
 @dataclass(frozen=True, eq=False)
 class OpenedCapture:
-    """What was opened: ``run`` is None for a file that lies in no run directory. `profkit.reading` makes it."""
+    """An opened capture, made by `profkit.reading`; ``run`` is None for a file outside a run directory."""
 
     path: Path
     run: Run | None

@@ -1,28 +1,60 @@
-"""Compare two captures, in time, in their unprofiled steps and in memory: the result of ``profkit compare``."""
+"""Compare two captures in kernel time, in unprofiled steps and in memory: the result of ``profkit compare``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
+from profkit.analysis.compare.bootstrap import Verdict, bootstrap_differences, judge_change
 from profkit.analysis.compare.capture import OpenedCapture
-from profkit.analysis.compare.clean_compare import CleanComparison, compare_clean, read_clean_steps
+from profkit.analysis.compare.kernel_changes import TimeComparison, compare_times
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
-from profkit.analysis.compare.step_samples import has_measured_steps, sample_steps
-from profkit.analysis.compare.time_compare import TimeComparison, compare_times
+from profkit.analysis.compare.samples import has_measured_steps, sample_steps
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.step_times import UnprofiledSteps, is_whole_step, read_unprofiled_steps
 from profkit.errors import UsageError
 from profkit.findings import Finding
 
 
 @dataclass(frozen=True)
+class CleanChange:
+    """Medians over the unprofiled steps, their change, and its 95 % interval if there is one."""
+
+    name: str
+    before_ns: int
+    after_ns: int
+    change_ns: int
+    low_ns: int | None
+    high_ns: int | None
+    verdict: Verdict
+
+    @property
+    def is_whole_step(self) -> bool:
+        """Return whether this is the change of a whole step, not of one of its phases."""
+        return is_whole_step(self.name)
+
+
+@dataclass(frozen=True)
+class CleanComparison:
+    """The changes of unprofiled steps and phases; ``labels`` say where they ran, ``samples`` how many there are."""
+
+    labels: tuple[str, str]
+    samples: tuple[int, int]
+    changes: tuple[CleanChange, ...]
+
+
+@dataclass(frozen=True)
 class CaptureComparison:
-    """What changed from one capture to another; each part is None where not both captures hold what it takes.
+    """What changed from one capture to another; a part is None if one of the captures lacks what it compares.
 
     ``time`` is the profiled kernel time per step, ``clean`` the time of unprofiled steps, ``memory`` the allocated
-    peak. ``warnings`` say which part is missing on which side, and what to know of those that are there. The JSON of
-    ``profkit compare --format json`` has the same fields, down to these::
+    peak. ``warnings`` say which side lacks which part, and what to know about the others. The JSON of ``profkit compare
+    --format json`` has the same fields::
 
         {"before", "after", "provenance": {"differences": [{"fact", "before", "after", "disturbs"}], "unknown_…": []},
          "time": null | {"unit": "step" | "capture", "samples": [before, after], "kernel_time": CHANGE, "busy", "wall",
@@ -30,7 +62,7 @@ class CaptureComparison:
                          "parts": [{"range", "category", "kind", "change": CHANGE, "before": [{"name", "count",
                                     "total_ns"}], "after"}], "left_out_ns", …},
          "clean": null | {"labels", "samples", "changes": [{"name", "before_ns", …}]},
-         "memory": null | {that of ``profkit memory --against``}, "warnings": [{"code", "message"}]}
+         "memory": null | {as ``profkit memory --against``}, "warnings": [{"code", "message"}]}
 
     CHANGE is ``{"before_ns", "after_ns"}`` over all samples, and ``{"change_ns", "low_ns", "high_ns", "verdict"}`` per
     sample.
@@ -63,13 +95,13 @@ def compare_captures(
     if not force:
         refuse_disturbed(provenance, before, after)
     traces = [_with_work(one.trace) for one in (before, after)]
-    steps = [None if one.run is None else read_clean_steps(one.run.manifest) for one in (before, after)]
+    steps = [None if one.run is None else read_unprofiled_steps(one.run.manifest) for one in (before, after)]
     time = clean = memory = None
     if traces[0] is not None and traces[1] is not None:
         time = _compare_time(traces[0], traces[1], range)
     if range is None:
         if steps[0] is not None and steps[1] is not None:
-            clean = compare_clean(steps[0], steps[1])
+            clean = compare_unprofiled(steps[0], steps[1])
         if before.snapshot is not None and after.snapshot is not None:
             memory = before.snapshot.against(after.snapshot)
     if time is None and clean is None and memory is None:
@@ -84,15 +116,32 @@ def compare_captures(
         warnings=(
             *_warn_of_missing("kernel times", *traces),
             *_warn_of_missing("unprofiled steps", *steps),
-            *_warn_of_missing("memory snapshot", before.snapshot, after.snapshot),
+            *_warn_of_missing("memory snapshots", before.snapshot, after.snapshot),
             *(() if time is None else time.warnings),
             *(() if memory is None else memory.warnings),
         ),
     )
 
 
+def compare_unprofiled(before: UnprofiledSteps, after: UnprofiledSteps) -> CleanComparison:
+    """Return what changed in the phases that both runs timed."""
+    shared = [name for name in before.times_ns if name in after.times_ns]
+    changes = [_compare_medians(name, before.times_ns[name], after.times_ns[name]) for name in shared]
+    counts = [max((len(side.times_ns[name]) for name in shared), default=0) for side in (before, after)]
+    return CleanComparison((before.label, after.label), (counts[0], counts[1]), tuple(changes))
+
+
+def _compare_medians(name: str, before: Sequence[int], after: Sequence[int]) -> CleanChange:
+    columns = [np.array(side, dtype=np.int64)[:, None] for side in (before, after)]
+    interval = bootstrap_differences(columns[0], columns[1], "median")
+    low, high = (None, None) if interval is None else (round(float(end[0])) for end in interval)
+    # A median of integers may end in one half, which a rounded difference would lose.
+    old, new = (Fraction(float(np.median(column))) for column in columns)
+    return CleanChange(name, round(old), round(new), round(new - old), low, high, judge_change(new - old, low, high))
+
+
 def refuse_other_measure(before: OpenedCapture, after: OpenedCapture) -> None:
-    """Raise where one trace measures GPU kernels and the other CPU operators: no force makes them comparable.
+    """Raise if one trace measures GPU kernels and the other CPU operators: no force makes them comparable.
 
     Raises:
         UsageError: they do.
@@ -101,14 +150,14 @@ def refuse_other_measure(before: OpenedCapture, after: OpenedCapture) -> None:
     measures = [None if one is None else one.trace.measure for one in traces]
     if None not in measures and measures[0] != measures[1]:
         named = {"gpu-kernel": "the time of GPU kernels", "cpu-operator": "the self time of CPU operators"}
-        said = [named[measure] for measure in measures if measure is not None]
+        first, second = (named[measure] for measure in measures if measure is not None)
         raise UsageError(
-            f"{before.path} measures {said[0]} and {after.path} {said[1]}: there is nothing in common to compare"
+            f"{before.path} measures {first} and {after.path} {second}: they have nothing in common to compare"
         )
 
 
 def refuse_disturbed(provenance: Provenance, before: OpenedCapture, after: OpenedCapture) -> None:
-    """Raise where captures differ in what a comparison would take for a change of the program.
+    """Raise if captures differ in something that could be mistaken for a change of the program.
 
     Raises:
         UsageError: they do; what differs is named.
@@ -117,8 +166,8 @@ def refuse_disturbed(provenance: Provenance, before: OpenedCapture, after: Opene
     if found:
         facts = ", ".join(difference.fact for difference in found)
         raise UsageError(
-            f"{before.path} and {after.path} differ in {facts}, which alone may change times: record both alike, or"
-            " compare them all the same with --force"
+            f"{before.path} and {after.path} differ in {facts}, which may change times by itself; record both under the"
+            " same conditions, or pass --force"
         )
 
 
@@ -133,17 +182,17 @@ def _compare_time(before: OpenedTrace, after: OpenedTrace, range: str | None) ->
 
 
 def _warn_of_missing(what: str, before: object, after: object) -> tuple[Finding, ...]:
-    """Return a warning if one side alone has something."""
+    """Return a warning if only one side has something."""
     if (before is None) == (after is None):
         return ()
-    return (Finding("one-sided", f"{what}: only {'after' if before is None else 'before'} has any; not compared"),)
+    return (Finding("one-sided", f"{what}: only {'after' if before is None else 'before'} has them; not compared"),)
 
 
 def _explain_nothing(before: OpenedCapture, after: OpenedCapture, range: str | None) -> str:
     if range is not None:
-        return f"--range {range}: only the kernel times of two traces are compared by range"
+        return f"range {range!r}: only the kernel times of two traces can be compared by range"
     holdings = [", ".join(_list_holdings(one)) or "nothing to compare" for one in (before, after)]
-    return f"{before.path} holds {holdings[0]}, {after.path} {holdings[1]}: there is nothing in common to compare"
+    return f"{before.path} holds {holdings[0]}, {after.path} {holdings[1]}: they have nothing in common to compare"
 
 
 def _list_holdings(capture: OpenedCapture) -> list[str]:
@@ -152,6 +201,6 @@ def _list_holdings(capture: OpenedCapture) -> list[str]:
         held.append("kernel times")
     elif capture.trace is not None:
         held.append("a trace without GPU kernels")
-    if capture.run is not None and read_clean_steps(capture.run.manifest) is not None:
+    if capture.run is not None and read_unprofiled_steps(capture.run.manifest) is not None:
         held.append("unprofiled steps")
     return held + (["a memory snapshot"] if capture.snapshot is not None else [])

@@ -1,9 +1,9 @@
-"""Where two captures come from, and what of that a comparison could take for a change of the program.
+"""Where two captures come from, and which differences could be mistaken for a change of the program.
 
-What differs is told line by line. Some differences disturb: another profiler, GPU, driver, library, workload or
-precision changes times for reasons of its own, and a capture that fails its self-check lacks times. Others are stated
-alone: how the model was compiled, the revision of the code, what was annotated. They are what one compares.
-What one capture says and the other does not is unknown, and stays so.
+Some differences disturb a comparison: another profiler, GPU, driver, library, workload or precision changes times for
+its own reasons, and a capture that fails its self-check lacks times. The workload is the program. Other differences are
+only stated, because they are what one wants to compare: the program's arguments, how the model was compiled, the
+revision of the code, what was annotated. A fact that only one capture has is unknown, not different.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from profkit.analysis.compare.capture import OpenedCapture
-from profkit.analysis.compare.clean_compare import read_clean_steps
+from profkit.analysis.step_times import read_unprofiled_steps
 from profkit.run.manifest import Compiled, Manifest
 from profkit.trace.columns import Trace, distinct_values, rows_by_value
 
-# Facts of a run; those of the first list disturb a comparison, the others do not.
+# Facts of a run: the first ones disturb a comparison, the others are only stated.
 _DISTURBING: dict[str, Callable[[Manifest], object]] = {
     "driver": lambda run: run.driver,
     "torch": lambda run: run.versions.get("torch"),
     "CUDA": lambda run: run.versions.get("cuda"),
     "device": lambda run: run.device,
-    "workload": lambda run: run.target or None,
+    "workload": lambda run: _program(run) or None,
     "batch": lambda run: run.workload.batch,
     "context": lambda run: run.workload.context,
     "contexts": lambda run: run.workload.contexts or None,
@@ -34,6 +35,7 @@ _DISTURBING: dict[str, Callable[[Manifest], object]] = {
     "cuDNN tf32": lambda run: _condition(run, "cudnn_allow_tf32"),
 }
 _STATED: dict[str, Callable[[Manifest], object]] = {
+    "command": lambda run: " ".join(run.argv) or None,
     "torch.compile": lambda run: run.workload.compile_mode or _compiled_graphs(run),
     "which GPU": lambda run: _condition(run, "gpu_uuid"),
     "cuDNN benchmark": lambda run: _condition(run, "cudnn_benchmark"),
@@ -47,7 +49,7 @@ _STATED: dict[str, Callable[[Manifest], object]] = {
     "python": lambda run: run.versions.get("python"),
     "state of the run": lambda run: run.status,
 }
-# What one has to know to judge a difference of two captures.
+# Facts that are needed to judge a difference between two captures.
 _EXPECTED = (
     "GPU",
     "driver",
@@ -64,7 +66,7 @@ _IN_BRACKETS = re.compile(r"\s*\(.*")
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact that is known of both captures and not the same; ``disturbs`` if the comparison needs force then."""
+    """A fact that both captures have, with different values; ``disturbs`` if a comparison then needs force."""
 
     fact: str
     before: str
@@ -74,7 +76,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What differs, the disturbing first, and which facts are unknown of before, of after, or of both."""
+    """What differs, the disturbing first, and the expected facts that before, after or both lack."""
 
     differences: tuple[Difference, ...]
     unknown_before: tuple[str, ...]
@@ -83,7 +85,7 @@ class Provenance:
 
     @property
     def disturbances(self) -> list[Difference]:
-        """Return the differences for which a comparison needs force."""
+        """Return the differences that need force."""
         return [difference for difference in self.differences if difference.disturbs]
 
 
@@ -108,7 +110,7 @@ def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenanc
 
 
 def _state_facts(capture: OpenedCapture) -> dict[str, str]:
-    """Return what a capture says of where it comes from."""
+    """Return what a capture knows about where it comes from."""
     facts = dict(_state_trace(capture.trace.trace)) if capture.trace is not None else {}
     if capture.run is None:
         return facts
@@ -119,14 +121,14 @@ def _state_facts(capture: OpenedCapture) -> dict[str, str]:
             facts[fact] = ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
     if "GPU" not in facts and manifest.gpu is not None:
         facts["GPU"] = manifest.gpu
-    clean = read_clean_steps(manifest)
-    if clean is not None:
-        facts["unprofiled steps"] = clean.label
+    steps = read_unprofiled_steps(manifest)
+    if steps is not None:
+        facts["unprofiled steps"] = steps.label
     return facts
 
 
 def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
-    """Yield what a trace itself says."""
+    """Yield what the trace itself knows."""
     yield "profiler", _IN_BRACKETS.sub("", trace.product)
     if trace.gpus:
         yield "GPU", ", ".join(sorted(set(trace.gpus)))
@@ -136,8 +138,18 @@ def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
         yield "CUDA graphs", "traced whole" if trace.work.is_graph.any() else "traced by kernel, if any"
 
 
+def _program(run: Manifest) -> str:
+    """Return what was run, without its arguments: a built-in model's name, else a script or module."""
+    words = list(run.argv)
+    if not words or run.target != " ".join(words):
+        return run.target
+    script = next((word for word in words if word.endswith(".py")), None)
+    module = next((after for flag, after in pairwise(words) if flag == "-m"), None)
+    return script or module or words[0]
+
+
 def _condition(run: Manifest, *names: str) -> object:
-    """Return the first of some conditions that the run, or else its first process, knows; None if neither does."""
+    """Return the first of these conditions that the run, or else its first process, knows; None if neither does."""
     each = [run.conditions, *(process.conditions for process in run.processes[:1])]
     values = [getattr(conditions, name) for conditions in each if conditions is not None for name in names]
     return next((value for value in values if value is not None), None)
@@ -149,15 +161,17 @@ def _compiled_graphs(run: Manifest) -> object:
 
 
 def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Difference]:
-    """Return one difference if a capture failed its self-check, also if both did: their loss need not be the same."""
+    """Return one difference if a capture failed its self-check, even if both did: they need not have lost the same."""
     checks = [None if one.trace is None else one.trace.self_check for one in (before, after)]
     if not any(check is not None and check.failed for check in checks):
         return []
-    said = ["–" if check is None else check.of("failed")[0].message if check.failed else "passed" for check in checks]
-    return [Difference(_SELF_CHECK, said[0], said[1], True)]
+    before_result, after_result = (
+        "–" if check is None else check.of("failed")[0].message if check.failed else "passed" for check in checks
+    )
+    return [Difference(_SELF_CHECK, before_result, after_result, True)]
 
 
 def _list_unknown(capture: OpenedCapture, facts: Mapping[str, str]) -> list[str]:
-    """Return which facts one has to know of a capture are not known; of a GPU only where there was one."""
+    """Return the expected facts that a capture lacks; those of GPUs only if it has a GPU."""
     on_cpu = facts.get("device") == "cpu" or (capture.trace is not None and capture.trace.trace.measure != "gpu-kernel")
     return [fact for fact in _EXPECTED if fact not in facts and not (on_cpu and fact in _OF_GPUS)]

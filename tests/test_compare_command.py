@@ -5,42 +5,37 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from profkit import compare
 from profkit.errors import UsageError
-from profkit.run_directory import NSYS_EXPORT, SNAPSHOT
+from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB
 from tests.conftest import ROOT
+from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.step_builder import NVJET, SGEMM, Step, write_steps
+from tests.test_kernel_changes import EAGER, varied
 from tests.test_provenance import make_run
-from tests.test_time_compare import EAGER, varied
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 GOLDEN = """\
 before  fp32
 after   bf16
-differs precision (autocast): fp32 | bf16
+changed: precision (autocast): fp32 → bf16
 
-unprofiled steps (in a process of their own), medians of 6 and 6
-
+unprofiled steps (own process), medians of 6 and 6
    change    before     after        95% interval  unprofiled
 ─────────  ────────  ────────  ──────────────────  ──────────
 -2.701 ms  9.002 ms  6.302 ms  -2.703 … -2.698 ms  forward
 -9.005 ms  30.02 ms  21.01 ms  -9.022 … -8.989 ms  step
 
    change    before     after        95% interval  per step
-─────────  ────────  ────────  ──────────────────  ──────────────
+─────────  ────────  ────────  ──────────────────  ─────────────────────
 -6.000 µs  10.70 µs  4.700 µs  -6.016 … -5.984 µs  kernel time
--6.000 µs  10.70 µs  4.700 µs  -6.016 … -5.984 µs  busy
--6.000 µs  11.54 µs  5.540 µs  -6.016 … -5.984 µs  wall, profiled
-        0         7         7                      kernels
+-6.000 µs  10.70 µs  4.700 µs  -6.016 … -5.984 µs  GPU busy
+-6.000 µs  11.54 µs  5.540 µs  -6.016 … -5.984 µs  Python time, profiled
 
    change    before     after        95% interval  phase
 ─────────  ────────  ────────  ──────────────────  ─────────
@@ -59,11 +54,12 @@ unprofiled steps (in a process of their own), medians of 6 and 6
                                           now nvjet_tst_128x…_1x2_h_bz_coopA_TNT
      0 ns                      2.700 µs  (3 more: no measurable difference)
 
-changes are per step, of 8 before and 8 after
-totals: 85,600 and 37,600 ns
-kernels change by -6,000 + rounding 0 = -6,000 ns
-left out: 0 and 0 ns (warm-up, outside steps or the range)
-intervals: bootstrap over each side's steps; run-to-run variation is not in them
+times are per step: 8 steps before, 8 after
+kernels per step: 7 before, 7 after
+totals: 85,600 and 37,600 ns; sum of the changes: -6,000 ns
+not compared: 0 and 0 ns (warm-up, outside steps or outside the range)
+intervals: bootstrap over the steps of each side; variation from run to run is
+  not in them
 """
 
 
@@ -87,28 +83,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return before, after
 
 
-def test_the_table_is_as_it_was(profkit: Run, runs: tuple[Path, Path]) -> None:
-    done = profkit("compare", *runs, "--force")
+def test_the_table_equals_the_golden_one(runs: tuple[Path, Path]) -> None:
+    done = run_command("compare", *runs, "--force")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == GOLDEN
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_other_provenance_needs_force(profkit: Run, runs: tuple[Path, Path]) -> None:
-    done = profkit("compare", *runs)
+def test_captures_of_other_origin_need_force(runs: tuple[Path, Path]) -> None:
+    done = run_command("compare", *runs)
     assert (done.returncode, done.stdout) == (2, "")
-    differs, refused = done.stderr.splitlines()
-    assert differs == "warning: precision (autocast): fp32 | bf16"
-    assert refused.endswith("record both alike, or compare them all the same with --force")
+    changed, refused = done.stderr.splitlines()
+    assert changed == "warning: changed: precision (autocast): fp32 → bf16"
+    assert refused.endswith("record both under the same conditions, or pass --force")
     with pytest.raises(UsageError, match="differ in precision"):
         compare(*runs)
 
 
-def test_the_python_face_says_the_same_as_json(profkit: Run, runs: tuple[Path, Path]) -> None:
-    said = json.loads(profkit("compare", *runs, "--force", "--format", "json").stdout)
-    result = compare(*runs, force=True)
-    assert said == json.loads(json.dumps(result.to_dict()))
-    assert said["time"]["kernel_time"] == {
+def test_python_returns_what_json_holds(runs: tuple[Path, Path]) -> None:
+    printed = json.loads(run_command("compare", *runs, "--force", "--format", "json", "--full-names").stdout)
+    result = json.loads(json.dumps(compare(*runs, force=True).to_dict()))
+    assert {key: printed[key] for key in result} == result
+    assert printed["time"]["kernel_time"] == {
         "before_ns": 85_600,
         "after_ns": 37_600,
         "change_ns": -6000,
@@ -116,118 +112,116 @@ def test_the_python_face_says_the_same_as_json(profkit: Run, runs: tuple[Path, P
         "high_ns": -5984,
         "verdict": "less",
     }
-    assert (said["time"]["unit"], said["time"]["samples"], said["time"]["rounding_ns"]) == ("step", [8, 8], 0)
-    part = said["time"]["parts"][0]
+    assert (printed["time"]["unit"], printed["time"]["samples"], printed["time"]["rounding_ns"]) == ("step", [8, 8], 0)
+    part = printed["time"]["parts"][0]
     assert (part["range"], part["category"], part["kind"]) == ("forward/layer */ffn", "gemm", "renamed")
     assert part["after"] == [{"name": NVJET, "count": 16, "total_ns": 16_000}]
-    assert said["clean"]["changes"][-1]["name"] == "step"
-    assert said["provenance"]["differences"][0]["disturbs"] is True
-    assert said["memory"] is None
+    assert printed["clean"]["changes"][-1]["name"] == "step"
+    assert printed["provenance"]["differences"][0]["disturbs"] is True
+    assert printed["memory"] is None
 
 
 @pytest.mark.parametrize("view", ["phase", "category", "range", "kernel"])
-def test_csv_holds_every_line_of_a_view(profkit: Run, runs: tuple[Path, Path], view: str) -> None:
-    done = profkit("compare", *runs, "--force", "--format", "csv", "--by", view)
+def test_csv_holds_every_line_of_a_view(runs: tuple[Path, Path], view: str) -> None:
+    done = run_command("compare", *runs, "--force", "--format", "csv", "--by", view)
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert sum(int(row["before_ns"]) for row in rows) == 85_600
     assert sum(int(row["change_ns"]) for row in rows) == -6000
     assert {row["before_samples"] for row in rows} == {"8"}
-    assert done.stderr.splitlines() == ["warning: precision (autocast): fp32 | bf16"]
+    assert done.stderr.splitlines() == ["warning: changed: precision (autocast): fp32 → bf16"]
 
 
-def test_documents(profkit: Run, runs: tuple[Path, Path]) -> None:
-    markdown = profkit("compare", *runs, "--force", "--format", "markdown").stdout
+def test_markdown_and_latex_hold_every_table(runs: tuple[Path, Path]) -> None:
+    markdown = run_command("compare", *runs, "--force", "--format", "markdown").stdout
     assert "| -6.000 µs | 8.000 µs | 2.000 µs | -6.004 … -5.996 µs | gemm |" in markdown
-    latex = profkit("compare", *runs, "--force", "--format", "latex").stdout
+    latex = run_command("compare", *runs, "--force", "--format", "latex").stdout
     assert latex.startswith("% before  fp32\n% after   bf16")
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
 
 
-def test_one_view_and_so_many_lines(profkit: Run, runs: tuple[Path, Path]) -> None:
-    out = profkit("compare", *runs, "--force", "--by", "range", "--top", "1").stdout
+def test_by_shows_one_view_and_top_limits_its_lines(runs: tuple[Path, Path]) -> None:
+    out = run_command("compare", *runs, "--force", "--by", "range", "--top", "1").stdout
     assert "forward/layer */ffn" in out
     assert "(1 more)" in out
     assert "phase" not in out
 
 
-def test_a_range(profkit: Run, runs: tuple[Path, Path]) -> None:
-    data = json.loads(profkit("compare", *runs, "--force", "--range", "layer 1", "--format", "json").stdout)
+def test_range_compares_only_what_lies_under_it(runs: tuple[Path, Path]) -> None:
+    data = json.loads(run_command("compare", *runs, "--force", "--range", "layer 1", "--format", "json").stdout)
     assert (data["time"]["kernel_time"]["change_ns"], data["time"]["range"]) == (-3000, "layer 1")
     assert (data["clean"], data["memory"]) == (None, None)
-    done = profkit("compare", *runs, "--force", "--range", "layr 1")
+    done = run_command("compare", *runs, "--force", "--range", "layr 1")
     assert done.returncode == 2
     assert "no range 'layr 1'; nearest: 'layer 1'" in done.stderr
 
 
-def test_nothing_changed(profkit: Run) -> None:
+def test_a_trace_compared_with_itself_has_no_change() -> None:
     trace = ROOT / "traces" / "small-train.nsys2025.sqlite"
-    done = profkit("compare", trace, trace)
+    done = run_command("compare", trace, trace)
     assert done.returncode == 0
-    assert "\nno change in 74 kernels: each took as long in both\n" in done.stdout
+    assert "\nno change in 74 kernels: each took equally long in both\n" in done.stdout
     assert "more" not in done.stdout
-    assert "kernels change by 0 + rounding 0 = 0 ns" in done.stdout
+    assert "sum of the changes: 0 ns" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stderr == (
-        "warning: 2 and 2 steps: too few for an interval, which needs 5 a side; record more with --steps\n"
-    )
+    assert done.stderr == ("warning: 2 and 2 steps: an interval needs 5 on both sides; record more with --steps\n")
 
 
-def test_a_run_and_itself_are_told_to_be_the_same(profkit: Run, runs: tuple[Path, Path]) -> None:
-    """No table of no kernel, and nothing of intervals and chance where there is nothing that chance could have done."""
-    out = profkit("compare", runs[0], runs[0]).stdout
-    assert "\nno change in 4 kernels: each took as long in both\n" in out
+def test_a_run_compared_with_itself_has_no_change(runs: tuple[Path, Path]) -> None:
+    """There is no table without kernels, and no word on intervals and chance where chance could do nothing."""
+    out = run_command("compare", runs[0], runs[0]).stdout
+    assert "\nno change in 4 kernels: each took equally long in both\n" in out
     assert "no measurable difference" not in out
     assert "intervals" not in out
-    assert out.endswith("(warm-up, outside steps or the range)\n")
+    assert out.endswith("(warm-up, outside steps or outside the range)\n")
 
 
-def test_kernels_of_other_names_are_a_change_even_where_the_time_is_none(profkit: Run, tmp_path: Path) -> None:
+def test_renamed_kernels_are_a_change_even_if_no_time_changed(tmp_path: Path) -> None:
     before, after = make_run(tmp_path / "a", trace=False), make_run(tmp_path / "b", trace=False)
     renamed = {
         path: [(NVJET if name == SGEMM else name, ns) for name, ns in kernels] for path, kernels in EAGER.items()
     }
     write_steps(before / NSYS_EXPORT, varied(EAGER, 1))
     write_steps(after / NSYS_EXPORT, varied(renamed, 1))
-    out = profkit("compare", before, after).stdout
+    out = run_command("compare", before, after).stdout
     assert "no change in" not in out
     assert "range, category, kernels" in out
 
 
-def test_two_profilers_of_one_workload(profkit: Run, captures: Path) -> None:
+def test_two_profiler_versions_need_force(captures: Path) -> None:
     pair = captures / "small.nsys2023.sqlite", captures / "small.nsys2025.sqlite"
-    refused = profkit("compare", *pair)
+    refused = run_command("compare", *pair)
     assert refused.returncode == 2
-    assert "profiler: Nsight Systems 2023.4.4.54 | Nsight Systems 2025.3.2.0" in refused.stderr
-    done = profkit("compare", *pair, "--force")
+    assert "profiler: Nsight Systems 2023.4.4.54 → Nsight Systems 2025.3.2.0" in refused.stderr
+    done = run_command("compare", *pair, "--force")
     assert "-37.15 µs  28.74 ms  28.70 ms  kernel time" in done.stdout
-    assert "kernels change by -37,147 + rounding -3 = -37,150 ns" in done.stdout
+    assert "sum of the changes: -37,150 ns" in done.stdout
     assert "no measurable difference" not in done.stdout  # nor anything else on two steps
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_snapshots_are_compared_as_memory_is(profkit: Run, tmp_path: Path) -> None:
+def test_snapshots_are_compared_as_memory_is(tmp_path: Path) -> None:
     before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
-    done = profkit("compare", before, after)
+    done = run_command("compare", before, after)
     assert done.returncode == 0
     assert "the peak changed by +12.00 MiB (+12,582,912 B)" in done.stdout
-    data = json.loads(profkit("compare", before, after, "--format", "json").stdout)
+    data = json.loads(run_command("compare", before, after, "--format", "json").stdout)
     assert (data["time"], data["memory"]["difference_bytes"]) == (None, 12 * MIB)
-    assert profkit("compare", before, after, "--format", "csv").stdout.startswith("bytes,kind,count,stack\n")
+    assert run_command("compare", before, after, "--format", "csv").stdout.startswith("bytes,kind,count,stack\n")
 
 
-def test_runs_with_traces_and_snapshots_are_compared_in_both(profkit: Run, tmp_path: Path) -> None:
+def test_runs_with_traces_and_snapshots_are_compared_in_both(tmp_path: Path) -> None:
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     Training().write(before, SNAPSHOT)
-    one_sided = profkit("compare", before, after)
+    one_sided = run_command("compare", before, after)
     assert one_sided.returncode == 0
-    assert "warning: memory snapshot: only before has any; not compared" in one_sided.stderr
+    assert "warning: memory snapshots: only before has them; not compared" in one_sided.stderr
     Training(scale=2).write(after, SNAPSHOT)
-    both = profkit("compare", before, after).stdout
+    both = run_command("compare", before, after).stdout
     assert "kernel time" in both
     assert "the peak changed by +12.00 MiB" in both
 
 
-def test_what_has_nothing_in_common_is_refused(profkit: Run, tmp_path: Path) -> None:
+def test_captures_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
     snapshot = Training().write(tmp_path, "a.pickle")
     trace = ROOT / "traces" / "small-train.nsys2025.sqlite"
     operators = ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"
@@ -236,16 +230,16 @@ def test_what_has_nothing_in_common_is_refused(profkit: Run, tmp_path: Path) -> 
         ((operators, trace), "measures the self time of CPU operators"),
         ((trace, tmp_path / "missing"), "no such file"),
     ):
-        done = profkit("compare", *pair)
+        done = run_command("compare", *pair)
         assert done.returncode == (1 if "such file" in message else 2)
         assert message in done.stderr
         assert len(done.stderr.splitlines()) == 1
-    done = profkit("compare", snapshot, snapshot, "--range", "forward")
+    done = run_command("compare", snapshot, snapshot, "--range", "forward")
     assert done.returncode == 2
-    assert "only the kernel times of two traces are compared by range" in done.stderr
+    assert "only the kernel times of two traces can be compared by range" in done.stderr
 
 
-def test_a_result_takes_no_captures_place(profkit: Run, runs: tuple[Path, Path]) -> None:
-    done = profkit("compare", *runs, "--force", "-o", runs[1] / NSYS_EXPORT)
+def test_a_result_never_overwrites_a_capture(runs: tuple[Path, Path]) -> None:
+    done = run_command("compare", *runs, "--force", "-o", runs[1] / NSYS_EXPORT)
     assert done.returncode == 2
     assert "this is what is read" in done.stderr

@@ -1,4 +1,4 @@
-"""What changed per step: parts sum to the whole in integers, nothing changed between a capture and itself."""
+"""Changes of kernel time per step: parts match, sum to the whole in integers, and a capture equals itself."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import tempfile
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.compare.step_samples import StepSamples, sample_steps
-from profkit.analysis.compare.time_compare import IN_NO_RANGE, TimeComparison, compare_times
+from profkit.analysis.categories import categorize
+from profkit.analysis.compare.kernel_changes import (
+    IN_NO_RANGE,
+    Match,
+    TimeComparison,
+    compare_times,
+    match_parts,
+    nearest,
+)
+from profkit.analysis.compare.samples import Key, RangePath, StepSamples, sample_steps
 from tests.conftest import ROOT
-from tests.step_builder import ADD, FUSED, MUL, NVJET, SGEMM, Step, write_steps
+from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM, Step, write_steps
 
 TRACES = ROOT / "traces"
 
@@ -30,7 +39,7 @@ def compared(folder: Path, before: list[Step], after: list[Step]) -> TimeCompari
 
 
 def checked(before: StepSamples, after: StepSamples) -> TimeComparison:
-    """Return the comparison, its books closed: every view sums to the totals and, but for rounding, to the change."""
+    """Return the comparison; check that every view sums to the totals and, except for rounding, to the change."""
     result = compare_times(before, after)
     whole = result.kernel_time
     assert (whole.before_ns, whole.after_ns) == (before.total_ns, after.total_ns)
@@ -70,7 +79,7 @@ def test_the_parts_sum_to_the_whole(before: list[Step], after: list[Step]) -> No
 
 @settings(max_examples=20, deadline=None)
 @given(STEPS)
-def test_a_capture_and_itself_differ_in_nothing(steps: list[Step]) -> None:
+def test_a_capture_compared_with_itself_has_no_change(steps: list[Step]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert_nothing_changed(compared(Path(folder), steps, steps))
 
@@ -84,7 +93,7 @@ def assert_nothing_changed(result: TimeComparison) -> None:
 
 
 @pytest.mark.parametrize("name", ["small-train.nsys2025.sqlite", "tiny-train-cpu.kineto.json.gz"])
-def test_a_real_trace_and_itself_differ_in_nothing(name: str) -> None:
+def test_a_real_trace_compared_with_itself_has_no_change(name: str) -> None:
     samples = sampled(TRACES / name)
     assert_nothing_changed(checked(samples, samples))
 
@@ -100,13 +109,13 @@ def test_a_real_trace_and_itself_differ_in_nothing(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("by_step", [True, False])
-def test_the_parts_of_real_differences_sum(captures: Path, before: str, after: str, by_step: bool) -> None:
+def test_the_parts_of_real_captures_sum_to_the_change(captures: Path, before: str, after: str, by_step: bool) -> None:
     traces = [read_trace(captures / f"{name}.sqlite").attribution for name in (before, after)]
     by_step = by_step and not {"lossy.nsys2023", "hooks.nsys2025"} & {before, after}
     checked(*(sample_steps(trace, by_step=by_step) for trace in traces))
 
 
-def test_the_same_workload_under_two_profilers(captures: Path) -> None:
+def test_one_workload_under_two_profiler_versions_changes_little(captures: Path) -> None:
     """Every kernel has its namesake, as often, in its place; both totals stand in the captures' own description."""
     result = checked(*(sampled(captures / f"small.nsys{year}.sqlite") for year in (2023, 2025)))
     assert (result.kernel_time.before_ns, result.kernel_time.after_ns) == (57_478_638, 57_404_338)
@@ -145,7 +154,7 @@ def parts_of(result: TimeComparison) -> dict[tuple[str, str, str], int]:
     return {(part.range, part.category, part.kind): part.change.change_ns for part in result.parts}
 
 
-def test_another_precision_is_a_move(tmp_path: Path) -> None:
+def test_another_precision_renames_kernels(tmp_path: Path) -> None:
     half: Step = {
         path: [(NVJET if name == SGEMM else name, ns // 4 if name == SGEMM else ns) for name, ns in kernels]
         for path, kernels in EAGER.items()
@@ -161,7 +170,7 @@ def test_another_precision_is_a_move(tmp_path: Path) -> None:
     assert ([kernel.name for kernel in move.after], move.change.verdict) == ([NVJET], "less")
 
 
-def test_compiled_code_is_a_move_within_the_phase(tmp_path: Path) -> None:
+def test_compiled_code_renames_kernels_within_the_phase(tmp_path: Path) -> None:
     compiled: Step = {
         "forward": [(SGEMM, 4000), (FUSED, 400), (SGEMM, 4000), (FUSED, 400)],
         "optimizer": [(ADD, 300)],
@@ -174,7 +183,7 @@ def test_compiled_code_is_a_move_within_the_phase(tmp_path: Path) -> None:
     }
     assert {line.name: line.change.change_ns for line in result.by_category} == {"gemm": 0, "elementwise": -1600}
     assert [warning.message for warning in result.warnings] == [
-        "ranges of before alone: 1 (forward/layer */ffn); what ran there is told at the range around"
+        "only before has 1 of the ranges (forward/layer */ffn); they are counted in the enclosing range"
     ]
 
 
@@ -197,10 +206,127 @@ def test_different_numbers_of_steps_are_compared_per_step(tmp_path: Path) -> Non
     assert result.parts[0].range == IN_NO_RANGE
 
 
-def test_rounding_is_named(tmp_path: Path) -> None:
+def test_the_rounding_of_the_parts_is_reported(tmp_path: Path) -> None:
     """Of three steps three kernels each lose a third of a nanosecond: one nanosecond, of which no part shows any."""
     before = [{"": [(SGEMM, 100), (ADD, 100), (MUL, 100)]}] * 3
     after = [*before[:2], {"": [(SGEMM, 99), (ADD, 99), (MUL, 99)]}]
     result = compared(tmp_path, before, after)
     assert [part.change.change_ns for part in result.parts] == [0, 0, 0]
     assert (result.kernel_time.change_ns, result.rounding_ns) == (-1, -1)
+
+
+FLASH = "pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>(Flash_fwd_params)"
+
+
+def one_sample(*kernels: tuple[str, str]) -> StepSamples:
+    """Return one sample with these kernels, (path, name), of 1 ns each."""
+    keys = [Key(tuple(path.split("/")) if path else (), categorize(name).name, name) for path, name in kernels]
+    paths: set[RangePath] = {()}
+    for key in keys:
+        paths |= {key.path[:depth] for depth in range(len(key.path) + 1)}
+    ones = np.ones((1, len(keys)), dtype=np.int64)
+    return StepSamples(
+        measure="gpu-kernel",
+        range=None,
+        has_steps=True,
+        keys=tuple(keys),
+        kernel_ns=ones,
+        kernel_count=ones[0],
+        busy_ns=ones.sum(axis=1),
+        wall_ns=None,
+        paths=frozenset(paths),
+        left_out_ns=0,
+        even=True,
+    )
+
+
+def matched(before: StepSamples, after: StepSamples) -> set[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
+    def name(match: Match) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
+        old = tuple(sorted(before.keys[column].kernel for column in match.before))
+        return "/".join(match.path), match.kind, old, tuple(sorted(after.keys[column].kernel for column in match.after))
+
+    return {name(match) for match in match_parts(before, after)}
+
+
+def test_a_kernel_is_matched_by_name_within_its_range_and_category() -> None:
+    one = one_sample(("forward", SGEMM), ("backward", SGEMM))
+    assert matched(one, one) == {("forward", "same", (SGEMM,), (SGEMM,)), ("backward", "same", (SGEMM,), (SGEMM,))}
+
+
+def test_another_name_in_the_same_range_and_category_is_renamed() -> None:
+    before = one_sample(("forward/ffn", SGEMM), ("forward/ffn", ADD), ("forward/attention", SGEMM))
+    after = one_sample(("forward/ffn", NVJET), ("forward/ffn", ADD), ("forward/attention", SGEMM))
+    assert matched(before, after) == {
+        ("forward/ffn", "renamed", (SGEMM,), (NVJET,)),
+        ("forward/ffn", "same", (ADD,), (ADD,)),
+        ("forward/attention", "same", (SGEMM,), (SGEMM,)),
+    }
+
+
+def test_a_chain_that_became_one_kernel_is_renamed() -> None:
+    before, after = one_sample(("ffn", ADD), ("ffn", MUL), ("ffn", SGEMM)), one_sample(("ffn", FUSED), ("ffn", SGEMM))
+    assert matched(before, after) == {
+        ("ffn", "renamed", tuple(sorted((ADD, MUL))), (FUSED,)),
+        ("ffn", "same", (SGEMM,), (SGEMM,)),
+    }
+
+
+def test_a_fused_kernel_replaces_kernels_of_several_categories() -> None:
+    """Inductor's reduction contains the additions too; matched with the reductions alone, they would look lost."""
+    before = one_sample(("ffn", ADD), ("ffn", MUL), ("ffn", SUM), ("ffn", SGEMM))
+    after = one_sample(("ffn", FUSED_SUM), ("ffn", NVJET))
+    assert matched(before, after) == {
+        ("ffn", "replaced", tuple(sorted((ADD, MUL, SUM))), (FUSED_SUM,)),
+        ("ffn", "renamed", (SGEMM,), (NVJET,)),
+    }
+
+
+def test_kernels_of_another_category_replace_those_gone_from_a_range() -> None:
+    assert matched(one_sample(("sdpa", SGEMM), ("sdpa", SUM)), one_sample(("sdpa", FLASH))) == {
+        ("sdpa", "replaced", tuple(sorted((SGEMM, SUM))), (FLASH,))
+    }
+
+
+def test_a_kernel_without_a_counterpart_is_new_or_gone() -> None:
+    one, other = one_sample(("a", SGEMM), ("a", ADD), ("b", SUM)), one_sample(("a", SGEMM), ("b", SUM), ("b", NVJET))
+    assert matched(one, other) == {
+        ("a", "same", (SGEMM,), (SGEMM,)),
+        ("b", "same", (SUM,), (SUM,)),
+        ("a", "gone", (ADD,), ()),
+        ("b", "new", (), (NVJET,)),
+    }
+
+
+def test_kernels_in_ranges_of_one_side_count_in_the_enclosing_range() -> None:
+    """Compiled code has no ranges within the phase."""
+    eager = one_sample(("forward/layer */ffn", SGEMM), ("forward/layer */attention", SGEMM), ("forward", ADD))
+    compiled = one_sample(("forward", NVJET), ("forward", FUSED))
+    assert matched(eager, compiled) == {
+        ("forward", "renamed", (SGEMM, SGEMM), (NVJET,)),
+        ("forward", "renamed", (ADD,), (FUSED,)),
+    }
+    assert nearest(("a", "b", "c"), frozenset({(), ("a",)})) == ("a",)
+
+
+PART_PLACES = st.sampled_from(["", "forward", "forward/ffn", "forward/attention", "backward"])
+NAMES = st.sampled_from([SGEMM, NVJET, ADD, MUL, SUM, FUSED, FUSED_SUM, FLASH])
+SIDES = st.sets(st.tuples(PART_PLACES, NAMES)).map(lambda keys: one_sample(*sorted(keys)))
+
+
+@settings(deadline=None)
+@given(SIDES, SIDES)
+def test_every_kernel_is_in_exactly_one_part(before: StepSamples, after: StepSamples) -> None:
+    matches = match_parts(before, after)
+    assert sorted(column for match in matches for column in match.before) == list(range(len(before.keys)))
+    assert sorted(column for match in matches for column in match.after) == list(range(len(after.keys)))
+    for match in matches:
+        assert bool(match.before) == (match.kind != "new")
+        assert bool(match.after) == (match.kind != "gone")
+        assert (match.categories[0] == match.categories[1]) or match.kind not in ("same", "renamed")
+
+
+@settings(deadline=None)
+@given(SIDES)
+def test_a_capture_matches_itself_completely(one: StepSamples) -> None:
+    assert {match.kind for match in match_parts(one, one)} <= {"same"}
+    assert all(match.before == match.after for match in match_parts(one, one))

@@ -1,8 +1,8 @@
 """Kernel time step by step, split by range, category and kernel: the samples on which two captures are compared.
 
-A sample is one measured step (a range ``step`` or ``step N`` outside ``warmup``), over all processes: the k-th step of
-each, added up. A kernel belongs to the step in which it was launched. Within the step its place is the path of ranges
-around it, numbers taken for one kind (``forward/layer */ffn``), whatever lies around the step left off.
+A sample is one measured step (a range ``step`` or ``step N`` outside ``warmup``) over all processes: the k-th steps of
+all processes, added up. A kernel belongs to the step in which it was launched. Within the step its place is the path of
+ranges around it, with every number replaced by ``*`` (``forward/layer */ffn``), without the ranges around the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from profkit.analysis.range_paths import kind_of, select_ranges
 from profkit.analysis.selection import KernelFilter, choose_work, lies_within, outermost
 from profkit.analysis.steps import find_contexts, find_warmup, measured_ranges
 from profkit.names import STEP
-from profkit.trace.columns import Ints, Measure, distinct_values, rows_by_value
+from profkit.trace.columns import Ints, Measure, distinct_values, empty_ints, rows_by_value
 
 RangePath = tuple[str, ...]
 
@@ -35,13 +35,13 @@ class Key:
 
 @dataclass(frozen=True, eq=False)
 class StepSamples:
-    """The kernel time of one capture, one row a sample and one column a key, in nanoseconds.
+    """The kernel time of one capture, one row per sample and one column per key, in nanoseconds.
 
-    ``kernel_count`` counts each column's kernels over all samples. ``busy_ns`` is per sample the union per GPU, summed
-    over GPUs; ``wall_ns`` the step's time on the host while it was profiled (of several processes the longest), None
-    without steps. ``range`` is what they were limited to; ``paths`` are all of the capture. ``left_out_ns`` is the
-    kernel time in no sample: under other ranges, in the warm-up, outside every step; with the samples it sums to the
-    capture's.
+    ``kernel_count`` counts each column's kernels over all samples. ``busy_ns`` is the union per GPU of each sample,
+    summed over GPUs; ``wall_ns`` is the step's Python time while it was profiled (the longest of several processes),
+    None without steps. ``range`` is the range they were limited to; ``paths`` are all of the capture. ``left_out_ns``
+    is the kernel time in no sample: under other ranges, in the warm-up, outside every step. Samples and ``left_out_ns``
+    sum to the capture's kernel time.
     """
 
     measure: Measure
@@ -55,9 +55,9 @@ class StepSamples:
     paths: frozenset[RangePath]
     left_out_ns: int
     even: bool
-    """False where processes made different numbers of steps: then some samples hold fewer processes than others."""
+    """False if processes made different numbers of steps: then some samples hold fewer processes than others."""
     has_contexts: bool = False
-    """True where steps of several contexts are taken together."""
+    """True if steps of several contexts are taken together."""
 
     @property
     def size(self) -> int:
@@ -80,12 +80,12 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
 
     Args:
         attribution: the trace with its work placed.
-        range: only what lies under this range; busy time is then that of its work. Where whole steps lie within the
-            range (``context 128``), those are the samples, else all steps are.
-        by_step: take steps as samples; else one sample is all that lies outside ``warmup``.
+        range: only what lies under this range. If whole steps lie within the range (``context 128``), those are the
+            samples, else all steps are.
+        by_step: take steps as samples; else everything outside ``warmup`` is one sample.
 
     Raises:
-        TraceError: the trace's times are impossible, or a range is asked of a trace without ranges.
+        TraceError: the trace's times are impossible, or it has no ranges to choose from.
         UsageError: an unknown range.
     """
     trace = attribution.trace
@@ -117,8 +117,8 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
 
 
 def _choose_steps(attribution: Attribution, range: str | None) -> Ints:
-    """Return the measured steps by their start: those that lie within the range if there are such, else all."""
-    steps = measured_ranges(attribution).get(STEP, np.empty(0, dtype=np.int64))
+    """Return the measured steps in order of their start: those within the range if there are any, else all."""
+    steps = measured_ranges(attribution).get(STEP, empty_ints())
     members = steps[np.argsort(attribution.trace.ranges.start_ns[steps], kind="stable")]
     if range is None:
         return members
@@ -127,7 +127,7 @@ def _choose_steps(attribution: Attribution, range: str | None) -> Ints:
 
 
 def _number_samples(attribution: Attribution, members: Ints) -> tuple[Ints, Ints, bool]:
-    """Return each row's sample (-1: in no step), each sample's wall time, and whether all processes made as many."""
+    """Return each row's sample (-1: in no step), each sample's time, and whether all processes made equally many."""
     trace = attribution.trace
     top = outermost(trace.ranges, members)
     number = np.full(len(trace.ranges), -1, dtype=np.int64)
@@ -154,16 +154,16 @@ def _one_sample(attribution: Attribution) -> tuple[Ints, None, bool]:
 
 
 def _place_rows(attribution: Attribution, rows: Ints, steps: Ints) -> tuple[Ints, list[RangePath]]:
-    """Return the path of each row, by number, and all paths; the first is that of the step itself."""
+    """Return the number of each row's path, and all paths; the first is that of the step itself."""
     path_of_range, paths = _number_paths(attribution, steps)
     return path_of_range[attribution.work.innermost[rows]], paths
 
 
 def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[RangePath]]:
-    """Return each range's path within its step, by number, and the paths."""
+    """Return the number of each range's path within its step, and the paths."""
     trace = attribution.trace
     ranges = trace.ranges
-    # One more entry, which stands for no range.
+    # The last entry stands for no range.
     number = np.zeros(len(ranges) + 1, dtype=np.int64)
     is_step = np.zeros(len(ranges), dtype=np.bool_)
     is_step[steps] = True
@@ -171,7 +171,7 @@ def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[Ran
     paths: list[RangePath] = [()]
     kinds = [kind_of(name) for name in trace.names]
     names, parents, step = ranges.name.tolist(), attribution.parent.tolist(), is_step.tolist()
-    # Within equal starts the longer range is the outer one, so a parent is always seen before its children.
+    # Of ranges with one start the longest is the outermost, so a parent always comes before its children.
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         if step[index]:
             continue
@@ -187,7 +187,7 @@ def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[Ran
 def _number_keys(
     attribution: Attribution, rows: Ints, path_of_row: Ints, paths: list[RangePath]
 ) -> tuple[tuple[Key, ...], Ints]:
-    """Return the distinct keys of the rows, and each row's, by number."""
+    """Return the distinct keys of the rows, and the number of each row's key."""
     trace = attribution.trace
     combined, column = np.unique(path_of_row * len(trace.names) + trace.work.name[rows], return_inverse=True)
     keys = []

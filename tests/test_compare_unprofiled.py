@@ -1,4 +1,4 @@
-"""The unprofiled steps of two runs: medians, phase by phase, of one context by itself."""
+"""The unprofiled steps of two runs: their medians are compared phase by phase and context by context."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.compare.clean_compare import compare_clean, read_clean_steps
+from profkit.analysis.compare.comparison import compare_unprofiled
+from profkit.analysis.step_times import UnprofiledSteps, read_unprofiled_steps
+from profkit.run.manifest import Manifest
+from profkit.run.records import decode
 
 
 def manifest(times: list[int], source: str = "clean", **more: Any) -> dict[str, Any]:
@@ -14,15 +17,19 @@ def manifest(times: list[int], source: str = "clean", **more: Any) -> dict[str, 
     return {source: {"steps": steps}}
 
 
+def steps_of(written: dict[str, Any]) -> UnprofiledSteps | None:
+    return read_unprofiled_steps(decode(Manifest, written))
+
+
 def compared(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[int, int, int, str]]:
-    sides = [read_clean_steps(one) for one in (before, after)]
+    sides = [steps_of(one) for one in (before, after)]
     assert sides[0] is not None
     assert sides[1] is not None
-    result = compare_clean(sides[0], sides[1])
+    result = compare_unprofiled(sides[0], sides[1])
     return {one.name: (one.before_ns, one.after_ns, one.change_ns, one.verdict) for one in result.changes}
 
 
-def test_medians_do_not_mind_a_slow_step() -> None:
+def test_one_slow_step_does_not_move_the_median() -> None:
     before = [300, 303, 306, 309, 9000, 312, 315, 318, 321, 324, 327]
     found = compared(manifest(before), manifest([time + 300 for time in range(300, 333, 3)]))
     assert list(found) == ["forward", "step"]
@@ -33,7 +40,7 @@ def test_a_half_nanosecond_of_a_median_is_not_lost() -> None:
     assert compared(manifest([300, 303]), manifest([301, 303]))["step"] == (302, 302, 0, "unknown")
 
 
-def test_the_same_steps_are_unchanged() -> None:
+def test_equal_steps_are_unchanged() -> None:
     one = manifest([300, 303, 306, 309, 312])
     assert {change[2:] for change in compared(one, one).values()} == {(0, "unchanged")}
 
@@ -43,7 +50,7 @@ def test_noise_is_no_measurable_difference() -> None:
     assert compared(before, after)["step"][3] == "no measurable difference"
 
 
-def test_each_context_by_itself() -> None:
+def test_each_context_is_compared_separately() -> None:
     both = {
         "clean": {
             "steps": [*manifest([30], context=128)["clean"]["steps"], *manifest([90], context=256)["clean"]["steps"]]
@@ -55,16 +62,14 @@ def test_each_context_by_itself() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("source", "label"), [("clean", "in a process of their own"), ("attached", "attached, not recording")]
-)
-def test_where_they_were_timed_is_said(source: str, label: str) -> None:
-    steps = read_clean_steps(manifest([300], source))
+@pytest.mark.parametrize(("source", "label"), [("clean", "own process"), ("attached", "same process")])
+def test_the_label_says_in_which_process_steps_were_timed(source: str, label: str) -> None:
+    steps = steps_of(manifest([300], source))
     assert steps is not None
     assert steps.label == label
-    assert list(steps.times_ns) == (["forward", "step"] if source == "clean" else ["forward", "rest", "step"])
+    assert list(steps.times_ns) == ["forward", "step"]
 
 
-def test_a_manifest_may_have_none() -> None:
-    assert read_clean_steps({}) is None
-    assert read_clean_steps({"clean": {"steps": []}}) is None
+def test_a_manifest_without_unprofiled_steps_gives_none() -> None:
+    assert steps_of({}) is None
+    assert steps_of({"clean": {"steps": []}}) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.compare.step_samples import StepSamples, has_measured_steps, sample_steps
+from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.range_paths import join_path
 from profkit.errors import UsageError
 from tests.conftest import ROOT

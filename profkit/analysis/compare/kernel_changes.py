@@ -1,16 +1,29 @@
 """What changed in the kernel time of a step between two captures, by phase, range, category and kernel.
 
-Before and after are compared per step, so captures of different numbers of steps can be. Totals are integers over all
-steps of a side and sum exactly; a change is their difference per step, rounded to a nanosecond, and what the rounding
-of the parts leaves of the whole is named. Each change has a bootstrap interval over the steps
-(`profkit.analysis.compare.bootstrap`), and where that holds 0 there is no measurable difference. The steps of a side
-come from one process: what varies from run to run (clocks, placement) is in no interval; and each interval stands by
-itself, so that of twenty lines without a difference one is expected to show one.
+Totals are integers over all steps of a side and sum exactly. A change is the difference per step, so captures with
+different numbers of steps can be compared; it is rounded to a nanosecond, and ``rounding_ns`` is what the rounded parts
+leave of the whole. Each change has a bootstrap interval over the steps (`profkit.analysis.compare.bootstrap`). The
+steps of a side come from one process, so the intervals do not contain what varies from run to run (clocks, placement).
+Each interval stands by itself: of twenty lines without a difference, one is expected to show one.
+
+The kernel time of two captures is matched part by part, so that a renamed kernel is one change, not a loss and a gain.
+Parts are matched from the outside in:
+
+1. by range: a path that only one capture has counts in the nearest enclosing range that both have. (Compiled code has
+   no ranges within ``forward``; the eager model's layers then count in ``forward``);
+2. by category within the range, and by name within the category: ``same``;
+3. what remains of a category on both sides is one part, ``renamed``: ``sgemm`` became ``nvjet``;
+4. what then remains of a range, gone from some categories and new in others, is one part, ``replaced``: three kernels
+   of attention became one. A kernel that Inductor fused stands for kernels of several categories, so its ``renamed``
+   parts join it;
+5. the rest is ``gone`` or ``new``.
+
+Every key of either capture lies in exactly one part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -18,21 +31,22 @@ from typing import Literal
 import numpy as np
 
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict, bootstrap_differences, judge_change
-from profkit.analysis.compare.compare_parts import Match, PartKind, match_parts, nearest
-from profkit.analysis.compare.step_samples import Key, RangePath, StepSamples
+from profkit.analysis.compare.samples import Key, RangePath, StepSamples
 from profkit.analysis.range_paths import join_path
 from profkit.findings import Finding
 from profkit.trace.columns import Ints, Measure
 
+PartKind = Literal["same", "renamed", "replaced", "gone", "new"]
+
 IN_NO_RANGE = "(in no range within)"
+
+_FUSED = "triton_"
+"""Inductor's names for the kernels that it generates begin so."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Nanoseconds over all steps before and after, the change per step, and its 95 % interval if there is one.
-
-    ``verdict`` is told in `profkit.analysis.compare.bootstrap`.
-    """
+    """Nanoseconds over all steps before and after, the change per step, and its 95 % interval if there is one."""
 
     before_ns: int
     after_ns: int
@@ -61,10 +75,7 @@ class KernelTotal:
 
 @dataclass(frozen=True)
 class Part:
-    """The change of what belongs together: one kernel, or those that took the place of others.
-
-    ``kind`` is told in `profkit.analysis.compare.compare_parts`; ``category`` names both sides' where they differ.
-    """
+    """The change of one kernel, or of kernels that replaced others; ``category`` is ``old → new`` if it changed."""
 
     range: str
     category: str
@@ -78,9 +89,9 @@ class Part:
 class TimeComparison:
     """Two captures' time per step; phases, ranges, categories and ``parts`` each sum to ``kernel_time``.
 
-    ``unit`` says what a sample is, ``samples`` how many there are on either side. A line of ``by_range`` is the work
-    whose innermost range (of those that both captures have) it is. ``busy`` and ``wall`` are times in which things
-    overlap: they have no parts. ``left_out_ns`` is each capture's kernel time in no sample.
+    ``unit`` says what a sample is, ``samples`` how many each side has. A line of ``by_range`` holds the work of which
+    it is the innermost range that both captures have. Things overlap in ``busy`` and ``wall``, so they have no parts.
+    ``left_out_ns`` is each capture's kernel time in no sample.
     """
 
     measure: Measure
@@ -100,7 +111,7 @@ class TimeComparison:
 
     @property
     def rounding_ns(self) -> int:
-        """Return what the rounded changes of the parts lack to the rounded change of the whole."""
+        """Return the rounded change of the whole minus the sum of the parts' rounded changes."""
         return self.kernel_time.change_ns - sum(part.change.change_ns for part in self.parts)
 
 
@@ -159,7 +170,7 @@ def _change_of_columns(
 
 
 def _group(before: StepSamples, after: StepSamples, name_of: Callable[[Key], str]) -> tuple[Line, ...]:
-    """Return the changes of the kernel time under each name, the largest first."""
+    """Return the change of the kernel time under each name, the largest first."""
     groups: dict[str, tuple[list[int], list[int]]] = {}
     for number, side in enumerate((before, after)):
         for column, key in enumerate(side.keys):
@@ -186,7 +197,7 @@ def _build_part(before: StepSamples, after: StepSamples, match: Match, change: C
 
 
 def _total_kernels(side: StepSamples, columns: Sequence[int]) -> tuple[KernelTotal, ...]:
-    """Return the columns' kernels, those of one name together, the largest first."""
+    """Return the columns' kernels, one entry per name, the largest first."""
     totals: dict[str, list[int]] = {}
     for column in columns:
         total = totals.setdefault(side.keys[column].kernel, [0, 0])
@@ -196,26 +207,110 @@ def _total_kernels(side: StepSamples, columns: Sequence[int]) -> tuple[KernelTot
     return tuple(sorted(kernels, key=lambda kernel: (-kernel.total_ns, kernel.name)))
 
 
+@dataclass(frozen=True)
+class Match:
+    """One part: its columns of the samples on either side, and what they have in common."""
+
+    path: RangePath
+    categories: tuple[tuple[str, ...], tuple[str, ...]]
+    kind: PartKind
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclass
+class _Unmatched:
+    """Columns on either side of names that only one side has, in one category and range."""
+
+    before: list[int]
+    after: list[int]
+
+
+def match_parts(before: StepSamples, after: StepSamples) -> list[Match]:
+    """Return the parts of two captures' kernel time, by the rules above."""
+    common = before.paths & after.paths
+    places: dict[RangePath, dict[str, _Unmatched]] = {}
+    names: dict[tuple[RangePath, str, str], _Unmatched] = {}
+    for side, samples in (("before", before), ("after", after)):
+        for column, key in enumerate(samples.keys):
+            path = nearest(key.path, common)
+            found = names.setdefault((path, key.category, key.kernel), _Unmatched([], []))
+            getattr(found, side).append(column)
+    matches = []
+    for (path, category, _), found in names.items():
+        if found.before and found.after:
+            matches.append(_match(path, "same", {category: found}))
+        else:
+            left = places.setdefault(path, {}).setdefault(category, _Unmatched([], []))
+            left.before += found.before
+            left.after += found.after
+    for path, categories in places.items():
+        matches += _match_unmatched(path, categories, _fused_categories(categories, before, after))
+    return matches
+
+
+def nearest(path: RangePath, common: frozenset[RangePath]) -> RangePath:
+    """Return the longest beginning of a path that both captures have."""
+    while path and path not in common:
+        path = path[:-1]
+    return path
+
+
+def _match_unmatched(path: RangePath, categories: dict[str, _Unmatched], fused: set[str]) -> list[Match]:
+    """Match names that only one side has, within one range."""
+    renamed = {name: left for name, left in categories.items() if left.before and left.after}
+    rest = {name: left for name, left in categories.items() if name not in renamed}
+    joined = rest | {name: left for name, left in renamed.items() if name in fused}
+    if rest and any(left.before for left in joined.values()) and any(left.after for left in joined.values()):
+        apart = [_match(path, "renamed", {name: left}) for name, left in renamed.items() if name not in joined]
+        return [*apart, _match(path, "replaced", joined)]
+    parts = [_match(path, "renamed", {name: left}) for name, left in renamed.items()]
+    return parts + [_match(path, "gone" if left.before else "new", {name: left}) for name, left in rest.items()]
+
+
+def _fused_categories(categories: dict[str, _Unmatched], before: StepSamples, after: StepSamples) -> set[str]:
+    """Return the categories in which only one side has a kernel that Inductor generated."""
+
+    def is_fused(samples: StepSamples, columns: Iterable[int]) -> bool:
+        return any(samples.keys[column].kernel.startswith(_FUSED) for column in columns)
+
+    return {name for name, left in categories.items() if is_fused(before, left.before) or is_fused(after, left.after)}
+
+
+def _match(path: RangePath, kind: PartKind, categories: dict[str, _Unmatched]) -> Match:
+    return Match(
+        path=path,
+        categories=(
+            tuple(sorted(name for name, left in categories.items() if left.before)),
+            tuple(sorted(name for name, left in categories.items() if left.after)),
+        ),
+        kind=kind,
+        before=tuple(column for left in categories.values() for column in left.before),
+        after=tuple(column for left in categories.values() for column in left.after),
+    )
+
+
 def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
-    """Yield what a reader must know of the samples."""
+    """Yield what a reader must know about the samples."""
     if not before.has_steps:
         yield Finding(
-            "no-steps", "not both have steps (ranges `step N`): whole captures are compared, without intervals"
+            "no-steps", "one of the two has no steps (ranges `step N`): whole captures are compared, without intervals"
         )
     elif min(before.size, after.size) < FEWEST:
         yield Finding(
             "few-steps",
-            f"{before.size} and {after.size} steps: too few for an interval, which needs {FEWEST} a side; record more"
-            " with --steps",
+            f"{before.size} and {after.size} steps: an interval needs {FEWEST} on both sides; record more with --steps",
         )
     for name, side, other in (("before", before, after), ("after", after, before)):
         alone = sorted({join_path(key.path) for key in side.keys if key.path not in other.paths})
         if alone:
             some = ", ".join(alone[:2]) + (", …" if len(alone) > 2 else "")
-            message = f"ranges of {name} alone: {len(alone)} ({some}); what ran there is told at the range around"
+            message = f"only {name} has {len(alone)} of the ranges ({some}); they are counted in the enclosing range"
             yield Finding("one-sided-ranges", message)
         if not side.even:
-            yield Finding("uneven-steps", f"{name}: not all processes made as many steps; the last steps lack some")
+            yield Finding(
+                "uneven-steps", f"{name}: not all processes made equally many steps; the last steps lack some processes"
+            )
         if side.has_contexts:
             yield Finding(
                 "contexts",
