@@ -18,7 +18,7 @@ from profkit.analysis.memory.composition import NOT_SELECTED, Filter
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot, read_snapshot
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
-from profkit.report.timeline_html import build_data, render_page
+from profkit.report.timeline_page import build_data, render_page
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.captures import capture
@@ -123,7 +123,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     snapshot = build_snapshot(Path("made.pickle"), Training().snapshot())
     source = OpenedSnapshot(snapshot, phases={hostile: "forward"})
     assert source.memory().phases[0].name == hostile
-    page = render_page(bin_history(source.device()), source.device(), source.memory(), "category")
+    page = render_page(source.device(), source.memory())
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)
     assert "connect-src" not in page
     assert "default-src 'none'" in page
@@ -167,7 +167,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("page") / "timeline.html"
     source = opened(Training(steps=6))
     chosen = source.device()
-    target.write_text(render_page(bin_history(chosen), chosen, source.memory(), "category"), encoding="utf-8")
+    target.write_text(render_page(chosen, source.memory()), encoding="utf-8")
     return target
 
 
@@ -219,7 +219,7 @@ def test_hovering_tells_the_moment_and_the_stack(page: Any) -> None:
     box = page.locator("#chart .u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 5)
     assert page.inner_text("#detail strong") == "parameters"
-    assert "% of what is allocated then" in page.inner_text("#detail")
+    assert "% of what is allocated at this moment" in page.inner_text("#detail")
     page.click("#mode button[data-value=stack]")
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 6)
     assert page.locator("#detail .stack li").count() > 0
@@ -232,7 +232,7 @@ def test_single_allocations_can_be_pointed_at(page: Any) -> None:
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 5)
     text = page.inner_text("#detail")
     assert "4.000 MiB (4,194,304 B, 4,194,304 B requested)" in text
-    assert "parameters (by stack)" in text
+    assert "parameters (call stack)" in text
     assert "to the end" in text
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from profkit.analysis.memory.composition import Filter
+from profkit.analysis.memory.composition import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
+from profkit.analysis.memory.result import MemoryResult
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, write_result, write_warnings
 from profkit.cli.progress import shown_after_a_second
@@ -18,7 +19,7 @@ from profkit.reading import open_snapshot
 from profkit.report.document import Format
 from profkit.report.memory import TOP_STACKS, build_memory_document
 from profkit.report.memory_compare import TOP_PARTS, render_comparison
-from profkit.report.timeline import STACKINGS, Stacking, write_timeline
+from profkit.report.timeline_page import STACKINGS, Stacking, write_page
 from profkit.run.directory import Run
 from profkit.snapshot.unpickler import collector_off
 
@@ -83,6 +84,7 @@ def memory(
     directory. profkit replays the allocator from the recorded events, so the peak equals max_memory_allocated() to
     the byte; if the history does not prove that, a bound is printed.
     """
+    _check_timeline(timeline, timeline_by)
     refuse_overwriting([snapshot, *([against] if against is not None else [])], [output, timeline])
     click.get_current_context().with_resource(collector_off())
     opened = _open(snapshot, phases, rank)
@@ -96,9 +98,30 @@ def memory(
         result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
     if timeline is not None:
         with shown_after_a_second(f"drawing {timeline.name}"):
-            write_timeline(timeline, opened.device(device), result, by=timeline_by, wanted=Filter(stack, min_size))
+            _draw(timeline, opened.device(device), result, timeline_by, Filter(stack, min_size))
     document = build_memory_document(result, top=top or TOP_STACKS, leaks=leaks)
     print_document(document, style, output, full_names=full_names)
+
+
+def _check_timeline(path: Path | None, by: Stacking) -> None:
+    """Refuse a timeline that is neither a page nor a picture.
+
+    Raises:
+        UsageError: the file has another ending, or a picture of single allocations was asked for.
+    """
+    if path is not None and path.suffix.lower() not in (".html", ".png"):
+        raise UsageError(f"--timeline {path}: name a page FILE.html or a picture FILE.png")
+    if path is not None and path.suffix.lower() == ".png" and by == "allocation":
+        raise UsageError("--timeline-by allocation: only a page (.html) shows single allocations")
+
+
+def _draw(path: Path, memory: DeviceMemory, result: MemoryResult, by: Stacking, wanted: Filter) -> None:
+    if path.suffix.lower() == ".html" or by == "allocation":
+        write_page(path, memory, result, by=by, wanted=wanted)
+        return
+    from profkit.report.timeline_picture import write_picture  # loads Matplotlib
+
+    write_picture(path, memory, result, by=by, wanted=wanted)
 
 
 def _refuse_options_of_one_snapshot(context: click.Context) -> None:

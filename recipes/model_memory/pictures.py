@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from profkit.report.timeline_colours import CATEGORY_COLOURS
+from profkit.report.timeline_page import CATEGORY_COLOURS
 from recipes.common.pictures import COLOURS, new_figure
 from recipes.common.recipe import Row, whole
 from recipes.model_memory.predicted import KINDS, REST, kinds_at_peak

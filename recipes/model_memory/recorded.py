@@ -9,7 +9,7 @@ from pathlib import Path
 import profkit
 from profkit.analysis.memory.composition import LargeRow, StackRow
 from profkit.analysis.memory.result import MemoryResult
-from profkit.report.timeline import write_timeline
+from profkit.report.timeline_picture import write_picture
 from recipes.common.recipe import Row
 from recipes.model_memory.compared import PredictedMemory, compare_prediction, read_prediction
 
@@ -96,4 +96,4 @@ def _without_folders(frames: Sequence[str]) -> list[str]:
 def draw_recorded(path: Path, picture: Path, title: str) -> None:
     """Draw the timeline of a snapshot or run directory, as ``profkit memory --timeline`` does."""
     opened = profkit.read_snapshot(path)
-    write_timeline(picture, opened.device(), replace(opened.memory(), snapshot=title))
+    write_picture(picture, opened.device(), replace(opened.memory(), snapshot=title))

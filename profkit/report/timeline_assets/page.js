@@ -339,7 +339,7 @@ const showDetail = (content) => {
   const panel = byId("detail");
   panel.replaceChildren();
   if (!content) {
-    panel.append(element("div", "Point at the chart: what it is, how large, how long, from where."));
+    panel.append(element("div", "Point at the chart to see what it is, its size, its lifetime and its stack."));
     return;
   }
   panel.append(element("strong", content.title));
@@ -348,13 +348,13 @@ const showDetail = (content) => {
 };
 
 const describeShape = (shape) => {
-  const born = shape.born_us === null ? "from before the first event" : `from ${formatSpan(shape.born_us)}`;
+  const born = shape.born_us === null ? "allocated before the first event" : `from ${formatSpan(shape.born_us)}`;
   const life = shape.freed_us !== null && shape.born_us !== null ? ` for ${formatSpan(shape.freed_us - shape.born_us)}`
     : shape.freed_event === null ? " to the end" : "";
   return {
     title: shape.owner || data.labels[shape.label],
     lines: [`${formatBytes(shape.bytes)} (${shape.bytes.toLocaleString("en")} B, ${shape.requested_bytes.toLocaleString("en")} B requested)`,
-      `${shape.category} (by ${shape.evidence})`,
+      `${shape.category} (${shape.evidence})`,
       `${born}${life}; events ${shape.born_event < 0 ? "…" : shape.born_event.toLocaleString("en")} – ${shape.freed_event === null ? "…" : shape.freed_event.toLocaleString("en")}`],
     stack: data.stacks[shape.label],
   };
@@ -389,7 +389,7 @@ function hover(u) {
   while (from > 0 && one.values[from - 1] > 0) from--;
   while (to < count - 1 && one.values[to + 1] > 0) to++;
   const span = data.has_times ? `present from ${formatTime(seconds[from])} to ${formatTime(seconds[to])}` : `present from event ${moments[from]} to ${moments[to]}`;
-  showDetail({ title: one.name, lines: [`${formatBytes(size)}, ${(100 * size / allocated[at]).toFixed(1)}% of what is allocated then`, span], stack: one.stack });
+  showDetail({ title: one.name, lines: [`${formatBytes(size)}, ${(100 * size / allocated[at]).toFixed(1)}% of what is allocated at this moment`, span], stack: one.stack });
 }
 
 const limits = () => [xs()[0], xs()[count - 1]];

@@ -1,8 +1,11 @@
-"""The interactive timeline: one page that needs nothing but itself.
+"""The interactive timeline: one page that needs nothing but itself, and the colours that it shares with the picture.
 
-The data stand in it as JSON, sizes as differences from sample to sample in the largest unit that divides them all
-(512 bytes as a rule), so that eight thousand samples of twenty series take a few hundred kilobytes. The chart is drawn
-by uPlot, whose code and licence are in the page.
+The data stand in the page as JSON. Sizes are differences from sample to sample, in the largest unit that divides them
+all (usually 512 bytes), so that eight thousand samples of twenty series take a few hundred kilobytes. uPlot, whose code
+and licence are in the page, draws the chart.
+
+The colours are Okabe and Ito's palette, which the colour-blind can distinguish, lighter or darker for the rarer
+categories; all of them are visible on white and on near black.
 """
 
 from __future__ import annotations
@@ -10,24 +13,58 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from profkit.analysis.memory.bins import Bins, Series, Shape
-from profkit.analysis.memory.composition import DeviceMemory
+from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
+from profkit.analysis.memory.composition import NOT_SELECTED, DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.files import write_whole
-from profkit.report.memory import head_lines
-from profkit.report.timeline_colours import (
-    CATEGORY_COLOURS,
-    OTHER_PHASE_COLOUR,
-    PHASE_COLOURS,
-    REST_COLOUR,
-    STACK_COLOURS,
-)
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.report.memory import EVIDENCE_WORDS, head_lines
 from profkit.snapshot.columns import Ints
 from profkit.version import __version__
+
+Stacking = Literal["category", "stack", "allocation"]
+STACKINGS: tuple[Stacking, ...] = ("category", "stack", "allocation")
+
+CATEGORY_COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#D55E00",
+    "optimizer state": "#009E73",
+    "activations": "#E69F00",
+    "temporaries": "#CC79A7",
+    "inputs": "#F0E442",
+    "buffers": "#4B6BDB",
+    "communication": "#A6341B",
+    "autocast copies": "#B58B5A",
+    "workspace": "#56B4E9",
+    "unknown": "#8C959F",
+    NOT_SELECTED: "#C4C9CF",
+}
+
+STACK_COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#CC79A7",
+    "#7E6BAD",
+    "#B58B5A",
+    "#66A61E",
+    "#A6341B",
+    "#4B6BDB",
+    "#D9A8C7",
+    "#A3ABB5",
+)
+
+REST_COLOUR = "#A3ABB5"
+
+PHASE_COLOURS = {FORWARD: "#1F77B4", LOSS: "#7E6BAD", BACKWARD: "#B3541E", OPTIMIZER: "#2E7D4F"}
+
+OTHER_PHASE_COLOUR = "#6E7781"
 
 _ASSETS = files("profkit.report") / "timeline_assets"
 
@@ -36,15 +73,32 @@ _FRAMES_KEPT = 20
 _SHAPE_FIELDS = tuple(field for field in Shape.__dataclass_fields__ if field not in ("label", "stack"))
 
 
-def write_page(path: Path, bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> None:
-    """Write the page; it is whole, or what was there before stays."""
-    # Half a pair, which stands for a stray byte of a file's name, is no Unicode.
-    write_whole(path, render_page(bins, memory, result, by).encode("utf-8", "replace"))
+def write_page(
+    path: Path, memory: DeviceMemory, result: MemoryResult, *, by: Stacking = "category", wanted: Filter | None = None
+) -> None:
+    """Write the page of one device; the file is whole, or the one that was there before stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # A lone surrogate, which stands for an undecodable byte of a file's name, cannot be encoded.
+    write_whole(path, render_page(memory, result, by=by, wanted=wanted).encode("utf-8", "replace"))
 
 
-def render_page(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> str:
-    """Return the page as text."""
-    data = json.dumps(build_data(bins, memory, result, by), separators=(",", ":"), ensure_ascii=False)
+def render_page(
+    memory: DeviceMemory, result: MemoryResult, *, by: Stacking = "category", wanted: Filter | None = None
+) -> str:
+    """Return the page as text.
+
+    Args:
+        memory: the device.
+        result: its account, for the page's head.
+        by: what is stacked at first; the reader can change it.
+        wanted: which allocations to show; the others are added up as one.
+    """
+    data = json.dumps(
+        build_data(bin_history(memory, wanted), memory, result, by), separators=(",", ":"), ensure_ascii=False
+    )
     parts = {
         "TITLE": _escape(f"{PurePath(result.snapshot).name}, device {result.totals.device}: memory over time"),
         "STYLE": _asset("uplot.min.css") + _asset("page.css"),
@@ -59,7 +113,7 @@ def render_page(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str)
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 
-def build_data(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> dict[str, Any]:
+def build_data(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: Stacking) -> dict[str, Any]:
     """Return what the page's script reads."""
     series = (*bins.by_category, *bins.by_stack)
     unit = _common_unit([bins.allocated, bins.lowest, bins.reserved, *(one.bytes for one in series)])
@@ -100,13 +154,14 @@ def _series(one: Series, unit: int) -> dict[str, Any]:
 
 
 def _shape(shape: Shape, labels: dict[tuple[str, tuple[str, ...]], int]) -> dict[str, Any]:
-    """Return a shape with its stack replaced by a number: many allocations share few stacks."""
+    """Return a shape with its stack replaced by a number, because many allocations share few stacks."""
     number = labels.setdefault((shape.label, shape.stack), len(labels))
-    return {field: getattr(shape, field) for field in _SHAPE_FIELDS} | {"label": number}
+    shown = {"label": number, "evidence": EVIDENCE_WORDS[shape.evidence]}
+    return {field: getattr(shape, field) for field in _SHAPE_FIELDS} | shown
 
 
 def _phases(memory: DeviceMemory) -> list[dict[str, Any]]:
-    """Return the phases by time and by moment; of very many, the longest."""
+    """Return the phases by time and by moment; if there are very many, only the longest."""
     timeline = memory.timeline
     longest = sorted(timeline.phases, key=lambda one: one.start_us - one.end_us)[:_MAX_PHASES]
     found = []

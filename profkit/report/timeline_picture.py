@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePath
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from profkit.analysis.memory.bins import Bins
-from profkit.analysis.memory.composition import DeviceMemory
+from profkit.analysis.memory.bins import bin_history
+from profkit.analysis.memory.composition import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png
-from profkit.report.timeline_colours import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
+from profkit.report.timeline_page import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
 from profkit.report.units import format_bytes
 
 _GIB = 2**30
@@ -25,17 +26,25 @@ _PHASES_SHOWN = 6
 _INK = "#1b1f24"
 
 
-def write_picture(path: Path, bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> None:
-    """Draw the stacked allocations, the peak, the phases and the reserved memory into a PNG.
+def write_picture(
+    path: Path,
+    memory: DeviceMemory,
+    result: MemoryResult,
+    *,
+    by: Literal["category", "stack"] = "category",
+    wanted: Filter | None = None,
+) -> None:
+    """Draw the stacked allocations, the peak, the phases and the reserved memory of one device into a PNG.
 
     Raises:
         OSError: it cannot be written.
     """
     with plain_text():
-        write_png(_draw(bins, memory, result, by), path)
+        write_png(_draw(memory, result, by, wanted), path)
 
 
-def _draw(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> Figure:
+def _draw(memory: DeviceMemory, result: MemoryResult, by: str, wanted: Filter | None) -> Figure:
+    bins = bin_history(memory, wanted)
     series = bins.by_stack if by == "stack" else bins.by_category
     colours = [
         STACK_COLOURS[place % len(STACK_COLOURS)] if by == "stack" else CATEGORY_COLOURS[one.name]
@@ -88,7 +97,7 @@ def _draw(bins: Bins, memory: DeviceMemory, result: MemoryResult, by: str) -> Fi
 
 
 def _legend_label(name: str) -> str:
-    """Return a label; Matplotlib leaves those out of a legend that begin with an underscore."""
+    """Return a label; Matplotlib leaves labels that begin with an underscore out of a legend."""
     label = shorten(make_visible(name), _LABEL_WIDTH)
     return f" {label}" if label.startswith("_") else label
 
