@@ -19,7 +19,7 @@ from profkit import read_trace
 from profkit.errors import TraceError
 from profkit.trace.columns import NO_LAUNCH, Trace
 from profkit.trace.kineto import read_kineto
-from profkit.trace.kineto_file import load_chrome_trace, parse_microseconds
+from profkit.trace.kineto_events import load_chrome_trace, parse_microseconds
 from profkit.trace.operators import OperatorForest
 from tests.captures import capture
 
@@ -50,7 +50,7 @@ def thread_name(tid: int, name: str) -> dict[str, Any]:
 def written(folder: Path, events: list[Any], name: str = "trace.json", **header: Any) -> Path:
     path = folder / name
     content = json.dumps({"schemaVersion": 1, **header, "traceEvents": events}).encode()
-    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    path.write_bytes(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
     return path
 
 
@@ -546,14 +546,14 @@ WHOLE = json.dumps({"traceEvents": [row("cpu_op", "aten::mm", 1, 2.5), kernel("k
     [
         (b"", "an empty file"),
         (b" \n", "an empty file"),
-        (gzip.compress(b""), "an empty file"),
+        (gzip.compress(b"", mtime=0), "an empty file"),
         (b"SQLite format 3\0" + bytes(100), "not JSON"),
         (b"\x80\x04\x95 pickle", "not JSON"),
         (WHOLE[:-1], "cut off"),
         (WHOLE[:100], "cut off"),
         (WHOLE[: WHOLE.index(b"aten") + 2], "cut off"),
-        (gzip.compress(WHOLE)[:-20], "the gzip file is cut off"),
-        (gzip.compress(WHOLE)[:40] + b"\0" * 40, "the gzip file is damaged"),
+        (gzip.compress(WHOLE, mtime=0)[:-20], "the gzip file is cut off"),
+        (gzip.compress(WHOLE, mtime=0)[:40] + b"\0" * 40, "the gzip file is damaged"),
         (WHOLE.replace(b'"cat"', b"cat", 1), "not JSON (line 1, column"),
         (b'{"a": 1}', "no list traceEvents"),
         (b'{"traceEvents": {}}', "no list traceEvents"),
@@ -592,7 +592,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_a_file_may_grow_to_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "bomb.json.gz"
-    path.write_bytes(gzip.compress(b" " * 40 * 2**20))
+    path.write_bytes(gzip.compress(b" " * 40 * 2**20, mtime=0))
     with pytest.raises(TraceError, match=r"more than 0\.0312 GiB of JSON"):
         load_chrome_trace(path, size_limit_bytes=32 * 2**20)
 

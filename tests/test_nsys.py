@@ -13,7 +13,7 @@ import pytest
 
 from profkit.errors import TraceError
 from profkit.trace.nsys import read_nsys
-from profkit.trace.sqlite_file import ColumnRequest, SqliteFile
+from profkit.trace.sqlite import ColumnRequest, SqliteFile
 from tests.nsys_builder import NsysBuilder, process_of, thread_of
 
 
@@ -356,7 +356,7 @@ def test_reading_leaves_file_and_folder_as_they_were(tmp_path: Path) -> None:
 
 
 def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profkit.trace.sqlite_file._CHUNK_ROWS", 7)
+    monkeypatch.setattr("profkit.trace.sqlite._CHUNK_ROWS", 7)
     path = tmp_path / "t.sqlite"
     _good(path)
     with SqliteFile(path) as file:
@@ -367,7 +367,7 @@ def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pyt
 
 
 def test_row_numbers_may_lie_far_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profkit.trace.sqlite_file._CHUNK_ROWS", 7)
+    monkeypatch.setattr("profkit.trace.sqlite._CHUNK_ROWS", 7)
     path = tmp_path / "t.sqlite"
     _good(path)
     connection = sqlite3.connect(path)

@@ -18,8 +18,7 @@ from click.testing import CliRunner
 from profkit.cli import cli
 from profkit.errors import ProfkitError, TraceError
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv
-from profkit.trace.scrub import Taken, scrub_export
-from profkit.trace.scrub_rules import TAKEN, clean_text, names_string, people_and_hosts, what_is_named
+from profkit.trace.scrub import TAKEN, Taken, clean_text, names_string, people_and_hosts, scrub_export, what_is_named
 from tests.nsys_builder import NsysBuilder, process_of
 
 SECRETS = (

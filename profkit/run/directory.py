@@ -14,11 +14,15 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
-from profkit.run.ceilings import Ceilings, read_ceilings
-from profkit.run.manifest import Manifest, read_manifest
-from profkit.run.work import RunWork, read_work
+
+# Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
+if TYPE_CHECKING:
+    from profkit.run.ceilings import Ceilings
+    from profkit.run.manifest import Manifest
+    from profkit.run.work import RunWork
 
 MANIFEST = "manifest.json"
 NSYS_REPORT = "trace.nsys-rep"
@@ -58,6 +62,8 @@ class Run:
         Raises:
             RunError: it cannot be read.
         """
+        from profkit.run.manifest import read_manifest
+
         return read_manifest(self.path / MANIFEST)
 
     @cached_property
@@ -67,6 +73,8 @@ class Run:
         Raises:
             RunError: the file cannot be read.
         """
+        from profkit.run.work import read_work
+
         return read_work(self.path / WORK) if (self.path / WORK).exists() else None
 
     @cached_property
@@ -76,6 +84,8 @@ class Run:
         Raises:
             RunError: the file cannot be read.
         """
+        from profkit.run.ceilings import read_ceilings
+
         return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
 
     @cached_property

@@ -15,15 +15,27 @@ from typing import Any
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Calls, Ints, Ranges, Trace, Work
-from profkit.trace.kineto_file import load_chrome_trace
-from profkit.trace.kineto_gpu import BACKWARD_NODE, GpuReader, find_origins
-from profkit.trace.kineto_rows import Event, HostRows, Reading, parse_integer, parse_interval, sort_events
+from profkit.trace.columns import NO_LAUNCH, Bools, Calls, Copies, Ints, Origins, Ranges, Trace, Work
+from profkit.trace.kineto_events import (
+    Event,
+    HostRows,
+    Reading,
+    integers,
+    load_chrome_trace,
+    name_of,
+    parse_argument,
+    parse_integer,
+    parse_interval,
+    parse_microseconds,
+    sort_events,
+)
 from profkit.trace.operators import OperatorForest
 
 _ROUNDING_NS = 1000  # older versions wrote whole microseconds
 _AUTOGRAD_THREAD = "pt_autograd"
 _THREAD_NAME = re.compile(r"thread -?\d+ \((.*)\)\s*")
+BACKWARD_NODE = "autograd::engine::evaluate_function"
+"""How the operator begins in which the autograd engine runs one node of the graph."""
 
 
 def read_kineto(path: Path) -> Trace:
@@ -47,12 +59,12 @@ def read_kineto(path: Path) -> Trace:
     call_rows = reading.host_rows(rows["call"])
     ranges = _read_ranges(reading, reading.host_rows(rows["annotation"]), (operators, call_rows))
     forest = OperatorForest(operators.start_ns, operators.end_ns, operators.thread)
-    gpu = GpuReader(reading, call_rows)
+    gpu = _GpuReader(reading, call_rows)
     work, copies = gpu.work(rows["kernel"]), gpu.copies(rows["memcpy"], rows["memset"])
     gpu.note_ambiguous()
     if on_gpu:
         launched_in = forest.innermost_at(work.launch_ns, work.launch_thread)
-        sequence, origins = find_origins(reading, rows["flow"], operators, forest, launched_in)
+        sequence, origins = _find_origins(reading, rows["flow"], operators, forest, launched_in)
         # One more entry, so that a launch outside every operator (-1) finds no name.
         work = replace(work, sequence=sequence, operator=np.append(operators.name, -1)[launched_in])
     else:
@@ -111,7 +123,7 @@ def _ends_within_parents(start_ns: Ints, end_ns: Ints, thread: Ints) -> Ints:
     return np.array(ends, dtype=np.int64)
 
 
-def _build_calls(rows: HostRows, gpu: GpuReader) -> Calls:
+def _build_calls(rows: HostRows, gpu: _GpuReader) -> Calls:
     return Calls(
         name=rows.name,
         start_ns=rows.start_ns,
@@ -213,3 +225,146 @@ def _product(header: dict[str, Any]) -> str:
         if rank is not None and size is not None:
             told.append(f"rank {rank} of {size}")
     return f"PyTorch Kineto ({', '.join(told)})" if told else "PyTorch Kineto"
+
+
+class _GpuReader:
+    """Matches GPU rows with the calls that launched them.
+
+    Kineto files GPU rows under the device, not the process, so a launch is matched by correlation id alone where the
+    file holds one process, as nearly all do. In a merged file, an id that calls of two processes carry fits neither.
+    """
+
+    def __init__(self, reading: Reading, calls: HostRows) -> None:
+        self._reading = reading
+        self.correlation = integers([parse_argument(event, "correlation") or 0 for event in calls.events])
+        self._matched: set[int] = set()
+        self._ambiguous_count = 0
+        self._launches: dict[int, dict[int, tuple[int, int]]] = {}
+        places = zip(calls.process.tolist(), calls.start_ns.tolist(), calls.thread.tolist(), strict=True)
+        # Calls are sorted by time: of two in a process with one id (runtime around driver) the outer comes first.
+        for correlation, (process, start, thread) in zip(self.correlation.tolist(), places, strict=True):
+            self._launches.setdefault(correlation, {}).setdefault(process, (start, thread))
+
+    def work(self, events: list[Event]) -> Work:
+        """Return the kernels; those of a CUDA graph share the correlation id of its launch."""
+        rows, start, end = self._timed(events, "kernels")
+        process, launch_ns, launch_thread = self._find_launches(rows)
+        return Work(
+            name=integers([self._reading.intern(name_of(event)) for event in rows]),
+            start_ns=start,
+            end_ns=end,
+            duration_ns=end - start,
+            device=_devices(rows),
+            stream=integers([_stream(event) for event in rows]),
+            process=process,
+            launch_ns=launch_ns,
+            launch_thread=launch_thread,
+            is_graph=np.zeros(len(rows), dtype=np.bool_),
+        )
+
+    def copies(self, copies: list[Event], sets: list[Event]) -> Copies:
+        """Return memory copies, then memory sets."""
+        copies, *copy_times = self._timed(copies, "memory copies")
+        sets, *set_times = self._timed(sets, "memory sets")
+        rows = copies + sets
+        process, launch_ns, launch_thread = self._find_launches(rows)
+        return Copies(
+            start_ns=np.concatenate([copy_times[0], set_times[0]]),
+            end_ns=np.concatenate([copy_times[1], set_times[1]]),
+            device=_devices(rows),
+            process=process,
+            launch_ns=launch_ns,
+            launch_thread=launch_thread,
+            is_memset=np.arange(len(rows)) >= len(copies),
+            byte_count=integers([parse_argument(event, "bytes") or 0 for event in rows]),
+        )
+
+    def calls_with_work(self) -> Bools:
+        """Return which calls share their correlation id with a GPU row seen so far."""
+        return np.isin(self.correlation, list(self._matched))
+
+    def note_ambiguous(self) -> None:
+        """Record how many GPU rows fit the launches of several processes."""
+        if self._ambiguous_count:
+            self._reading.notes.append(
+                f"{self._ambiguous_count} GPU rows carry a correlation id that calls of several processes carry; they "
+                "count as work without a launch: give the ranks' traces one by one"
+            )
+
+    def _timed(self, events: list[Event], what: str) -> tuple[list[Event], Ints, Ints]:
+        timed = [(event, times) for event in events if (times := parse_interval(event)) is not None]
+        kept = {id(event) for event, _ in timed}
+        self._reading.report_impossible(what, [event for event in events if id(event) not in kept])
+        timed.sort(key=lambda row: row[1][0])
+        start, end = (integers([times[side] for _, times in timed]) for side in (0, 1))
+        return [event for event, _ in timed], start, end
+
+    def _find_launches(self, rows: list[Event]) -> tuple[Ints, Ints, Ints]:
+        """Return process, launch time and launching thread of each row."""
+        processes = self._reading.processes()
+        found = []
+        for event in rows:
+            correlation = parse_argument(event, "correlation") or 0
+            launches = self._launches.get(correlation, {}) if correlation else {}
+            if correlation:
+                self._matched.add(correlation)
+            if len(launches) == 1:
+                ((process, (start, thread)),) = launches.items()
+                found.append((process, start, thread))
+                continue
+            self._ambiguous_count += len(launches) > 1
+            own = processes[0] if len(processes) == 1 else parse_integer(event.get("pid")) or 0
+            found.append((own, 0, NO_LAUNCH))
+        columns = np.array(found, dtype=np.int64).reshape(-1, 3)
+        return columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()
+
+
+def _find_origins(
+    reading: Reading, flows: list[Event], operators: HostRows, forest: OperatorForest, launched_in: Ints
+) -> tuple[Ints, Origins]:
+    """Return each kernel's forward operator as an index into `Origins` (or -1), and those operators.
+
+    Kineto draws a flow from each forward operator to the backward operator of the same autograd sequence number; it
+    ends in the operator inside the engine's node (`BACKWARD_NODE`). Both lead back, and so does everything launched
+    under them, unless a closer one leads elsewhere (a checkpoint's recomputation holds a backward pass of its own).
+    ``launched_in`` is each kernel's innermost operator, or -1.
+    """
+    starts: dict[tuple[int, int], tuple[int, int]] = {}
+    ends: dict[tuple[int, int], tuple[int, int]] = {}
+    for event in flows:
+        flow, moment = parse_integer(event.get("id")), parse_microseconds(event.get("ts"))
+        place = reading.known_thread_of(event)
+        if flow is not None and moment is not None and place is not None:
+            side = starts if event["ph"] == "s" else ends
+            side[place[0], flow] = (moment, place[1])
+    whole = [flow for flow in ends if flow in starts]
+    origins = Origins(*_columns([starts[flow] for flow in whole]))
+    leads_to = np.full(len(operators.events), -1, dtype=np.int64)
+    for origin, operator in enumerate(forest.innermost_at(*_columns([ends[flow] for flow in whole])).tolist()):
+        if operator < 0:
+            continue
+        leads_to[operator] = origin
+        node = int(forest.parent[operator])
+        if node >= 0 and leads_to[node] < 0 and reading.names[operators.name[node]].startswith(BACKWARD_NODE):
+            leads_to[node] = origin
+    # One more entry, so that a launch outside every operator (-1) finds none.
+    leads_to = np.append(forest.inherit(leads_to), -1)
+    return leads_to[launched_in], origins
+
+
+def _columns(places: list[tuple[int, int]]) -> tuple[Ints, Ints]:
+    return integers([moment for moment, _ in places]), integers([thread for _, thread in places])
+
+
+def _devices(rows: list[Event]) -> Ints:
+    return integers([_first(parse_argument(event, "device"), parse_integer(event.get("pid"))) for event in rows])
+
+
+def _stream(event: Event) -> int:
+    track = event.get("tid")
+    named = parse_integer(track.removeprefix("stream ").strip()) if isinstance(track, str) else parse_integer(track)
+    return _first(parse_argument(event, "stream"), named)
+
+
+def _first(*values: int | None) -> int:
+    return next((value for value in values if value is not None), 0)

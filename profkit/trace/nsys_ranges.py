@@ -1,4 +1,4 @@
-"""Read NVTX ranges from an nsys export."""
+"""The NVTX ranges of an nsys export, and its strings, fetched as they are asked for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 
 from profkit.errors import TraceError
 from profkit.trace.columns import Ints, Ranges, empty_bools, empty_ints
-from profkit.trace.nsys_names import Names
-from profkit.trace.sqlite_file import ColumnRequest, SqliteFile
+from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 TABLE = "NVTX_EVENTS"
 
@@ -78,8 +77,9 @@ def _range_names(file: SqliteFile, columns: frozenset[str], names: Names, text_i
     result: Ints = names.indices([int(i) for i in ids], {-1: _UNNAMED})[inverse]
     if ids[0] != -1 or "text" not in columns:
         return result
-    texts = [text for (text,) in file.rows(f"SELECT text FROM {TABLE} WHERE {where} ORDER BY rowid")]
-    interned = {text: names.intern(str(text)) for text in set(texts) if text is not None}
+    # As bytes, so that only the distinct ones are decoded.
+    texts = [text for (text,) in file.rows(f"SELECT CAST(text AS BLOB) FROM {TABLE} WHERE {where} ORDER BY rowid")]
+    interned = {text: names.intern(text.decode("utf-8", "replace")) for text in set(texts) if text is not None}
     return np.array(
         [known if text is None else interned[text] for text, known in zip(texts, result.tolist(), strict=True)],
         dtype=np.int64,
@@ -118,3 +118,33 @@ def _payloads(file: SqliteFile, columns: frozenset[str], where: str, row_id: Int
 def _no_ranges() -> Ranges:
     none = empty_ints()
     return Ranges(none, none, none, none, none, none, none, empty_bools())
+
+
+class Names:
+    """The strings that a trace uses, each once, filled from the export's StringIds as they are asked for."""
+
+    def __init__(self, file: SqliteFile) -> None:
+        self.strings: list[str] = []
+        self._file = file
+        self._index: dict[str, int] = {}
+
+    def intern(self, string: str) -> int:
+        """Return the index of a string, adding it if it is new."""
+        index = self._index.setdefault(string, len(self.strings))
+        if index == len(self.strings):
+            self.strings.append(string)
+        return index
+
+    def indices(self, string_ids: list[int], given: dict[int, str]) -> Ints:
+        """Return the index of each string id; ``given`` names the ones that are no StringIds."""
+        strings = self.values([i for i in string_ids if i not in given]) | given
+        return np.array([self.intern(strings.get(i, f"(unnamed, string id {i})")) for i in string_ids], dtype=np.int64)
+
+    def values(self, string_ids: list[int]) -> dict[int, str]:
+        """Return the strings of these ids."""
+        found: dict[int, str] = {}
+        for start in range(0, len(string_ids), 500):
+            some = string_ids[start : start + 500]
+            marks = ",".join("?" * len(some))
+            found.update(self._file.rows(f"SELECT id, value FROM StringIds WHERE id IN ({marks})", some))
+        return {key: str(value) for key, value in found.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from profkit.analysis.categories import OTHER, categorize
 from profkit.analysis.steps import measured_ranges
 from profkit.findings import Finding
 from profkit.names import FORWARD, STEP
-from profkit.run.manifest import Manifest
 from profkit.trace.columns import Bools, Ints, distinct_values, rows_by_value
+
+if TYPE_CHECKING:
+    from profkit.run.manifest import Manifest
 
 _LINEARS_PER_LAYER = 7
 """Query, key, value and output of attention, three of SwiGLU."""

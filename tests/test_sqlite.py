@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.trace import sqlite_pages
-from profkit.trace.sqlite_pages import NotPlain, PageReader
+from profkit.trace import sqlite
+from profkit.trace.sqlite import NotPlain, PageReader
 
 EDGES = [0, 1, -1, 127, 128, -128, -129, 32767, 32768, -32768, 8388607, 8388608, 2147483647, 2147483648]
 EDGES += [140737488355327, 140737488355328, -140737488355329, 2**63 - 1, -(2**63)]
@@ -32,14 +32,12 @@ def _write(path: Path, rows: Sequence[Sequence[object]], page_bytes: int = 4096,
 
 def _read(path: Path, columns: Sequence[int], nulls: Sequence[int]) -> list[list[int]]:
     connection = sqlite3.connect(path)
-    root, count = connection.execute(
-        "SELECT rootpage, (SELECT count(*) FROM t) FROM sqlite_master WHERE name = 't'"
-    ).fetchone()
+    (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 't'").fetchone()
     connection.close()
     descriptor = os.open(path, os.O_RDONLY)
     try:
         reader = PageReader(descriptor, os.pread(descriptor, 100, 0))
-        return [column.tolist() for column in reader.read(root, columns, nulls, count)]
+        return [column.tolist() for column in reader.read(root, columns, nulls)]
     finally:
         os.close(descriptor)
 
@@ -70,7 +68,7 @@ def test_any_integers_are_the_same(
 def test_many_pages_many_levels_and_small_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_bytes: int
 ) -> None:
-    monkeypatch.setattr(sqlite_pages, "_BATCH_BYTES", 3 * page_bytes)
+    monkeypatch.setattr(sqlite, "_BATCH_BYTES", 3 * page_bytes)
     path = tmp_path / "t.sqlite"
     rows = [(i, i * i, -i, None if i % 3 else 2**40 + i) for i in range(20_000)]
     _write(
@@ -120,7 +118,7 @@ def test_damaged_pages_are_declined_or_read_without_a_crash(tmp_path: Path) -> N
         descriptor = os.memfd_create("t")
         os.write(descriptor, data)
         try:
-            PageReader(descriptor, bytes(data[:100])).read(2, (0, 1, 2, 3), (0, 0, 0, 0), 3000)
+            PageReader(descriptor, bytes(data[:100])).read(2, (0, 1, 2, 3), (0, 0, 0, 0))
         except NotPlain:
             declined += 1
         finally:

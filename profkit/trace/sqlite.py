@@ -1,0 +1,396 @@
+"""A SQLite file that is only ever read: opened with suspicion, and its integer columns read fast.
+
+Nothing here knows what the tables mean. SQLite hands out rows one value at a time, which for a million rows costs more
+than everything that follows. A table of integers is simple on disk (https://www.sqlite.org/fileformat2.html, sections
+1.5, 1.6 and 2.1): a b-tree whose leaves hold cells, each a payload length, a row number, and a record, which is a
+header with one serial type per column, then the columns' bytes, big-endian. `PageReader` does each step as one NumPy
+operation on a whole batch of pages, and leaves every table in which it meets anything else to SQLite.
+
+Measured: a trace of 357,179 kernels and 785,066 CUDA calls is read in 0.22 s, through SQLite's own SQL in 0.80 s; that
+is 0.6 s for ``profkit kernels`` or 1.2 s.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+
+from profkit.errors import TraceError
+from profkit.trace.columns import Ints, empty_ints
+
+_MAGIC = b"SQLite format 3\x00"
+_HEADER_BYTES = 100
+
+# One aggregate string of this many rows stays far below SQLite's limit of 10⁹ bytes, and small in memory.
+_CHUNK_ROWS = 1 << 15
+
+Bytes = npt.NDArray[np.uint8]
+
+_LEAF, _INTERIOR = 0x0D, 0x05
+# Small enough that a batch and the columns of its rows stay in a core's own cache: 1.7 times faster than 4 MiB.
+_BATCH_BYTES = 1 << 19
+_SLACK = 16  # so that an 8-byte read at the last byte stays in the buffer
+
+_REFUSED = 255
+# Bytes of a column by its serial type; 0, 8 and 9 (NULL, 0 and 1) take none, 7 is a float, 12 and above are no numbers.
+_SIZES = np.full(256, _REFUSED, dtype=np.int64)
+_SIZES[[0, 1, 2, 3, 4, 5, 6, 8, 9]] = [0, 1, 2, 3, 4, 6, 8, 0, 0]
+
+
+@dataclass(frozen=True)
+class ColumnRequest:
+    """Integer columns to read from one table: column → the number that stands for NULL; and a condition on its rows."""
+
+    table: str
+    columns: dict[str, int]
+    where: str | None = None
+
+
+class SqliteFile:
+    """A read-only SQLite database; use as a context manager.
+
+    The file and its folder are left as they were: no lock is waited for, no journal, index or cache is written.
+
+    Raises:
+        TraceError: the file is missing, empty, no SQLite database, cut short, malformed, or not at rest (a non-empty
+            ``-wal`` or ``-journal`` lies beside it, or another process is writing).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header = _refuse_unfit(path)
+        uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro"
+        if header[18:20] == b"\x02\x02":
+            # At rest, a database in WAL mode is whole; opened the ordinary way SQLite would create files beside it.
+            uri += "&immutable=1"
+        self._layout: dict[str, tuple[str, ...]] = {}
+        self._views: frozenset[str] = frozenset()
+        self._file = path.open("rb")
+        self._pages = PageReader(self._file.fileno(), header)
+        try:
+            self._connection = sqlite3.connect(uri, uri=True, timeout=0)
+            self._connection.text_factory = _decode
+            # A read transaction, so that nobody can begin to write meanwhile.
+            self._connection.execute("BEGIN")
+            self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.Error as error:
+            self._file.close()
+            raise self.error(error) from None
+
+    def __enter__(self) -> SqliteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._file.close()
+
+    def error(self, error: sqlite3.Error) -> TraceError:
+        """Return SQLite's complaint as a line for a person."""
+        text = str(error)
+        if "locked" in text or "busy" in text:
+            return TraceError(f"{self.path}: another process is writing it; wait until the export is done")
+        if "malformed" in text or "not a database" in text or "corrupt" in text:
+            return TraceError(f"{self.path}: a damaged SQLite file ({text}); export it again from the .nsys-rep")
+        if "no such column: rowid" in text:
+            return TraceError(
+                f"{self.path}: holds a table without row numbers, which nsys does not write; export it again"
+            )
+        return TraceError(f"{self.path}: SQLite says: {text}")
+
+    def rows(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """Return all rows of a query."""
+        try:
+            return self._connection.execute(sql, parameters).fetchall()
+        except sqlite3.Error as error:
+            raise self.error(error) from None
+
+    def tables(self, without: str | None = None) -> dict[str, frozenset[str]]:
+        """Return the columns of every table and view, except those whose names begin with ``without``."""
+        found: dict[str, list[str]] = {}
+        views = set()
+        sql = (
+            "SELECT m.type, m.name, c.name FROM sqlite_master m JOIN pragma_table_info(m.name) c"
+            " WHERE m.type IN ('table', 'view') AND m.name NOT LIKE 'sqlite~_%' ESCAPE '~' ORDER BY c.cid"
+        )
+        for kind, table, column in self.rows(sql):
+            if without is None or not table.startswith(without):
+                found.setdefault(table, []).append(column)
+                if kind == "view":
+                    views.add(table)
+        self._layout, self._views = {table: tuple(columns) for table, columns in found.items()}, frozenset(views)
+        return {table: frozenset(columns) for table, columns in found.items()}
+
+    def columns(self, requests: Sequence[ColumnRequest]) -> list[list[Ints]]:
+        """Return the requested integer columns, one list of arrays per request, rows in the order of their rowids.
+
+        Tables of plain integers are decoded from the file's pages. Of any other table SQLite concatenates each column
+        into one string, which NumPy parses: still many times faster than Python integers.
+        """
+        for request in requests:
+            if request.table in self._views:
+                raise TraceError(f"{self.path}: {request.table} is a view, and nsys writes tables; export it again")
+        return [self._read_plain(request) or self._read_by_sql(request) for request in requests]
+
+    def _read_plain(self, request: ColumnRequest) -> list[Ints] | None:
+        """Return the columns from the pages of a table of plain integers, None of any other table."""
+        layout = self._layout.get(request.table, ())
+        if request.where is not None or not request.columns.keys() <= set(layout):
+            return None
+        root = self.rows("SELECT rootpage, sql FROM sqlite_master WHERE type = 'table' AND name = ?", (request.table,))
+        # A row number kept as a column, or rows kept in an index, are laid out otherwise.
+        if not root or re.search(r"PRIMARY\s+KEY|WITHOUT\s+ROWID|GENERATED|\bAS\s*\(", root[0][1], re.IGNORECASE):
+            return None
+        places = {name: layout.index(name) for name in request.columns}
+        order = sorted(places, key=places.__getitem__)
+        try:
+            found = self._pages.read(
+                root[0][0], [places[name] for name in order], [request.columns[name] for name in order]
+            )
+        except NotPlain:
+            return None
+        return [found[order.index(name)] for name in request.columns]
+
+    def _read_by_sql(self, request: ColumnRequest) -> list[Ints]:
+        size = self.rows(f'SELECT count(*) FROM "{request.table}"')[0][0]
+        expressions = [f'coalesce("{name}", {null})' for name, null in request.columns.items()]
+        joined = ", ".join(f"CAST(group_concat({expression}) AS BLOB)" for expression in expressions)
+        where = f" AND {request.where}" if request.where else ""
+        sql = f'SELECT count(*), {joined} FROM "{request.table}" WHERE rowid BETWEEN ? AND ?{where}'
+        columns = [np.empty(size, dtype=np.int64) for _ in expressions]
+        done = 0
+        for low, high in self._chunks(request.table, size):
+            count, *texts = self.rows(sql, (low, high))[0]
+            if count:
+                for column, text, name in zip(columns, texts, request.columns, strict=True):
+                    column[done : done + count] = self._parse(text, count, f"{request.table}.{name}")
+            done += count
+        return [column[:done] for column in columns]
+
+    def _chunks(self, table: str, size: int) -> Iterator[tuple[int, int]]:
+        """Yield the first and last rowid of each chunk of a table with ``size`` rows."""
+        if not size:
+            return
+        first, last = self.rows(f'SELECT min(rowid), max(rowid) FROM "{table}"')[0]
+        # Rows may have been deleted or numbered by hand: the numbers may be as far apart as they like.
+        sql = (
+            f'SELECT max(rowid) FROM (SELECT rowid FROM "{table}" WHERE rowid >= ? ORDER BY rowid LIMIT {_CHUNK_ROWS})'
+        )
+        low = first
+        while low <= last:
+            high = self.rows(sql, (low,))[0][0]
+            yield low, high
+            low = high + 1
+
+    def _parse(self, text: bytes | None, count: int, what: str) -> Ints:
+        try:
+            numbers = np.fromstring(text or b"", dtype=np.int64, sep=",")
+        except ValueError:
+            numbers = empty_ints()
+        if len(numbers) != count:
+            raise TraceError(f"{self.path}: damaged: {what} holds values that are no integers")
+        return numbers
+
+
+def _refuse_unfit(path: Path) -> bytes:
+    """Return the file's header; raise unless the file looks like a whole SQLite database at rest."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise TraceError(f"{path}: not a regular file; write the export to a file and give that")
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES)
+            size = file.seek(0, 2)
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such file") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+    if size == 0:
+        raise TraceError(f"{path}: the file is empty")
+    if not header.startswith(_MAGIC):
+        raise TraceError(f"{path}: not a SQLite database; give the export of `nsys export --type sqlite`")
+    if len(header) < _HEADER_BYTES or size < _declared_bytes(header):
+        raise TraceError(f"{path}: cut short ({size:,} bytes); export it again from the .nsys-rep")
+    for suffix in ("-wal", "-journal"):
+        # SQLite looks beside the file itself, not beside a link to it.
+        side = path.resolve().with_name(path.resolve().name + suffix)
+        if side.exists() and side.stat().st_size:
+            raise TraceError(f"{path}: {side.name} lies beside it, so the export is unfinished; export it again")
+    return header
+
+
+def _declared_bytes(header: bytes) -> int:
+    """Return the size that the database header declares, or 0 where it says that it does not know.
+
+    https://www.sqlite.org/fileformat.html: page size at 16, size in pages at 28, valid when the change counter at 24
+    equals the version-valid-for number at 92.
+    """
+    page_bytes = int.from_bytes(header[16:18], "big")
+    page_bytes = 65536 if page_bytes == 1 else page_bytes
+    if header[24:28] != header[92:96]:
+        return 0
+    return page_bytes * int.from_bytes(header[28:32], "big")
+
+
+def _decode(text: bytes) -> str:
+    """Return a string of the database; one name in a foreign encoding must not cost the whole capture."""
+    return text.decode("utf-8", "replace")
+
+
+class NotPlain(Exception):
+    """The table is not laid out as plain integers; SQLite itself must read it."""
+
+
+class PageReader:
+    """Reads tables of one database file, open and at rest."""
+
+    def __init__(self, descriptor: int, header: bytes) -> None:
+        """``header`` is the first 100 bytes of the file."""
+        self._descriptor = descriptor
+        size = int.from_bytes(header[16:18], "big")
+        self._page_bytes = 65536 if size == 1 else size
+        # The last bytes of a page may be reserved for extensions; a longer payload spills into overflow pages.
+        self._largest_payload = self._page_bytes - header[20] - 35
+
+    def read(self, root_page: int, columns: Sequence[int], null_values: Sequence[int]) -> list[Ints]:
+        """Return columns (by position in the table) of all rows, in the order of their row numbers.
+
+        Raises:
+            NotPlain: the table holds anything but integers in the columns up to the last one asked for.
+        """
+        try:
+            batches = [self._decode(batch, columns, null_values) for batch in self._batches(self._leaves(root_page))]
+        except (IndexError, ValueError, OSError):  # a damaged page points outside itself or the file
+            raise NotPlain from None
+        return [np.concatenate(parts) for parts in zip(*batches, strict=True)]
+
+    def _leaves(self, root_page: int) -> Ints:
+        """Return the numbers of the leaf pages from left to right."""
+        level = np.array([root_page], dtype=np.int64)
+        for _ in range(20):  # deeper than any b-tree of 2³² pages
+            first = self._pages(level[:1])[0]
+            kind = first[100] if level[0] == 1 else first[0]
+            if kind == _LEAF:
+                return level
+            level = np.concatenate([self._children(int(page)) for page in level])
+        raise NotPlain
+
+    def _children(self, number: int) -> Ints:
+        page = self._pages(np.array([number]))[0]
+        if number == 1 or page[0] != _INTERIOR:
+            raise NotPlain
+        count = int(page[3]) << 8 | int(page[4])
+        cells = page[12 : 12 + 2 * count].view(">u2").astype(np.int64)
+        if len(cells) != count or (cells + 4 > self._page_bytes).any():
+            raise NotPlain
+        left = [_big_endian(page, cells + i) << (24 - 8 * i) for i in range(4)]
+        right = int.from_bytes(page[8:12].tobytes(), "big")
+        return np.append(left[0] | left[1] | left[2] | left[3], right)
+
+    def _batches(self, leaves: Ints) -> Iterator[tuple[Ints, Bytes]]:
+        step = max(_BATCH_BYTES // self._page_bytes, 1)
+        for start in range(0, len(leaves), step):
+            some = leaves[start : start + step]
+            yield some, self._pages(some)
+
+    def _pages(self, numbers: Ints) -> Bytes:
+        """Return the pages, one a row, neighbours in the file read at once."""
+        size = self._page_bytes
+        buffer = np.empty(len(numbers) * size + _SLACK, dtype=np.uint8)
+        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+        for first, last in zip(np.append(0, breaks).tolist(), np.append(breaks, len(numbers)).tolist(), strict=True):
+            view = buffer.data[first * size : last * size]
+            if os.preadv(self._descriptor, [view], (int(numbers[first]) - 1) * size) != len(view):
+                raise NotPlain
+        return buffer[: len(numbers) * size].reshape(len(numbers), size)
+
+    def _decode(self, batch: tuple[Ints, Bytes], columns: Sequence[int], null_values: Sequence[int]) -> list[Ints]:
+        numbers, pages = batch
+        if (pages[:, 0] != _LEAF).any() or (numbers == 1).any():
+            raise NotPlain
+        cells = self._cells(pages)
+        data = pages.base if isinstance(pages.base, np.ndarray) else pages
+        data = data.reshape(-1)
+        payload, at = _varint2(data, cells)
+        if (payload > self._largest_payload).any():
+            raise NotPlain
+        at = _skip_varint(data, at)
+        header_end = at + data[at]
+        if (data[at] >= 0x80).any() or (at + columns[-1] + 1 >= header_end).any():
+            raise NotPlain  # a header of over 127 bytes, or a row with fewer columns than asked for
+        return _decode_columns(data, at + 1, header_end, columns, null_values)
+
+    def _cells(self, pages: Bytes) -> Ints:
+        """Return where every cell of the pages begins, counted from the start of the batch."""
+        counts = pages[:, 3].astype(np.int64) << 8 | pages[:, 4]
+        most = int(counts.max(initial=0))
+        if 8 + 2 * most > self._page_bytes:
+            raise NotPlain
+        pointers = pages[:, 8 : 8 + 2 * most].reshape(len(pages), most, 2).astype(np.int64)
+        offsets = pointers[:, :, 0] << 8 | pointers[:, :, 1]
+        there = np.arange(most) < counts[:, None]
+        starts = offsets + np.arange(len(pages))[:, None] * self._page_bytes
+        return starts[there]
+
+
+def _decode_columns(
+    data: Bytes, types_at: Ints, body: Ints, columns: Sequence[int], null_values: Sequence[int]
+) -> list[Ints]:
+    """Return the wanted columns; ``types_at`` is where each row's serial types begin, ``body`` where its values do."""
+    # Every position of the batch read as a big-endian 64-bit number: a column's value is its high bytes.
+    words = np.ndarray(shape=(len(data) - 7,), dtype=">i8", buffer=data, strides=(1,))
+    wanted = dict(zip(columns, null_values, strict=True))
+    found = []
+    at = body
+    for column in range(columns[-1] + 1):
+        kind = data.take(types_at + column)
+        if len(kind) and (kind == kind[0]).all():
+            kind = kind[:1]  # most columns of most pages hold values of one size, which is quicker than one a row
+        size = _SIZES.take(kind)
+        if (size == _REFUSED).any():
+            raise NotPlain
+        if column in wanted:
+            if int(at.max(initial=0)) >= len(words):
+                raise NotPlain
+            # Shifting by 64 is undefined, so values that take no bytes (NULL, 0, 1) come afterwards.
+            value = words[at].astype(np.int64) >> (8 * (8 - np.maximum(size, 1)))
+            empty = size == 0
+            if empty.any():
+                value = np.where(empty, np.where(kind == 0, wanted[column], kind.astype(np.int64) - 8), value)
+            found.append(value)
+        at = at + size
+    return found
+
+
+def _varint2(data: Bytes, at: Ints) -> tuple[Ints, Ints]:
+    """Return the varints of one or two bytes at these places, and where they end."""
+    first, second = data.take(at).astype(np.int64), data.take(at + 1).astype(np.int64)
+    long = first >= 0x80
+    if (long & (second >= 0x80)).any():
+        raise NotPlain
+    return np.where(long, (first & 0x7F) << 7 | second, first), at + 1 + long
+
+
+def _skip_varint(data: Bytes, at: Ints) -> Ints:
+    """Return where the varints at these places end."""
+    more = data.take(at) >= 0x80
+    at = at + 1
+    for _ in range(8):
+        if not more.any():
+            break
+        following = data[np.minimum(at, len(data) - 1)] >= 0x80
+        at = at + more
+        more = more & following
+    return at
+
+
+def _big_endian(page: Bytes, at: Ints) -> Ints:
+    return page[at].astype(np.int64)
