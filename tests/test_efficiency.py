@@ -503,6 +503,17 @@ def test_one_rank_of_several(captures: Path) -> None:
     assert [step.gpu for step in steps] == [step.gpu for step in both if step.rank == 1]
 
 
+def test_step_count_is_known_if_all_ranges_lie_in_measured_steps(captures: Path) -> None:
+    opened = read_trace(SMALL)
+    assert opened.efficiency().step_count == 2
+    assert opened.efficiency("forward").step_count == 2
+    assert opened.efficiency("step 1").step_count == 1
+    assert opened.efficiency(numbered=True).step_count is None
+    ddp = read_trace(captures / "ddp.nsys2025.sqlite")
+    assert ddp.efficiency().step_count is None, "NCCL opens ranges outside the steps"
+    assert ddp.efficiency("step *").step_count == 2, "of both ranks"
+
+
 def test_without_gpu_work_there_is_no_efficiency() -> None:
     for name in ("tiny-train-cpu.kineto.json.gz", "tiny-train-cpu.nsys2023.sqlite"):
         with pytest.raises(TraceError, match="recorded no GPU"):

@@ -45,7 +45,16 @@ def test_the_table_fits_a_screen_and_a_failed_capture_says_so_first(captures: Pa
     assert done.stdout.startswith("SELF-CHECK FAILED")
 
 
-def test_a_part_of_a_trace() -> None:
+def test_people_read_averages_per_step_and_totals_on_request() -> None:
+    averages = run_command("efficiency", SMALL).stdout
+    assert re.search(r"^ forward +1 +8.925 ms ", averages, re.M)
+    assert "Times and counts are averages over 2 steps." in averages
+    totals = run_command("efficiency", SMALL, "--totals").stdout
+    assert re.search(r"^ forward +2 +17.85 ms ", totals, re.M)
+    assert "Times and counts are sums over the recording." in totals
+
+
+def test_range_shows_a_part_of_the_tree() -> None:
     done = run_command("efficiency", SMALL, "--range", "attention", "--format", "csv")
     paths = [line["path"] for line in csv.DictReader(io.StringIO(done.stdout))]
     assert paths[0] == "step */forward/layer */attention"

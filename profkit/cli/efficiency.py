@@ -24,6 +24,7 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 @click.option("--range", "name", metavar="RANGE", help="Only these ranges and those within: a name, glob or path.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
 @click.option("--numbered", is_flag=True, help="Keep 'layer 0' and 'layer 1' apart.")
+@click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Type of matrix products, if the run does not record it.")
 @click.option("--ceilings", type=click.Path(path_type=Path), metavar="FILE", help="Peaks measured by profkit ceilings.")
 @click.option("--explain", is_flag=True, help="Explain each verdict with its numbers.")
@@ -37,6 +38,7 @@ def efficiency(
     name: str | None,
     rank: int | None,
     numbered: bool,
+    totals: bool,
     dtype: str | None,
     ceilings: Path | None,
     explain: bool,
@@ -67,7 +69,7 @@ def efficiency(
         else:
             result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
             evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
-            document = build_efficiency_document(result, check.findings, evidence)
+            document = build_efficiency_document(result, check.findings, evidence, totals=totals)
             if plot is not None:
                 from profkit.report.roofline import plot_roofline
 

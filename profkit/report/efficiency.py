@@ -18,7 +18,19 @@ from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.formats import shorten
 from profkit.report.kernel_names import simplify_name
 from profkit.report.ranges import tree_name
-from profkit.report.units import NS, NUMBER, SHARE, TEXT, Unit, format_count, format_ns, format_share, four_digits
+from profkit.report.units import (
+    NS,
+    NUMBER,
+    SHARE,
+    TEXT,
+    Unit,
+    count_over,
+    format_count,
+    format_ns,
+    format_share,
+    four_digits,
+    ns_over,
+)
 
 LIMITS = {
     "compute-bound": "arithmetic",
@@ -58,15 +70,27 @@ _STEP_COLUMNS = (
 
 
 def build_efficiency_document(
-    result: EfficiencyResult, self_check: Sequence[Finding], evidence: Mapping[str, Evidence] | None = None
+    result: EfficiencyResult,
+    self_check: Sequence[Finding],
+    evidence: Mapping[str, Evidence] | None = None,
+    *,
+    totals: bool = False,
 ) -> Document:
-    """Return the tree of ranges and, if ``evidence`` is given (by path), the numbers behind each verdict."""
+    """Return the tree of ranges.
+
+    Args:
+        result: what was measured; people read averages per step if its steps are known.
+        self_check: the findings on the capture.
+        evidence: by path; if given, the numbers behind each verdict are explained.
+        totals: show sums over the recorded steps instead of averages.
+    """
+    steps = None if totals else result.step_count
     rows = [_row(row) for row in result.ranges]
-    ranges = Table(_columns(result), rows, exact=_EXACT)
+    ranges = Table(_columns(result, steps), rows, exact=_EXACT)
     parts: list[Table | Lines] = [Lines(_head(result), "head"), ranges]
     if any(step.communication_ns for step in result.steps):
         parts.append(Table(_STEP_COLUMNS, _step_rows(result)))
-    parts.append(Lines(_notes(result)))
+    parts.append(Lines(_notes(result, steps)))
     data = result.to_dict()
     del data["warnings"]
     if evidence is not None:
@@ -76,23 +100,23 @@ def build_efficiency_document(
     return Document("efficiency", data, parts, ranges, result.warnings, self_check)
 
 
-def _columns(result: EfficiencyResult) -> tuple[Column, ...]:
+def _columns(result: EfficiencyResult, steps: int | None) -> tuple[Column, ...]:
     """Return the columns; a screen shows rates if the work is known, and launches if not."""
     known = result.work_source is not None
     depth = min((_depth(row.path) for row in result.ranges), default=0)
     return (
         Column("path", "range", TEXT, flexible=True, on_screen=lambda row: tree_name(row)[depth:]),
         *([Column("domain", "domain", TEXT, wide=True)] if any(row.domain for row in result.ranges) else []),
-        Column("instances", "times"),
-        Column("wall_ns", "Python time", NS, wide=True),
-        Column("kernel_time_ns", "kernel time", NS, wide=True),
-        Column("busy_ns", "GPU busy", NS),
+        Column("instances", "times", count_over(steps)),
+        Column("wall_ns", "Python time", ns_over(steps), wide=True),
+        Column("kernel_time_ns", "kernel time", ns_over(steps), wide=True),
+        Column("busy_ns", "GPU busy", ns_over(steps)),
         Column("best_idle_share", "idle", SHARE),
-        Column("launch_count", "launches", wide=known),
-        Column("flops", "FLOPs", wide=True),
+        Column("launch_count", "launches", count_over(steps), wide=known),
+        Column("flops", "FLOPs", count_over(steps), wide=True),
         Column("flops_per_s", "TFLOP/s", TERA, wide=not known),
         Column("roof_share", "% of peak", SHARE, wide=not known),
-        Column("least_bytes", "least bytes", wide=True),
+        Column("least_bytes", "least bytes", count_over(steps), wide=True),
         Column("bytes_per_s", "GB/s", _GIGA, wide=True),
         Column("intensity", "FLOP/B", NUMBER, wide=True),
         Column("mfu", "MFU", SHARE, wide=True),
@@ -168,9 +192,10 @@ def _add(parts: Sequence[GpuParts]) -> GpuParts:
     return GpuParts(*(sum(getattr(one, name) for one in parts) for name in _PARTS))
 
 
-def _notes(result: EfficiencyResult) -> Iterator[str]:
+def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     """Yield what the columns are of and what they rest on."""
-    yield "GPU busy: when any kernel of the range ran, all times together. Idle: share of the range's time on the GPU."
+    average = "sums over the recording" if steps is None else f"averages over {format_count(steps, 'step')}"
+    yield f"Times and counts are {average}. Idle: share of the range's time on the GPU."
     if any(row.clean_idle_share is not None for row in result.ranges):
         yield "Idle is scaled to the unprofiled step (estimate); other times are as recorded."
     if result.work_source is None:

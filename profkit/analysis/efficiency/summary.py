@@ -24,13 +24,15 @@ from profkit.analysis.efficiency.unprofiled import ProfilingCost, UnprofiledIdle
 from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
 from profkit.analysis.efficiency.work import Amount, ModelFlops, RangeWorks, is_step
 from profkit.analysis.kernels import explain_no_work, extent_ns
-from profkit.analysis.nesting import mark_nested
+from profkit.analysis.nesting import NO_RANGE, mark_nested
 from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges
 from profkit.analysis.range_tree import sum_wall, sum_work, work_by_node
 from profkit.analysis.ranks import Ranks
+from profkit.analysis.steps import measured_ranges
 from profkit.errors import TraceError
 from profkit.findings import Finding
-from profkit.trace.columns import Ints, Trace, rows_by_value
+from profkit.names import STEP
+from profkit.trace.columns import Ints, Trace, empty_ints, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,14 +112,15 @@ class EfficiencyResult:
          "peaks": null | {"source": "measured" | "datasheet", "gpu", "flops_per_s": {dtype: …}, "bytes_per_s"},
          "capture": {parts of the GPUs' time, from the first to the last record},
          "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
-         "steps": [{fields of `GpuStep`, "idle_share"}], "twin": "clean" | "attached" | null,
+         "steps": [{fields of `GpuStep`, "idle_share"}], "step_count", "twin": "clean" | "attached" | null,
          "inflation": [{fields of `ProfilingCost`}], "model_flops", "mfu",
          "idle_share", "clean_idle_share", "warnings": [{"code", "message"}]}
 
-    ``ranges`` are ordered depth first. ``twin`` says which steps were timed without a profiler: those of an own process
-    (``clean``), or those of the same process before its recording began (``attached``). ``model_flops`` are per step;
-    ``mfu`` and ``idle_share`` cover all steps, None if unknown. ``clean_idle_share`` is the idle share without a
-    profiler, None if unknown.
+    ``ranges`` are ordered depth first. ``step_count`` is the number of measured steps in which all of them lie; None if
+    some lie outside, or if each row stands for a step of its own (``numbered``). ``twin`` says which steps were timed
+    without a profiler: those of an own process (``clean``), or those of the same process before its recording began
+    (``attached``). ``model_flops`` are per step; ``mfu`` and ``idle_share`` cover all steps, None if unknown.
+    ``clean_idle_share`` is the idle share without a profiler, None if unknown.
     """
 
     trace: str
@@ -128,6 +131,7 @@ class EfficiencyResult:
     capture: GpuParts
     ranges: tuple[EfficiencyRow, ...]
     steps: tuple[GpuStep, ...]
+    step_count: int | None
     twin: str | None
     inflation: tuple[ProfilingCost, ...]
     model_flops: int | None
@@ -213,6 +217,7 @@ def measure_efficiency(
         capture=_whole_capture(trace, times),
         ranges=tuple(rows),
         steps=steps,
+        step_count=None if numbered else _count_steps(attribution, members),
         twin=facts.step_times.twin if facts.step_times is not None else None,
         inflation=profiling_costs(facts),
         model_flops=models.of_all,
@@ -236,6 +241,22 @@ def _find_doubts(attribution: Attribution, rows: Sequence[EfficiencyRow], facts:
             )
         )
     return [*found, *find_uneven_times(facts), *facts.findings, *warn_of_placement(attribution)]
+
+
+def _count_steps(attribution: Attribution, members: Ints) -> int | None:
+    """Return in how many measured steps the ranges lie; of several processes each must have made equally many."""
+    ranges = attribution.trace.ranges
+    steps = measured_ranges(attribution).get(STEP, empty_ints())
+    # The last entries stand for no range.
+    is_step, parent = np.append(mark_members(len(ranges), steps), False), np.append(attribution.parent, NO_RANGE)
+    at = members
+    while (outside := ~is_step[at] & (at != NO_RANGE)).any():
+        at = np.where(outside, parent[at], at)
+    used = np.unique(at)
+    if not len(used) or NO_RANGE in used:
+        return None
+    counts = {len(mine) for mine in rows_by_value(ranges.process[used]).values()}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:
