@@ -45,7 +45,7 @@ def test_an_interval_of_medians_holds_the_true_difference(name: str, size: int) 
     assert 0.925 <= coverage(DISTRIBUTIONS[name], (size, size), "median", 300) <= 1
 
 
-def test_fewer_samples_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intervals_of_fewer_samples_hold_the_true_difference_too_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the module says of three and four samples; were it otherwise, they should have an interval."""
     monkeypatch.setattr(bootstrap, "FEWEST", 3)
     assert coverage(DISTRIBUTIONS["normal"], (3, 3), "mean", 1500) < 0.92
@@ -74,7 +74,7 @@ SAMPLES = st.integers(FEWEST, 9).flatmap(lambda size: arrays(np.int64, (size, 3)
 
 @given(SAMPLES, SAMPLES, st.sampled_from(["mean", "median"]))
 @settings(max_examples=60, deadline=None)
-def test_the_sides_exchanged_negate_the_interval(before: np.ndarray, after: np.ndarray, statistic: Statistic) -> None:
+def test_exchanging_the_sides_negates_the_interval(before: np.ndarray, after: np.ndarray, statistic: Statistic) -> None:
     there, back = bootstrap_differences(before, after, statistic), bootstrap_differences(after, before, statistic)
     assert there is not None
     assert back is not None
@@ -82,7 +82,7 @@ def test_the_sides_exchanged_negate_the_interval(before: np.ndarray, after: np.n
     assert (there[1] == -back[0]).all()
 
 
-def test_samples_that_do_not_vary_leave_no_doubt() -> None:
+def test_samples_that_do_not_vary_give_an_interval_of_no_width() -> None:
     for statistic in ("mean", "median"):
         low, high = bootstrap_differences(np.full((5, 1), 10**12), np.full((6, 1), 10**12 + 1), statistic)  # type: ignore[arg-type, misc]
         assert (low[0], high[0]) == (1, 1)
@@ -95,7 +95,7 @@ def test_a_shift_moves_the_interval() -> None:
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (9, 2.262), (29, 2.045), (1000, 1.962)])
-def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+def test_students_quantiles_equal_those_in_tables(freedom: int, quantile: float) -> None:
     assert bootstrap._student_quantile(freedom) == pytest.approx(quantile, rel=0.003)
 
 
@@ -111,7 +111,7 @@ def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: floa
         (Fraction(-5), -9, -1, "less"),
     ],
 )
-def test_a_change_is_measurable_where_its_interval_does_not_hold_zero(
+def test_a_change_is_measurable_if_its_interval_does_not_hold_zero(
     change: Fraction, low: int | None, high: int | None, verdict: str
 ) -> None:
     assert judge_change(change, low, high) == verdict

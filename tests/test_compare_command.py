@@ -199,7 +199,7 @@ def test_two_profiler_versions_need_force(captures: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_snapshots_are_compared_as_memory_is(tmp_path: Path) -> None:
+def test_two_snapshots_are_compared_by_their_peaks(tmp_path: Path) -> None:
     before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
     done = run_command("compare", before, after)
     assert done.returncode == 0
@@ -209,7 +209,7 @@ def test_snapshots_are_compared_as_memory_is(tmp_path: Path) -> None:
     assert run_command("compare", before, after, "--format", "csv").stdout.startswith("bytes,kind,count,stack\n")
 
 
-def test_runs_with_traces_and_snapshots_are_compared_in_both(tmp_path: Path) -> None:
+def test_runs_with_traces_and_snapshots_are_compared_by_both(tmp_path: Path) -> None:
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     Training().write(before, SNAPSHOT)
     one_sided = run_command("compare", before, after)

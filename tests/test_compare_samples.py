@@ -28,7 +28,7 @@ def totals(samples: StepSamples) -> dict[tuple[str, str], list[int]]:
     }
 
 
-def test_each_step_is_a_sample_and_warm_up_is_none(tmp_path: Path) -> None:
+def test_each_measured_step_is_a_sample_and_warm_up_is_not(tmp_path: Path) -> None:
     later = {**STEP, "": [(ADD, 9)]}
     samples = sampled(write_steps(tmp_path / "t.sqlite", [STEP, later], warmup={"forward": [(SGEMM, 1000)]}))
     assert totals(samples) == {
@@ -65,7 +65,7 @@ def test_without_steps_the_capture_is_one_sample(tmp_path: Path) -> None:
     assert (samples.size, samples.left_out_ns, samples.wall_ns) == (1, 1000, None)
 
 
-def test_a_range_limits_them(tmp_path: Path) -> None:
+def test_a_range_limits_the_samples(tmp_path: Path) -> None:
     path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
     samples = sampled(path, "layer 1")
     assert samples.kernel_ns.sum(axis=1).tolist() == [60, 60]
@@ -74,7 +74,7 @@ def test_a_range_limits_them(tmp_path: Path) -> None:
         sampled(path, "layr 1")
 
 
-def test_of_several_contexts_a_range_takes_the_steps_of_one(tmp_path: Path) -> None:
+def test_a_range_can_select_the_steps_of_one_context(tmp_path: Path) -> None:
     builder = NsysBuilder()
     end = add_steps(builder, [STEP, STEP])
     builder.range("context 128", 0, end - 1)
@@ -91,7 +91,7 @@ def test_of_several_contexts_a_range_takes_the_steps_of_one(tmp_path: Path) -> N
     "name", ["small-train.nsys2025.sqlite", "small-train.kineto.json.gz", "tiny-train-cpu.kineto.json.gz"]
 )
 @pytest.mark.parametrize("by_step", [True, False])
-def test_samples_and_the_rest_are_the_whole_capture(name: str, by_step: bool) -> None:
+def test_samples_and_what_they_leave_out_sum_to_the_capture(name: str, by_step: bool) -> None:
     opened = read_trace(ROOT / "traces" / name)
     samples = sample_steps(opened.attribution, by_step=by_step)
     assert samples.total_ns + samples.left_out_ns == opened.attribution.ledger.total_ns
@@ -99,7 +99,7 @@ def test_samples_and_the_rest_are_the_whole_capture(name: str, by_step: bool) ->
     assert samples.kernel_count.sum() + outside == opened.kernels().kernel_count
 
 
-def test_a_phase_of_the_samples_is_the_phase_of_the_kernels_command() -> None:
+def test_a_phase_has_the_same_kernel_time_as_in_the_kernels_command() -> None:
     opened = read_trace(ROOT / "traces" / "small-train.nsys2025.sqlite")
     samples = sample_steps(opened.attribution)
     for phase in ("forward", "loss", "backward", "optimizer"):
@@ -109,7 +109,7 @@ def test_a_phase_of_the_samples_is_the_phase_of_the_kernels_command() -> None:
     assert samples.wall_ns.sum() == opened.kernels("step *").wall_ns
 
 
-def test_ranks_step_together(captures: Path) -> None:
+def test_the_kth_steps_of_all_ranks_are_one_sample(captures: Path) -> None:
     opened = read_trace(captures / "ddp.nsys2025.sqlite")
     samples = sample_steps(opened.attribution)
     assert (samples.size, samples.even) == (2, True)

@@ -20,7 +20,7 @@ from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
 
 
-def test_json_holds_all_and_csv_the_ranges() -> None:
+def test_json_holds_everything_and_csv_the_ranges() -> None:
     data = json.loads(run_command("efficiency", SMALL, "--format", "json").stdout)
     forward = next(row for row in data["ranges"] if row["path"] == "step */forward")
     gpu = forward["gpu"]
@@ -63,7 +63,7 @@ def test_range_shows_a_part_of_the_tree() -> None:
 
 
 @pytest.mark.parametrize("style", ["markdown", "latex"])
-def test_documents_get_all_columns(style: str) -> None:
+def test_markdown_and_latex_hold_all_columns(style: str) -> None:
     text = run_command("efficiency", SMALL, "--format", style).stdout
     for heading in ("kernel time", "launches", "FLOP/B", "MFU", "least bytes"):
         assert heading in text

@@ -13,7 +13,7 @@ from tests.efficiency_runs import SMALL
 from tests.nsys_builder import NsysBuilder
 
 
-def test_the_longest_gaps_and_what_the_host_did_meanwhile(tmp_path: Path) -> None:
+def test_the_longest_gaps_say_what_the_host_did_meanwhile(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("a", 0, 3_000_000)
     builder.kernel(10, 90, start=100, name="first")
@@ -37,7 +37,7 @@ def test_the_longest_gaps_and_what_the_host_did_meanwhile(tmp_path: Path) -> Non
     ]
 
 
-def test_a_real_gap_holds_no_row_and_is_ended_by_the_kernel_named() -> None:
+def test_a_real_gap_is_empty_and_ends_with_the_kernel_that_it_names() -> None:
     evidence = find_evidence(read_trace(SMALL).attribution, "forward")
     connection = sqlite3.connect(f"file:{SMALL}?mode=ro", uri=True)
     tables = ("KERNEL", "MEMCPY", "MEMSET")
@@ -65,7 +65,7 @@ def test_a_real_gap_holds_no_row_and_is_ended_by_the_kernel_named() -> None:
     connection.close()
 
 
-def test_no_gap_is_longer_than_the_longest() -> None:
+def test_the_longest_gap_equals_that_between_raw_rows() -> None:
     opened = read_trace(SMALL)
     work, copies = opened.trace.work, opened.trace.copies
     start = np.concatenate([work.start_ns, copies.start_ns])

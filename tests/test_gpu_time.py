@@ -50,7 +50,7 @@ def _set(one: Stretches) -> set[int]:
 
 
 @given(pairs, pairs)
-def test_sets_are_what_counting_moments_says(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+def test_operations_on_stretches_equal_counting(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     one, other = unite(*_columns(first)), unite(*_columns(second))
     mine, theirs = _moments(*_columns(first)), _moments(*_columns(second))
     assert (_set(one), _set(other)) == (mine, theirs)
@@ -63,7 +63,7 @@ def test_sets_are_what_counting_moments_says(first: list[tuple[int, int]], secon
 
 
 @given(pairs, st.integers(0, 70), st.integers(0, 70))
-def test_the_part_of_a_set_within_a_window(found: list[tuple[int, int]], low: int, high: int) -> None:
+def test_the_part_within_a_window_equals_counting(found: list[tuple[int, int]], low: int, high: int) -> None:
     one = unite(*_columns(found))
     low, high = min(low, high), max(low, high)
     within = one.within(np.array([low]), np.array([high]))
@@ -71,7 +71,7 @@ def test_the_part_of_a_set_within_a_window(found: list[tuple[int, int]], low: in
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0, 12)), max_size=25))
-def test_pieces_of_a_group_are_disjoint_and_cover_it(found: list[tuple[int, int, int]]) -> None:
+def test_pieces_of_a_group_are_disjoint_and_cover_the_group(found: list[tuple[int, int, int]]) -> None:
     group = np.array([row[0] for row in found], dtype=np.int64)
     start, end = _columns([row[1:] for row in found])
     groups, pieces_start, pieces_end = disjoint_pieces(group, start, end)
@@ -108,7 +108,7 @@ kernels = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(calls, kernels, st.integers(0, 300), st.integers(1, 300))
-def test_the_parts_of_a_range_are_what_counting_moments_says(
+def test_the_parts_of_a_range_equal_counting_nanoseconds(
     tmp_path_factory: pytest.TempPathFactory,
     some_calls: list[tuple[int, int, str, int]],
     some_kernels: list[tuple[int, int, int, str, int, int]],
@@ -218,7 +218,7 @@ def _slow_parts(trace: Trace, device: int, start: int, end: int) -> GpuParts:
     return GpuParts(*(int(part[start:end].sum()) for part in parts))
 
 
-def test_a_long_pause_is_outside_cuda_and_a_short_one_on_the_way_to_the_next_launch(tmp_path: Path) -> None:
+def test_a_long_pause_is_outside_cuda_and_a_short_one_is_launching(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.kernel(0, 5)
     builder.kernel(1 + PAUSE, 5)  # the call before took 1 ns: a pause of just the longest
@@ -254,7 +254,7 @@ def test_threads_that_launch_nothing_on_the_gpu_do_not_count(tmp_path: Path) -> 
         ("cudaMalloc_v3020", False),
     ],
 )
-def test_which_calls_synchronise(tmp_path: Path, name: str, waits: bool) -> None:
+def test_calls_that_wait_for_the_gpu_synchronise(tmp_path: Path, name: str, waits: bool) -> None:
     builder = NsysBuilder()
     correlation = builder.call(10, duration=30, name=name)
     builder.kernel(None, 5, start=60, correlation=correlation)
@@ -262,7 +262,7 @@ def test_which_calls_synchronise(tmp_path: Path, name: str, waits: bool) -> None
     assert _pairs(host.synchronising if waits else host.launching) == [(10, 40)]
 
 
-def test_what_ran_before_is_not_the_ranges_time_and_idleness_before_its_first_kernel_is(tmp_path: Path) -> None:
+def test_a_window_excludes_earlier_work_and_includes_idle_time_before_its_first_kernel(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("a", 0, 100)
     builder.range("b", 100, 200)
@@ -300,7 +300,7 @@ def test_waiting_is_the_time_before_the_last_rank_arrived(tmp_path: Path) -> Non
     assert first.gpu.exposed_communication_ns == 120
 
 
-def test_of_one_rank_alone_waiting_is_unknown(tmp_path: Path) -> None:
+def test_waiting_is_unknown_in_a_trace_of_one_rank(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("step 0", 0, 500)
     builder.kernel(5, 100, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
@@ -308,7 +308,7 @@ def test_of_one_rank_alone_waiting_is_unknown(tmp_path: Path) -> None:
     assert (step.waiting_ns, step.untold_ns) == (None, 100)
 
 
-def test_a_real_steps_busy_time_comes_out_of_sql_too() -> None:
+def test_a_real_steps_busy_time_equals_that_from_sql() -> None:
     """Here nothing overlaps, so sums are unions; and each step ends with a synchronisation, so windows are wall."""
     steps = _steps(SMALL)
     connection = sqlite3.connect(f"file:{SMALL}?mode=ro", uri=True)
@@ -329,7 +329,7 @@ def test_a_real_steps_busy_time_comes_out_of_sql_too() -> None:
     assert [round(step.idle_share, 3) for step in steps] == [0.717, 0.717]
 
 
-def test_two_ranks_of_a_real_capture(captures: Path) -> None:
+def test_waiting_of_two_real_ranks_equals_all_reduce_by_all_reduce(captures: Path) -> None:
     """Rank 0 is ahead: it waits in nearly all of its communication, mostly beside its backward pass."""
     path = captures / "ddp.nsys2025.sqlite"
     steps = _steps(path)

@@ -34,9 +34,7 @@ def _draw(run: Path, drawn: list[Figure]) -> Figure:
     return figure
 
 
-def test_every_range_stands_where_its_numbers_say_and_under_the_measured_roof(
-    tmp_path: Path, drawn: list[Figure]
-) -> None:
+def test_every_point_lies_at_its_figures_and_under_the_measured_roof(tmp_path: Path, drawn: list[Figure]) -> None:
     figure = _draw(make_small_run(tmp_path), drawn)
     (axes,) = figure.axes
     rows = read_trace(tmp_path).efficiency().ranges
@@ -51,7 +49,7 @@ def test_every_range_stands_where_its_numbers_say_and_under_the_measured_roof(
     assert "peaks measured" in _texts(figure)
 
 
-def test_no_name_covers_another_or_a_point(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_no_label_covers_another_label_or_a_point(tmp_path: Path, drawn: list[Figure]) -> None:
     figure = _draw(make_small_run(tmp_path), drawn)
     (axes,) = figure.axes
     figure.draw_without_rendering()
@@ -70,12 +68,12 @@ def test_roofs_of_the_datasheet_are_dashed_and_say_so(tmp_path: Path, drawn: lis
     assert "peaks from the datasheet" in _texts(figure)
 
 
-def test_roofs_that_are_close_share_a_name(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_roofs_that_are_close_share_a_label(tmp_path: Path, drawn: list[Figure]) -> None:
     figure = _draw(make_small_run(tmp_path, ceilings=False), drawn)
     assert "bf16 989.5, fp16 989.5 TFLOP/s" in _texts(figure)
 
 
-def test_without_bytes_there_is_nothing_to_draw(tmp_path: Path) -> None:
+def test_a_trace_without_known_bytes_is_refused(tmp_path: Path) -> None:
     opened = read_trace(SMALL)
     with pytest.raises(TraceError, match="FLOPs and least bytes of its ranges are unknown"):
         plot_roofline(opened.efficiency(dtype="fp32"), tmp_path / "r.png")

@@ -15,9 +15,8 @@ from profkit.analysis.range_paths import join_path, split_path
 from profkit.findings import Finding
 from profkit.names import STEP
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.formats import shorten
-from profkit.report.kernel_names import simplify_name
 from profkit.report.ranges import tree_name
+from profkit.report.text import shorten, simplify_name
 from profkit.report.units import (
     NS,
     NUMBER,

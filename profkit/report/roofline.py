@@ -20,8 +20,8 @@ from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.errors import TraceError
 from profkit.report.document import UNTRUSTED
 from profkit.report.efficiency import LIMITS
-from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png
+from profkit.report.text import make_visible, shorten
 from profkit.report.units import four_digits
 from profkit.run.directory import find_run
 

@@ -14,7 +14,7 @@ from tests.efficiency_runs import SMALL, make_small_run
 from tests.nsys_builder import NsysBuilder
 
 
-def test_times_come_out_of_sql_too() -> None:
+def test_times_equal_those_from_sql() -> None:
     """The forward pass is launched by the main thread alone, so launch times inside the range are enough."""
     result = read_trace(SMALL).attention()
     connection = sqlite3.connect(f"file:{SMALL}?mode=ro", uri=True)
@@ -33,7 +33,7 @@ def test_times_come_out_of_sql_too() -> None:
         assert whole.kernel_time_ns == sum(part.kernel_time_ns for part in layers)
 
 
-def test_of_a_run_the_softmax_has_its_operations_too(tmp_path: Path) -> None:
+def test_a_run_knows_the_operations_of_the_softmax(tmp_path: Path) -> None:
     scores, softmax, value = read_trace(make_small_run(tmp_path)).attention().parts[:3]
     rows = 24 * 4 * 12 * 256  # 24 instances, batch, heads, queries
     assert value.operations == rows * 256 * 64 * 2
@@ -45,13 +45,13 @@ def test_of_a_run_the_softmax_has_its_operations_too(tmp_path: Path) -> None:
     assert softmax.time_ratio == pytest.approx(1_168_652 / 549_464)
 
 
-def test_of_a_bare_trace_the_products_alone_are_known() -> None:
+def test_a_trace_without_a_run_knows_only_the_products() -> None:
     result = read_trace(SMALL).attention()
     assert [part.operations for part in result.parts[:3]] == [9_663_676_416, None, 9_663_676_416]
     assert result.work_source == "payload"
 
 
-def test_within_a_range_its_own_instances_count(tmp_path: Path) -> None:
+def test_only_instances_within_the_range_count(tmp_path: Path) -> None:
     """Two contexts, each with its own ranges: neither gets the other's, and what is asked for exists."""
     builder = NsysBuilder()
     for at, context in ((0, 128), (1_000, 256)):
@@ -94,7 +94,7 @@ def test_warmup_and_backward_do_not_count(tmp_path: Path) -> None:
     ]
 
 
-def test_a_trace_without_such_ranges_says_so(tmp_path: Path) -> None:
+def test_a_trace_without_attention_ranges_is_refused(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("forward", 0, 10)
     builder.kernel(1, 5)
