@@ -1,8 +1,8 @@
 """Who holds the memory of a model, by context, precision and how much of a step; and what do checkpoints save?
 
 ``python -m recipes.memory_questions --device cpu``. profkit's transformer, batch 4. Each cell records CUDA's allocator
-from before the model is made through two steps, and replays it. What a block keeps is counted tensor by tensor, and
-every peak stands beside the one that arithmetic predicts.
+from before the model is made through two steps, and replays it. What a block saves is counted tensor by tensor, and
+every peak stands next to the one that arithmetic predicts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,24 @@ from pathlib import Path
 import click
 
 from profkit.errors import UsageError
+from profkit.names import FORWARD, LOSS
 from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, results_directory, run_recipe
 from recipes.common.recipe import Cell, Device, Recipe, Row
-from recipes.model_memory.cells import BATCH, DTYPES, GRIDS, KEYS, SIZES, Files, build_cells, choose_timelines, name_of
-from recipes.model_memory.predicted import needed_bytes
+from recipes.model_memory.cells import (
+    BATCH,
+    DTYPES,
+    GRIDS,
+    KEYS,
+    SIZES,
+    Files,
+    build_cells,
+    choose_timelines,
+    name_of,
+    work_of,
+)
+from recipes.model_memory.predict import predict_memory
 from recipes.model_memory.report import add_columns, report
-from recipes.whole_model.cells import PASSES
+from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, PASSES
 
 WORDS = ("size", "passes", "dtype", "device", "peak_phase", "predicted_phase", "status", "reason")
 MEASURED = (
@@ -38,10 +50,19 @@ BRIEF = frozenset(
 
 
 def measure(cell: Cell, device: Device, files: Files) -> Row:
-    """Measure a cell; torch is loaded in its process alone."""
+    """Measure a cell; only its own process loads torch."""
     from recipes.model_memory.measure import measure_cell
 
     return measure_cell(cell, device, files)
+
+
+def predict(cell: Cell, device: Device) -> int:
+    """Return the bytes that measuring a cell needs: for its steps on CUDA, elsewhere for one forward pass alone."""
+    work = work_of(cell)
+    if device == "cuda":
+        return predict_memory(work).peak.bytes
+    forward = replace(work, passes=FORWARD_ONLY if work.passes == FORWARD_ONLY else FORWARD_BACKWARD)
+    return max(peak.bytes for peak in predict_memory(forward, device).peaks if peak.phase in (FORWARD, LOSS))
 
 
 RECIPE = Recipe(
@@ -51,7 +72,7 @@ RECIPE = Recipe(
     columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
     measure=partial(measure, files=Files()),
-    predict=needed_bytes,
+    predict=predict,
     report=report,
     derive=add_columns,
     brief=BRIEF,
@@ -64,7 +85,7 @@ def _require_checkpoints(cells: Sequence[Cell], wanted: Sequence[object]) -> Non
     for layers in wanted:
         if layers not in there:
             raise UsageError(
-                f"--checkpoint-layers {layers}: nothing has it; a size has its layers at most, and forward alone none"
+                f"--checkpoint-layers {layers}: no cell has it; at most a size's layers, and none for forward alone"
             )
 
 
@@ -75,13 +96,13 @@ def _require_checkpoints(cells: Sequence[Cell], wanted: Sequence[object]) -> Non
 @click.option("--passes", type=Names(PASSES), help="How much of a training step, instead of the grid's.")
 @click.option("--dtype", type=Names(DTYPES), help="fp32, or bf16 autocast, instead of the grid's.")
 @click.option(
-    "--checkpoint-layers", type=Numbers(least=0), help="Layers to a checkpoint, instead of the grid's; 0: none."
+    "--checkpoint-layers", type=Numbers(least=0), help="Layers per checkpoint, instead of the grid's; 0: none."
 )
 @click.option("--batch", type=click.IntRange(min=1), default=BATCH, show_default=True)
 @click.option(
     "--keep-captures",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Keep each cell's snapshot there, as a run directory that `profkit memory` reads.",
+    help="Keep each cell's recording here, as a run directory that `profkit memory` reads.",
 )
 def main(
     options: Options, batch: int, keep_captures: Path | None, **given: Sequence[int] | Sequence[str] | None

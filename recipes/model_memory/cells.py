@@ -1,4 +1,4 @@
-"""The cells of memory_questions: which size, on what, how much of a step, how many layers to a checkpoint; no torch."""
+"""The cells of memory_questions: size, data, how much of a step, how many layers per checkpoint. Loads no torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from profkit.models.presets import PRESETS
-from profkit.models.workload import Dtype, Passes, Workload
 from recipes.common.recipe import Cell, GridName, whole
-from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, PASSES, TRAIN
+from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, PASSES, TRAIN, Work
 
 KEYS = ("size", "context", "passes", "dtype", "checkpoint_layers", "batch")
 SIZES = tuple(PRESETS)
 BATCH = 4
-"""What the write-ups take; names of cells do not say it."""
+"""The batch of the write-ups; names of cells leave it out."""
 DTYPES = ("fp32", "bf16")
 
 Axes = Mapping[str, Sequence[Any]]
@@ -30,29 +29,22 @@ GRIDS: Mapping[GridName, Axes] = {
     "full": {**_WRITE_UPS, "size": ("small", "medium", "large", "xl", "2.7B"), "context": (128, 256, 512, 1024)},
 }
 
-BUILDING = "model"
-"""What comes before the first phase: parameters, tables and the batch are made."""
-
-WARMUP_STEPS = 1
-STEPS = 1
-"""The second step is the one that is predicted: from it on AdamW's moments are there all the time."""
-
 _TELLING = (TRAIN, FORWARD_ONLY, FORWARD_BACKWARD)
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where what is more than a row goes: ``timelines`` has a picture's path by the name of its cell."""
+    """Where files go: ``timelines`` maps the name of a cell to its picture; ``captures`` keeps the recordings."""
 
     timelines: Mapping[str, Path] = field(default_factory=dict)
     captures: Path | None = None
 
 
 def build_cells(axes: Axes, batch: int) -> list[Cell]:
-    """Return the cells, the most telling first: the largest size at its longest context.
+    """Return the cells, the most informative first: the largest size at its longest context.
 
-    Checkpoints are varied where activations are most: with backward, at the longest context, in the first dtype. 0 is
-    without any, and always there. With AdamW they come last: often the peak is the optimizer's then.
+    Checkpoints vary where activations are largest: with backward, at the longest context, in the first dtype. 0 means
+    none, and is always there. With AdamW they come last, because then the peak is often the optimizer's.
     """
     sizes = sorted(axes["size"], key=lambda size: -PRESETS[size].parameter_count)
     contexts = sorted(axes["context"], reverse=True)
@@ -77,7 +69,7 @@ def _checkpointed(axes: Axes, size: str, context: int, passes: str) -> Iterator[
 
 
 def choose_timelines(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells whose timelines are drawn: the first of forward alone, and the first of the whole step."""
+    """Return the cells with a timeline: the first of forward alone, and the first of the whole step."""
     plain = [cell for cell in cells if not cell["checkpoint_layers"]]
     firsts = {passes: next((cell for cell in plain if cell["passes"] == passes), None) for passes in _TELLING}
     return [cell for passes in (FORWARD_ONLY, TRAIN) if (cell := firsts[passes]) is not None]
@@ -103,15 +95,13 @@ def describe_layers(cell: Mapping[str, object]) -> str:
     return "layer" if layers == 1 else f"{layers} layers"
 
 
-def workload_of(cell: Mapping[str, object]) -> Workload:
-    """Return what profkit's built-in model is to do for a cell."""
-    return Workload(
-        preset_name=str(cell["size"]),
-        batch=whole(cell["batch"]),
+def work_of(cell: Mapping[str, object]) -> Work:
+    """Return the step that a cell runs."""
+    return Work(
+        size=str(cell["size"]),
         context=whole(cell["context"]),
-        warmup_steps=WARMUP_STEPS,
-        steps=STEPS,
-        dtype=cast("Dtype", cell["dtype"]),
-        passes=cast("Passes", cell["passes"]),
+        batch=whole(cell["batch"]),
+        passes=str(cell["passes"]),
+        dtype=str(cell["dtype"]),
         checkpoint_layers=whole(cell["checkpoint_layers"]),
     )

@@ -1,155 +1,175 @@
-"""One cell, in its own process: the allocator's history of two steps, read back; and what a block keeps."""
+"""One cell in its own process: two steps recorded by `profkit run`, their peaks read back; what a block saves."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from profkit.capture.memory_observer import MemoryObserver
-from profkit.capture.owners import OwnerLedger
-from profkit.capture.recorded_training import recorded_training
-from profkit.capture.step import StepObserver, TrainingStep
+import profkit
 from profkit.errors import RunError
-from profkit.launch.directory import write_json, write_manifest
-from profkit.launch.processes import sigterm_raises
-from profkit.models.workload import MemoryOrder
 from profkit.names import FORWARD
-from profkit.run_directory import LEDGER, MANIFEST, PREDICTED, SNAPSHOT, read_manifest
-from profkit.version import __version__
+from recipes.common.grid import sigterm_raises
 from recipes.common.measuring import run_short
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
-from recipes.model_memory.cells import BUILDING, Files, describe_cell, name_of, workload_of
-from recipes.model_memory.predicted import predict
-from recipes.model_memory.recorded import draw_recorded, read_recorded
+from recipes.model_memory.cells import Files, name_of, work_of
+from recipes.model_memory.predict import predict_memory
 from recipes.model_memory.saved import Part, SavedAccount, count_saved
-from recipes.whole_model.cells import FORWARD_ONLY
+from recipes.whole_model.cells import FORWARD_ONLY, Work
+from recipes.whole_model.training import Training
 
-RECORDED_DEVICES = ("cuda",)
-"""Those whose allocator records its history."""
 LARGEST_PARTS = 5
-_UNDER_WAY = "incomplete"
+FIRST_STACKS = 5
 
 
 def measure_cell(cell: Cell, device: Device, files: Files) -> Row:
-    """Return the peaks with what they are made of, and what a block keeps; or the phase in which the memory ended.
+    """Return the peaks and what they are made of, and what a block saves; or the phase in which memory ran out.
 
-    Only CUDA's allocator records its history. What a block keeps is counted in a forward pass of its own after the
-    recording; between checkpoints nothing is kept, and nothing counted.
+    Only CUDA's allocator records its history. What a block saves is counted in a forward pass of its own; between
+    checkpoints nothing is saved, and nothing is counted.
     """
-    run = _Run(cell, device, files)
-    shortage = run_short(run.measure, device)
-    if shortage is not None:
-        return {"status": out_of_memory(run.phase), **shortage}
-    return {"status": OK, **run.found}
+    found: Row = {}
+    if device == "cuda":
+        with sigterm_raises(), _run_directory(cell, files) as run:
+            shortage = _record(work_of(cell), run)
+            if shortage is not None:
+                return {**shortage, "status": out_of_memory(str(shortage["phase"]))}
+            found |= read_recorded(run, work_of(cell))
+            picture = files.timelines.get(name_of(cell))
+            if picture is not None:
+                _profkit("memory", str(run), "--timeline", str(picture))
+                found["timeline"] = picture.name
+    if not cell["checkpoint_layers"]:
+        training = Training(work_of(cell), device)
+        shortage = run_short(lambda: found.update(_count(training)), device)
+        if shortage is not None:
+            phase = FORWARD if hasattr(training, "inputs") else training.phase
+            return {"status": out_of_memory(phase), **shortage}
+    return {"status": OK, **found}
 
 
-class _Observer(MemoryObserver):
-    """Notes owners, and knows which phase is running."""
-
-    phase = BUILDING
-
-    def phase_begun(self, name: str) -> None:
-        self.phase = name
-
-
-class _Run:
-    """One cell: what it found so far, and in which phase it is."""
-
-    def __init__(self, cell: Cell, device: Device, files: Files) -> None:
-        self._cell = cell
-        self._device = torch.device(device)
-        self._files = files
-        self._workload = workload_of(cell)
-        self._observer: _Observer | None = None
-        self._phase = BUILDING
-        self.found: Row = {}
-
-    @property
-    def phase(self) -> str:
-        """The phase that is running, or ran last."""
-        return self._phase if self._observer is None else self._observer.phase
-
-    def measure(self) -> None:
-        """Record the steps where that can be, count what a block keeps, read the recording."""
-        if self._device.type not in RECORDED_DEVICES:
-            if not self._workload.checkpoint_layers:
-                self._count(TrainingStep(self._workload, self._device))
-            return
-        with sigterm_raises(), self._directory() as run:
-            step = self._record(run)
-            if not self._workload.checkpoint_layers:
-                self._count(step)
-            self.found |= read_recorded(run)
-            self._draw(run)
-
-    @contextmanager
-    def _directory(self) -> Iterator[Path]:
-        """Yield a directory for the capture, which stays if captures are to be kept."""
-        if self._files.captures is None:
-            with tempfile.TemporaryDirectory(prefix="profkit-") as made:
-                yield Path(made)
-            return
-        run = self._files.captures / name_of(self._cell)
-        if (run / MANIFEST).exists() and read_manifest(run).get("status") == _UNDER_WAY:
-            shutil.rmtree(run)  # what an interrupted run of this cell left
-        run.mkdir(parents=True, exist_ok=True)
-        if any(run.iterdir()):
-            raise RunError(f"{run}: exists and is not empty; name another directory with --keep-captures")
+@contextmanager
+def _run_directory(cell: Cell, files: Files) -> Iterator[Path]:
+    """Yield where the recording goes; it stays there if captures are to be kept."""
+    with tempfile.TemporaryDirectory(prefix="memory_questions.") as made:
+        run = Path(made) / "run"
+        if files.captures is not None:
+            run = files.captures / name_of(cell)
+            if (run / "manifest.json").exists() and json.loads((run / "manifest.json").read_text())[
+                "status"
+            ] != "complete":
+                shutil.rmtree(run)  # An interrupted run of this cell left it.
+            if run.exists():
+                raise RunError(f"{run}: exists already; choose another directory with --keep-captures")
         yield run
 
-    def _record(self, run: Path) -> TrainingStep:
-        """Record the making of the model and its steps, and leave a run directory that ``profkit memory`` reads."""
-        versions = {"profkit": __version__, "torch": torch.__version__}
-        manifest = {"target": self._workload.target, "versions": versions, "workload": asdict(self._workload)}
-        write_manifest(run, {"status": _UNDER_WAY, **manifest})
-        write_json(run / PREDICTED, predict(self._cell, "cuda").to_dict())
-        order = MemoryOrder(str(run / SNAPSHOT), str(run / LEDGER))
-        with recorded_training(self._workload, self._device, order, self._observe) as step:
-            step.run_warmup()
-            step.run_measured()
-        step.observe(StepObserver())
-        write_manifest(run, {"status": "complete", **manifest})
-        return step
 
-    def _observe(self, owners: OwnerLedger, step: TrainingStep) -> _Observer:
-        self._observer = _Observer(owners, step, saved=False)
-        return self._observer
+def _record(work: Work, run: Path) -> Row | None:
+    """Record the making of the model and two steps; return the shortage if memory ran out, otherwise None."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as result:
+        setting = {**asdict(work), "device": "cuda", "steps": 2, "result": result.name}
+        script = [sys.executable, "-m", "recipes.whole_model.training", json.dumps(setting)]
+        _profkit(
+            "run", "--memory-only", "--no-annotate", "--warmup", "1", "--steps", "1", "-o", str(run), "--", *script
+        )
+        shortage: Row | None = json.loads(Path(result.name).read_text())
+    return shortage
 
-    def _count(self, step: TrainingStep) -> None:
-        """Count in one more forward pass, loss included, what each block keeps, and look at what it hands on."""
-        self._observer, self._phase = None, FORWARD
-        is_trained = self._workload.passes != FORWARD_ONLY
-        is_bf16 = self._workload.dtype == "bf16"
 
-        def forward() -> Tensor:
-            autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=is_bf16)
-            with torch.set_grad_enabled(is_trained), autocast:
-                logits: Tensor = step.module(step.inputs)
-            # Autocast forgets its casts in between, as it does in the step.
-            with torch.set_grad_enabled(is_trained), autocast:
-                return cross_entropy(logits.flatten(0, 1), step.targets.flatten()) if is_trained else logits
+def _profkit(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "profkit", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise RunError(f"profkit {words[0]} ended with status {done.returncode}: {last}")
 
-        saved = count_saved(step.module, step.module.layers, (step.inputs, step.targets), forward)
-        self.found |= describe_saved(saved)
 
-    def _draw(self, run: Path) -> None:
-        picture = self._files.timelines.get(name_of(self._cell))
-        if picture is not None:
-            draw_recorded(run, picture, describe_cell(self._cell))
-            self.found["timeline"] = picture.name
+def read_recorded(path: Path, work: Work) -> Row:
+    """Return the peaks of a snapshot or run directory, what was alive then, and each phase's peak next to prediction.
+
+    ``replay_difference_bytes`` is the replayed peak less the allocator's own; None if no run recorded that.
+    """
+    opened = profkit.read_snapshot(path)
+    result = opened.memory()
+    totals, peak, check = result.totals, result.composition, result.allocator_check
+    return {
+        "allocated_peak_bytes": totals.allocated_peak_bytes,
+        "reserved_peak_bytes": totals.reserved_peak_bytes,
+        "requested_peak_bytes": totals.requested_peak_bytes,
+        "peak_phase": peak.phase,
+        "replay_difference_bytes": None if check is None else check.allocated_difference_bytes,
+        "is_exact": totals.exact,
+        "phase_peaks": {phase.name: phase.peak_bytes for phase in result.phases},
+        "by_category": {row.category: row.bytes for row in peak.by_category},
+        "largest": [
+            {key: getattr(row, key) for key in ("bytes", "category", "phase", "owner", "label")} for row in peak.largest
+        ],
+        "stacks": [
+            {"bytes": row.bytes, "count": row.count, "label": row.label} for row in peak.by_stack[:FIRST_STACKS]
+        ],
+        **compare_phases(requested_peaks(opened.device()), work),
+        "warnings": [warning.message for warning in result.warnings],
+    }
+
+
+def requested_peaks(memory: Any) -> dict[str, int]:
+    """Return the highest requested bytes within each phase of a device's history."""
+    requested = memory.history.curves.requested
+    found: dict[str, int] = {}
+    for phase in memory.timeline.phases:
+        first, last = memory.timeline.moments_of(phase)
+        found[phase.name] = max(found.get(phase.name, 0), int(requested[first : last + 1].max()))
+    return found
+
+
+def compare_phases(requested: Mapping[str, int], work: Work) -> Row:
+    """Return each phase's requested peak next to the predicted one, and the difference of the two highest.
+
+    ``difference_bytes`` is between the two peaks, whether they are of the same phase or not.
+    """
+    predicted = {peak.phase: peak.bytes for peak in predict_memory(work).peaks}
+    phases = [
+        {"phase": name, "requested_bytes": size, "predicted_bytes": predicted[name],
+         "difference_bytes": size - predicted[name]}
+        for name, size in requested.items() if name in predicted
+    ]  # fmt: skip
+    highest = max(phases, key=lambda phase: int(str(phase["requested_bytes"])))
+    return {
+        "requested_phases": phases,
+        "requested_phase": highest["phase"],
+        "difference_bytes": int(str(highest["requested_bytes"])) - max(predicted.values()),
+    }
+
+
+def _count(training: Training) -> Row:
+    """Count in one forward pass, loss included, what each block saves, and look at its output."""
+    training.build()
+    is_trained = training.work.passes != FORWARD_ONLY
+
+    def forward() -> Tensor:
+        with torch.set_grad_enabled(is_trained), training.autocast():
+            logits: Tensor = training.module(training.inputs)
+        # Autocast forgets its casts in between, as in the step.
+        with torch.set_grad_enabled(is_trained), training.autocast():
+            return cross_entropy(logits.flatten(0, 1), training.targets.flatten()) if is_trained else logits
+
+    batch = (training.inputs, training.targets)
+    return describe_saved(count_saved(training.module, training.module.layers, batch, forward))
 
 
 def describe_saved(saved: SavedAccount) -> Row:
-    """Return the tensor that a block hands on, the bytes that each keeps, and of the one that keeps most the parts."""
+    """Return the tensor that a block hands on, the bytes that each saves, and the parts of the one that saves most."""
     most = max(saved.blocks, key=lambda block: block.bytes)
     return {
         "residual_bytes": most.output_bytes,
@@ -163,9 +183,8 @@ def describe_saved(saved: SavedAccount) -> Row:
 
 
 def group_parts(parts: Sequence[Part]) -> list[dict[str, object]]:
-    """Return the parts, those alike together, the largest first; what follows the fifth is one line."""
-    alike = Counter(parts)
-    ordered = sorted(alike.items(), key=lambda entry: -entry[0].bytes * entry[1])
+    """Return the parts, equal ones together, the largest first; all after the fifth are one line."""
+    ordered = sorted(Counter(parts).items(), key=lambda entry: -entry[0].bytes * entry[1])
     lines: list[dict[str, object]] = [
         {**asdict(part), "shape": list(part.shape), "count": count, "bytes": part.bytes * count}
         for part, count in ordered[:LARGEST_PARTS]

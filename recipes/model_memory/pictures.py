@@ -9,14 +9,24 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from profkit.report.timeline_page import CATEGORY_COLOURS
 from recipes.common.pictures import COLOURS, new_figure
 from recipes.common.recipe import Row, whole
-from recipes.model_memory.predicted import KINDS, REST, kinds_at_peak
+from recipes.model_memory.predict import KINDS, REST, kinds_at_peak
 from recipes.whole_model.cells import PASSES
 
 _GIB = 2**30
 _INK = "#333333"
+_KIND_COLOURS = {
+    "parameters": "#0072B2",
+    "optimizer state": "#009E73",
+    "gradients": "#D55E00",
+    "activations": "#E69F00",
+    "autocast copies": "#B58B5A",
+    "temporaries": "#CC79A7",
+    "workspace": "#56B4E9",
+    REST: "#999999",
+}
+"""The colours that a timeline gives to these categories."""
 
 
 def draw_peaks(rows: Sequence[Row]) -> Figure | None:
@@ -53,7 +63,7 @@ def _order(row: Row) -> tuple[int, str]:
 def _draw_bar(panel: Any, place: int, row: Row) -> None:
     bottom = 0.0
     for kind, size in kinds_at_peak(row).items():
-        panel.bar(place, size / _GIB, bottom=bottom, width=0.72, color=_colour(kind))
+        panel.bar(place, size / _GIB, bottom=bottom, width=0.72, color=_KIND_COLOURS[kind])
         bottom += size / _GIB
     measured = row.get("requested_peak_bytes")
     if measured is not None:
@@ -63,13 +73,9 @@ def _draw_bar(panel: Any, place: int, row: Row) -> None:
     )
 
 
-def _colour(kind: str) -> str:
-    return CATEGORY_COLOURS.get(kind, "#999999")
-
-
 def _add_legend(figure: Figure, rows: Sequence[Row]) -> None:
     drawn = {kind for row in rows for kind, size in kinds_at_peak(row).items() if size}
-    handles: list[Any] = [Patch(color=_colour(kind), label=kind) for kind in (*KINDS, REST) if kind in drawn]
+    handles: list[Any] = [Patch(color=_KIND_COLOURS[kind], label=kind) for kind in (*KINDS, REST) if kind in drawn]
     if any(row.get("requested_peak_bytes") is not None for row in rows):
         handles.append(Line2D([], [], color=_INK, marker="_", markersize=14, linestyle="", label="measured"))
     figure.legend(handles=handles[::-1], loc="outside right upper", frameon=False, fontsize=8)

@@ -1,42 +1,27 @@
-"""What memory_questions says about its rows: peaks, timelines, the largest, what a block keeps, what was predicted."""
+"""What memory_questions shows: peaks, checkpoints, what a block saves, the largest allocations, the prediction."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from profkit.report.formats import Column, render_markdown
-from profkit.report.units import format_bytes, format_count
-from recipes.common.old_tables import build_pivot, build_table
+from recipes.common.measuring import GIB, MIB
 from recipes.common.recipe import Device, Report, Row, whole
-from recipes.common.tables import listed
-from recipes.model_memory.answers import (
-    MAKING,
-    answer_checkpoints,
-    answer_growth,
-    answer_padding,
-    answer_peaks,
-    answer_predicted,
-    answer_residual,
-    is_measured,
-    phase_of,
-    usual_sum_off,
-)
-from recipes.model_memory.cells import KEYS, choose_timelines, describe_cell
-from recipes.model_memory.contents import show_largest, show_saved, tell_size
+from recipes.common.tables import Table, listed, markdown, pivot, select, show_bytes
+from recipes.model_memory.cells import KEYS, choose_timelines, describe_cell, work_of
 from recipes.model_memory.pictures import draw_checkpoints, draw_peaks
-from recipes.model_memory.predicted import KINDS, REST, describe_prediction, kinds_at_peak
-from recipes.model_memory.repeating import tell_command
+from recipes.model_memory.predict import KINDS, REST, describe_prediction, kinds_at_peak
 from recipes.whole_model.cells import PASSES
 
-MIB, GIB = 2**20, 2**30
+_MAKING = "the making of the model"
+_LARGEST = 10
+_PHASE = ("phase", "predicted_bytes", "requested_bytes", "difference_bytes")
 
 
 def add_columns(rows: Sequence[Row]) -> None:
-    """Add to every row what arithmetic says of it, whether it was run or not, and units for people."""
+    """Add to every row its prediction, whether it was run or not, and sizes in GiB and MiB."""
     for row in rows:
-        row.update(describe_prediction(cast("Any", row), cast("Device", row["device"])))
+        row.update(describe_prediction(work_of(cast("Any", row)), cast("Device", row["device"])))
         for key, source, unit in (
             ("peak_GiB", "allocated_peak_bytes", GIB),
             ("reserved_GiB", "reserved_peak_bytes", GIB),
@@ -50,177 +35,212 @@ def add_columns(rows: Sequence[Row]) -> None:
 
 
 def report(rows: Sequence[Row], _machine: Mapping[str, object]) -> Report:
-    """Return the answers, each with its table, and pictures of peaks and of checkpoints."""
+    """Return the tables, and pictures of peaks, checkpoints and timelines."""
     plain = [row for row in rows if not row["checkpoint_layers"]]
-    largest = cast("list[Row]", choose_timelines(_telling(plain)))
-    groups = group_checkpoints(rows)
-    in_short = [*answer_peaks(plain), *(line for group in groups for line in answer_checkpoints(group))]
-    sections = [
-        "## In short",
-        listed([*in_short, *answer_predicted(rows)]),
-        tell_command(rows, recorded=bool(is_measured(rows))),
-        "## Peaks, and the phase that each falls in",
+    blocks = [
+        "## Peaks, and the phase of each",
         *_peaks(plain),
         "## Checkpoints",
-        *_checkpoints(groups),
-        "## What a block keeps for backward",
-        *show_saved(plain),
-        "## The residual stream",
-        listed(answer_residual(plain)) or "Not seen: no forward pass came to its end.",
+        *_checkpoints(rows),
+        "## What a block saves for backward",
+        *_saved(plain),
+        "## The tensor that a block hands to the next",
+        *_residual(plain),
         "## The largest allocations at the peak",
-        *show_largest(largest),
+        *_largest(plain),
         "## Predicted against measured",
         *_predicted(rows),
+        *_warnings(rows),
         "## Timelines",
         *_timelines(plain),
-        *_warnings(rows),
     ]
     pictures = {"peaks.png": draw_peaks(plain), "checkpoints.png": draw_checkpoints(rows)}
-    return Report(sections, {name: figure for name, figure in pictures.items() if figure is not None})
+    return Report(blocks, {name: figure for name, figure in pictures.items() if figure is not None})
 
 
-def _telling(rows: Sequence[Row]) -> list[Any]:
-    """Return the rows as they would be run: the largest model at its longest context first."""
-    return sorted(rows, key=lambda row: (-whole(row["context"]), -whole(row["parameters"])))
+def is_measured(row: Row) -> bool:
+    """Return whether the row has a measured peak."""
+    return row.get("requested_peak_bytes") is not None
 
 
 def _peaks(rows: Sequence[Row]) -> Iterator[str]:
-    measured = bool(is_measured(rows))
-    if measured:
-        yield answer_padding(rows)
-        yield listed(answer_growth(rows))
+    measured = any(map(is_measured, rows))
     keys = ("allocated_peak_bytes", "peak_phase") if measured else ("predicted_peak_bytes", "predicted_phase")
-    what = "allocated at the peak" if measured else "requested at the predicted peak"
-    told = [{**row, "peak": _told_peak(row, *keys)} for row in rows]
-    told.sort(key=lambda row: PASSES.index(cast("Any", row["passes"])))
+    if measured:
+        yield (
+            "Requested is what the program asks the allocator for; allocated adds the allocator's rounding, which "
+            "depends on what was freed before; reserved is what the allocator took from the device. Predictions are of "
+            "requested bytes."
+        )
+    else:
+        yield "No peak was measured: only CUDA's allocator records its history. These are predictions."
+    shown = [
+        {**row, "peak": None if row.get(keys[0]) is None else f"{show_bytes(row[keys[0]])}, {row[keys[1]] or _MAKING}"}
+        for row in sorted(rows, key=lambda row: PASSES.index(cast("Any", row["passes"])))
+    ]
     for size, batch in dict.fromkeys((row["size"], row["batch"]) for row in rows):
-        here = [row for row in told if (row["size"], row["batch"]) == (size, batch)]
-        yield f"{size}, batch {batch}, {what}, by context:"
-        yield render_markdown(build_pivot(here, "context", ["passes", "dtype"], "peak"))
-    yield "Requested bytes: each predicted peak by kind, and the measured ones:"
+        here = [row for row in shown if (row["size"], row["batch"]) == (size, batch)]
+        yield f"{size}, batch {batch}, {'allocated' if measured else 'requested'} at the peak, by context:"
+        yield markdown(pivot(here, "context", ["passes", "dtype"], "peak"))
+    yield "Requested at the peak, predicted by kind, and measured:"
     yield "![peaks](peaks.png)"
 
 
-def _told_peak(row: Row, size: str, phase: str) -> str | None:
-    if row.get(size) is None:
-        return None
-    return f"{format_bytes(whole(row[size]))}, {row[phase] or MAKING}"
+def _checkpoints(rows: Sequence[Row]) -> Iterator[str]:
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in KEYS if key != "checkpoint_layers"), []).append(row)
+    several = [group for group in groups.values() if len(group) > 1]
+    for group in several:
+        yield f"{describe_cell({**group[0], 'checkpoint_layers': 0})}:"
+        headings = ["layers per checkpoint", "requested at the peak", "in", "predicted", "allocated", "reserved"]
+        lines = []
+        for row in group:
+            sizes = {kind: show_bytes(row.get(f"{kind}_peak_bytes"))
+                     for kind in ("requested", "predicted", "allocated", "reserved")}  # fmt: skip
+            phase = phase_of(row) if is_measured(row) else f"{row['predicted_phase']}, predicted"
+            ends = [show_bytes(row["predicted_saved_bytes"]), row["status"]]
+            lines.append([row["checkpoint_layers"] or "none", sizes.pop("requested"), phase, *sizes.values(), *ends])
+        yield markdown(Table([*headings, "saved when the loss is made, predicted", "status"], lines))
+    yield "![checkpoints](checkpoints.png)" if several else "No cell has checkpoints."
+
+
+def phase_of(row: Row) -> str:
+    """Return the phase in which the requested bytes peaked: the highest one, unless all are below the peak."""
+    phases = cast("list[dict[str, Any]] | None", row.get("requested_phases"))
+    if phases is None:
+        return str(row["peak_phase"] or _MAKING)
+    highest = max(int(phase["requested_bytes"]) for phase in phases)
+    return str(row["requested_phase"]) if whole(row["requested_peak_bytes"]) <= highest else _MAKING
+
+
+def _saved(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what a block saves in each setting, and its largest parts at the longest context of each dtype."""
+    which = ("size", "context", "dtype", "batch")
+    settings: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        if row.get("saved_parts"):
+            # Autograd saves the same with and without an optimizer.
+            settings.setdefault(tuple(row[key] for key in which), row)
+    counted = list(settings.values())
+    if not counted:
+        yield "Not counted."
+        return
+    lines = []
+    for row in counted:
+        blocks = cast("list[int]", row["saved_bytes_by_block"])
+        low, high = show_bytes(min(blocks)), show_bytes(max(blocks))
+        each = f"{low}, each of {len(blocks)}" if low == high else f"{low} to {high}, of {len(blocks)}"
+        share = f"{sum(blocks) / whole(row['saved_bytes']):.1%}"
+        off = whole(row["saved_bytes"]) - whole(row["predicted_saved_bytes"])
+        lines.append([*(row[key] for key in which), each, show_bytes(row["saved_bytes"]), share, off])
+    yield markdown(Table([*which, "saved by a block", "saved in all", "in the blocks", "less predicted, B"], lines))
+    longest = {(row["size"], row["dtype"]): row for row in sorted(counted, key=lambda row: whole(row["context"]))}
+    for row in longest.values():
+        yield f"The largest parts of a block, {row['size']}, context {row['context']}, {row['dtype']}:"
+        parts = []
+        for part in cast("list[Row]", row["saved_parts"]):
+            shape = part["shape"] and " × ".join(map(str, cast("list[int]", part["shape"])))
+            made_by = part["made_by"] or "all others"
+            parts.append([show_bytes(part["bytes"]), part["count"], made_by, part["saved_in"], shape, part["dtype"]])
+        headings = ["saved", "tensors", "made by", "first saved in", "shape of each", "dtype"]
+        yield markdown(Table(headings, parts))
+
+
+def _residual(rows: Sequence[Row]) -> Iterator[str]:
+    seen: dict[tuple[object, ...], dict[object, None]] = {}
+    for row in rows:
+        if row.get("residual_bytes") is not None:
+            shape = " × ".join(map(str, cast("list[int]", row["residual_shape"])))
+            key = (row["size"], row["context"], shape, row["residual_dtype"], row["residual_bytes"])
+            seen.setdefault(key, {})[row["dtype"]] = None
+    lines = [[*key[:4], key[4], show_bytes(key[4]), " and ".join(map(str, dtypes))] for key, dtypes in seen.items()]
+    headings = ["size", "context", "batch × context × d_model", "dtype", "bytes", "size in memory", "seen in"]
+    yield markdown(Table(headings, lines)) if lines else "No forward pass completed."
+
+
+def _largest(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the largest allocations of the two most informative rows, and the stacks that hold most of the peak."""
+    telling = sorted(rows, key=lambda row: (-whole(row["context"]), -whole(row["parameters"])))
+    recorded = [cast("Row", row) for row in choose_timelines(cast("Any", telling)) if row.get("largest")]
+    if not recorded:
+        yield "Unknown: only CUDA's allocator records its history."
+        return
+    yield "Sizes are of the allocator's blocks, rounding included."
+    for row in recorded:
+        where = f"in {row['peak_phase'] or _MAKING}"
+        yield f"{describe_cell(row)}, {show_bytes(row['allocated_peak_bytes'])} allocated at the peak, {where}:"
+        largest = group_alike(cast("list[Row]", row["largest"])[:_LARGEST])
+        yield markdown(select(largest, {"block": "size", "times": "count", "category": "category",
+            "allocated in": "phase", "owner": "owner", "your line ← called from": "label"}))  # fmt: skip
+        stacks = [{**one, "size": show_bytes(one["bytes"])} for one in cast("list[Row]", row["stacks"])]
+        yield "The stacks that hold most of the peak:"
+        yield markdown(select(stacks, {"all blocks": "size", "times": "count", "your line ← called from": "label"}))
+
+
+def group_alike(largest: Sequence[Row]) -> list[Row]:
+    """Return large allocations; those of one size, kind and stack are one row with their count and owners."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for one in largest:
+        groups.setdefault(tuple(one[key] for key in ("bytes", "category", "phase", "label")), []).append(one)
+    rows = []
+    for here in groups.values():
+        owners = [str(one["owner"]) for one in here if one["owner"]]
+        more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
+        owner = owners[0] + more if owners else None
+        rows.append({**here[0], "size": show_bytes(here[0]["bytes"]), "count": len(here), "owner": owner})
+    return rows
+
+
+def _predicted(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield every row's predicted peak by kind, next to the measured one and the usual sum, and phases that differ."""
+    yield (
+        "The usual sum is, for N parameters, 4 N bytes of parameters, as much of gradients and twice as much for "
+        "AdamW, as far as the step has them, and all that is saved for backward, as if it existed at once; without "
+        "autocast's copies, temporaries and workspaces. The kinds are those at the predicted peak; bytes are requested."
+    )
+    lines = []
+    for row in rows:
+        peak = whole(row["requested_peak_bytes"] if is_measured(row) else row["predicted_peak_bytes"])
+        usual = whole(row["added_up_bytes"])
+        kinds = [show_bytes(size) for size in kinds_at_peak(row).values()]
+        measured = show_bytes(row.get("requested_peak_bytes"))
+        ends = [show_bytes(row["predicted_peak_bytes"]), row["predicted_phase"], measured, row.get("difference_bytes")]
+        lines.append(
+            [*(row[key] for key in KEYS[:5]), *kinds, *ends, show_bytes(usual), f"{(usual - peak) / peak:+.1%}"]
+        )
+    headings = [*KEYS[:5], *KINDS, REST, "predicted peak", "in", "measured", "difference, B", "usual sum", "off by"]
+    yield markdown(Table(headings, lines))
+    phases = [
+        [*(row[key] for key in KEYS[:5]), *(phase[key] for key in _PHASE)]
+        for row in rows
+        for phase in cast("list[dict[str, Any]]", row.get("requested_phases") or ())
+    ]
+    off = [line for line in phases if line[-1]]
+    if phases:
+        yield f"{len(phases) - len(off)} of {len(phases)} measured peaks of phases are the predicted ones to the byte."
+    if off:
+        yield markdown(Table([*KEYS[:5], "phase", "predicted, B", "measured, B", "difference, B"], off))
+    replayed = [row["replay_difference_bytes"] for row in rows if row.get("replay_difference_bytes") is not None]
+    if replayed:
+        exact = sum(not difference for difference in replayed)
+        yield f"{exact} of {len(replayed)} replayed peaks are `torch.cuda.max_memory_allocated()` to the byte."
+
+
+def _warnings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the warnings that profkit gave when it read the recordings, each once."""
+    found: dict[str, int] = {}
+    for row in rows:
+        for message in cast("list[str]", row.get("warnings") or ()):
+            found[message] = found.get(message, 0) + 1
+    if found:
+        yield "## Warnings about the recordings"
+        yield listed(f"{message} ({count} of {len(rows)} rows)" for message, count in found.items())
 
 
 def _timelines(rows: Sequence[Row]) -> Iterator[str]:
     drawn = [row for row in rows if row.get("timeline")]
+    for row in drawn:
+        yield f"![{describe_cell(row)}]({row['timeline']})"
     if not drawn:
         yield "None: only CUDA's allocator records its history."
-    for row in drawn:
-        yield f"{describe_cell(row)}:"
-        yield f"![{describe_cell(row)}]({row['timeline']})"
-
-
-def _checkpoints(groups: Sequence[Sequence[Row]]) -> Iterator[str]:
-    if not groups:
-        yield "None were asked for."
-        return
-    columns = [Column("layers to a checkpoint", "layers"), Column("requested at the peak", "requested")]
-    columns += [Column("in", "phase", right=False), Column("predicted", "predicted")]
-    columns += [Column("allocated", "allocated"), Column("reserved", "reserved")]
-    columns += [Column("kept when the loss is made, predicted", "kept"), Column("status", "status", right=False)]
-    for group in groups:
-        yield f"{describe_cell({**group[0], 'checkpoint_layers': 0})}:"
-        yield render_markdown(build_table(columns, [_tell_checkpoints(row) for row in group]))
-    yield "![checkpoints](checkpoints.png)"
-
-
-def _tell_checkpoints(row: Row) -> Row:
-    sizes = {
-        kind: tell_size(row.get(f"{kind}_peak_bytes")) for kind in ("requested", "predicted", "allocated", "reserved")
-    }
-    measured = row.get("requested_peak_bytes") is not None
-    return {
-        **sizes,
-        "layers": row["checkpoint_layers"] or "none",
-        "phase": phase_of(row) if measured else f"{row['predicted_phase']}, predicted",
-        "kept": tell_size(row["predicted_saved_bytes"]),
-        "status": row["status"],
-    }
-
-
-def group_checkpoints(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows that differ in the layers to a checkpoint alone, where there is more than one of them."""
-    keys = [key for key in KEYS if key != "checkpoint_layers"]
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def _predicted(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of every row's highest phase by category, and the phases that are off."""
-    keys = [Column(key, key, right=key not in ("size", "passes", "dtype")) for key in KEYS[:5]]
-    kinds = [Column(kind, kind) for kind in (*KINDS, REST)]
-    ends = [
-        *(Column("predicted peak", "predicted"), Column("in", "predicted_phase", right=False)),
-        *(Column("measured", "measured"), Column("usual sum", "usual"), Column("off by", "off")),
-    ]
-    yield (
-        "The usual sum is, for N parameters, 4 N bytes of parameters, as much of gradients and twice as much for "
-        "AdamW, as far as the step has them, and all that is kept for backward, as if all were there at once; without "
-        "autocast's copies, temporaries and workspaces. It is no sum of the kinds beside it: these are at the peak."
-    )
-    yield "Requested bytes at the predicted peak, by kind:"
-    yield render_markdown(build_table([*keys, *kinds, *ends], [_tell_predicted(row) for row in rows]))
-    yield from _phases(rows, keys)
-
-
-def _tell_predicted(row: Row) -> Row:
-    measured = row.get("requested_peak_bytes")
-    return {
-        **{key: row[key] for key in (*KEYS, "predicted_phase")},
-        **{kind: tell_size(size) for kind, size in kinds_at_peak(row).items()},
-        "predicted": tell_size(row["predicted_peak_bytes"]),
-        "measured": tell_size(measured),
-        "usual": tell_size(row["added_up_bytes"]),
-        "off": f"{usual_sum_off(row, 'predicted' if measured is None else 'requested'):+.1%}",
-    }
-
-
-def _phases(rows: Sequence[Row], keys: Sequence[Column]) -> Iterator[str]:
-    """Yield which phases' peaks differ from the predicted ones, in bytes."""
-    measured = [line for row in rows for line in _phases_of(row) if line["difference_bytes"] is not None]
-    off = [line for line in measured if line["difference_bytes"]]
-    if not measured:
-        return
-    if not off:
-        of = ", ".join(
-            f"{count} of {phase}" for phase, count in Counter(str(line["phase"]) for line in measured).items()
-        )
-        yield f"Each phase has a peak: all {len(measured)} measured ones are the predicted ones to the byte ({of})."
-        return
-    yield f"{format_count(len(off), 'phase')} of {len(measured)} measured have another peak than predicted, in bytes:"
-    phases = [Column("phase", "phase", right=False), Column("predicted", "predicted_bytes")]
-    phases += [Column("measured", "requested_bytes"), Column("difference", "difference_bytes")]
-    phases += [Column("with this new", "moment", right=False)]
-    yield render_markdown(build_table([*keys, *phases], off))
-
-
-def _warnings(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what profkit warned of when it read the recordings, each warning once, with the rows that have it."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        for message in cast("list[str]", row.get("warnings") or ()):
-            found.setdefault(message, []).append(row)
-    if found:
-        yield "## What the recordings warn of"
-        yield listed(f"{message} ({len(here)} of {len(rows)} rows)" for message, here in found.items())
-
-
-def _phases_of(row: Row) -> Iterator[Row]:
-    measured = {phase["phase"]: phase for phase in cast("list[dict[str, Any]]", row.get("requested_phases") or ())}
-    for phase in cast("list[dict[str, Any]]", row["predicted_phases"]):
-        found = measured.get(phase["phase"], {})
-        line = {key: row[key] for key in KEYS[:5]}
-        line |= {"phase": phase["phase"], "moment": phase["moment"], "predicted_bytes": phase["bytes"]}
-        yield {
-            **line,
-            "requested_bytes": found.get("requested_bytes"),
-            "difference_bytes": found.get("difference_bytes"),
-        }

@@ -10,14 +10,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from profkit import annotate
 from profkit.models.transformer import TransformerLM
-from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
-from recipes.common.measuring import synchronize
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, step_range
+from recipes.common.measuring import run_short, synchronize
 from recipes.common.recipe import Device
 from recipes.whole_model.cells import FORWARD_ONLY, TRAIN, Work
 
@@ -89,14 +90,22 @@ class Training:
 
 
 def main(setting: str) -> None:
-    """Run the steps of a `Work` that is given as JSON, with ``device`` and ``steps`` added."""
+    """Run the steps of a `Work` given as JSON, with ``device``, ``steps`` and the file ``result`` added.
+
+    The result is JSON: null, or the phase in which memory ran out with the bytes that were requested and free.
+    """
     given = json.loads(setting)
-    device, steps = given.pop("device"), given.pop("steps")
+    device, steps, result = (given.pop(key) for key in ("device", "steps", "result"))
     training = Training(Work(**given), device)
-    training.build()
-    for number in range(steps):
-        with annotate(f"step {number}"):
-            training.run()
+
+    def run() -> None:
+        training.build()
+        for number in range(steps):
+            with annotate(step_range(number)):
+                training.run()
+
+    shortage = run_short(run, device)
+    Path(result).write_text(json.dumps(shortage and {"phase": training.phase, **shortage}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Its cells, a recorded cell with a played allocator, real snapshots read, what is said, and the command on a CPU."""
+"""Memory of a model: the cells, a recorded cell read back, what a block saves, and the report."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import csv
 import json
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-import profkit
-from profkit.capture import recorded_training
-from profkit.capture.owners import OwnerLedger
 from profkit.errors import RunError, UsageError
 from profkit.models.presets import PRESETS
-from profkit.run_directory import LEDGER, SNAPSHOT
-from recipes.memory_questions import RECIPE, main
+from profkit.models.transformer import TransformerLM
+from recipes.memory_questions import RECIPE, main, predict
 from recipes.model_memory import measure
 from recipes.model_memory.cells import (
     GRIDS,
@@ -34,16 +28,22 @@ from recipes.model_memory.cells import (
     choose_timelines,
     describe_cell,
     name_of,
-    workload_of,
+    work_of,
 )
-from recipes.model_memory.predicted import needed_bytes
-from recipes.model_memory.recorded import describe_memory, draw_recorded, read_recorded
-from recipes.model_memory.report import add_columns, report
+from recipes.model_memory.measure import compare_phases, group_parts, measure_cell, read_recorded
+from recipes.model_memory.predict import describe_prediction, predict_memory
+from recipes.model_memory.report import add_columns, group_alike, phase_of, report
+from recipes.model_memory.saved import Part, count_saved
+from recipes.whole_model import training
+from recipes.whole_model.cells import Work
 from tests.captures import capture
 from tests.conftest import ROOT
-from tests.recipes.test_memory_predicted import Played, without_logits
 
 TRACE = ROOT / "traces" / "small-train.snapshot.pickle.gz"
+SMALL = Work("small", 256)
+"""What TRACE recorded, on an H200."""
+BATCH, CONTEXT = 2, 24
+GIB = 2**30
 
 
 def _cell(**changed: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _cell(**changed: Any) -> dict[str, Any]:
     return {**setting, **changed}
 
 
-def test_the_reports_grid() -> None:
+def test_the_reports_grid_has_one_size_and_varied_checkpoints() -> None:
     cells = build_cells(GRIDS["reports"], 4)
     assert len({name_of(cell) for cell in cells}) == len(cells) == 3 * 3 * 2 + 2 * 6
     assert {cell["size"] for cell in cells} == {"2.7B"}
@@ -61,205 +61,142 @@ def test_the_reports_grid() -> None:
     assert name_of(cells[-1]) == "2.7B-512-train-fp32-checkpoint32"
 
 
-def test_a_name_tells_a_cell_from_all_others() -> None:
+def test_each_cell_has_its_own_name() -> None:
     cells = [cell for batch in (4, 8) for cell in build_cells(GRIDS["reports"], batch)]
     for name in (name_of, describe_cell):
         assert len(set(map(name, cells))) == len(cells)
     assert describe_cell(cells[6]) == "2.7B, context 512, forward-backward, fp32, a checkpoint every layer"
 
 
-def test_no_checkpoint_has_more_layers_than_there_are() -> None:
+def test_no_checkpoint_has_more_layers_than_the_model() -> None:
     cells = build_cells({**GRIDS["reports"], "size": ("tiny", "small"), "checkpoint_layers": (0, 1, 2, 12, 13)}, 4)
     layers = {size: {cell["checkpoint_layers"] for cell in cells if cell["size"] == size} for size in ("tiny", "small")}
     assert layers == {"tiny": {0, 1, 2}, "small": {0, 1, 2, 12}}
 
 
-class Left(Played):
-    """A played step, and what it leaves where a recording would."""
-
-    def leave(self, snapshot: Path, ledger: Path, folder: Path) -> None:
-        folder.mkdir()
-        self.write_run(folder)
-        shutil.copy(folder / SNAPSHOT, snapshot)
-        shutil.copy(folder / LEDGER, ledger)
-
-
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Let a CPU be recorded: its steps run, and a played allocator's history of the same cell is left."""
-    playing: dict[str, Any] = {"edits": ()}
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Let `profkit run` leave a real recording of the small model, and return the commands that were run."""
+    commands: list[list[str]] = []
 
-    @contextmanager
-    def recorded(snapshot: Path, ledger: Path, device: Any, *, stacks: str, max_entries: int) -> Iterator[OwnerLedger]:
-        assert (stacks, max_entries) == ("python", 1_000_000)
-        assert device == torch.device("cpu")
-        owners = OwnerLedger(ledger, None, 0, None)
-        try:
-            yield owners
-        finally:
-            owners.close()
-        Left(playing["workload"], *playing["edits"]).leave(snapshot, ledger, tmp_path / "played")
+    def profkit(*words: str) -> None:
+        commands.append(list(words))
+        if words[0] == "run":
+            run = Path(words[words.index("-o") + 1])
+            run.mkdir(parents=True)
+            shutil.copy(TRACE, run / "snapshot.pickle.gz")
+            Path(json.loads(words[-1])["result"]).write_text("null")
+        else:
+            Path(words[-1]).write_bytes(b"PNG")
 
-    monkeypatch.setattr(measure, "RECORDED_DEVICES", ("cpu",))
-    monkeypatch.setattr(recorded_training, "recorded_memory", recorded)
-    return playing
+    monkeypatch.setattr(measure, "_profkit", profkit)
+    monkeypatch.setattr(measure, "read_recorded", lambda run, work: read_recorded(run / "snapshot.pickle.gz", work))
+    monkeypatch.setattr(measure, "_count", lambda _training: {"saved_bytes": 7})
+    return commands
 
 
-@pytest.mark.parametrize(
-    "changed", [{}, {"passes": "forward"}, {"dtype": "bf16", "passes": "forward-backward"}, {"checkpoint_layers": 1}]
-)
-def test_a_recorded_cell(played: dict[str, Any], tmp_path: Path, changed: dict[str, Any]) -> None:
-    cell = _cell(**changed)
-    played["workload"] = workload_of(cell)
+def test_a_recorded_cell_has_the_predicted_peaks_to_the_byte(recorded: list[list[str]], tmp_path: Path) -> None:
+    cell = _cell(size="small", context=256, batch=4)
     files = Files({name_of(cell): tmp_path / "timeline.png"}, tmp_path / "captures")
-    row: dict[str, Any] = measure.measure_cell(cell, "cpu", files)
-    assert row["status"] == "ok"
-    assert row["replay_difference_bytes"] == row["difference_bytes"] == 0
-    assert row["requested_peak_bytes"] == max(phase["predicted_bytes"] for phase in row["requested_phases"])
-    assert sum(row["by_category"].values()) == row["allocated_peak_bytes"] == max(row["phase_peaks"].values())
-    assert row["peak_phase"] == max(row["phase_peaks"], key=lambda phase: row["phase_peaks"][phase])
-    assert len(row["largest"]) == 10
-    assert row["largest"][0]["bytes"] == max(one["bytes"] for one in row["largest"])
-    assert ("saved_bytes" in row) == (not cell["checkpoint_layers"])
-    assert (tmp_path / row["timeline"]).read_bytes().startswith(b"\x89PNG")
-    kept = profkit.read_snapshot(tmp_path / "captures" / name_of(cell)).memory()
-    assert kept.totals.allocated_peak_bytes == row["allocated_peak_bytes"]
-    with pytest.raises(RunError, match="exists and is not empty; name another directory with --keep-captures"):
-        measure.measure_cell(cell, "cpu", files)
+    row: dict[str, Any] = measure_cell(cell, "cuda", files)
+    assert (row["status"], row["saved_bytes"], row["timeline"]) == ("ok", 7, "timeline.png")
+    assert row["requested_peak_bytes"] == predict_memory(SMALL).peak.bytes
+    assert [phase["difference_bytes"] for phase in row["requested_phases"]] == [0, 0, 0, 0]
+    assert (row["requested_phase"], row["difference_bytes"]) == ("backward", 0)
+    assert (tmp_path / "captures" / name_of(cell) / "snapshot.pickle.gz").exists()
+    run, memory = recorded
+    assert run[:2] == ["run", "--memory-only"]
+    assert Work(
+        **{key: value for key, value in json.loads(run[-1]).items() if key not in ("device", "steps", "result")}
+    )
+    assert memory[-2:] == ["--timeline", str(tmp_path / "timeline.png")]
+    with pytest.raises(RunError, match="exists already; choose another directory with --keep-captures"):
+        measure_cell(cell, "cuda", files)
 
 
-def test_what_an_interrupted_recording_kept_gives_way_to_the_next(played: dict[str, Any], tmp_path: Path) -> None:
-    cell = _cell()
-    played["workload"] = workload_of(cell)
-    left = tmp_path / "captures" / name_of(cell)
-    left.mkdir(parents=True)
+def test_an_interrupted_recording_is_replaced(recorded: list[list[str]], tmp_path: Path) -> None:
+    left = tmp_path / name_of(_cell())
+    left.mkdir()
     (left / "manifest.json").write_text('{"status": "incomplete"}')
-    (left / "partial.snapshot.pickle").write_text("")
-    assert measure.measure_cell(cell, "cpu", Files({}, tmp_path / "captures"))["status"] == "ok"
-    assert not (left / "partial.snapshot.pickle").exists()
-    assert json.loads((left / "manifest.json").read_text())["status"] == "complete"
+    assert measure_cell(_cell(), "cuda", Files({}, tmp_path))["status"] == "ok"
+    assert not (left / "manifest.json").exists()
+    assert len(recorded) == 1
 
 
-def test_a_difference_from_the_prediction_has_its_sign(played: dict[str, Any]) -> None:
-    cell = _cell()
-    played |= {"workload": workload_of(cell), "edits": (without_logits, without_logits)}
-    row = measure.measure_cell(cell, "cpu", Files())
-    assert row["difference_bytes"] == -2 * 48 * 10_000 * 4
-
-
-def _short(*_arguments: Any, **_named: Any) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+def test_a_recorded_step_that_runs_out_of_memory_names_the_phase(
+    recorded: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del recorded
+    shortage = {"phase": "backward", "requested_bytes": 2 << 30, "free_bytes": 1}
+    monkeypatch.setattr(measure, "_profkit", lambda *words: Path(json.loads(words[-1])["result"]).write_text(
+        json.dumps(shortage)))  # fmt: skip
+    row = measure_cell(_cell(), "cuda", Files())
+    assert (row["status"], row["requested_bytes"]) == ("OOM(backward)", 2 << 30)
+    assert "allocated_peak_bytes" not in row
 
 
 @pytest.mark.parametrize(
     ("phase", "owner", "name"),
     [("model", torch, "randint"), ("backward", torch.Tensor, "backward"), ("optimizer", torch.optim.AdamW, "step")],
 )
-def test_running_out_of_memory_is_told_with_its_phase(
-    played: dict[str, Any], monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str
+def test_the_recorded_script_leaves_the_phase_in_which_memory_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str
 ) -> None:
-    played["workload"] = workload_of(_cell())
-    monkeypatch.setattr(owner, name, _short)
-    row = measure.measure_cell(_cell(), "cpu", Files())
-    assert (row["status"], row["requested_bytes"]) == (f"OOM({phase})", 2 << 30)
-    assert "allocated_peak_bytes" not in row
+    def short(*_arguments: Any, **_named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+
+    result = tmp_path / "result.json"
+    setting = json.dumps({"size": "tiny", "context": 16, "device": "cpu", "steps": 2, "result": str(result)})
+    training.main(setting)
+    assert json.loads(result.read_text()) is None
+    monkeypatch.setattr(owner, name, short)
+    training.main(setting)
+    found = json.loads(result.read_text())
+    assert (found["phase"], found["requested_bytes"]) == (phase, 2 << 30)
 
 
-def test_what_does_not_fit_is_judged_by_what_runs() -> None:
-    """Elsewhere than on CUDA one forward pass, and with checkpoints nothing."""
+def test_outside_cuda_only_a_forward_pass_must_fit() -> None:
+    """With checkpoints nothing runs there."""
     train = _cell(context=256, batch=4)
-    on_cpu, on_cuda = needed_bytes(train, "cpu"), needed_bytes(train, "cuda")
-    kept = measure.measure_cell(train, "cpu", Files())["saved_bytes"]
+    on_cpu, on_cuda = predict(train, "cpu"), predict(train, "cuda")
+    kept = measure_cell(train, "cpu", Files())["saved_bytes"]
     assert 4 * PRESETS["tiny"].parameter_count + int(str(kept)) < on_cpu < on_cuda / 1.4
-    assert measure.measure_cell(_cell(checkpoint_layers=1), "cpu", Files()) == {"status": "ok"}
+    assert measure_cell(_cell(checkpoint_layers=1), "cpu", Files()) == {"status": "ok"}
 
 
-def test_without_a_recorder_nothing_is_told_of_peaks() -> None:
-    row = measure.measure_cell(_cell(), "cpu", Files())
+def test_outside_cuda_a_cell_has_no_peaks() -> None:
+    row = measure_cell(_cell(), "cpu", Files())
     assert not {"allocated_peak_bytes", "largest", "difference_bytes"} & row.keys()
     assert row["residual_bytes"] == 2 * 48 * 128 * 4
 
 
-def test_a_real_snapshot() -> None:
+def test_the_peaks_of_a_real_snapshot_are_those_the_allocator_reported() -> None:
     """The allocator itself reported the peaks (traces/README.md)."""
-    row: dict[str, Any] = read_recorded(TRACE)
+    row: dict[str, Any] = read_recorded(TRACE, SMALL)
     assert (row["allocated_peak_bytes"], row["reserved_peak_bytes"]) == (3_276_553_216, 3_462_397_952)
     assert (row["peak_phase"], row["is_exact"], row["replay_difference_bytes"]) == ("backward", True, None)
     assert row["phase_peaks"].keys() == {"forward", "loss", "backward", "optimizer"}
     first = row["largest"][0]
     assert (first["bytes"], first["category"], first["phase"]) == (41_943_040, "activations", "forward")
-    assert first["stack"][0].startswith("transformer.py:")
-    assert not any("/" in frame for one in (*row["largest"], *row["stacks"]) for frame in one["stack"])
-    assert "difference_bytes" not in row
+    assert first["label"].startswith("transformer.py:")
 
 
 @pytest.mark.parametrize("name", ["midrun", "expandable"])
-def test_real_snapshots_with_the_allocators_own_peaks(name: str) -> None:
-    row = read_recorded(capture(f"{name}.pickle"))
+def test_peaks_of_other_snapshots_are_those_the_allocator_reported(name: str) -> None:
+    row = read_recorded(capture(f"{name}.pickle"), SMALL)
     said = json.loads(capture(f"{name}.stats.json").read_text())
     assert row["allocated_peak_bytes"] == said["allocated_bytes.all.peak"]
     assert row["requested_peak_bytes"] == said["requested_bytes.all.peak"]
 
 
-def test_a_timeline_is_named_after_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    titles = []
-    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda _axes, text, **_named: titles.append(text))
-    draw_recorded(TRACE, tmp_path / "timeline.png", "small, context 256, train, fp32")
-    assert titles[0].startswith("small, context 256, train, fp32, device 0: allocated peak 3.052 GiB")
+def test_the_difference_is_between_the_two_peaks_whatever_their_phases() -> None:
+    predicted = {peak.phase: peak.bytes for peak in predict_memory(SMALL).peaks}
+    row: dict[str, Any] = compare_phases({**predicted, "optimizer": predicted["backward"] + 10}, SMALL)
+    assert (row["requested_phase"], row["difference_bytes"]) == ("optimizer", 10)
+    assert row["requested_phases"][-1]["difference_bytes"] == predicted["backward"] + 10 - predicted["optimizer"]
 
 
-def _rows(tmp_path: Path, *cells: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of some cells as played, with all columns, as on CUDA."""
-    rows = []
-    for cell in cells:
-        folder = tmp_path / name_of(cell)
-        folder.mkdir()
-        Played(workload_of(cell)).compare(folder, workload_of(cell))
-        counted = {} if cell["checkpoint_layers"] else measure.measure_cell(cell, "cpu", Files())
-        rows.append({**cell, **counted, **read_recorded(folder), "device": "cuda", "status": "ok"})
-    add_columns(rows)
-    return rows
-
-
-def test_each_sentence_has_its_number_and_its_command(tmp_path: Path) -> None:
-    both = {"passes": "forward-backward", "context": 96}
-    cells = [
-        *(_cell(), _cell(context=24), _cell(dtype="bf16"), _cell(**both), _cell(checkpoint_layers=1, **both)),
-        _cell(checkpoint_layers=2, **both),
-    ]
-    rows = _rows(tmp_path, *cells)
-    text = report(rows, {}).markdown
-    low, high = rows[1]["requested_peak_bytes"], rows[0]["requested_peak_bytes"]
-    assert f"at context 48: {high / low:.3f} times as much for 2 times the context" in text
-    assert "tiny, train, context 48, peak under bf16 autocast against fp32: allocated " in text
-    assert "batch × context × d_model × width = 2 × 48 × 128 × 4 B = 49,152 B = 48.00 KiB" in text
-    assert "Of 6 measured peaks 6 were predicted to the byte" in text
-    assert "`torch.cuda.max_memory_allocated()` to the byte in 6 of 6 rows" in text
-    assert re.search(
-        r"at the peak without checkpoints, in \w+; [\d.]+ MiB at the lowest with them, -[\d.]+%, one every", text
-    )
-    assert text.count("python -m recipes.memory_questions") == 1
-    assert (
-        "`python -m recipes.memory_questions --device cuda --size tiny --context CONTEXT --passes PASSES --dtype DTYPE "
-        "--checkpoint-layers CHECKPOINT_LAYERS --batch 2 -o again --keep-captures captures`, then `profkit memory "
-        "captures/tiny-CONTEXT-PASSES-DTYPE-checkpointCHECKPOINT_LAYERS-batch2`"
-    ) in text
-    assert (
-        "all 21 measured ones are the predicted ones to the byte (6 of forward, 6 of loss, 6 of backward, 3 of " in text
-    )
-
-
-def test_a_wrong_prediction_is_told(tmp_path: Path) -> None:
-    rows = _rows(tmp_path, _cell())
-    rows[0] |= {"difference_bytes": -4096, "replay_difference_bytes": 512, "warnings": ["the peak is a bound"]}
-    text = report(rows, {}).markdown
-    assert "Of 1 measured peaks 0 were predicted to the byte" in text
-    assert "the largest difference is -4,096 B" in text
-    assert "to the byte in 0 of 1 rows" in text
-    assert "- the peak is a bound (1 of 1 rows)" in text
-
-
-def test_the_sum_of_all_kinds_is_not_the_peak() -> None:
+def test_the_usual_sum_is_above_the_predicted_peak() -> None:
     rows = [{**cell, "device": "cuda", "status": "not run"} for cell in build_cells(GRIDS["reports"], 4)]
     add_columns(rows)
     row = rows[0]
@@ -269,47 +206,27 @@ def test_the_sum_of_all_kinds_is_not_the_peak() -> None:
     assert row["predicted_peak_bytes"] < row["added_up_bytes"]
 
 
-def test_the_difference_is_that_of_the_two_peaks_whatever_their_phases(tmp_path: Path) -> None:
-    compared = Played(workload_of(_cell())).compare(tmp_path, workload_of(_cell()))
-    backward = next(phase for phase in compared.phases if phase.name == "backward")
-    optimizer = replace(backward, name="optimizer", measured_bytes=backward.measured_bytes + 10, predicted_bytes=1)
-    moved = replace(compared, phases=(backward, optimizer))
-    row = describe_memory(profkit.read_snapshot(tmp_path).memory(), moved)
-    assert (row["requested_phase"], row["difference_bytes"]) == ("optimizer", 10)
-
-
-def test_a_peak_before_the_first_phase_is_called_so(tmp_path: Path) -> None:
-    rows = _rows(tmp_path, _cell(), _cell(context=24))
-    for row in rows:
-        row |= {"peak_phase": None, "requested_peak_bytes": row["requested_peak_bytes"] + 1}
-    text = report(rows, {}).markdown
-    assert text.count("in the making of the model at context") == 2
-    assert text.count("| 24 | 1") == text.count("MiB, the making of the model |") - 1 == 1
-    assert "in None" not in text
-
-
 @pytest.mark.parametrize("asked", [["--checkpoint-layers", "3"], ["--checkpoint-layers", "1", "--passes", "forward"]])
-def test_checkpoints_that_nothing_has_are_refused(asked: list[str]) -> None:
+def test_checkpoints_of_no_cell_are_refused(asked: list[str]) -> None:
     done = CliRunner().invoke(main, ["--device", "cpu", *asked])
     assert isinstance(done.exception, UsageError)
-    assert str(done.exception).startswith(f"--checkpoint-layers {asked[1]}: nothing has it")
+    assert str(done.exception).startswith(f"--checkpoint-layers {asked[1]}: no cell has it")
 
 
-def test_a_report_of_nothing_measured() -> None:
+def test_a_report_of_cells_that_did_not_run_shows_predictions() -> None:
     rows = [{**cell, "device": "cuda", "status": "not run"} for cell in build_cells(GRIDS["reports"], 4)]
     add_columns(rows)
     said = report(rows, {})
     assert "No peak was measured" in said.markdown
     assert said.pictures.keys() == {"peaks.png", "checkpoints.png"}
-    assert "measured peaks" not in said.markdown
+    assert "measured peaks of phases" not in said.markdown
 
 
-def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
+def test_a_run_on_a_cpu_counts_what_is_saved_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "recipes.memory_questions", "--device", "cpu", "-o", str(out)]
+    command = ["--device", "cpu", "-o", str(out)]
     command += ["--context", "16,1048576", "--passes", "forward,train", "--dtype", "fp32", "--checkpoint-layers", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert main.main(command, standalone_mode=False) == 0
     with (out / "memory_questions.csv").open(newline="") as file:
         rows = {(row["context"], row["passes"], row["checkpoint_layers"]): row for row in csv.DictReader(file)}
     measured, too_large = rows["16", "train", "0"], rows["1048576", "train", "1"]
@@ -324,3 +241,174 @@ def test_the_recipe_on_a_cpu(tmp_path: Path) -> None:
     assert all(set(KEYS) <= cell.keys() for cell in cells)
     for name in ("peaks.png", "checkpoints.png", "manifest.json", "memory_questions.md"):
         assert (out / name).stat().st_size > 0
+
+
+def _row(**changed: Any) -> dict[str, Any]:
+    """Return a row as measured, with what arithmetic says of it; ``peak`` is the predicted and the measured one."""
+    cell = {"size": "2.7B", "context": 512, "passes": "train", "dtype": "fp32", "checkpoint_layers": 0, "batch": 4}
+    row: dict[str, Any] = {
+        **cell,
+        "device": "cuda",
+        "status": "ok",
+        **{key: changed[key] for key in cell & changed.keys()},
+    }
+    add_columns([row])
+    peak = changed.pop("peak", row["predicted_peak_bytes"])
+    phase = changed.pop("phase", row["predicted_phase"])
+    measured = {"phase": phase, "requested_bytes": peak, "predicted_bytes": peak, "difference_bytes": 0}
+    row |= {"requested_peak_bytes": peak, "predicted_peak_bytes": peak, "difference_bytes": 0}
+    row |= {"allocated_peak_bytes": peak + 2**20, "reserved_peak_bytes": peak + GIB, "replay_difference_bytes": 0}
+    row |= {"peak_phase": phase, "requested_phase": phase, "requested_phases": [measured], "predicted_phase": phase}
+    return row | changed
+
+
+def _not_run(**changed: Any) -> dict[str, Any]:
+    row = _row(**changed)
+    measured = [key for key in row if key.startswith(("requested", "allocated", "reserved", "difference", "replay"))]
+    return {key: value for key, value in row.items() if key not in measured} | {"status": "not run"}
+
+
+def test_the_usual_sum_is_compared_with_the_measured_peak_or_else_the_predicted() -> None:
+    rows = [_row(peak=60 * GIB, added_up_bytes=51 * GIB), _not_run(peak=10 * GIB, added_up_bytes=12 * GIB, context=128)]
+    text = report(rows, {}).markdown
+    assert re.search(r"\| 60.00 GiB \| \w+ \| 60.00 GiB \| 0 \| 51.00 GiB \| -15.0% \|", text)
+    assert re.search(r"\| 10.00 GiB \| \w+ \| — \| — \| 12.00 GiB \| \+20.0% \|", text)
+
+
+def test_a_difference_from_the_prediction_and_a_warning_are_shown() -> None:
+    row = _row()
+    text = report([row], {}).markdown
+    assert "1 of 1 measured peaks of phases are the predicted ones to the byte." in text
+    assert "1 of 1 replayed peaks are `torch.cuda.max_memory_allocated()` to the byte." in text
+    row["requested_phases"][0]["difference_bytes"] = -512
+    row |= {"replay_difference_bytes": 512, "warnings": ["the peak is a bound"]}
+    text = report([row], {}).markdown
+    assert "0 of 1 measured peaks of phases" in text
+    assert "0 of 1 replayed peaks" in text
+    assert re.search(r"\| backward \| \d+ \| \d+ \| -512 \|", text)
+    assert not re.search(r"\| optimizer \| \d+ \|", text)
+    assert "- the peak is a bound (1 of 1 rows)" in text
+
+
+def test_a_peak_before_the_first_phase_is_shown_as_such() -> None:
+    row = _row()
+    row |= {"peak_phase": None, "requested_peak_bytes": row["requested_peak_bytes"] + 1}
+    assert phase_of(row) == "the making of the model"
+    text = report([row], {}).markdown
+    assert "GiB, the making of the model |" in text
+    assert "None |" not in text
+
+
+def test_equal_large_allocations_are_one_row_with_their_count() -> None:
+    block = {"bytes": 2**27, "category": "activations", "phase": "forward", "owner": None, "label": "a.py:1 f"}
+    weight = {**block, "category": "parameters", "phase": None, "owner": "w1"}
+    rows = group_alike([block, weight, {**block, "label": "b.py:2 g"}, block, {**weight, "owner": "w2"}])
+    assert [(row["size"], row["count"], row["label"], row["owner"]) for row in rows] == [
+        ("128.0 MiB", 2, "a.py:1 f", None),
+        ("128.0 MiB", 2, "a.py:1 f", "w1 and 1 more"),
+        ("128.0 MiB", 1, "b.py:2 g", None),
+    ]
+
+
+def test_sizes_have_units() -> None:
+    text = report([_row(), _row(checkpoint_layers=1), _not_run(checkpoint_layers=2)], {}).markdown
+    assert not re.search(r"\b\d{7,}\b", text)
+    assert "| usual sum |" in text
+    assert "| 2 | — | optimizer, predicted | 63.60 GiB | — | — | 458.1 MiB | not run |" in text
+
+
+@pytest.mark.parametrize(
+    ("context", "block_bytes", "all_bytes"),
+    [(128, 174_149_632, 5_609_003_012), (256, 381_886_464, 12_292_796_420), (512, 898_121_728, 28_884_754_436)],
+)
+def test_saved_bytes_of_the_largest_model(context: int, block_bytes: int, all_bytes: int) -> None:
+    """Of the largest size at batch 4, on tensors without memory."""
+    with torch.device("meta"):
+        model = TransformerLM(PRESETS["2.7B"], context)
+        tokens = torch.randint(10_000, (4, context + 1))
+
+    def forward() -> torch.Tensor:
+        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    saved = count_saved(model, model.layers, [tokens], forward)
+    assert ({block.bytes for block in saved.blocks}, saved.bytes) == ({block_bytes}, all_bytes)
+    assert describe_prediction(Work("2.7B", context), "cpu")["predicted_saved_bytes"] == all_bytes
+
+
+def test_a_block_saves_what_a_hand_calculation_says() -> None:
+    """In fp32: ten tensors of the stream, five of the inner width, exponentials and weights of the scores; small ones.
+
+    The stream's: the input, both norms' scaled and output, rotated query and key, values by head, mixed values, the
+    stream after attention. The inner width's: gate, sigmoid, their product, w3's output, w2's input.
+    """
+    row: dict[str, Any] = measure_cell(_cell(context=CONTEXT), "cpu", Files())
+    preset, rows = PRESETS["tiny"], BATCH * CONTEXT
+    scores = BATCH * preset.num_heads * CONTEXT**2
+    large = 10 * rows * preset.d_model + 5 * rows * preset.d_ff + 2 * scores
+    small = scores // CONTEXT + 2 * rows  # the sums of the exponentials, 1 / root mean square
+    mask_bytes = CONTEXT**2
+    assert row["saved_bytes_by_block"] == [4 * (large + small) + mask_bytes] * preset.num_layers
+    assert sum(part["bytes"] for part in row["saved_parts"]) == row["saved_block_bytes"]
+    first = row["saved_parts"][0]
+    assert (first["made_by"], first["saved_in"], first["count"]) == ("mm", "ffn", 2)
+    assert first["bytes"] == 2 * 4 * rows * preset.d_ff
+    assert (row["residual_shape"], row["residual_dtype"]) == ([BATCH, CONTEXT, preset.d_model], "float32")
+
+
+@pytest.mark.parametrize("passes", ["forward", "forward-backward", "train"])
+def test_saved_bytes_are_the_predicted_ones(passes: str) -> None:
+    cell = _cell(passes=passes, context=CONTEXT)
+    counted = measure_cell(cell, "cpu", Files())["saved_bytes"]
+    assert counted == describe_prediction(work_of(cell), "cpu")["predicted_saved_bytes"]
+    assert (counted == 0) == (passes == "forward")
+
+
+def test_autocast_copies_of_the_weights_are_saved() -> None:
+    row: dict[str, Any] = measure_cell(_cell(dtype="bf16", context=CONTEXT), "cpu", Files())
+    preset = PRESETS["tiny"]
+    weights = {part["bytes"]: part for part in row["saved_parts"] if part["made_by"] == "cast of a weight"}
+    of_ffn = 2 * preset.d_model * preset.d_ff
+    assert weights[of_ffn]["dtype"] == "bfloat16"
+    assert weights[of_ffn]["saved_in"].startswith("ffn.w")
+    assert row["residual_dtype"] == "float32"
+
+
+class Twice(nn.Module):
+    """Saves one storage twice, by a view too, a parameter, and what its input already is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        powers = torch.exp(hidden)
+        return (powers @ self.weight) * powers.T.T
+
+
+def test_a_storage_counts_once_where_it_is_saved_first() -> None:
+    blocks = nn.ModuleList([Twice(), Twice()])
+    given = torch.ones(3, 3)
+
+    def forward() -> torch.Tensor:
+        result = given
+        for block in blocks:
+            result = block(result)
+        return torch.exp(result)
+
+    saved = count_saved(blocks, blocks, [given], forward)
+    first, second = saved.blocks
+    # The first block's exponentials take no gradient; its product is kept by the multiplication.
+    assert [part.made_by for part in first.parts] == ["without a gradient"]
+    assert [part.made_by for part in second.parts] == ["exp", "mm"]
+    assert (first.bytes, second.bytes, saved.outside_bytes) == (36, 72, 36)
+    assert saved.bytes == 36 * 4
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in blocks.modules())
+
+
+def test_equal_parts_are_grouped_and_add_up() -> None:
+    parts = [Part("exp", "attention", (size, size), "float32", 4 * size**2) for size in range(1, 9)]
+    lines: list[dict[str, Any]] = group_parts([*parts, parts[6], parts[7]])
+    assert [line["count"] for line in lines] == [2, 2, 1, 1, 1, 3]
+    assert sum(line["bytes"] for line in lines) == sum(part.bytes for part in (*parts, *parts[6:]))
+    assert lines[-1]["made_by"] is None
+    assert group_parts(parts[:1])[0]["count"] == 1
