@@ -654,6 +654,21 @@ def test_a_line_with_an_asterisk_is_explained_where_there_is_one(profkit: Run, t
         assert "stands for a number" not in profkit("ranges", *arguments).stdout
 
 
+def test_the_tree_is_per_step_where_every_range_lies_in_a_step(profkit: Run, trace: Path, two_devices: Path) -> None:
+    line = " backward      1     80.00 µs     6.250 µs  6.250 µs   67.6%        3"
+    assert line in profkit("ranges", trace).stdout
+    assert "all other figures are averages per step (2 steps); --totals shows sums" in profkit("ranges", trace).stdout
+    assert line.replace("1   ", "2   ").replace("80.00", "160.0").replace("6.250", "12.50").replace("3", "6") in (
+        profkit("ranges", trace, "--totals").stdout
+    )
+    assert "averages per step" not in profkit("ranges", two_devices).stdout
+
+
+def test_a_command_that_does_not_exist_gets_the_nearest_one(profkit: Run) -> None:
+    done = profkit("kernel", "t.sqlite")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "Error: no command 'kernel'; did you mean 'kernels'?")
+
+
 def test_a_plot_of_a_lossy_capture_bears_the_verdict(captures: Path) -> None:
     opened = read_trace(captures / "lossy.nsys2023.sqlite")
     figure = _draw(opened.kernels(), opened.self_check, 5, "total")

@@ -10,10 +10,13 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution, warn_of_placement
 from profkit.analysis.intervals import union_ns
+from profkit.analysis.nesting import NO_RANGE
 from profkit.analysis.range_paths import RangeNodes, build_nodes, explain_no_ranges
 from profkit.analysis.selection import outermost
+from profkit.analysis.steps import measured_ranges
 from profkit.findings import Finding
-from profkit.trace.columns import Ints, rows_by_value
+from profkit.names import STEP
+from profkit.trace.columns import Ints, empty_ints, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +44,8 @@ class RangeRow:
 class RangesResult:
     """The tree, depth first, siblings by their first start; ``total_ns`` is all kernel time of the capture.
 
-    ``rank`` is the one whose trace it is of, where only that was asked for.
+    ``rank`` is the one that was asked for, if any. ``steps`` is in how many measured steps all ranges lie, None if some
+    lie in none.
     """
 
     trace: str
@@ -50,6 +54,7 @@ class RangesResult:
     ranges: tuple[RangeRow, ...]
     warnings: tuple[Finding, ...]
     rank: int | None = None
+    steps: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
@@ -91,7 +96,18 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
         total_ns=attribution.ledger.total_ns,
         ranges=rows,
         warnings=tuple(_warnings(attribution)),
+        steps=_count_steps(attribution),
     )
+
+
+def _count_steps(attribution: Attribution) -> int | None:
+    """Return how many steps each process made if every range lies in a measured step, else None."""
+    steps = measured_ranges(attribution).get(STEP, empty_ints())
+    top = np.flatnonzero((attribution.parent == NO_RANGE) & ~attribution.is_mirror)
+    if not np.array_equal(np.sort(steps), top):
+        return None
+    counts = {len(mine) for mine in rows_by_value(attribution.trace.ranges.process[steps]).values()}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def sum_work(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
@@ -136,6 +152,6 @@ def _warnings(attribution: Attribution) -> list[Finding]:
         found.append(Finding("no-ranges", explain_no_ranges(trace)))
     if not len(trace.work):
         found.append(
-            Finding("no-kernels", f"{trace.path}: no GPU kernels were recorded; wall times are all there is to show")
+            Finding("no-kernels", f"{trace.path}: no GPU kernels were recorded; Python times are all there is to show")
         )
     return found + warn_of_placement(attribution)

@@ -19,13 +19,16 @@ from profkit.version import __version__
 _COMMANDS = {
     "run": ("profkit.cli.run", "Run a target under a profiler and keep what it recorded in a run directory."),
     "kernels": ("profkit.cli.kernels", "Say which kernels spent the GPU's time, in the capture or inside a range."),
-    "efficiency": ("profkit.cli.efficiency", "Say how well the GPUs' time was used, and what bounds each range."),
-    "ceilings": ("profkit.cli.ceilings", "Measure what this machine's GPU can do at most, beside its datasheet."),
+    "efficiency": ("profkit.cli.efficiency", "Say how well the GPUs' time was used, and what limits each range."),
+    "ceilings": (
+        "profkit.cli.ceilings",
+        "Measure the most that this machine's GPU can do.",
+    ),
     "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
     "compare": ("profkit.cli.compare", "Say what changed between two captures, and whether it is more than noise."),
     "check": ("profkit.cli.check", "Check a run against budgets or an earlier run: exit 3 if it fails."),
-    "doctor": ("profkit.cli.doctor", "Say what can be recorded on this machine, and what to do where it cannot."),
+    "doctor": ("profkit.cli.doctor", "Say what can be recorded on this machine, and what to do about the rest."),
     "scrub": ("profkit.cli.scrub", "Copy an nsys export without environment, host, user and paths."),
     "help": ("profkit.cli.help", "Show a guide: scripts, ranges, attribution, efficiency, memory, …"),
 }
@@ -43,9 +46,23 @@ class _LazyGroup(click.Group):
         command: click.Command = getattr(import_module(_COMMANDS[cmd_name][0]), cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}{_suggest(args[0])}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+def _suggest(name: str) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, _COMMANDS, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; `profkit --help` lists the commands"
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -73,11 +90,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of a pipe went away (`| head`): no error of ours.
+        # The reader of a pipe went away (`| head`): this is no error.
         _flush_or_discard()
         sys.exit(0)
     except (click.exceptions.Abort, KeyboardInterrupt) as error:
-        # click puts an error of its own around Ctrl-C; whoever was interrupted may have noted what is left.
+        # click wraps Ctrl-C in an error of its own; the interrupted code may have noted what it left behind.
         notes = getattr(error.__cause__ or error, "__notes__", [])
         _exit_with("; ".join(["interrupted", *notes]), 130)
     except Exception as error:
@@ -89,7 +106,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _prepare_streams() -> None:
-    """Let no character that a terminal's encoding lacks stop the output, and no file take a closed stream's place."""
+    """Let no missing character of an encoding stop the output, and no file get the number of a closed stream."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -102,7 +119,7 @@ def _prepare_streams() -> None:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """Return the line and the exit code for an error; one that nobody foresaw is a defect of profkit's, and says so."""
+    """Return the line and the exit code for an error; an unexpected one is a defect of profkit, and says so."""
     if isinstance(error, ProfkitError):
         return str(error), error.exit_code
     if isinstance(error, MemoryError):
@@ -114,7 +131,7 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _flush_or_discard() -> None:
-    """Print what is still to be printed; if it cannot be, keep the interpreter from trying again at exit."""
+    """Print what is still buffered; if that fails, keep the interpreter from trying again at exit."""
     if sys.stdout is None:
         return
     try:

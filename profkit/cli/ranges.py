@@ -18,21 +18,23 @@ from profkit.report.ranges import build_ranges_document
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
-@click.option("--numbered", is_flag=True, help="Keep 'layer 0' and 'layer 1' apart in the table (JSON always does).")
-@click.option("--thread-only", is_flag=True, help="Place work by its own thread's ranges alone, as other tools do.")
+@click.option("--numbered", is_flag=True, help="One line each for 'layer 0' and 'layer 1' (JSON and CSV always).")
+@click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step.")
+@click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do.")
 @click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check.")
 @output_options
 def ranges(
     trace: Path,
     rank: int | None,
     numbered: bool,
+    totals: bool,
     thread_only: bool,
     strict: bool,
     style: Format,
     output: Path | None,
     full_names: bool,
 ) -> None:
-    """Show the tree of ranges: name, instances, wall, kernel time, busy time, share, kernels.
+    """Show the tree of ranges: how often each was open, its Python time, kernel time, GPU busy time and share.
 
     TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace or a run directory.
     """
@@ -42,7 +44,7 @@ def ranges(
         numbered = numbered or style in ("json", "csv")
         result = opened.ranges(numbered=numbered)
         check = opened.self_check
-    document = build_ranges_document(result, check.findings, numbered=numbered)
+    document = build_ranges_document(result, check.findings, numbered=numbered, totals=totals)
     print_document(document, style, output, full_names=full_names)
     if strict and check.failed:
         raise CheckError(f"{trace}: the capture failed its self-check")
