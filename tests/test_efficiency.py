@@ -436,6 +436,19 @@ def test_step_count_is_known_if_all_ranges_lie_in_measured_steps(captures: Path)
     ddp = read_trace(captures / "ddp.nsys2025.sqlite")
     assert ddp.efficiency().step_count is None, "NCCL opens ranges outside the steps"
     assert ddp.efficiency("step *").step_count == 2, "of both ranks"
+    two = read_trace(captures / "two_gpus.nsys2025.sqlite")
+    assert two.efficiency("step *").step_count == 2, "ranges on autograd threads included"
+
+
+def test_a_range_that_mostly_waits_names_the_rank_that_it_waits_for(captures: Path) -> None:
+    """Rank 1 arrives last: rank 0 waits for 51.6 of the 60.6 ms that both spend in all-reduces of the steps."""
+    opened = read_trace(captures / "ddp.nsys2025.sqlite")
+    row = _rows(opened.efficiency("step *"))["step */backward/ncclAllReduce"]
+    waited_ns = sum(step.waiting_ns or 0 for step in opened.efficiency().steps)
+    assert (row.verdict, row.waiting_for) == ("communication-bound", 1)
+    assert waited_ns > row.busy_ns / 2
+    alone = opened.of_rank(0).efficiency("step *")
+    assert {row.waiting_for for row in alone.ranges} == {None}, "one rank does not know"
 
 
 def test_without_gpu_work_there_is_no_efficiency() -> None:

@@ -21,6 +21,7 @@ from profkit.analysis.efficiency.gpu_time import (
     find_windows,
     sum_parts,
 )
+from profkit.analysis.efficiency.waiting import find_waiting
 from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
 from profkit.analysis.range_paths import select_ranges
 from profkit.trace.columns import Trace
@@ -285,7 +286,7 @@ def test_waiting_is_the_time_before_the_last_rank_arrived(tmp_path: Path) -> Non
     for pid, device, arrives in ((100, 0, 100), (200, 1, 160)):
         builder.range("step 0", 0, 500, tid=pid, pid=pid)
         builder.kernel(5, 200 - arrives, name=reduce, tid=pid, pid=pid, device=device, start=arrives)
-        # The sender is done before the receiver begins: nothing can be told of that.
+        # The sender finishes before the receiver begins, so waiting is unknown.
         builder.kernel(6, 20, name=send, tid=pid, pid=pid, device=device, start=250 + 30 * device)
     first, second = _steps(builder.write(tmp_path / "t.sqlite"))
     assert (first.rank, first.process, first.device, first.communication_ns, first.waiting_ns, first.untold_ns) == (
@@ -330,7 +331,7 @@ def test_a_real_steps_busy_time_equals_that_from_sql() -> None:
 
 
 def test_waiting_of_two_real_ranks_equals_all_reduce_by_all_reduce(captures: Path) -> None:
-    """Rank 0 is ahead: it waits in nearly all of its communication, mostly beside its backward pass."""
+    """Rank 0 is ahead: it waits in nearly all of its communication, mostly during its backward pass."""
     path = captures / "ddp.nsys2025.sqlite"
     steps = _steps(path)
     assert [(step.name, step.device) for step in steps] == [(f"step {n}", d) for n in (0, 1) for d in (0, 1)]
@@ -357,7 +358,8 @@ def _slow_waiting(trace: Trace, step: GpuStep) -> int:
 
 def _steps(path: Path) -> tuple[GpuStep, ...]:
     opened = read_trace(path)
-    return summarize_steps(opened.attribution, opened.ranks)
+    times, waiting = build_gpu_times(opened.trace), find_waiting(opened.trace, opened.ranks)
+    return summarize_steps(opened.attribution, opened.ranks, times, waiting)
 
 
 def _pairs(one: Stretches) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from profkit.names import CONTEXT, PHASES, STEP, WARMUP
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 _LABEL = re.compile(rf"({'|'.join((STEP, *PHASES))})(?: \d+)?", re.I)
-_CONTEXT = re.compile(rf"{CONTEXT} \d+")
+_STEP = re.compile(rf"{STEP}( (\d+|\*))?", re.I)
+_CONTEXT = re.compile(rf"{CONTEXT} (\d+)")
 
 
 def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
@@ -63,6 +65,17 @@ def find_contexts(attribution: Attribution) -> Ints:
 def find_warmup(trace: Trace) -> str | None:
     """Return how this trace spells the name of its range ``warmup`` (letter case aside), if it has one."""
     return next((trace.names[i] for i in distinct_values(trace.ranges.name) if is_warmup(trace.names[i])), None)
+
+
+def is_step(name: str) -> bool:
+    """Return whether profkit gives this name to steps: ``step``, ``step 3``, or ``step *`` for all of them."""
+    return _STEP.fullmatch(name) is not None
+
+
+def context_of(names: Iterable[str]) -> int | None:
+    """Return the context length that a range lies in, from the names above it, if the run has several."""
+    found = (_CONTEXT.fullmatch(name) for name in names)
+    return next((int(match[1]) for match in found if match), None)
 
 
 def is_warmup(name: str) -> bool:

@@ -42,7 +42,6 @@ LIMITS = {
 
 TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
-_LIMIT = Unit(lambda verdict: LIMITS[verdict], right=False)
 
 _PARTS = tuple(field.name for field in fields(GpuParts))
 _EXACT = (*(field.name for field in fields(EfficiencyRow) if field.name != "gpu"), *_PARTS)
@@ -119,7 +118,7 @@ def _columns(result: EfficiencyResult, steps: int | None) -> tuple[Column, ...]:
         Column("bytes_per_s", "GB/s", _GIGA, wide=True),
         Column("intensity", "FLOP/B", NUMBER, wide=True),
         Column("mfu", "MFU", SHARE, wide=True),
-        Column("verdict", "limited by", _LIMIT),
+        Column("limited_by", "limited by", TEXT),
     )
 
 
@@ -129,7 +128,14 @@ def _depth(path: str) -> int:
 
 def _row(row: EfficiencyRow) -> dict[str, Any]:
     parts = dict.fromkeys(_PARTS) if row.gpu is None else vars(row.gpu)
-    return {**vars(row), **parts, "best_idle_share": row.best_idle_share}
+    return {**vars(row), **parts, "best_idle_share": row.best_idle_share, "limited_by": limit_words(row)}
+
+
+def limit_words(row: EfficiencyRow) -> str | None:
+    """Return what limits a range; None if that is unknown."""
+    if row.verdict == "communication-bound" and row.waiting_for is not None:
+        return f"waiting for rank {row.waiting_for}"
+    return None if row.verdict is None else LIMITS[row.verdict]
 
 
 def _step_rows(result: EfficiencyResult) -> list[Row]:
@@ -259,7 +265,7 @@ def _cost_words(one: ProfilingCost) -> str:
 
 
 def _verdict_line(row: EfficiencyRow) -> str:
-    return f"{row.path}: " + ("limit unknown" if row.verdict is None else f"limited by {LIMITS[row.verdict]}")
+    return f"{row.path}: " + ("limit unknown" if row.verdict is None else f"limited by {limit_words(row)}")
 
 
 def _explain(row: EfficiencyRow, evidence: Evidence | None) -> list[str]:

@@ -1,1 +1,1 @@
-"""Two captures beside each other, and one against budgets."""
+"""What changed between two captures, and whether a run keeps its budgets."""

@@ -1,1 +1,1 @@
-"""How well the GPUs' time was used: busy and idle, work and bytes against the peaks, and what bounds a range."""
+"""How well the GPUs' time was used: busy and idle, work and bytes against the peaks, and what limits a range."""

@@ -11,16 +11,16 @@ from profkit.analysis.efficiency.gpu_time import (
     GpuParts,
     GpuTime,
     Windows,
-    build_gpu_times,
     communication_rows,
     find_windows,
     sum_parts,
 )
-from profkit.analysis.intervals import NOTHING, Stretches, unite
+from profkit.analysis.efficiency.waiting import Waiting
+from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.ranks import Ranks
 from profkit.analysis.steps import measured_ranges
 from profkit.names import STEP
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints
+from profkit.trace.columns import Bools, empty_ints
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class GpuStep:
     ``process`` is the operating system's pid, ``rank`` its rank if the run has ranks; ``start_ns`` and ``wall_ns`` are
     Python time. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.efficiency.gpu_time`).
     ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``waiting_ns`` is the part
-    before the last rank arrived (`find_waiting`); ``untold_ns`` is the part for which this is unknown. ``waiting_ns``
-    is None if it is unknown for the whole, as in a trace of one rank.
+    before the last rank arrived (`profkit.analysis.efficiency.waiting`); ``untold_ns`` is the part for which this is
+    unknown. ``waiting_ns`` is None if it is unknown for the whole, as in a trace of one rank.
     """
 
     name: str
@@ -52,7 +52,7 @@ class GpuStep:
 
 
 def summarize_steps(
-    attribution: Attribution, ranks: Ranks, times: dict[int, GpuTime] | None = None
+    attribution: Attribution, ranks: Ranks, times: dict[int, GpuTime], waiting: Waiting
 ) -> tuple[GpuStep, ...]:
     """Return the steps outside ``warmup`` that launched work, one row per step and GPU, in order of their start.
 
@@ -62,11 +62,10 @@ def summarize_steps(
     members = measured_ranges(attribution).get(STEP, empty_ints())
     if trace.measure != "gpu-kernel" or not len(members):
         return ()
-    times = build_gpu_times(trace) if times is None else times
     windows = find_windows(attribution, members, times)
     group = np.arange(len(windows.member))
     parts = sum_parts(times, group, windows.device, windows.start_ns, windows.end_ns)
-    measured = _measure_communication(attribution, windows)
+    measured = _measure_communication(attribution, windows, waiting)
     ranges = trace.ranges
     numbers = {process: number for number, process in ranks.members}
     rows = [
@@ -87,16 +86,17 @@ def summarize_steps(
     return tuple(sorted(rows, key=lambda row: (row.start_ns, row.device)))
 
 
-def _measure_communication(attribution: Attribution, windows: Windows) -> list[tuple[int, int | None, int]]:
+def _measure_communication(
+    attribution: Attribution, windows: Windows, waits: Waiting
+) -> list[tuple[int, int | None, int]]:
     """Return for each window its communication, the waiting in it, and the part for which waiting is unknown, in ns."""
     trace = attribution.trace
     talks = communication_rows(trace)
-    waits, matched = find_waiting(trace, talks)
     found: list[tuple[int, int | None, int]] = [(0, 0, 0)] * len(windows.member)
     for device in set(windows.device.tolist()):
         mine = np.flatnonzero(windows.device == device)
         here = talks & (trace.work.device == device)
-        sets = (_kernels(attribution, here), waits.get(device, NOTHING), _kernels(attribution, here & ~matched))
+        sets = (_kernels(attribution, here), waits.on(device), _kernels(attribution, here & ~waits.is_known))
         columns = [one.within(windows.start_ns[mine], windows.end_ns[mine]).tolist() for one in sets]
         for row, talking, waiting, untold in zip(mine.tolist(), *columns, strict=True):
             known = talking > untold or not talking
@@ -107,39 +107,3 @@ def _measure_communication(attribution: Attribution, windows: Windows) -> list[t
 def _kernels(attribution: Attribution, rows: Bools) -> Stretches:
     work = attribution.trace.work
     return unite(work.start_ns[rows], work.end_ns[rows])
-
-
-def find_waiting(trace: Trace, communicates: Bools) -> tuple[dict[int, Stretches], Bools]:
-    """Return when each GPU waited in a collective for another GPU, and for which kernels this is known.
-
-    A collective such as NCCL's all-reduce is a kernel on every GPU that spins until all of them have arrived. Ranks
-    call their collectives in the same order, so the n-th kernel of a name on one GPU is the partner of the n-th on the
-    others; the time before the last partner begins is waiting. A name counts only if this fits: equally many kernels
-    on each GPU, and all partners of every collective running at one moment. (It usually does not fit a broadcast, where
-    the sender may finish before a receiver begins.) With communication on one GPU only, nothing is known.
-    """
-    work = trace.work
-    matched = np.zeros(len(work), dtype=np.bool_)
-    devices = distinct_values(work.device[communicates]).tolist()
-    waits: dict[int, list[tuple[Ints, Ints]]] = {device: [] for device in devices}
-    for name in distinct_values(work.name[communicates]).tolist() if len(devices) > 1 else ():
-        partners = _partners(trace, communicates & (work.name == name), devices)
-        if partners is None:
-            continue
-        matched[partners.reshape(-1)] = True
-        last_arrival = work.start_ns[partners].max(axis=0)
-        for device, rows in zip(devices, partners, strict=True):
-            waits[device].append((work.start_ns[rows], last_arrival))
-    found = {device: unite(*map(np.concatenate, zip(*some, strict=True))) for device, some in waits.items() if some}
-    return {device: found.get(device, NOTHING) for device in devices}, matched
-
-
-def _partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | None:
-    """Return the kernels of one name as ``(devices, collectives)``, or None if they do not match."""
-    work = trace.work
-    each = [np.flatnonzero(rows & (work.device == device)) for device in devices]
-    if len({len(some) for some in each}) > 1:
-        return None
-    partners = np.stack([some[np.argsort(work.start_ns[some], kind="stable")] for some in each])
-    together = work.start_ns[partners].max(axis=0) < work.end_ns[partners].min(axis=0)
-    return partners if together.all() else None

@@ -14,6 +14,7 @@ from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.efficiency.gpu_time import (
     GpuParts,
     GpuTime,
+    Windows,
     build_gpu_times,
     category_rows,
     communication_rows,
@@ -22,13 +23,14 @@ from profkit.analysis.efficiency.gpu_time import (
 )
 from profkit.analysis.efficiency.unprofiled import ProfilingCost, UnprofiledIdle, find_uneven_times, profiling_costs
 from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
-from profkit.analysis.efficiency.work import Amount, ModelFlops, RangeWorks, is_step
+from profkit.analysis.efficiency.waiting import Waiting, find_waiting
+from profkit.analysis.efficiency.work import Amount, ModelFlops, RangeWorks
 from profkit.analysis.kernels import explain_no_work, extent_ns
-from profkit.analysis.nesting import NO_RANGE, mark_nested
+from profkit.analysis.nesting import mark_nested
 from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges
 from profkit.analysis.range_tree import sum_wall, sum_work, work_by_node
 from profkit.analysis.ranks import Ranks
-from profkit.analysis.steps import measured_ranges
+from profkit.analysis.steps import is_step, measured_ranges
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.names import STEP
@@ -52,7 +54,7 @@ class EfficiencyRow:
     ``busy_ns``. ``intensity`` is all operations per least byte. ``mfu`` exists for steps: model FLOPs over the median
     unprofiled step time and the datasheet's peak (Chowdhery et al. 2022, appendix B). ``idle_factor`` is the share of
     idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
-    share that follows.
+    share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting.
     """
 
     path: str
@@ -78,6 +80,7 @@ class EfficiencyRow:
     intensity: float | None
     mfu: float | None
     idle_factor: float | None
+    waiting_for: int | None
     verdict: str | None
     rule: str
 
@@ -169,6 +172,7 @@ class _Columns:
     own_computing_ns: Ints
     moving_ns: Ints
     parts: dict[int, GpuParts]
+    waited_for: dict[int, int]
 
 
 def measure_efficiency(
@@ -196,7 +200,8 @@ def measure_efficiency(
     models = ModelFlops(attribution, numbered_nodes, works, facts)
     unprofiled = UnprofiledIdle(attribution, times, numbered_nodes, facts)
     nodes = numbered_nodes if numbered else build_nodes(attribution, numbered=False)
-    columns = _sum_columns(attribution, nodes, members, times)
+    waiting = find_waiting(trace, ranks)
+    columns = _sum_columns(attribution, nodes, members, times, waiting)
     ranges_of, names = rows_by_value(nodes.of_range[members]), nodes.names_above()
     rows = []
     for at in nodes.depth_first():
@@ -206,7 +211,7 @@ def measure_efficiency(
         mfu = models.mfu(mine) if is_step(at.name) else None
         factor = unprofiled.factor(names[at.node])
         rows.append(_build_row(at, columns, works.total(mine), facts.peaks, idle_factor=factor, mfu=mfu))
-    steps = summarize_steps(attribution, ranks, times)
+    steps = summarize_steps(attribution, ranks, times, waiting)
     span_ns = sum(step.gpu.span_ns for step in steps)
     return EfficiencyResult(
         trace=trace.path,
@@ -244,18 +249,20 @@ def _find_doubts(attribution: Attribution, rows: Sequence[EfficiencyRow], facts:
 
 
 def _count_steps(attribution: Attribution, members: Ints) -> int | None:
-    """Return in how many measured steps the ranges lie; of several processes each must have made equally many."""
+    """Return in how many measured steps the ranges began; of several processes each must have made equally many.
+
+    Time decides, not the tree: an autograd thread's ranges belong to the step that is open on the main thread.
+    """
     ranges = attribution.trace.ranges
     steps = measured_ranges(attribution).get(STEP, empty_ints())
-    # The last entries stand for no range.
-    is_step, parent = np.append(mark_members(len(ranges), steps), False), np.append(attribution.parent, NO_RANGE)
-    at = members
-    while (outside := ~is_step[at] & (at != NO_RANGE)).any():
-        at = np.where(outside, parent[at], at)
-    used = np.unique(at)
-    if not len(used) or NO_RANGE in used:
-        return None
-    counts = {len(mine) for mine in rows_by_value(ranges.process[used]).values()}
+    steps = steps[np.argsort(ranges.start_ns[steps], kind="stable")]
+    counts = set()
+    for process, which in rows_by_value(ranges.process[members]).items():
+        own, began = steps[ranges.process[steps] == process], ranges.start_ns[members[which]]
+        step = np.searchsorted(ranges.start_ns[own], began, side="right") - 1
+        if (step < 0).any() or (began >= ranges.end_ns[own][step]).any():
+            return None
+        counts.add(len(np.unique(step)))
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -275,10 +282,13 @@ def _refuse_without_work(trace: Trace) -> None:
         raise TraceError(explain_no_work(trace))
 
 
-def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime]) -> _Columns:
+def _sum_columns(
+    attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime], waiting: Waiting
+) -> _Columns:
     kernel_time, busy, count = sum_work(attribution, nodes, members)
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members]
+    parts = sum_parts(times, node[windows.member], windows.device, windows.start_ns, windows.end_ns)
     launches, own_computing, moving = count_launches(attribution, nodes, members)
     return _Columns(
         instances=np.bincount(node, minlength=len(nodes)),
@@ -289,8 +299,22 @@ def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, tim
         launch_count=launches,
         own_computing_ns=own_computing,
         moving_ns=moving,
-        parts=sum_parts(times, node[windows.member], windows.device, windows.start_ns, windows.end_ns),
+        parts=parts,
+        waited_for=_find_waited_for(parts, node[windows.member], windows, waiting),
     )
+
+
+def _find_waited_for(parts: dict[int, GpuParts], node: Ints, windows: Windows, waiting: Waiting) -> dict[int, int]:
+    """Return node → the rank for which most of its communication was waiting, if there is one."""
+    found = {}
+    for number, part in parts.items() if waiting.by_last else ():
+        communication_ns = part.exposed_communication_ns + part.overlapped_communication_ns
+        mine = node == number
+        sums = waiting.sum_by_rank(windows.device[mine], windows.start_ns[mine], windows.end_ns[mine])
+        rank = max(sums, key=lambda one: sums[one], default=None)
+        if rank is not None and sums[rank] > communication_ns / 2:
+            found[number] = rank
+    return found
 
 
 def count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
@@ -361,6 +385,7 @@ def _build_row(
         intensity=_ratio(operations, amount.least_bytes),
         mfu=mfu,
         idle_factor=idle_factor,
+        waiting_for=columns.waited_for.get(at.node),
         verdict=verdict.word,
         rule=verdict.rule,
     )

@@ -14,10 +14,9 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.efficiency.gpu_time import GpuParts, GpuTime, find_windows, sum_parts
-from profkit.analysis.efficiency.work import context_of, is_step
 from profkit.analysis.range_paths import RangeNodes
 from profkit.analysis.step_times import PhaseTimes
-from profkit.analysis.steps import measured_ranges
+from profkit.analysis.steps import context_of, is_step, measured_ranges
 from profkit.findings import Finding
 from profkit.names import PHASES, STEP
 from profkit.trace.columns import Ints, empty_ints

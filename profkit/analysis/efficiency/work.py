@@ -11,8 +11,6 @@ time is unprofiled and the peak is the datasheet's.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,13 +18,11 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.range_paths import RangeNodes
-from profkit.analysis.steps import is_warmup, measured_ranges
+from profkit.analysis.steps import context_of, is_step, is_warmup, measured_ranges
 from profkit.names import BACKWARD, FORWARD, STEP
 from profkit.run.work import RangeWork
 from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints
 
-_STEP = re.compile(rf"{STEP}( (\d+|\*))?", re.IGNORECASE)
-_CONTEXT = re.compile(r"context (\d+)")
 _UNKNOWN_DTYPE = "unknown"
 
 
@@ -40,11 +36,6 @@ class Amount:
     least_bytes: int | None = None
     flops_by_dtype: dict[str, int] = field(default_factory=dict)
     sources: frozenset[str] = frozenset()
-
-
-def is_step(name: str) -> bool:
-    """Return whether profkit gives this name to steps: ``step``, ``step 3``, or ``step *`` for all of them."""
-    return _STEP.fullmatch(name) is not None
 
 
 class RangeWorks:
@@ -113,12 +104,6 @@ def _look_up(by_path: dict[tuple[str, ...], RangeWork], names: tuple[str, ...]) 
     # Ranges that a script opens around its steps are not part of the paths in work.json.
     below = names[max((at + 1 for at, name in enumerate(names) if is_step(name)), default=0) :]
     return by_path.get(kept) or by_path.get(below)
-
-
-def context_of(names: Iterable[str]) -> int | None:
-    """Return the context length that a range lies in, from the names above it, if the run has several."""
-    found = (_CONTEXT.fullmatch(name) for name in names)
-    return next((int(match[1]) for match in found if match), None)
 
 
 class ModelFlops:
