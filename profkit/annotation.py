@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import nvtx
 
@@ -16,14 +16,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def annotate(name: str, *, flops: int | Callable[..., int] | None = None) -> Range:
+def annotate(name: str | Callable[..., str], *, flops: int | Callable[..., int] | None = None) -> Range:
     """Return a named range to put around a block or a function: ``with annotate("x"):`` or ``@annotate("x")``.
 
     It goes to NVTX (the default domain) and, while torch.profiler records on this thread or `record_in_torch` is on,
     to torch's ``record_function`` too. It closes when the code raises. While Dynamo traces it does nothing, so that a
     compiled model keeps its full graph; compiled code then carries no such range.
 
+    A decorated function has a range in the backward pass too while ``profkit run`` records: ``backward/x``.
+
     Args:
+        name: what the range is called; for a decorator it may be a function of the decorated call's arguments.
         flops: the floating-point operations of the work inside; they become the NVTX payload (Kineto's ranges have
             none). For a decorator it may be a function of the decorated call's arguments.
     """
@@ -41,17 +44,17 @@ class Range:
 
     __slots__ = ("_flops", "_marker", "_name")
 
-    def __init__(self, name: str, flops: int | Callable[..., int] | None) -> None:
+    def __init__(self, name: str | Callable[..., str], flops: int | Callable[..., int] | None) -> None:
         self._name = name
         self._flops = flops
-        self._marker: Any = None if callable(flops) else nvtx.annotate(name, payload=flops)
+        self._marker: Any = None if callable(flops) or callable(name) else nvtx.annotate(name, payload=flops)
 
     def __enter__(self) -> Range:
-        if self._marker is None:
-            raise TypeError("flops as a function needs a decorated call's arguments; give `with` a number")
+        if self._marker is None or callable(self._name):
+            raise TypeError("a name or flops given as a function needs a decorated call; give `with` a value")
+        for observer in _observers:
+            observer.opening(self._name)
         self._marker.__enter__()
-        if _observer is not None:
-            _observer.opened(self._name)
         _open_in_torch.records.append(_record_in_torch(self._name))
         return self
 
@@ -61,22 +64,32 @@ class Range:
         record = _open_in_torch.records.pop()
         if record is not None:
             record.__exit__(kind, error, trace)
-        if _observer is not None:
-            _observer.closed()
         self._marker.__exit__(kind, error, trace)
+        for observer in _observers:
+            observer.closed()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return ``function`` with the range around every call."""
-        flops = self._flops
 
         @functools.wraps(function)
         def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
             if _is_compiling():
                 return function(*args, **kwargs)
-            with Range(self._name, flops(*args, **kwargs)) if callable(flops) else self:
-                return function(*args, **kwargs)
+            with self._of_call(args, kwargs):
+                for observer in _observers:
+                    observer.called((args, kwargs))
+                result = function(*args, **kwargs)
+                for observer in _observers:
+                    observer.returned(result)
+                return result
 
         return annotated
+
+    def _of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
+        if self._marker is not None:
+            return self
+        name = self._name(*args, **kwargs) if callable(self._name) else self._name
+        return Range(name, self._flops(*args, **kwargs) if callable(self._flops) else self._flops)
 
 
 def record_in_torch(on: bool) -> None:
@@ -91,23 +104,34 @@ def record_in_torch(on: bool) -> None:
 _always_in_torch = False
 
 
-class RangeObserver(Protocol):
-    """Is told of ranges on the thread on which they open and close."""
+class RangeObserver:
+    """Sees ranges on the thread on which they open and close; this one does nothing."""
 
-    def opened(self, name: str) -> None:
-        """A range has been opened inside those that are open on this thread."""
+    def opening(self, name: str) -> None:
+        """A range is about to open inside those that are open on this thread."""
 
     def closed(self) -> None:
-        """This thread's innermost range is about to close."""
+        """This thread's innermost range has closed."""
+
+    def called(self, arguments: Any) -> None:
+        """The range that has just opened is a decorated function's, called with these arguments."""
+
+    def returned(self, result: Any) -> None:
+        """That function returned; its range is still open."""
 
 
-def observe_ranges(observer: RangeObserver | None) -> None:
-    """Tell ``observer`` of every range of this process from now on, or nobody."""
-    global _observer  # noqa: PLW0603  one of the process
-    _observer = observer
+def observe_ranges(observer: RangeObserver) -> None:
+    """Show ``observer`` every range of this process from now on."""
+    _observers.append(observer)
 
 
-_observer: RangeObserver | None = None
+def ignore_ranges(observer: RangeObserver) -> None:
+    """Show ``observer`` no more ranges."""
+    if observer in _observers:
+        _observers.remove(observer)
+
+
+_observers: list[RangeObserver] = []
 
 
 class _OpenInTorch(threading.local):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 STEP = "step"
 WARMUP = "warmup"
+COUNTED = "counted step"
+"""A further step, after those that are measured, in which a target's work is counted."""
 CONTEXT = "context"
 FORWARD = "forward"
 LOSS = "loss"

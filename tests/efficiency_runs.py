@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from profkit.models.step_work import model_work
-from profkit.models.workload import Workload
+from profkit.models.options import TrainingOptions
+from profkit.run.work import write_work
 from tests.conftest import ROOT
+from tests.step_work import model_work
 
 SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
 
@@ -33,7 +34,6 @@ def make_ceilings(**flops_per_s: float) -> dict[str, Any]:
 
 def make_small_run(folder: Path, *, ceilings: bool = True) -> Path:
     """Make the run directory that ``profkit run --nsys model.small`` would have left around the trace in ``traces``."""
-    workload = Workload(preset_name="small", batch=4, context=256)
     manifest = {
         "status": "complete",
         "gpu": "NVIDIA H200",
@@ -42,7 +42,7 @@ def make_small_run(folder: Path, *, ceilings: bool = True) -> Path:
         "float32_matmul_precision": "highest",
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "work.json").write_text(json.dumps(model_work({(): workload}, tf32=False)))
+    write_work(folder / "work.json", model_work(TrainingOptions("small", batch=4, contexts=(256,))))
     if ceilings:
         (folder / "ceilings.json").write_text(json.dumps(make_ceilings(fp32=50e12, bf16=700e12)))
     shutil.copyfile(SMALL, folder / "trace.sqlite")

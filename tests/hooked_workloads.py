@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def train(how: str) -> tuple[list[str], list[int]]:
             model.train()
         if counter is not None:
             counter.stop()
-            WORK.append(counter.content())
+            WORK.append(asdict(counter.content()))
     return losses, alive
 
 
@@ -188,11 +189,11 @@ WORKLOADS = (
 
 def _remember(folder: Path) -> Any:
     """Record the memory of a CUDA of paper, from now on."""
-    from profkit.capture.script_memory import ScriptMemory
-    from profkit.models.workload import MemoryOptions
+    from profkit.capture.memory import MemoryRecording
+    from profkit.run.recording import MemoryOptions
     from tests import paper_cuda
 
-    memory = ScriptMemory(folder, MemoryOptions(saved=True))
+    memory = MemoryRecording(folder, MemoryOptions(saved=True))
     memory.wait_for_cuda()
     paper_cuda.install()
     torch.cuda.init()
@@ -220,6 +221,9 @@ def _install(memory: Any) -> Callable[[], None]:
                 memory.boundary(number)
             if number == 0:
                 hooks.start()
+
+        def hooks_failed(self, error: Exception) -> None:
+            raise error
 
     open_ranges._range = Noted  # type: ignore[assignment]
     hooks = Hooks(Always(), depth=3, watcher=memory)
@@ -250,7 +254,7 @@ def main() -> None:
         from tests.paper_cuda import CALLS
 
         memory.finish()
-        found["memory"] = {**memory.result(), "calls": CALLS}
+        found["memory"] = {**asdict(memory.result()), "calls": CALLS}
     found["end"] = {"events": EVENTS}
     print(json.dumps(found))
 

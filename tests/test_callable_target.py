@@ -102,9 +102,11 @@ def test_a_callables_steps_are_timed_and_recorded_apart(tmp_path: Path, run: Cal
     assert (manifest["status"], manifest["target"], manifest["device"]) == ("complete", "pkg.steps:make_step", "cpu")
     assert manifest["clean"]["losses"] == manifest["profiled"]["losses"], "ranges change no loss"
     assert len(manifest["clean"]["losses"]) == 2
-    assert [list(step) for step in manifest["clean"]["steps"]] == [["step_ns"]] * 2
+    assert [list(step) for step in manifest["clean"]["steps"]] == [
+        ["forward_ns", "loss_ns", "backward_ns", "optimizer_ns", "step_ns"]
+    ] * 2
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", "trace.json.gz"]
-    assert "phases; share" in done.stdout
+    assert "Phases, per step" in done.stdout
     assert "unprofiled" in done.stdout
 
 
@@ -113,8 +115,7 @@ def test_a_warmup_step_of_the_recorded_process_is_counted(tmp_path: Path, run: C
     assert done.returncode == 0, done.stderr
     manifest = _manifest(tmp_path)
     assert manifest["clean"]["losses"] == manifest["profiled"]["losses"]
-    work = read_work(tmp_path / "run")
-    assert work is not None
+    work = read_work(tmp_path / "run" / "work.json")
     assert work.source == "counted"
     first, last = 2 * 4 * 8 * 8, 2 * 4 * 8
     assert work.model_flops == 2 * first + 3 * last

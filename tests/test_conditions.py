@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 
 from profkit.launch.conditions import HARMLESS, Conditions, warn_of_run
-from profkit.launch.gpu_state import Gpu, GpuState
+from profkit.launch.gpu_state import GpuState
+from profkit.run import manifest
+from profkit.run.manifest import Gpu, Gpus, Manifest, Process
+from profkit.run.samples import Samples
 
 IDLE = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, (), {}, 0, 0)
 OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)
@@ -23,18 +26,17 @@ def _conditions(*states: GpuState, **environment: str) -> Conditions:
 
 
 def test_the_gpus_are_looked_at_before_and_after() -> None:
-    said = _conditions(GpuState((IDLE,)), GpuState((replace(IDLE, temperature_c=61),))).to_dict()["gpus"]
-    assert [said[when][0]["temperature_c"] for when in ("before", "after")] == [34, 61]
-    assert said["reason"] is None
-    without = _conditions(GpuState(reason="nvidia-smi is not on PATH"), GpuState()).to_dict()["gpus"]
-    assert without == {"before": [], "after": [], "reason": "nvidia-smi is not on PATH"}
+    said = _conditions(GpuState((IDLE,)), GpuState((replace(IDLE, temperature_c=61),))).gpus
+    assert [gpus[0].temperature_c for gpus in (said.before, said.after)] == [34, 61]
+    assert said.reason is None
+    assert _conditions(GpuState(reason="no driver"), GpuState()).gpus == Gpus((), (), "no driver")
 
 
 def test_only_harmless_variables_are_kept() -> None:
     conditions = _conditions(
         GpuState(), GpuState(), WORLD_SIZE="2", NCCL_DEBUG_FILE="/home/me", AWS_SECRET="x", TORCH_HOME="/home/me"
     )
-    assert conditions.to_dict()["environment"] == {"WORLD_SIZE": "2"}
+    assert conditions.environment == {"WORLD_SIZE": "2"}
     assert list(HARMLESS) == sorted(set(HARMLESS))
     assert not [name for name in HARMLESS if any(word in name for word in ("KEY", "TOKEN", "SECRET", "DIR", "PATH"))]
 
@@ -42,24 +44,24 @@ def test_only_harmless_variables_are_kept() -> None:
 def test_only_the_gpus_that_were_used_are_judged() -> None:
     state = GpuState((IDLE, OTHER))
     conditions = _conditions(state, state)
-    process = {"device": "cuda", "conditions": {"gpu_uuid": "GPU-1"}}
+    process = Process(device="cuda", conditions=manifest.Conditions(gpu_uuid="GPU-1"))
     assert conditions.warnings([process]) == []
-    (warning,) = conditions.warnings([process, {**process, "conditions": {"gpu_uuid": "GPU-2"}}])
+    (warning,) = conditions.warnings([process, replace(process, conditions=manifest.Conditions(gpu_uuid="GPU-2"))])
     assert "GPU 1 was not this run's alone" in warning
-    assert conditions.warnings([{"device": "cpu", "conditions": {"gpu_uuid": None}}]) == []
-    assert len(conditions.warnings([{"device": "cuda", "conditions": {"gpu_uuid": None}}])) == 1
+    assert conditions.warnings([Process(device="cpu")]) == []
+    assert len(conditions.warnings([Process(device="cuda")])) == 1
 
 
 def test_the_times_of_either_kind_of_run_are_judged() -> None:
-    steps = [{"step_ns": ns} for ns in (20, 10, 10, 10)]
-    clean = {"clean": {"steps": steps, "during": {}}, "profiled": {"steps": [], "during": {"compiled_graphs": 1}}}
+    steps = tuple({"step_ns": ns} for ns in (20, 10, 10, 10))
+    clean = Manifest(clean=Samples(steps), profiled=Samples((), {"compiled_graphs": 1}))
     assert [text.partition(" steps")[0] for text in warn_of_run(clean)] == [
         "the times of the unprofiled",
         "the first of the 4 unprofiled",
         "1 graph was compiled within the recorded",
     ]
-    assert "of the 4 unrecorded steps" in warn_of_run({"attached": {"steps": steps}})[1]
-    assert warn_of_run({}) == []
+    assert "of the 4 unrecorded steps" in warn_of_run(Manifest(attached=Samples(steps)))[1]
+    assert warn_of_run(Manifest()) == []
 
 
 def _tell(code: str) -> list[str]:
@@ -72,7 +74,7 @@ def test_compilations_are_counted_and_named() -> None:
     torch = pytest.importorskip("torch")
     assert torch.compiler is not None
     code = """
-print(read_counters()["compiled_graphs"], read_conditions()["compiled"])
+print(read_counters()["compiled_graphs"], read_conditions().compiled)
 layer = torch.compile(torch.nn.Linear(2, 2), backend="eager", dynamic=False)
 layer(torch.ones(1, 2))
 before = read_counters()
@@ -80,9 +82,9 @@ layer(torch.ones(1, 2))
 print(counted_since(before)["compiled_graphs"])
 layer(torch.ones(3, 2))
 print(counted_since(before)["compiled_graphs"])
-print(read_conditions()["compiled"])
+print(read_conditions().compiled)
 """
-    assert _tell(code) == ["0 None", "0", "1", "{'graphs': 2, 'backends': [{'backend': 'eager', 'options': {}}]}"]
+    assert _tell(code) == ["0 None", "0", "1", "Compiled(graphs=2, backends=({'backend': 'eager', 'options': {}},))"]
 
 
 def test_precision_and_autocast_are_told_by_either_of_torchs_interfaces() -> None:
@@ -92,12 +94,12 @@ print(sorted(autocast_dtypes()))
 with torch.autocast("cpu", torch.bfloat16):
     print(sorted(autocast_dtypes()))
 torch.set_float32_matmul_precision("high")
-print(read_conditions()["float32_matmul_precision"], read_conditions()["cuda_matmul_allow_tf32"])
+print(read_conditions().float32_matmul_precision, read_conditions().cuda_matmul_allow_tf32)
 torch.set_float32_matmul_precision("highest")
 if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     told = read_conditions()
-    print(told["cuda_matmul_allow_tf32"], told["cuda_matmul_fp32_precision"])
+    print(told.cuda_matmul_allow_tf32, told.cuda_matmul_fp32_precision)
 else:
     print("None tf32")
 print(torch.cuda.is_initialized())

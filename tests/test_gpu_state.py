@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from profkit.launch.gpu_state import (
-    Gpu,
     GpuState,
     choose_fields,
     parse_gpus,
@@ -19,6 +18,7 @@ from profkit.launch.gpu_state import (
     read_gpu_state,
     used_gpus,
 )
+from profkit.run.manifest import Gpu
 
 HELP = """\
 List of valid properties to query for the switch "--query-gpu":

@@ -36,6 +36,12 @@ def test_help_of_a_command_is_the_commands_own() -> None:
     )
 
 
+def test_an_unknown_topic_names_those_that_exist() -> None:
+    result = CliRunner().invoke(cli, ["help", "atribution"])
+    assert result.exit_code != 0
+    assert "attribution" in str(result.exception)
+
+
 @pytest.mark.parametrize("topic", TOPICS)
 def test_every_option_that_a_guide_names_exists(topic: str) -> None:
     context = click.Context(cli)

@@ -664,6 +664,11 @@ def test_the_tree_is_per_step_where_every_range_lies_in_a_step(profkit: Run, tra
     assert "averages per step" not in profkit("ranges", two_devices).stdout
 
 
+def test_a_command_that_does_not_exist_gets_the_nearest_one(profkit: Run) -> None:
+    done = profkit("kernel", "t.sqlite")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "Error: no command 'kernel'; did you mean 'kernels'?")
+
+
 def test_a_plot_of_a_lossy_capture_bears_the_verdict(captures: Path) -> None:
     opened = read_trace(captures / "lossy.nsys2023.sqlite")
     figure = _draw(opened.kernels(), opened.self_check, 5, "total")

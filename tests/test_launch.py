@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from pathlib import Path
 
@@ -10,13 +9,13 @@ import pytest
 
 from profkit.errors import RunError, ToolError, UsageError
 from profkit.launch import export, importer, manifest
-from profkit.launch.directory import make_run_directory, write_json
 from profkit.launch.export import export_report
 from profkit.launch.importer import find_importer, import_raw, missing_libraries
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, parse_version
+from profkit.launch.ranks import build_rank_argv
 from profkit.launch.targets import parse_target, target_kind
 from profkit.models.presets import PRESETS
-from profkit.models.workload import Order, Workload
+from profkit.run.directory import make_run_directory, node_suffix
 
 VERSION_LINE = "NVIDIA Nsight Systems version {} "
 
@@ -77,12 +76,6 @@ class TestKinds:
             target_kind(words)
 
 
-class TestOrder:
-    def test_survives_the_command_line(self) -> None:
-        order = Order(Workload("tiny", dtype="bf16"), "kineto", "/a b/worker.json", "/a b/trace.json.gz")
-        assert Order.from_json(order.to_json()) == order
-
-
 class TestRunDirectory:
     def test_default_lies_under_runs_with_time_and_target(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +101,7 @@ class TestRunDirectory:
         assert (tmp_path / "manifest.json").read_text() == "{}"
 
     def test_a_directory_without_permission_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("profkit.launch.directory.os.access", lambda path, mode: False)  # root may do anything
+        monkeypatch.setattr("profkit.run.directory.os.access", lambda path, mode: False)  # root may do anything
         with pytest.raises(RunError, match="no permission to write; name another directory with -o"):
             make_run_directory(tmp_path, "model.tiny")
 
@@ -118,19 +111,6 @@ class TestRunDirectory:
             make_run_directory(tmp_path / "file", "model.tiny")
         with pytest.raises(RunError, match="Not a directory; name another directory with -o"):
             make_run_directory(tmp_path / "file" / "run", "model.tiny")
-
-    def test_json_is_replaced_whole(self, tmp_path: Path) -> None:
-        path = tmp_path / "manifest.json"
-        write_json(path, {"status": "incomplete"})
-        with pytest.raises(TypeError):
-            write_json(path, {"status": object()})
-        assert json.loads(path.read_text()) == {"status": "incomplete"}
-
-    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-    def test_a_full_disk_is_said_with_the_place(self, tmp_path: Path) -> None:
-        (tmp_path / "partial.manifest.json").symlink_to("/dev/full")
-        with pytest.raises(RunError, match=r"manifest\.json: No space left on device; free some space"):
-            write_json(tmp_path / "manifest.json", {})
 
 
 class TestFindNsys:
@@ -338,3 +318,59 @@ class TestManifest:
     def testgit_revision_is_the_working_directorys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         assert manifest.git_revision() is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "suffix"),
+    [
+        ({}, ""),
+        ({"NODE_RANK": "1"}, "-node1"),
+        ({"GROUP_RANK": "0", "NNODES": "2"}, "-node0"),
+        ({"NODE_RANK": "0", "NNODES": "1"}, ""),
+        ({"NODE_RANK": "head"}, ""),
+    ],
+)
+def test_the_runs_of_a_jobs_machines_have_names_of_their_own(environment: dict[str, str], suffix: str) -> None:
+    assert node_suffix(environment) == suffix
+
+
+def test_two_machines_that_share_a_disk_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for node in ("0", "1"):
+        monkeypatch.setenv("NODE_RANK", node)
+        made.append(make_run_directory(tmp_path / "run", "train"))
+        (made[-1] / "manifest.json").touch()
+    assert [path.name for path in made] == ["run-node0", "run-node1"]
+
+
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "argv"),
+    [
+        (["python", "train.py", "--lr", "1"], ["python", *LAUNCHER, "train.py", "--lr", "1"]),
+        (["/usr/bin/python3.12", "-m", "pkg.train", "-m"], ["/usr/bin/python3.12", *LAUNCHER, "-m", "pkg.train", "-m"]),
+        (["python", "-O", "-X", "dev", "a.py"], ["python", "-O", "-X", "dev", *LAUNCHER, "a.py"]),
+    ],
+)
+def test_torchs_launcher_starts_scripts_and_modules(words: list[str], argv: list[str]) -> None:
+    assert build_rank_argv(words, 2) == argv
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["torchrun", "train.py"], "torchrun starts its processes itself"),
+        (["/opt/bin/accelerate", "launch", "train.py"], "accelerate starts its processes itself"),
+        (["python", "-m", "torch.distributed.run", "train.py"], r"torch\.distributed\.run starts its processes itself"),
+        (["bash", "train.sh"], "starts Python scripts and modules"),
+        (["python", "-c", "pass"], "starts Python scripts and modules"),
+        (["python"], "starts Python scripts and modules"),
+    ],
+)
+def test_what_cannot_be_started_as_ranks_is_refused_in_one_line(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        build_rank_argv(words, 2)
+    assert str(refused.value).startswith("--nproc-per-node 2: ")
+    assert "\n" not in str(refused.value)

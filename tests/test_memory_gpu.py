@@ -1,6 +1,6 @@
 """On a GPU: replayed peaks against the allocator's own, from the same process, to the byte.
 
-Each case runs the memory worker of a built-in model and analyses what it left. With PROFKIT_RESULTS set, each appends
+Each case records the memory of a built-in model and analyses what it left. With PROFKIT_RESULTS set, each appends
 a line of JSON to that file, from which the table in a report can be made; a case whose line is there is not run again.
 """
 
@@ -10,14 +10,16 @@ import itertools
 import json
 import os
 import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from profkit.analysis.memory.opened_snapshot import read_snapshot
-from profkit.models.workload import MemoryOrder, Order, Workload
-from profkit.run_directory import LEDGER, SNAPSHOT
+from profkit.launch.passes import model_passes
+from profkit.launch.record import build_environment
+from profkit.models.options import TrainingOptions
+from profkit.run.recording import MemoryOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -42,18 +44,16 @@ def _known_results() -> dict[str, object]:
     return {(line := json.loads(text))["case"]: line for text in Path(path).read_text().splitlines()}
 
 
-def _record(folder: Path, workload: Workload, settings: str) -> dict[str, object]:
-    """Run the worker that records memory, and return what it says of the run."""
-    result = folder / "result.json"
-    memory = MemoryOrder(str(folder / SNAPSHOT), str(folder / LEDGER))
-    order = Order(workload, "memory", str(result), memory=memory)
-    environment = dict(os.environ)
+def _record(run: Path, options: TrainingOptions, settings: str) -> None:
+    """Make the pass over the built-in model that records memory."""
+    memory = model_passes(options, "kineto", MemoryOptions())[0]
+    order = replace(memory.order, run=str(run))
+    environment = build_environment(os.environ, order)
     if settings:
         environment |= {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": settings}
-    command = [sys.executable, "-m", "profkit.capture.worker", order.to_json()]
+    command = [word.replace("{run}", str(run)) for word in memory.argv]
     subprocess.run(command, check=True, env=environment, capture_output=True, timeout=500)
-    (folder / "manifest.json").write_text('{"status": "complete"}')
-    return json.loads(result.read_text())
+    (run / "manifest.json").write_text('{"status": "complete"}')
 
 
 @pytest.mark.parametrize("case", CASES, ids=_case_id)
@@ -61,10 +61,10 @@ def test_the_replay_is_exact(tmp_path: Path, case: tuple[str, ...]) -> None:
     if _case_id(case) in _known_results():
         return
     model, dtype, passes, compiled, settings = case
-    workload = Workload(
+    options = TrainingOptions(
         model, warmup_steps=1, steps=2, dtype=dtype, passes=passes, compile_mode=compiled, device="cuda"
     )
-    said = _record(tmp_path, workload, settings)
+    _record(tmp_path, options, settings)
     result = read_snapshot(tmp_path).memory()
     check = result.allocator_check
     assert check is not None
@@ -81,7 +81,6 @@ def test_the_replay_is_exact(tmp_path: Path, case: tuple[str, ...]) -> None:
         "by_category": {row.category: row.bytes for row in result.composition.by_category},
         "phases": {phase.name: phase.peak_bytes for phase in result.phases},
         "warnings": [warning.message for warning in result.warnings],
-        "step_ns": [step["step_ns"] for step in said["steps"]],  # type: ignore[attr-defined]
     }
     if os.environ.get("PROFKIT_RESULTS"):
         with Path(os.environ["PROFKIT_RESULTS"]).open("a") as file:

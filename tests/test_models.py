@@ -226,5 +226,5 @@ def test_the_model_compiles_to_one_full_graph() -> None:
 
 
 def test_presets_and_flops_need_no_torch() -> None:
-    code = "import sys, profkit.models, profkit.models.presets, profkit.models.flops, profkit.models.workload\n"
+    code = "import sys, profkit.models, profkit.models.presets, profkit.models.flops, profkit.models.options\n"
     subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)

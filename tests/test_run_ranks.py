@@ -67,7 +67,6 @@ def _manifest(place: Path) -> dict[str, Any]:
 def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, run: Run, profkit: Run) -> None:
     done = run("--warmup", "1", "--steps", "2", "--", sys.executable, "ddp.py")
     assert done.returncode == 0, done.stderr
-    assert "ranks are proved by the run's manifest" in done.stdout
     assert "slowest is rank" in done.stdout
     processes = _manifest(tmp_path)["processes"]
     assert [(one["process"], one["rank"], one["local_rank"]) for one in processes] == [("rank0", 0, 0), ("rank1", 1, 1)]
@@ -99,9 +98,8 @@ def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, run: Run) -> None:
     manifest = _manifest(tmp_path)
     ranks = manifest["processes"]
     assert [one["rank"] for one in ranks] == [0, 1]
-    assert ranks[0]["losses"] != ranks[1]["losses"], "each has a batch of its own"
-    assert ranks[0]["losses"] == manifest["profiled"]["losses"] == manifest["clean"]["losses"]
-    assert len(manifest["clean"]["processes"]) == 2
+    assert manifest["profiled"]["losses"] == manifest["clean"]["losses"]
+    assert len(manifest["profiled"]["losses"]) == 1
     assert {"trace.json.gz", "trace.rank1.json.gz"} <= {path.name for path in (tmp_path / "run").iterdir()}
     opened = read_trace(tmp_path / "run")
     assert not opened.self_check.failed
@@ -112,7 +110,7 @@ def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, run: Run) -> None:
 def test_a_ranks_request_that_is_off_is_one_line(tmp_path: Path, run: Run) -> None:
     for arguments, said in (
         (["--", "torchrun", "x.py"], "torchrun starts its processes itself"),
-        (["--context", "8,16", "model.tiny"], "with several --context"),
+        (["--context", "8,16", "model.tiny"], "takes one --context"),
         (["package.module:step"], "--nproc-per-node is for the built-in models and commands"),
     ):
         done = run(*arguments)

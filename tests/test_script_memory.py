@@ -18,8 +18,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-from profkit.models.attachment import Attachment
-from profkit.models.workload import MemoryOptions
 from profkit.run.owners import Owners, read_owners
 from tests.hooked_workloads import WORKLOADS
 
@@ -74,7 +72,7 @@ if "calls" in how:
 """
 
 CALLABLE = """
-import sys
+import os
 import torch
 from torch import nn
 from tests import paper_cuda
@@ -82,7 +80,7 @@ from tests import paper_cuda
 def make_step():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    if any('"recorder": "memory"' in word for word in sys.argv):
+    if '"recorder": "memory"' in os.environ["PROFKIT_ATTACH"]:
         paper_cuda.install()
         torch.cuda.init()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -179,7 +177,7 @@ def test_a_script_is_recorded_from_the_first_use_of_cuda_to_its_last_measured_st
     manifest = _manifest(place)
     assert (manifest["status"], manifest["exit_status"], manifest["profiler"]) == ("complete", 0, None)
     assert len(manifest["memory"]["steps"]) == 2
-    assert "attached" not in manifest
+    assert manifest["attached"] is None
     assert "the allocator's own peaks, as the run recorded them, are the same to the byte" in done.stdout
     assert done.stdout.rstrip().endswith("profkit memory run --timeline memory.html")
 
@@ -209,13 +207,13 @@ def test_with_a_trace_the_command_runs_twice_and_says_so(place: Path, recorded: 
     assert (place / "times_run").read_text() == "xx"
     assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz"]
     assert done.stderr.splitlines()[0] == (
-        "profkit: the command runs twice, because recording the allocator slows its steps: first for the allocator, "
-        "then for torch.profiler (--memory-only: the first alone)"
+        "profkit: the command runs twice, because recording the allocator slows steps: first for the allocator, "
+        "then for torch.profiler (--memory-only: only the first)"
     )
     manifest = _manifest(place)
     assert len(manifest["memory"]["steps"]) == len(manifest["profiled"]["steps"]) == 2
     assert manifest["profiler"] == "torch.profiler"
-    for said in ("phases; share", "snapshot.pickle, device 0", "profkit ranges run", "profkit memory run"):
+    for said in ("Phases, per step", "snapshot.pickle, device 0", "profkit ranges run", "profkit memory run"):
         assert said in done.stdout
 
 
@@ -228,7 +226,8 @@ def test_out_of_memory_keeps_status_and_snapshot_and_ends_it(place: Path, run: R
     assert (place / "times_run").read_text() == "x", "not run for the trace"
     assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
     manifest = _manifest(place)
-    assert (manifest["status"], manifest["exit_status"], manifest["reason"]) == ("failed", 1, "exit status 1")
+    assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
+    assert manifest["reason"].startswith("OutOfMemoryError: CUDA out of memory.")
     ledger = _ledger(place)
     assert [one.name for one in ledger.steps] == ["step 0", "step 1"]
     assert ledger.figures[-1].moment == "out of memory", "what was freed on the way out is not in it"
@@ -253,9 +252,7 @@ def test_a_recording_that_fails_leaves_the_script_alone(place: Path, run: Run, r
     done = recorded("retry", PAPER_FULL_DISK="1")
     assert done.stdout == plain.stdout
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        "profkit: nothing was recorded of the memory: [Errno 28] No space left on device"
-    ]
+    assert done.stderr == "profkit: nothing was recorded of the memory: No space left on device\n"
     assert _files(place) == ["manifest.json"]
 
 
@@ -270,13 +267,13 @@ def test_a_ledger_that_finds_no_room_leaves_the_script_alone(place: Path, record
 @pytest.mark.parametrize("option", ["--memory", "--memory-only"])
 def test_a_script_without_cuda_has_its_trace_and_no_snapshot(place: Path, recorded: Run, option: str) -> None:
     done = recorded(option, "--", "no cuda")
-    why = "nothing was recorded of the memory: the script used no CUDA GPU"
+    why = "nothing was recorded of the memory: the target used no CUDA GPU"
     assert why in done.stderr
     assert done.stderr.count("\n") == (2 if option == "--memory" else 1)
     if option == "--memory":
         assert done.returncode == 0
         assert _files(place) == ["manifest.json", "trace.json.gz"]
-        assert "phases; share" in done.stdout
+        assert "Phases, per step" in done.stdout
     else:
         assert done.returncode == 1
         assert _files(place) == ["manifest.json"]
@@ -343,7 +340,7 @@ def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
 def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: Run) -> None:
     done = run(*_command("--memory", "--memory-entries", "9", "steps:make_step"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("profkit: three passes, each in a process of its own")
+    assert done.stderr.startswith("profkit: the steps run three times, because recording the allocator slows steps")
     assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz"]
     ledger = _ledger(place)
     assert [one.name for one in ledger.steps] == ["step 0", "step 1"]
@@ -353,11 +350,11 @@ def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: R
     assert manifest["memory"]["max_entries"] == 9
 
 
-def test_a_callable_without_cuda_has_no_snapshot(place: Path, run: Run) -> None:
+def test_a_callable_without_cuda_has_its_trace_and_no_snapshot(place: Path, run: Run) -> None:
     done = run(*_command("--memory", "steps:make_step_without"))
-    assert done.returncode == 2
-    assert "steps:make_step_without used no CUDA GPU; leave it out" in done.stderr
-    assert _files(place) == ["manifest.json"]
+    assert done.returncode == 0
+    assert "profkit: warning: nothing was recorded of the memory: the target used no CUDA GPU" in done.stderr
+    assert _files(place) == ["manifest.json", "trace.json.gz"]
 
 
 def test_ctrl_c_leaves_nothing_half_written(place: Path) -> None:
@@ -382,12 +379,6 @@ def test_memory_only_and_a_recorder_exclude_each_other(run: Run, recorder: str) 
     assert done.returncode in {1, 2}
     if recorder == "--kineto":
         assert done.stderr == ("profkit: --kineto records a trace and --memory-only none; --memory records both\n")
-
-
-def test_an_attachment_survives_its_json() -> None:
-    for memory in (None, MemoryOptions("all", 5, True)):
-        wanted = Attachment("r", "memory", 1, 2, memory=memory)
-        assert Attachment.from_json(wanted.to_json()) == wanted
 
 
 @pytest.fixture(scope="module")

@@ -1,53 +1,49 @@
-"""The built-in model's work by formula: against what is counted while it runs, and against its own parts."""
+"""The work counted while a built-in model runs: against a formula by hand, and the formula against its own parts."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from profkit.annotation import annotate
 from profkit.models.flops import flops_by_path
+from profkit.models.options import TrainingOptions
 from profkit.models.presets import PRESETS
-from profkit.models.step_work import model_work
-from profkit.models.workload import Workload
-from profkit.run.work import RunWork, read_work
+from profkit.names import context_range
+from profkit.run.work import RunWork
+from tests.step_work import model_work
 
 torch = pytest.importorskip("torch")
 
-from profkit.capture import step as training  # noqa: E402
-from profkit.capture.step import TrainingStep  # noqa: E402
 from profkit.capture.work_counter import WorkCounter  # noqa: E402
-from profkit.models import transformer  # noqa: E402
+from profkit.models import training, transformer  # noqa: E402
+from profkit.models.training import Training  # noqa: E402
 
 FIELDS = ("flops", "other_flops", "least_bytes", "flops_by_dtype", "instances", "varies")
 
 
-def _formula(workload: Workload) -> dict[tuple[str, ...], dict[str, Any]]:
-    return _rows(model_work({(): workload}, tf32=False))
+def _formula(options: TrainingOptions) -> dict[tuple[str, ...], dict[str, Any]]:
+    return _rows(model_work(options))
 
 
-def _counted(workload: Workload, device: str = "cpu") -> dict[str, Any]:
+def _counted(options: TrainingOptions, device: str = "cpu") -> RunWork:
     torch._dynamo.utils.counters.clear()  # other tests in this process compile
-    step = TrainingStep(workload, torch.device(device))
-    step._run_phases()
+    one = Training(options, options.contexts[0], torch.device(device))
+    one.step()
     counter = WorkCounter()
     counter.start()
-    step._run_phases()
+    one.step()
     counter.stop()
     return counter.content()
 
 
-def _rows(content: dict[str, Any]) -> dict[tuple[str, ...], dict[str, Any]]:
-    return {tuple(row["path"]): {field: row[field] for field in FIELDS} for row in content["ranges"]}
+def _rows(work: RunWork) -> dict[tuple[str, ...], dict[str, Any]]:
+    return {row.path: {field: getattr(row, field) for field in FIELDS} for row in work.ranges}
 
 
-def _workload(**options: Any) -> Workload:
-    return Workload("tiny", **{"batch": 2, "context": 16, "device": "cpu", **options})
+def _workload(context: int = 16, **options: Any) -> TrainingOptions:
+    return TrainingOptions("tiny", **{"batch": 2, "contexts": (context,), "device": "cpu", **options})
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 8), (2, 16), (3, 33)])
@@ -55,9 +51,8 @@ def test_what_is_counted_in_a_step_is_what_the_formula_says(batch: int, context:
     workload = _workload(batch=batch, context=context)
     counted = _counted(workload)
     assert _rows(counted) == _formula(workload)
-    content = model_work({(): workload}, tf32=False)
-    assert counted["model_flops"] == content["model_flops"]
-    assert (counted["missing"], counted["dtype"]) == ([], "fp32")
+    assert counted.model_flops == model_work(workload).model_flops
+    assert (counted.missing, counted.dtype) == ((), "fp32")
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -110,7 +105,7 @@ def test_without_a_backward_pass_nothing_is_kept_for_it() -> None:
 
 def test_flops_are_those_of_the_ranges_payloads() -> None:
     preset = PRESETS["small"]
-    rows = _formula(Workload("small"))
+    rows = _formula(TrainingOptions("small"))
     paths = flops_by_path(preset, 4, 256)
     assert {path: rows[tuple(path.split("/"))]["flops"] for path in paths} == paths
 
@@ -119,7 +114,7 @@ def test_flops_are_those_of_the_ranges_payloads() -> None:
 def test_every_presets_flops_equal_torchs_counter(name: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    workload = Workload(name, batch=2, context=16)
+    workload = TrainingOptions(name, batch=2, contexts=(16,))
     with torch.device("meta"):
         model = transformer.TransformerLM(workload.preset, 16)
         tokens = torch.zeros(2, 16, dtype=torch.long)
@@ -132,9 +127,10 @@ def test_every_presets_flops_equal_torchs_counter(name: str) -> None:
     assert rows[("backward",)]["flops"] == backward.get_total_flops()
 
 
-def _needed(workload: Workload, path: tuple[str, ...]) -> int:
-    content = model_work({(): workload}, tf32=False)
-    return next(row["needed_flops"] for row in content["ranges"] if tuple(row["path"]) == path)
+def _needed(options: TrainingOptions, path: tuple[str, ...]) -> int:
+    row = model_work(options).find(path)
+    assert row is not None
+    return row.needed_flops
 
 
 def test_a_causal_mask_leaves_query_q_its_first_keys() -> None:
@@ -160,19 +156,18 @@ def test_compiled_code_has_its_phases_and_no_bytes_that_are_the_compilers_choice
     assert compiled[("optimizer",)] == eager[("optimizer",)]
 
 
-def test_several_contexts_and_tf32(tmp_path: Path) -> None:
-    workloads = {(f"context {n}",): dataclasses.replace(_workload(), context=n) for n in (8, 16)}
-    (tmp_path / "work.json").write_text(json.dumps(model_work(workloads, tf32=True)))
-    work = read_work(tmp_path)
-    assert isinstance(work, RunWork)
-    assert work.dtype == "tf32"
+def test_of_several_contexts_each_is_a_step_and_the_model_flops_are_the_firsts() -> None:
+    trainings = [Training(_workload(context), context, torch.device("cpu")) for context in (8, 16)]
+    counter = WorkCounter()
+    counter.start()
+    for one in trainings:
+        with annotate(context_range(one.context)):
+            one.step()
+    counter.stop()
+    work = counter.content()
     step, forward = work.find(("context 16",)), work.find(("context 8", "forward"))
     assert step is not None
     assert forward is not None
-    assert set(step.flops_by_dtype) == {"tf32"}
+    assert work.find(()) is None
+    assert step.flops == model_work(_workload(16)).model_flops
     assert work.model_flops == 3 * forward.flops
-
-
-def test_it_needs_no_torch() -> None:
-    code = "import sys, profkit.models.step_work\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from profkit.launch.gpu_state import Gpu
 from profkit.launch.timing_warnings import warn_of_gain, warn_of_gpus, warn_of_times
+from profkit.run.manifest import Gpu
 
 MS = 1_000_000
 GIB = 1024**3

@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profkit.capture.work_account import Access, Instance, WorkAccount
-from profkit.models.work import Work
+from profkit.capture.work_account import Access, Instance, Work, WorkAccount
 
 
 def _bytes(work: dict[tuple[str, ...], list[Work]], *path: str) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,14 +16,20 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from profkit.annotation import annotate  # noqa: E402
 from profkit.capture import work_counter  # noqa: E402
 from profkit.capture.work_counter import WorkCounter  # noqa: E402
-from profkit.names import annotate  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
     torch._dynamo.utils.counters.clear()
+
+
+def _plain(counter: WorkCounter) -> dict[str, Any]:
+    """Return the content of ``work.json`` as JSON has it."""
+    content: dict[str, Any] = json.loads(json.dumps(asdict(counter.content())))
+    return content
 
 
 def _count(run: Callable[[], Any]) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -32,7 +40,7 @@ def _count(run: Callable[[], Any]) -> dict[tuple[str, ...], dict[str, Any]]:
         run()
     finally:
         counter.stop()
-    content = counter.content()
+    content = _plain(counter)
     return {("",): content, **{tuple(row["path"]): row for row in content["ranges"]}}
 
 
@@ -159,7 +167,7 @@ def test_a_range_that_was_open_before_counting_closes_without_harm() -> None:
     with annotate("after"):
         torch.ones(2, 2) @ torch.ones(2, 2)
         counter.stop()
-    rows = {tuple(row["path"]): row["flops"] for row in counter.content()["ranges"]}
+    rows = {tuple(row["path"]): row["flops"] for row in _plain(counter)["ranges"]}
     assert rows == {(): 32, ("after",): 16}
 
 
@@ -177,7 +185,7 @@ def test_a_range_of_another_thread_lies_in_those_of_the_thread_that_counts() -> 
         thread.start()
         thread.join()
     counter.stop()
-    assert [tuple(row["path"]) for row in counter.content()["ranges"]] == [(), ("backward",), ("backward", "layer")]
+    assert [tuple(row["path"]) for row in _plain(counter)["ranges"]] == [(), ("backward",), ("backward", "layer")]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Under which conditions this process runs its steps, for the manifest: precision, compilation, and what fell between.
+"""Under which conditions this process runs its steps, for the manifest: precision, compilation, what disturbed them.
 
 Everything is read from torch as it stands; nothing is imported, initialised or set by looking.
 """
@@ -11,31 +11,33 @@ from typing import Any
 
 import torch
 
+from profkit.run.manifest import Compiled, Conditions
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def read_conditions(autocast_dtypes: Collection[str] = ()) -> dict[str, Any]:
+def read_conditions(autocast_dtypes: Collection[str] = ()) -> Conditions:
     """Return how this process multiplies matrices, what it compiled, and on which GPU it runs.
 
     ``float32_matmul_precision`` and ``cuda_matmul_allow_tf32`` are torch's older settings, and since torch 2.9
-    ``cuda_matmul_fp32_precision`` stands for both; a setting that is not there, or that torch does not tell because the
-    other kind is in use, is None.
+    ``cuda_matmul_fp32_precision`` stands for both; a setting that this torch does not have, or does not return because
+    the other kind is in use, is None.
 
     Args:
         autocast_dtypes: those in which autocast was seen to be on.
     """
-    return {
-        "float32_matmul_precision": _told(torch.get_float32_matmul_precision),
-        "cuda_matmul_allow_tf32": _told(lambda: torch.backends.cuda.matmul.allow_tf32),
-        "cuda_matmul_fp32_precision": _told(lambda: torch.backends.cuda.matmul.fp32_precision),
-        "cudnn_allow_tf32": _told(lambda: torch.backends.cudnn.allow_tf32),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cpu_threads": torch.get_num_threads(),
-        "autocast_dtypes": sorted(autocast_dtypes),
-        "compiled": _compiled(),
-        "gpu_uuid": _gpu_uuid(),
-    }
+    return Conditions(
+        float32_matmul_precision=_read(torch.get_float32_matmul_precision),
+        cuda_matmul_allow_tf32=_read(lambda: torch.backends.cuda.matmul.allow_tf32),
+        cuda_matmul_fp32_precision=_read(lambda: torch.backends.cuda.matmul.fp32_precision),
+        cudnn_allow_tf32=_read(lambda: torch.backends.cudnn.allow_tf32),
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+        cpu_threads=torch.get_num_threads(),
+        autocast_dtypes=tuple(sorted(autocast_dtypes)),
+        compiled=_compiled(),
+        gpu_uuid=_gpu_uuid(),
+    )
 
 
 def autocast_dtypes() -> set[str]:
@@ -71,14 +73,14 @@ def counted_since(before: dict[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in read_counters().items()}
 
 
-def _told(setting: Callable[[], Any]) -> Any:
+def _read(setting: Callable[[], Any]) -> Any:
     try:
         return setting()
     except (RuntimeError, AttributeError):  # set through torch's other interface, or unknown to this torch
         return None
 
 
-def _compiled() -> dict[str, Any] | None:
+def _compiled() -> Compiled | None:
     """Return how many graphs were compiled, and by what; None if none was.
 
     Dynamo keeps the backends it was given, to reset them; Inductor's has the options that a mode stands for.
@@ -87,13 +89,13 @@ def _compiled() -> dict[str, Any] | None:
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if not graphs or frames is None:
         return None
-    backends = []
+    backends: list[dict[str, object]] = []
     for backend in getattr(frames, "cached_backends", {}).values():
         if backend is not None:
             name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
             options = {key: value for key, value in getattr(backend, "config", {}).items() if isinstance(value, _PLAIN)}
             backends.append({"backend": str(name), "options": options})
-    return {"graphs": graphs, "backends": backends}
+    return Compiled(graphs, tuple(backends))
 
 
 def _gpu_uuid() -> str | None:

@@ -1,22 +1,25 @@
-"""Ranges for steps, phases and modules of any training script, without a change to it.
+"""Ranges and times for steps, phases and modules of any training script, without a change to it.
 
 Forward hooks of all modules open and close them, wrappers around ``torch.autograd.backward`` (which ``Tensor.backward``
 calls) and around what torch itself puts around every optimizer's ``step``, and hooks on the graph's nodes for what runs
-on the autograd thread. They change no value, keep no tensor and raise nothing. While Dynamo traces they do nothing: of
-a compiled model the module that was compiled is annotated as a whole, forward and backward. Dynamo guards on the hooks
-of all modules that it found while it traced, and would compile anew without them: so where it compiled they stay. What
-was compiled without them is not compiled again when they come (seen with torch 2.4 and 2.13).
+on the autograd thread. A phase that the script annotates itself gets no second range, and a function that it annotates
+has its backward range as a module has. The hooks change no value and keep no tensor; what fails in them ends them, and
+never reaches the script.
+
+While Dynamo traces they do nothing: of a compiled model the module that was compiled is annotated as a whole, forward
+and backward. Dynamo guards on the hooks of all modules that it found while it traced, and would compile anew without
+them: so where it compiled they stay. What was compiled without them is not compiled again when they come (seen with
+torch 2.4 and 2.13).
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from inspect import signature
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -24,27 +27,32 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer
 
+from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
-from profkit.capture.closures import with_closure
 from profkit.capture.conditions import autocast_dtypes, count_compiled_graphs
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
-from profkit.capture.phase_clock import PhaseClock
-from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, step_range
+from profkit.capture.times import PhaseClock
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, PHASES, step_range
+
+Method = TypeVar("Method", bound=Callable[..., None])
 
 # Before torch 2.6 a hook of all modules is not shown their keyword arguments.
 _KEYWORDS = {"with_kwargs": True} if "with_kwargs" in signature(register_module_forward_hook).parameters else {}
 
 
 class StepListener(Protocol):
-    """Is told of the steps' boundaries; it may switch the ranges on and off there."""
+    """Learns of the steps' boundaries; it may switch the ranges on and off there."""
 
     def boundary(self, number: int) -> None:
         """Step ``number`` is about to begin; the one before it, if there was one, has ended."""
 
+    def hooks_failed(self, error: Exception) -> None:
+        """A hook failed, and all of them have stopped."""
+
 
 class Watcher:
-    """Is told what the script does while the hooks are installed; this one does nothing. It must raise nothing."""
+    """Sees what the script does while the hooks are installed; this one does nothing."""
 
     def call_begins(self, module: nn.Module, args: Any) -> None:
         """An outermost module call begins; in a backward pass there is none."""
@@ -68,27 +76,58 @@ class Watcher:
         """An optimizer's step has ended well."""
 
 
-class Hooks:
+def _harmless(method: Method) -> Method:
+    """Do nothing while Dynamo traces; let what fails end the hooks, and never reach the script."""
+
+    @functools.wraps(method)
+    def guarded(self: Hooks, *args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or self.has_failed:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.has_failed = True
+            self.stop()
+            self.clock.stop()
+            self._listener.hooks_failed(error)
+
+    return guarded  # type: ignore[return-value]
+
+
+class Hooks(RangeObserver):
     """The hooks of this process. `install` once; ranges appear between `start` and `stop`.
 
     A step ends when an optimizer's step has: of several optimizers the first that made a step counts, or the one whose
     class is named ``step_on``. In a script that has made no optimizer a step begins with each outermost module call.
 
     Args:
-        listener: None where somebody else knows the steps: they are not counted then, and have no ranges.
-        depth: modules with at most this many parts in their dotted names get a range; 0: the outermost alone.
+        depth: modules with at most this many parts in their dotted names get a range; 0: the outermost alone; None:
+            none at all.
+        counts_steps: False where the listener knows the steps: they are not counted then, and have no ranges.
     """
 
     def __init__(
-        self, listener: StepListener | None, depth: int, step_on: str | None = None, watcher: Watcher | None = None
+        self,
+        listener: StepListener,
+        depth: int | None,
+        step_on: str | None = None,
+        watcher: Watcher | None = None,
+        *,
+        counts_steps: bool = True,
     ) -> None:
         self._listener = listener
+        self._counts_steps = counts_steps
         self._watcher = watcher or Watcher()
+        self._knows_owners = watcher is not None
         self._step_on = step_on
+        self._roots: WeakSet[nn.Module] = WeakSet()
+        self.has_failed = False
         self._names = ModuleNames(depth)
         self._open = OpenRanges()
         self._counting_optimizer: ref[Optimizer] | None = None
         self._forward_handles: list[Any] = []
+        self._root_handles: list[Any] = []
+        self._compiles = False
         self._recording = False
         self.clock = PhaseClock()
         """The time of backward passes and optimizers' steps, once it is started."""
@@ -104,10 +143,10 @@ class Hooks:
         """
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         around_step = Optimizer.profile_hook_step
-        Optimizer.profile_hook_step = staticmethod(
-            lambda step: self._around_step(self.clock.timed(OPTIMIZER, around_step(step)))
-        )
-        torch.autograd.backward = self._around_backward(self.clock.timed(BACKWARD, torch.autograd.backward))
+        Optimizer.profile_hook_step = staticmethod(lambda step: self._around_step(around_step(step)))
+        torch.autograd.backward = self._around_backward(torch.autograd.backward)
+        torch.compile = self._before_compile(torch.compile)
+        observe_ranges(self)
         self._hook_forward()
 
     def start(self) -> None:
@@ -119,17 +158,6 @@ class Hooks:
         """Close what is open on this thread, and open no more."""
         self._open.close_all()
         self._recording = False
-        self.clock.stop()
-
-    @contextmanager
-    def enclosing(self, name: str) -> Iterator[None]:
-        """Have the range ``name`` open around the block; whatever is left open within it ends with it."""
-        key = object()
-        self._open.open(key, name)
-        try:
-            yield
-        finally:
-            self._open.close(key)
 
     @property
     def counts_calls(self) -> bool:
@@ -143,35 +171,99 @@ class Hooks:
                 register_module_forward_hook(self._after_module, always_call=True, **_KEYWORDS),
             ]
 
-    def _unhook_forward(self) -> None:
-        """Take the forward hooks away, unless something was compiled with them; never from within one."""
-        if count_compiled_graphs():
+    def rest(self) -> None:
+        """Take the hooks of all modules away and time the outermost calls alone; never from within a hook.
+
+        After something was compiled with them they stay, and while ranges are open.
+        """
+        if self._recording or not self._forward_handles or count_compiled_graphs():
             return
         for handle in self._forward_handles:
             handle.remove()
         self._forward_handles = []
+        for root in () if self._compiles else self._roots:
+            self._root_handles += [
+                root.register_forward_pre_hook(self._before_root),
+                root.register_forward_hook(self._after_root, always_call=True),
+            ]
 
+    def _before_compile(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``torch.compile`` so that it sees no hook of one module: with one, Dynamo guards on the others too."""
+
+        @functools.wraps(compile_)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            self._compiles = True
+            for handle in self._root_handles:
+                handle.remove()
+            self._root_handles = []
+            return compile_(*args, **kwargs)
+
+        return compiled
+
+    @_harmless
+    def _before_root(self, module: nn.Module, _args: Any) -> None:
+        if module.training and torch.is_grad_enabled() and running_graph() == -1:
+            self.clock.begin(FORWARD)
+
+    @_harmless
+    def _after_root(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if module.training and torch.is_grad_enabled() and running_graph() == -1:
+            self.clock.end()
+
+    @_harmless
+    def opening(self, name: str) -> None:
+        if self._open.note_opening(name) and name in PHASES:
+            self.clock.begin(name)
+
+    @_harmless
+    def closed(self) -> None:
+        name = self._open.note_closed()
+        if name in PHASES:
+            self.clock.end()
+
+    @_harmless
+    def called(self, arguments: Any) -> None:
+        if self._recording:
+            around = self._open.innermost_call()
+            if self._open.note_call() is not None:
+                mark_nodes(arguments, around, self._enter_backward)
+
+    @_harmless
+    def returned(self, result: Any) -> None:
+        if self._recording:
+            mark_nodes(result, self._open.innermost_call(), self._enter_backward)
+
+    def _begin_phase(self, key: object, phase: str) -> None:
+        self.clock.begin(phase)
+        is_wanted = self._recording and not self._open.has_range(phase)
+        self._open.open(key, phase if is_wanted else None)
+
+    def _end_phase(self, key: object) -> None:
+        if self._open.close(key):
+            self.clock.end()
+
+    @_harmless
     def _before_module(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         around = self._open.innermost_call()
-        if around is None and running_graph() == -1:
+        is_outermost = running_graph() == -1 and not self._open.has(_MODULES)
+        if is_outermost:
             self._begin_outermost(module)
             self._watcher.call_begins(module, args)
         if not self._recording:
             # Only which call is outermost matters now.
-            if around is None:
-                self._open.open(module, None, Call(None, None))
+            if is_outermost:
+                self._open.open(module, None, Call(None, around))
             return
         self.autocast_dtypes |= autocast_dtypes()
         name = self._names.range_name(module)
-        if name is not None or around is None:
+        if name is not None or is_outermost or around is None or self._knows_owners:
             mark_nodes(args, around, self._enter_backward)
-            self._open.open(module, name, Call(name, around))
+            self._open.open(module, name, Call(name, around, self._names.name(module)))
 
+    @_harmless
     def _after_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """Close the module's range; ``rest`` is its keyword arguments and output, after an exception the latter."""
-        if torch.compiler.is_compiling() or not self._open.has(module):
+        if not self._open.has(module):
             return
         call = self._open.innermost_call()
         if self._recording and call is not None:
@@ -179,54 +271,75 @@ class Hooks:
             mark_keywords(keywords, call, self._enter_backward)
             mark_nodes(output, call, self._enter_backward)
         self._open.close(module)
-        if self._open.innermost_call() is None:
-            self._open.close(FORWARD)
-            if running_graph() == -1:
-                self._watcher.call_ends(rest[:-1])
+        if self._open.root is module and not self._open.has(module):
+            self._end_phase(FORWARD)
+            self._open.close(_MODULES)
+            self._open.root = None
+            self._watcher.call_ends(rest[:-1])
 
     def _begin_outermost(self, module: nn.Module) -> None:
         """Count a step if outermost calls are what counts, and open the phase."""
         is_loss = isinstance(module, _Loss)
-        if self.begun < 0 or (not is_loss and not _has_optimizer() and self._counting_optimizer is None):
+        if self._counts_steps and (
+            self.begun < 0 or (not is_loss and not _has_optimizer() and self._counting_optimizer is None)
+        ):
             self._boundary()
-        if not self._recording:
-            return
-        self._names.name_root(module, type(module).__name__ if is_loss else ROOT)
+        self._open.open(_MODULES, None)
+        self._open.root = module
+        if self._recording:
+            self._names.name_root(module, type(module).__name__ if is_loss else ROOT)
         if module.training and torch.is_grad_enabled():
-            self._open.open(FORWARD, LOSS if is_loss else FORWARD)
+            if not is_loss:
+                self._roots.add(module)
+            self._begin_phase(FORWARD, LOSS if is_loss else FORWARD)
 
     def _around_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)
         def annotated(*args: Any, **kwargs: Any) -> None:
-            if not self._recording or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self.has_failed:
                 return backward(*args, **kwargs)
-            # Within a backward pass it is a checkpoint's: no phase of its own, but ranges that end with it.
-            outermost = running_graph() == -1
             key = object()
-            self._open.open(key, BACKWARD if outermost else None)
-            if outermost:
-                self._watcher.backward_begins(args[:1])
+            self._backward_begins(key, args[:1])
             try:
                 return backward(*args, **kwargs)
             finally:
-                self._open.close(key)
-                if outermost:
-                    self._watcher.backward_ends()
+                self._backward_ends(key)
 
         return annotated
 
+    @_harmless
+    def _backward_begins(self, key: object, tensors: Any) -> None:
+        # Within a backward pass it is a checkpoint's: no phase of its own, but ranges that end with it.
+        if running_graph() != -1:
+            self._open.open(key, None)
+            return
+        self._begin_phase(key, BACKWARD)
+        if self._recording:
+            self._watcher.backward_begins(tensors)
+
+    @_harmless
+    def _backward_ends(self, key: object) -> None:
+        if running_graph() != -1:
+            self._open.close(key)
+            return
+        self._end_phase(key)
+        if self._recording:
+            self._watcher.backward_ends()
+
+    @_harmless
     def _enter_backward(self, call: Call | None) -> None:
-        if not self._recording or torch.compiler.is_compiling():
+        if not self._recording:
             return
         task = running_graph()
         if self._open.graph_task != task:
             self._open.graph_task = task
             at_graph_end(self._leave_backward)
         self._open.enter_backward_of(call)
-        while call is not None and call.name is None:
+        while call is not None and call.owner is None:
             call = call.around
-        self._watcher.backward_enters(None if call is None else call.name)
+        self._watcher.backward_enters(None if call is None else call.owner)
 
+    @_harmless
     def _leave_backward(self) -> None:
         self._open.graph_task = -1
         self._open.leave_backward()
@@ -240,28 +353,40 @@ class Hooks:
 
         @functools.wraps(step)
         def annotated(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._open.has(OPTIMIZER):  # one optimizer may call another
+            # One optimizer may call another.
+            if torch.compiler.is_compiling() or self.has_failed or self._open.has(OPTIMIZER):
                 return step(*args, **kwargs)
             self._watcher.optimizer_begins(args[0])
             args, kwargs, has_closure = with_closure(args, kwargs, self._begin_update)
-            self._open.open(OPTIMIZER, OPTIMIZER if self._recording and not has_closure else None)
+            self.clock.begin(OPTIMIZER)
+            self._open_optimizer(is_update=not has_closure)
             try:
                 result = step(*args, **kwargs)
             finally:
                 self._open.close(OPTIMIZER)
-            self._watcher.optimizer_ends(args[0])
-            if self._counts(args[0]):
-                if not self._recording:
-                    self._unhook_forward()
-                self._boundary()
+                self.clock.end()
+            self._step_made(args[0])
             return result
 
         return annotated
 
+    def _open_optimizer(self, *, is_update: bool) -> None:
+        is_wanted = is_update and self._recording and not self._open.has_range(OPTIMIZER)
+        self._open.open(OPTIMIZER, OPTIMIZER if is_wanted else None)
+
+    @_harmless
     def _begin_update(self) -> None:
         """An optimizer's closure has returned: the forward and backward passes in it are no part of this phase."""
         self._open.close(OPTIMIZER)
-        self._open.open(OPTIMIZER, OPTIMIZER if self._recording else None)
+        self._open_optimizer(is_update=True)
+
+    @_harmless
+    def _step_made(self, optimizer: Optimizer) -> None:
+        self._watcher.optimizer_ends(optimizer)
+        if self._counts(optimizer):
+            self.rest()
+            if self._counts_steps:
+                self._boundary()
 
     def _counts(self, optimizer: Optimizer) -> bool:
         if self._step_on is not None:
@@ -272,8 +397,6 @@ class Hooks:
         return counting is None or counting is optimizer
 
     def _boundary(self) -> None:
-        if self._listener is None:
-            return
         self._open.close(_STEP)
         self.begun += 1
         self._listener.boundary(self.begun)
@@ -281,7 +404,31 @@ class Hooks:
             self._open.open(_STEP, step_range(self.begun))
 
 
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the arguments of ``Optimizer.step`` so that ``returned`` is called after each call of the closure.
+
+    LBFGS calls the closure, which holds a forward and a backward pass, several times a step; Lightning gives one to
+    every optimizer. The last value says whether there is one; without it the arguments are as they were.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs, False
+
+    def watched() -> Any:
+        result = closure()
+        returned()
+        return result
+
+    if len(args) > 1:
+        return (args[0], watched, *args[2:]), kwargs, True
+    return args, {**kwargs, "closure": watched}, True
+
+
 _STEP = object()
+_MODULES = object()
+"""What stays open from the beginning of an outermost module call to its end."""
 
 
 def _has_optimizer() -> bool:

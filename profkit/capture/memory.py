@@ -1,61 +1,286 @@
-"""Recording the allocator's history into a snapshot, with a ledger of owners beside it."""
+"""The allocator's recording in the target's process: from CUDA's first use to the end of the last measured step.
+
+Nothing here changes what the target does: CUDA is never initialised for it, no tensor is held, and whatever fails ends
+the recording alone, and is reported by the launcher.
+
+The autograd thread has no Python stack, so more than half of the bytes of a training step carry no frames. The
+allocator keeps a text per thread (``torch.cuda.memory._set_memory_metadata``, torch 2.10 and later) and writes it into
+each event: here the module whose backward runs.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import record_in_torch
-from profkit.capture.owners import OwnerLedger, now_us
-from profkit.capture.whole_files import partial_of
+from profkit.capture.backward_nodes import mark_nodes
+from profkit.capture.hooks import Watcher
+from profkit.capture.module_names import Roots
+from profkit.capture.owners import OwnerLedger, now_us, when_saved
+from profkit.files import whole_file
+from profkit.names import LOSS, step_range
+from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
+from profkit.run.manifest import ProcessMemory
+from profkit.run.recording import PARTIAL, MemoryOptions
 
-OUT_OF_MEMORY = "out of memory"
-"""``moment`` of the figures when an allocation failed."""
+Method = TypeVar("Method", bound=Callable[..., None])
 
+_NESTING = 4
+_OUTSIDE = "(a parameter outside the modules)"
 _PROTOCOL = 4
+_OUT_OF_MEMORY = "out of memory"
+_BACKWARD = "profkit:backward:"
+_RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+_RECORDS = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
 
 
-@contextmanager
-def recorded_memory(
-    snapshot: Path, ledger: Path, device: torch.device, *, stacks: str, max_entries: int
-) -> Iterator[OwnerLedger]:
-    """Record every event of the allocator within the block; write ``snapshot`` at its end, or when memory ran out.
+def _harmless(method: Method) -> Method:
+    """Do nothing while nothing is recorded; let what fails end the recording, and never reach the script."""
 
-    Begin it before the model is built: what was allocated earlier has no owner. Peaks count from here. Recording is
-    switched off whatever happens; the snapshot appears whole or not at all.
+    @functools.wraps(method)
+    def guarded(self: MemoryRecording, *args: Any) -> None:
+        if self.owners is None:
+            return
+        try:
+            method(self, *args)
+        except Exception as error:
+            self.give_up(error)
 
-    Args:
-        stacks: ``python``, or ``all`` for C++ frames too, which cost more.
-        max_entries: how many events are kept; beyond it the oldest are lost.
-    """
-    torch.cuda.init()
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_stats(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    reset_us = now_us()
-    switch_on(stacks, max_entries)
-    owners = OwnerLedger(ledger, device, reset_us, before)
+    return guarded  # type: ignore[return-value]
 
-    def dump_when_full(_device: int) -> None:
-        owners.note_figures(OUT_OF_MEMORY)
-        dump(snapshot)
 
-    call_when_full(dump_when_full)
-    try:
-        yield owners
-        torch.cuda.synchronize(device)
-        owners.note_figures("dump")
-        dump(snapshot)
-    finally:
-        switch_off()
-        owners.close()
+class _OnThread(threading.local):
+    """What this thread has open: the context that notes saved tensors, during an outermost module call."""
+
+    saving: AbstractContextManager[Any] | None = None
+
+
+class MemoryRecording(Watcher):
+    """Records the allocator of this process into ``run``: `wait_for_cuda` once, `finish` at the end."""
+
+    def __init__(self, run: Path, options: MemoryOptions) -> None:
+        self._run = run
+        self._options = options
+        self.owners: OwnerLedger | None = None
+        """The ledger, while the allocator is recorded."""
+        self._files: tuple[Path, Path] | None = None
+        self._roots = Roots()
+        self._step: tuple[int, int] | None = None
+        self._on_thread = _OnThread()
+        self._patches = ExitStack()
+        self._is_over = self._is_full = self._is_scripts_own = False
+        self._peak_bytes = 0
+        self._failure: str | None = None
+
+    def wait_for_cuda(self) -> None:
+        """Begin to record when this process first uses CUDA, before it can have allocated anything; maybe never."""
+        torch.cuda._lazy_call(self._begin)
+
+    def finish(self) -> None:
+        """Write the snapshot, unless that of an allocation that failed in this very step is there; record no more."""
+        if not self._is_full:
+            self._take("dump")
+        self._stop()
+
+    def forget(self) -> None:
+        """Do nothing more in this process: it is a forked copy, and the files are the other one's."""
+        self._is_over = True
+        self.owners = None
+
+    def give_up(self, error: Exception) -> None:
+        """Record no more because of ``error``; what is half written goes."""
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        self._failure = next(iter(said.strip().splitlines()), "") or type(error).__name__
+        self._stop()
+        for path in self._files or ():
+            _partial(path).unlink(missing_ok=True)
+
+    def result(self) -> ProcessMemory | None:
+        """Return what the launcher is to know; None if this process never used CUDA."""
+        if self._files is None and self._failure is None:
+            return None
+        is_there = self._files is not None and self._files[0].exists()
+        return ProcessMemory(
+            snapshot=self._files[0].name if self._files and is_there else None,
+            allocated_peak_bytes=self._peak_bytes,
+            failure=self._failure,
+            script_records=self._is_scripts_own,
+        )
+
+    @_harmless
+    def boundary(self, number: int) -> None:
+        """Step ``number`` begins; the one before it has ended."""
+        assert self.owners is not None
+        if self._step is not None:
+            self.owners.note_step(step_range(self._step[0]), self._step[1])
+        self._step = number, now_us()
+        self._is_full = False
+        self.owners.begin_step(number)
+
+    @_harmless
+    def call_begins(self, module: nn.Module, args: Any) -> None:
+        assert self.owners is not None
+        root = self._roots.of(module)
+        if root is not None:
+            self.owners.note_module(root)
+        self.owners.note_inputs(_inputs(args, "input", _NESTING))
+        # Compiled code saves what it likes, and would be compiled again.
+        if self._options.saved and torch.is_grad_enabled() and type(module).__name__ != "OptimizedModule":
+            self._on_thread.saving = when_saved(self._note_saved)
+            self._on_thread.saving.__enter__()
+
+    def call_ends(self, keywords: Any) -> None:
+        saving, self._on_thread.saving = self._on_thread.saving, None
+        if saving is not None:
+            saving.__exit__(None, None, None)
+        self._note_keywords(keywords)
+
+    @_harmless
+    def backward_begins(self, tensors: Any) -> None:
+        if knows_owners():
+            # What runs until a module's backward is entered is the loss's own.
+            mark_nodes(tensors, None, lambda _: self.backward_enters(LOSS))
+
+    @_harmless
+    def backward_enters(self, name: str | None) -> None:
+        if knows_owners():
+            set_owner(name or "")
+
+    @_harmless
+    def backward_ends(self) -> None:
+        if knows_owners():
+            clear_owner()
+
+    @_harmless
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        assert self.owners is not None
+        names = self._roots.parameter_names()
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.owners.note_gradients((names.get(parameter, _OUTSIDE), parameter) for parameter in parameters)
+
+    @_harmless
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
+        assert self.owners is not None
+        self.owners.note_optimizer(optimizer, self._roots.parameter_names())
+
+    def _begin(self) -> None:
+        """Begin to record; CUDA is being initialised, no device has a context yet, and none is made here."""
+        if self._is_over or self.owners is not None:
+            return
+        try:
+            self._open_files()
+            switch_on(self._options.stacks, self._options.max_entries)
+            call_when_full(self._when_full)
+            for name in _RESETS:
+                self._tell_before(name, lambda: self._note_figures("before the script reset the peaks"))
+            for name in _RECORDS:
+                self._tell_before(name, self._leave_to_script)
+        except Exception as error:
+            self.give_up(error)
+
+    def _open_files(self) -> None:
+        """Open the ledger under this rank's name, or, where another process has that, under this process's."""
+        names = [name_of_rank(name, int(os.environ.get("RANK", "0"))) for name in (SNAPSHOT, OWNERS)]
+        if (self._run / names[1]).exists() or _partial(self._run / names[1]).exists():
+            names = [name.replace(".", f".{os.getpid()}.", 1) for name in (SNAPSHOT, OWNERS)]
+        self._files = self._run / names[0], self._run / names[1]
+        self.owners = OwnerLedger(_partial(self._files[1]), None, now_us(), None)
+
+    def _tell_before(self, name: str, tell: Callable[[], None]) -> None:
+        """Have ``tell`` run before each of the script's calls of a function of torch's."""
+        function = getattr(torch._C, name, None)
+        if function is None:
+            return
+
+        @functools.wraps(function)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            tell()
+            return function(*args, **kwargs)
+
+        setattr(torch._C, name, told)
+        self._patches.callback(setattr, torch._C, name, function)
+
+    @_harmless
+    def _note_figures(self, moment: str) -> None:
+        assert self.owners is not None
+        self.owners.note_figures(moment)
+
+    @_harmless
+    def _leave_to_script(self) -> None:
+        self._is_scripts_own = True
+
+    @_harmless
+    def _note_saved(self, tensor: Tensor) -> None:
+        assert self.owners is not None
+        self.owners.note_saved(tensor)
+
+    @_harmless
+    def _note_keywords(self, keywords: Any) -> None:
+        assert self.owners is not None
+        self.owners.note_inputs(_inputs(keywords, "input", _NESTING))
+
+    @_harmless
+    def _when_full(self, device: int) -> None:
+        """An allocation fails; the script may catch that and go on."""
+        assert self.owners is not None
+        # Other devices' gradients may be changing on other threads.
+        parameters = self._roots.parameter_names().items()
+        self.owners.note_gradients((name, one) for one, name in parameters if one.device.index in {device, None})
+        self._take(_OUT_OF_MEMORY)
+        self._is_full = True
+
+    @_harmless
+    def _take(self, moment: str) -> None:
+        assert self.owners is not None
+        assert self._files is not None
+        self.owners.note_figures(moment)
+        dump(self._files[0])
+        if _partial(self._files[1]).exists():
+            os.replace(_partial(self._files[1]), self._files[1])
+
+    def _stop(self) -> None:
+        self._is_over = True
+        if self.owners is None:
+            return
+        owners, self.owners = self.owners, None
+        self._peak_bytes = owners.allocated_peak_bytes
+        self._patches.close()
+        if not self._is_scripts_own:
+            switch_off()
+        try:
+            owners.close()
+        except OSError as error:  # what could not be written before is tried again
+            self._failure = self._failure or error.strerror or str(error)
+
+
+def _partial(path: Path) -> Path:
+    """Return where the file of owners is written while the recording goes on."""
+    return path.with_name(f"{PARTIAL}{path.name}")
+
+
+def _inputs(value: Any, name: str, nesting: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a call's arguments that no recorded operation made, with their names."""
+    if isinstance(value, Tensor):
+        if value.grad_fn is None and not isinstance(value, nn.Parameter):
+            yield name, value
+    elif nesting and isinstance(value, dict):
+        for key, part in value.items():
+            yield from _inputs(part, str(key), nesting - 1)
+    elif nesting and isinstance(value, list | tuple):
+        for part in value:
+            yield from _inputs(part, name, nesting - 1)
 
 
 def switch_on(stacks: str, max_entries: int) -> None:
@@ -86,7 +311,24 @@ def call_when_full(full: Callable[[int], None]) -> None:
 
 def dump(path: Path) -> None:
     """Write the allocator's snapshot as a pickle; ``path`` appears whole or not at all."""
-    partial = partial_of(path)
-    with partial.open("wb") as file:
+    with whole_file(path) as partial, partial.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file, protocol=_PROTOCOL)
-    os.replace(partial, path)
+
+
+def knows_owners() -> bool:
+    """Return whether this torch can write a text beside each allocation."""
+    return hasattr(torch.cuda.memory, "_get_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
+
+
+def set_owner(name: str) -> None:
+    """Have the allocator write beside each block that this thread asks for from now on that ``name``'s backward runs.
+
+    "" is what runs in the backward pass outside every module.
+    """
+    torch.cuda.memory._set_memory_metadata(_BACKWARD + name)
+
+
+def clear_owner() -> None:
+    """Have the allocator write nothing any more, unless it is the script's own text that it writes."""
+    if torch.cuda.memory._get_memory_metadata().startswith(_BACKWARD):
+        torch.cuda.memory._set_memory_metadata("")

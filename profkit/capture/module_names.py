@@ -34,8 +34,8 @@ class ModuleNames:
     a model after the first call has none.
     """
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self, depth: int | None) -> None:
+        self._depth = -1 if depth is None else depth
         self._names: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 
     def name_root(self, root: nn.Module, name: str = ROOT) -> None:
@@ -51,6 +51,10 @@ class ModuleNames:
         """Return the name of the module's range, or None if it has none: deeper than wanted, or in no known model."""
         name, depth = self._names.get(module, ("", self._depth + 1))
         return name if depth <= self._depth else None
+
+    def name(self, module: nn.Module) -> str | None:
+        """Return the module's dotted name, or None if it is in no known model."""
+        return self._names.get(module, (None, 0))[0]
 
 
 class Roots:

@@ -5,46 +5,88 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from profkit.annotation import Range
 
 
 class Call:
-    """One call of a module, the name of its range (None: it has none), and the module call around it."""
+    """One call of a module or of a function that the script annotated.
 
-    __slots__ = ("around", "name")
+    ``name`` is that of its range (None: it has none), ``owner`` the module's dotted name where one is called, and
+    ``around`` the call around it.
+    """
 
-    def __init__(self, name: str | None, around: Call | None) -> None:
+    __slots__ = ("around", "name", "owner")
+
+    def __init__(self, name: str | None, around: Call | None, owner: str | None = None) -> None:
         self.name = name
         self.around = around
+        self.owner = owner
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An open range: ``key`` says whose; ``call`` is set where it belongs to a module's forward or backward."""
+    """An open range: ``key`` says whose; ``call`` is set where it belongs to a call's forward or backward."""
 
     key: object
-    range: Range | None
+    name: str | None
+    range: Range | None = None
     call: Call | None = None
 
 
 _BACKWARD_OF_CALL = object()
+_SCRIPTS = object()
 
 
 class OpenRanges(threading.local):
-    """This thread's open ranges, innermost last. Whatever is opened above an entry is closed before it."""
+    """This thread's open ranges, innermost last, the script's own among them.
+
+    What profkit opens above an entry is closed before it; the script opens and closes its own.
+    """
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+        self._is_ours = False
         self.graph_task = -1
+        self.root: object = None
+        """The module whose call is the outermost now."""
 
     def open(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open the range ``name`` (None: only remember ``key``)."""
-        entry = _Entry(key, None if name is None else _range(name), call)
+        entry = _Entry(key, name, None if name is None else _range(name), call)
         if entry.range is not None:
+            self._is_ours = True
             entry.range.__enter__()
+            self._is_ours = False
         self._entries.append(entry)
+
+    def note_opening(self, name: str) -> bool:
+        """Take note of a range that opens on this thread; return whether it is the script's own."""
+        if not self._is_ours:
+            self._entries.append(_Entry(_SCRIPTS, name))
+        return not self._is_ours
+
+    def note_closed(self) -> str | None:
+        """Take note that a range has closed on this thread; return its name if it is the script's own."""
+        if self._is_ours:
+            return None
+        for index in range(len(self._entries) - 1, -1, -1):
+            if self._entries[index].key is _SCRIPTS:
+                return self._entries.pop(index).name
+        return None
+
+    def note_call(self) -> Call | None:
+        """Make the script's innermost range that of a call, and return the call."""
+        around = self.innermost_call()
+        if not self._entries or self._entries[-1].key is not _SCRIPTS:  # it opened before anybody took note
+            return None
+        entry = self._entries[-1]
+        entry.call = Call(entry.name, around)
+        return entry.call
+
+    def has_range(self, name: str) -> bool:
+        """Return whether a range of this name is open on this thread."""
+        return any(entry.name == name for entry in self._entries)
 
     def close(self, key: object) -> bool:
         """Close the innermost entry of ``key`` and all above it; return False if there is none."""
@@ -63,7 +105,7 @@ class OpenRanges(threading.local):
         return any(entry.key is key for entry in self._entries)
 
     def innermost_call(self) -> Call | None:
-        """Return the module call whose forward runs on this thread now, or None."""
+        """Return the call whose forward runs on this thread now, or None."""
         for entry in reversed(self._entries):
             if entry.key is _BACKWARD_OF_CALL:
                 return None
@@ -99,10 +141,13 @@ class OpenRanges(threading.local):
         return base
 
     def _close_down_to(self, index: int) -> None:
-        while len(self._entries) > index:
-            entry: Any = self._entries.pop()
+        above = self._entries[index:]
+        self._entries[index:] = [entry for entry in above if entry.key is _SCRIPTS]
+        for entry in reversed(above):
             if entry.range is not None:
+                self._is_ours = True
                 entry.range.__exit__(None, None, None)
+                self._is_ours = False
 
 
 @cache

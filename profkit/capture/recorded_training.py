@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from profkit.capture.backward_owners import backward_owners
-from profkit.capture.memory import recorded_memory
+from profkit.capture.memory import call_when_full, dump, switch_off, switch_on
 from profkit.capture.memory_observer import MemoryObserver
-from profkit.capture.owners import OwnerLedger
+from profkit.capture.owners import OwnerLedger, now_us
 from profkit.capture.step import StepObserver, TrainingStep
 from profkit.models.workload import MemoryOrder, Workload
 
@@ -35,3 +35,39 @@ def recorded_training(
         # Compiled code runs its backward as one node: there are no modules in it to name.
         with backward_owners(step.module, on=workload.compile_mode == "none"):
             yield step
+
+
+@contextmanager
+def recorded_memory(
+    snapshot: Path, ledger: Path, device: torch.device, *, stacks: str, max_entries: int
+) -> Iterator[OwnerLedger]:
+    """Record every event of the allocator within the block; write ``snapshot`` at its end, or when memory ran out.
+
+    Begin it before the model is built: what was allocated earlier has no owner. Peaks count from here. Recording is
+    switched off whatever happens; the snapshot appears whole or not at all.
+
+    Args:
+        stacks: ``python``, or ``all`` for C++ frames too, which cost more.
+        max_entries: how many events are kept; beyond it the oldest are lost.
+    """
+    torch.cuda.init()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    reset_us = now_us()
+    switch_on(stacks, max_entries)
+    owners = OwnerLedger(ledger, device, reset_us, before)
+
+    def dump_when_full(_device: int) -> None:
+        owners.note_figures("out of memory")
+        dump(snapshot)
+
+    call_when_full(dump_when_full)
+    try:
+        yield owners
+        torch.cuda.synchronize(device)
+        owners.note_figures("dump")
+        dump(snapshot)
+    finally:
+        switch_off()
+        owners.close()

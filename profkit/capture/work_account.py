@@ -15,7 +15,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from profkit.models.work import Path, Work
+from profkit.names import CONTEXT
+from profkit.run.work import VERSION, RangeWork, RunWork
+
+Path = tuple[str, ...]
+
+
+@dataclass
+class Work:
+    """What one instance of a range does, the ranges inside it included; ``flops`` by the type in which they are done.
+
+    ``masked_flops`` is the part of the FLOPs that goes into keys which a causal mask hides.
+    """
+
+    flops: dict[str, int] = field(default_factory=dict)
+    other_flops: int = 0
+    masked_flops: int = 0
+    least_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,3 +150,36 @@ class WorkAccount:
         buffer = self._buffers.setdefault(access.buffer, _Buffer(access.buffer_bytes))
         buffer.bytes = max(buffer.bytes, access.buffer_bytes)
         return buffer
+
+
+def summarize_work(by_path: dict[Path, list[Work]], model_flops: int, missing: Iterable[str]) -> RunWork:
+    """Return the content of ``work.json`` from the work of each path's instances in one step.
+
+    In a run over several context lengths the step's own row is left out: it would be that of all of them; the FLOPs of
+    the model are those of the first one.
+    """
+    rows = [_summarize_range(path, instances) for path, instances in by_path.items()]
+    contexts = [row for row in rows if row.path and row.path[0].startswith(f"{CONTEXT} ")]
+    if contexts:
+        rows, model_flops = contexts, contexts[0].flops
+    outermost = min((len(row.path) for row in rows), default=0)
+    whole = next((row.flops_by_dtype for row in rows if len(row.path) == outermost), {})
+    dtype = max(whole, key=lambda dtype: whole[dtype], default=None)
+    return RunWork(VERSION, "counted", dtype, tuple(rows), model_flops, tuple(sorted(missing)))
+
+
+def _summarize_range(path: Path, instances: list[Work]) -> RangeWork:
+    count = len(instances)
+    dtypes = sorted({dtype for one in instances for dtype in one.flops})
+    by_dtype = {dtype: sum(one.flops.get(dtype, 0) for one in instances) // count for dtype in dtypes}
+    flops = sum(by_dtype.values())
+    return RangeWork(
+        path=path,
+        flops=flops,
+        other_flops=sum(one.other_flops for one in instances) // count,
+        needed_flops=flops - sum(one.masked_flops for one in instances) // count,
+        least_bytes=sum(one.least_bytes for one in instances) // count,
+        flops_by_dtype=by_dtype,
+        instances=count,
+        varies=any(one != instances[0] for one in instances),
+    )

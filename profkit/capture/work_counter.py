@@ -1,4 +1,4 @@
-"""Counts what a script's operators do, while they run as ever: FLOPs by formula, and bytes by which memory they touch.
+"""Counts what a script's operators do while they run: FLOPs by formula, and bytes by which memory they touch.
 
 A ``TorchDispatchMode`` sees each operator below autograd, on the autograd threads too: a backward pass takes the modes
 of the thread that began it along (``at::ThreadLocalState``). It computes nothing itself and changes no operator, so
@@ -22,15 +22,25 @@ from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profkit.annotation import observe_ranges
-from profkit.capture.operator_tables import BLANK, LOOKED_UP, OVERWRITING, QUERIES, UNREAD
-from profkit.capture.work_account import Access, Instance, WorkAccount
-from profkit.capture.work_formulas import base_name, dtype_name, masked_flops, other_flops, torch_flops
-from profkit.models.work import work_content
-from profkit.names import OPTIMIZER, STEP
+from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture.operators import (
+    BLANK,
+    LOOKED_UP,
+    OVERWRITING,
+    QUERIES,
+    UNREAD,
+    base_name,
+    dtype_name,
+    masked_flops,
+    other_flops,
+    torch_flops,
+)
+from profkit.capture.work_account import Access, Instance, WorkAccount, summarize_work
+from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP
+from profkit.run.work import RunWork
 
 _COMPILED = "compiled code"
-_STEP = re.compile(rf"{STEP} \d+")
+_STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 
 
 class _Operator:
@@ -71,8 +81,8 @@ class _Operator:
         return int(count) * int(self.given[name].element_size())
 
 
-class WorkCounter(TorchDispatchMode):
-    """Counts from `start` to `stop`; `content` is then that of ``work.json``."""
+class WorkCounter(TorchDispatchMode, RangeObserver):
+    """Counts from `start` to `stop`; `content` returns the result."""
 
     supports_higher_order_operators = True
 
@@ -102,18 +112,18 @@ class WorkCounter(TorchDispatchMode):
     def stop(self) -> None:
         """Count no more."""
         self.__exit__(None, None, None)
-        observe_ranges(None)
+        ignore_ranges(self)
         if _has_compiled():
             self._missing.add(_COMPILED)
         self._work = self._account.by_path(lambda key: not self._buffers[key].expired())  # type: ignore[index]
         self._buffers.clear()
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> RunWork:
         """Return the content of ``work.json``."""
-        return work_content("counted", self._work.items(), self._model_flops, self._missing)
+        return summarize_work(self._work, self._model_flops, self._missing)
 
-    def opened(self, name: str) -> None:
-        """Take note that a range opened on this thread."""
+    def opening(self, name: str) -> None:
+        """Take note of a range that opens on this thread."""
         with self._lock:
             around = self._innermost()
             is_step = around is self._account.step and _STEP.fullmatch(name)

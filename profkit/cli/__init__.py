@@ -8,32 +8,34 @@ from __future__ import annotations
 import io
 import os
 import sys
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
-from profkit.errors import ProfkitError, UsageError
+from profkit.errors import ProfkitError
 from profkit.version import __version__
 
 _COMMANDS = {
-    "run": ("profkit.cli.run", "Record a program: its time, its memory, or both."),
-    "kernels": ("profkit.cli.kernels", "Show which kernels took the time, in all or in a range."),
-    "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what --range accepts."),
-    "efficiency": ("profkit.cli.efficiency", "Show how well the GPUs were used and what limits each range."),
-    "memory": ("profkit.cli.memory", "Show the peak of memory and who held it."),
-    "compare": ("profkit.cli.compare", "Show what changed between two captures."),
-    "check": ("profkit.cli.check", "Check a run against budgets; exit 3 if one fails."),
-    "ceilings": ("profkit.cli.ceilings", "Measure what this machine's GPU can do at most."),
-    "doctor": ("profkit.cli.doctor", "Show what this machine can record, and how to mend it."),
-    "scrub": ("profkit.cli.scrub", "Copy an nsys export without private data."),
-    "help": ("profkit.cli.help", "Show a guide, for example `profkit help scripts`."),
+    "run": ("profkit.cli.run", "Run a target under a profiler and keep what it recorded in a run directory."),
+    "kernels": ("profkit.cli.kernels", "Say which kernels spent the GPU's time, in the capture or inside a range."),
+    "efficiency": ("profkit.cli.efficiency", "Say how well the GPUs' time was used, and what limits each range."),
+    "ceilings": (
+        "profkit.cli.ceilings",
+        "Measure the most that this machine's GPU can do.",
+    ),
+    "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
+    "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
+    "compare": ("profkit.cli.compare", "Say what changed between two captures, and whether it is more than noise."),
+    "check": ("profkit.cli.check", "Check a run against budgets or an earlier run: exit 3 if it fails."),
+    "doctor": ("profkit.cli.doctor", "Say what can be recorded on this machine, and what to do about the rest."),
+    "scrub": ("profkit.cli.scrub", "Copy an nsys export without environment, host, user and paths."),
+    "help": ("profkit.cli.help", "Show a guide: scripts, ranges, attribution, efficiency, memory, …"),
 }
 
 
 class _LazyGroup(click.Group):
-    """A group that knows each command's name and help without importing the command."""
+    """A group that knows each command's name and help without importing it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -47,15 +49,20 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
-            near = get_close_matches(args[0], _COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "`profkit --help` lists them"
-            raise UsageError(f"no command {args[0]!r}; {hint}")
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}{_suggest(args[0])}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+def _suggest(name: str) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, _COMMANDS, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; `profkit --help` lists the commands"
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -83,11 +90,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of a pipe went away (`| head`): this is no error of profkit.
+        # The reader of a pipe went away (`| head`): this is no error.
         _flush_or_discard()
         sys.exit(0)
     except (click.exceptions.Abort, KeyboardInterrupt) as error:
-        # click wraps Ctrl-C in its own error. The code that was interrupted may have added a note of what it left.
+        # click wraps Ctrl-C in an error of its own; the interrupted code may have noted what it left behind.
         notes = getattr(error.__cause__ or error, "__notes__", [])
         _exit_with("; ".join(["interrupted", *notes]), 130)
     except Exception as error:
@@ -99,12 +106,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _prepare_streams() -> None:
-    """Replace characters that the terminal's encoding lacks, and keep files from taking a closed stream's number."""
+    """Let no missing character of an encoding stop the output, and no file get the number of a closed stream."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # Otherwise the next file that is opened, perhaps a capture, gets this number, and children write into it.
+            # The next file to be opened, a capture perhaps, would get this number, and children would write to it.
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -112,7 +119,7 @@ def _prepare_streams() -> None:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """Return the line and the exit code for an error. An unexpected one is called a defect of profkit."""
+    """Return the line and the exit code for an error; an unexpected one is a defect of profkit, and says so."""
     if isinstance(error, ProfkitError):
         return str(error), error.exit_code
     if isinstance(error, MemoryError):

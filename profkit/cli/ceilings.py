@@ -12,7 +12,7 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.errors import RunError
 from profkit.launch.ceilings import measure_ceilings
 from profkit.launch.record import require_torch
-from profkit.models.workload import Device
+from profkit.models.options import Device
 from profkit.report.ceilings import render_ceilings
 from profkit.report.formats import FORMATS, Format
 from profkit.run.ceilings import Ceilings, write_ceilings

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 import click
 
 from profkit.errors import UsageError
@@ -13,7 +11,7 @@ from profkit.guides import TOPICS, read_guide, title_of
 @click.command()
 @click.argument("topic", required=False)
 def help(topic: str | None) -> None:
-    """Show a guide or the help of a command. Without a TOPIC, list the guides."""
+    """Show a guide, or the help of a command; without a TOPIC, what there is to read."""
     root = click.get_current_context().find_root()
     group = root.command
     assert isinstance(group, click.Group)
@@ -28,7 +26,5 @@ def help(topic: str | None) -> None:
         return
     command = group.get_command(root, topic)
     if command is None:
-        near = get_close_matches(topic, [*TOPICS, *group.list_commands(root)], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the guides are {', '.join(TOPICS)}"
-        raise UsageError(f"no guide and no command {topic!r}; {hint}")
+        raise UsageError(f"no guide and no command {topic!r}; there are {', '.join(TOPICS)}")
     click.echo(command.get_help(click.Context(command, info_name=topic, parent=root)))

@@ -1,14 +1,18 @@
-"""``profkit run``: record a target, keep the run, print where its time went."""
+"""``profkit run``: record a target, keep the run, print where its time went and what to ask next."""
 
 from __future__ import annotations
 
+import shlex
+import signal
 import sys
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from profkit.cli.ceilings import measure_to
+from profkit.cli.progress import shown_after_a_second
 from profkit.cli.run_options import (
     ceiling_options,
     command_options,
@@ -20,15 +24,16 @@ from profkit.cli.run_options import (
     require_nsys,
     step_options,
 )
-from profkit.cli.run_script import run_script
-from profkit.cli.run_steps import run_steps
 from profkit.errors import UsageError
 from profkit.launch.nsys_options import GraphTrace
+from profkit.launch.passes import Target, callable_passes, command_passes, model_passes
 from profkit.launch.ranks import build_rank_argv
-from profkit.launch.record import AnyWorkload
-from profkit.launch.targets import parse_target, target_kind
-from profkit.models.attachment import AttachedRecorder, Attachment
-from profkit.models.workload import CallableWorkload, MemoryOptions, Stacks, Workload
+from profkit.launch.record import Recorded, record_run, require_torch
+from profkit.launch.targets import command_name, parse_target, target_kind
+from profkit.models.options import Device, TrainingOptions
+from profkit.names import context_range
+from profkit.run.manifest import Workload
+from profkit.run.recording import MemoryOptions, Order, Recorder, Stacks
 
 _WARMUP = 2
 # Of a command's steps before the recording all but the first are timed, so there should be some.
@@ -37,6 +42,8 @@ _COUNTABLE_WARMUP = 2
 
 # torch.compile keeps this many variants of one piece of code; a further one would run uncompiled, without a word.
 _COMPILED_CONTEXTS = 8
+
+_KILLED = 128 + signal.SIGKILL
 
 
 @click.command(
@@ -93,55 +100,165 @@ def run(
 
     The exit status is the target's.
     """
-    command = ["profkit", *sys.argv[1:]]
     kind = target_kind(target)
     refuse_options_of_other_kinds(kind)
     nsys = require_nsys(traces, graph_trace, nsys_args, keep_report) if with_nsys else None
-    allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved)
-    workload: AnyWorkload
-    if kind == "command":
-        warmup_steps = _COMMAND_WARMUP if warmup is None else warmup
-        _check_countable(flops, warmup_steps)
-        recorder: AttachedRecorder = "nsys" if with_nsys else "kineto"
-        wanted = Attachment("", recorder, warmup_steps, steps, depth, annotate, stop, step_on, flops)
-        remembered = replace(wanted, recorder="memory", memory=allocator, flops=False)
-        passes = (*[remembered] * (memory or memory_only), *[wanted] * (not memory_only))
-        words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
-        return run_script(words, passes, nsys, output, command, ceilings=ceilings)
-    warmup_steps = _WARMUP if warmup is None else warmup
-    if kind == "callable":
-        _check_countable(flops, warmup_steps)
-        workload = CallableWorkload(target[0], warmup_steps, steps, depth, annotate, flops)
-    else:
-        workload = _model_workload(
-            target[0], warmup_steps=warmup_steps, steps=steps, ranks=ranks, memory=memory, **model
-        )
-    return run_steps(workload, nsys, output, command, memory=allocator if memory else None, ceilings=ceilings)
-
-
-def _check_countable(flops: bool, warmup_steps: int) -> None:
+    recorder: Recorder = "nsys" if with_nsys else "kineto"
+    allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory or memory_only else None
+    warmup_steps = warmup if warmup is not None else _COMMAND_WARMUP if kind == "command" else _WARMUP
     if flops and warmup_steps < _COUNTABLE_WARMUP:
         raise UsageError(
             f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
             "does what later ones do not"
         )
+    order = Order("", recorder, warmup_steps, steps, depth, annotate, stop, step_on, flops)
+    if kind == "model":
+        wanted = _model(target[0], recorder, allocator, warmup_steps=warmup_steps, steps=steps, ranks=ranks, **model)
+    elif kind == "callable":
+        passes = callable_passes(target[0], order, allocator)
+        wanted = Target(target[0].replace(":", "-"), target[0], kind, tuple(passes), _workload(order))
+    else:
+        words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
+        passes = command_passes(words, order, allocator, with_trace=not memory_only)
+        name, title = command_name(words), " ".join(words)
+        wanted = Target(name, title, kind, tuple(passes), _workload(order), argv=words)
+    if kind != "command":
+        require_torch()
+    _say_how_often(wanted, allocator, "Nsight Systems" if with_nsys else "torch.profiler")
+    recorded = record_run(wanted, nsys, output, command=["profkit", *sys.argv[1:]], progress=shown_after_a_second)
+    device: Device = model["device"] if kind == "model" else "auto"
+    return _conclude(recorded, wanted, device if ceilings else None)
 
 
-def _model_workload(target: str, *, contexts: tuple[int, ...], memory: bool, **options: Any) -> Workload:
-    """Return what the options say of a built-in model.
+def _model(
+    target: str,
+    recorder: Recorder,
+    memory: MemoryOptions | None,
+    *,
+    ranks: int,
+    contexts: tuple[int, ...],
+    **options: Any,
+) -> Target:
+    """Return a built-in model as the options describe it.
 
     Raises:
-        UsageError: no such model, or several contexts where one alone will do.
+        UsageError: no such model, several contexts where there can only be one, or no GPU to record the memory of.
     """
     preset = parse_target(target)
-    if len(contexts) == 1:
-        return Workload(preset, context=contexts[0], **options)
-    if options["ranks"] > 1:
-        raise UsageError(
-            "--nproc-per-node with several --context: each would be a model of its own; run each by itself"
+    if len(contexts) > 1:
+        if ranks > 1:
+            raise UsageError(
+                "--nproc-per-node takes one --context: each would be a model of its own; run each by itself"
+            )
+        if memory is not None:
+            raise UsageError("--memory takes one --context: a snapshot is of one; run each by itself")
+        if options["compile_mode"] != "none" and len(contexts) > _COMPILED_CONTEXTS:
+            raise UsageError(
+                f"--compile takes {_COMPILED_CONTEXTS} values of --context at most, as torch.compile does: "
+                f"there are {len(contexts)}"
+            )
+    if memory is not None and options["device"] == "cpu":
+        raise UsageError("--memory records the CUDA allocator, and --device cpu uses none; leave one of them out")
+    training = TrainingOptions(preset, contexts=contexts, **options)
+    workload = Workload(
+        steps=training.steps,
+        warmup_steps=training.warmup_steps,
+        preset_name=preset,
+        batch=training.batch,
+        context=max(contexts),
+        contexts=contexts if len(contexts) > 1 else (),
+        passes=training.passes,
+        dtype=training.dtype,
+        compile_mode=training.compile_mode,
+        seed=training.seed,
+        ranks=ranks,
+        checkpoint_layers=training.checkpoint_layers,
+    )
+    passes = model_passes(training, recorder, memory, ranks=ranks)
+    sizes = training.preset
+    return Target(target, target, "model", tuple(passes), workload, asdict(sizes), sizes.parameter_count)
+
+
+def _workload(order: Order) -> Workload:
+    return Workload(
+        steps=order.steps,
+        warmup_steps=order.warmup_steps,
+        annotate=order.annotate,
+        depth=order.depth,
+        flops=order.flops,
+        stop=order.stop,
+        step_on=order.step_on,
+    )
+
+
+def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) -> None:
+    if memory is None or len(target.passes) == 1:
+        return
+    only = " (--memory-only: only the first)" if target.kind == "command" else ""
+    passes = "first for the allocator, then for" if target.kind == "command" else "for the allocator, unprofiled, for"
+    often = "the command runs twice" if target.kind == "command" else "the steps run three times"
+    text = f"{often}, because recording the allocator slows steps: {passes} {profiler}{only}"
+    click.echo(f"profkit: {text}", err=True)
+
+
+def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> int:
+    """Print what was recorded and what to ask next; return the target's status, 1 if it left nothing to record."""
+    where = shlex.quote(str(recorded.run))
+    for warning in recorded.warnings:
+        click.echo(f"profkit: warning: {warning}", err=True)
+    status = recorded.exit_status
+    if status != 0:
+        name = target.argv[0] if target.argv else target.title
+        killed = " (killed: perhaps the memory was full)" if status == _KILLED else ""
+        kept = "; what was recorded up to then is kept" if recorded.has_trace or recorded.has_snapshot else ""
+        click.echo(
+            f"profkit: {name} failed with exit status {status}{killed}{kept}; see {where}/manifest.json", err=True
         )
-    if memory:
-        raise UsageError("--memory with several --context: a snapshot is of one; run each by itself")
-    if options["compile_mode"] != "none" and len(contexts) > _COMPILED_CONTEXTS:
-        raise UsageError(f"--compile with {len(contexts)} --context: torch.compile keeps {_COMPILED_CONTEXTS} at most")
-    return Workload(preset, context=max(contexts), contexts=contexts, **options)
+    elif recorded.reason is not None:
+        click.echo(f"profkit: {recorded.reason}", err=True)
+    if ceilings is not None and recorded.reason is None and status == 0:
+        measure_to(recorded.run, ceilings)
+    if status == 0:
+        _show(recorded)
+    _say_next(recorded, target, where)
+    return status or (1 if recorded.reason else 0)
+
+
+def _show(recorded: Recorded) -> None:
+    parts = []
+    if recorded.has_trace:
+        from profkit.report.summary import render_run_summary
+
+        parts.append(render_run_summary(recorded.run))
+    if recorded.has_snapshot:
+        from profkit.report.memory_summary import render_memory_summary
+
+        parts.append(render_memory_summary(recorded.run))
+    if parts:
+        click.echo("\n\n".join(parts))
+
+
+def _say_next(recorded: Recorded, target: Target, where: str) -> None:
+    if not (recorded.has_trace or recorded.has_snapshot):
+        return
+    from profkit.run.directory import NSYS_EXPORT, NSYS_REPORT
+
+    if (recorded.run / NSYS_REPORT).exists():
+        click.echo(
+            f"\n{NSYS_REPORT} holds the environment, secrets included, and cannot be scrubbed: share a `profkit scrub` "
+            f"of\n{NSYS_EXPORT}; --no-keep-report deletes the report"
+        )
+    click.echo(f"\nThe run is {where}. Next:")
+    if recorded.has_kernels:
+        click.echo(f"  profkit kernels {where} --range {_example_range(target)}")
+    if recorded.has_trace:
+        click.echo(f"  profkit ranges {where}")
+    if recorded.has_snapshot:
+        click.echo(f"  profkit memory {where} --timeline memory.html")
+
+
+def _example_range(target: Target) -> str:
+    if target.kind == "callable":  # it need not have phases
+        return "'step *'"
+    contexts = target.workload.contexts
+    return f"'{context_range(max(contexts))}/step */forward'" if contexts else "forward"

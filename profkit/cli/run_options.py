@@ -20,8 +20,9 @@ from profkit.launch.nsys_options import (
     parse_traces,
     read_abilities,
 )
-from profkit.launch.targets import Kind
-from profkit.models.workload import MEMORY_ENTRIES, CompileMode, Device, Dtype, Passes, Stacks
+from profkit.models.options import CompileMode, Device, Dtype, Passes
+from profkit.run.manifest import Kind
+from profkit.run.recording import MEMORY_ENTRIES, Stacks
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Command], Command]
@@ -116,7 +117,7 @@ def step_options(command: Command) -> Command:
         click.option(
             "--warmup",
             type=click.IntRange(min=0),
-            help="Steps before the measured ones  [default: 2; 5 of a command's]",
+            help="Steps before the measured ones  [default: 2 for built-in models and callables, 5 for commands]",
         ),
         click.option("--steps", type=AT_LEAST_ONE, default=3, show_default=True, help="Measured steps."),
         click.option(
@@ -125,7 +126,7 @@ def step_options(command: Command) -> Command:
             type=AT_LEAST_ONE,
             default=1,
             metavar="N",
-            help="So many processes on this machine, started by torch's own launcher; a built-in model is trained by "
+            help="Start N processes on this machine with torch's own launcher; a built-in model is trained by "
             "DistributedDataParallel, each rank with a batch of its own.",
         ),
     )

@@ -13,7 +13,7 @@ from typing import Any
 from profkit.errors import ToolError
 from profkit.launch.manifest import driver_version
 from profkit.launch.processes import run_child
-from profkit.models.workload import Device
+from profkit.models.options import Device
 from profkit.run.ceilings import VERSION, Ceilings
 from profkit.run.records import decode
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
-from typing import Any
 
 from profkit.launch.gpu_state import GpuState, read_gpu_state, used_gpus
 from profkit.launch.timing_warnings import warn_of_counted, warn_of_gain, warn_of_gpus, warn_of_times
+from profkit.run.manifest import Gpus, Manifest, Process
+from profkit.run.samples import Samples
 
 HARMLESS = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -63,33 +63,31 @@ class Conditions:
         """Look at the GPUs again: the run's processes have ended."""
         self._after = self._read()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what the manifest keeps: ``environment``, and ``gpus`` with what nvidia-smi said or why it did not."""
-        return {
-            "environment": {name: self._environment[name] for name in HARMLESS if name in self._environment},
-            "gpus": {
-                "before": [asdict(gpu) for gpu in self._before.gpus],
-                "after": [asdict(gpu) for gpu in self._after.gpus],
-                "reason": self._before.reason or self._after.reason,
-            },
-        }
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the harmless variables that are set."""
+        return {name: self._environment[name] for name in HARMLESS if name in self._environment}
 
-    def warnings(self, processes: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Return what disturbed the GPUs that these processes of the run used, by what each left."""
-        on_gpu = [one for one in processes if one.get("device") == "cuda"]
-        uuids = [one.get("conditions", {}).get("gpu_uuid") for one in on_gpu]
+    @property
+    def gpus(self) -> Gpus:
+        """Return the GPUs before and after."""
+        return Gpus(self._before.gpus, self._after.gpus, self._before.reason or self._after.reason)
+
+    def warnings(self, processes: Iterable[Process]) -> list[str]:
+        """Return what disturbed the GPUs that these processes of the run used."""
+        on_gpu = [one for one in processes if one.device == "cuda"]
+        uuids = [one.conditions.gpu_uuid for one in on_gpu if one.conditions is not None]
         if not on_gpu:
             return []
         return warn_of_gpus(*(used_gpus(state, uuids, self._environment) for state in (self._before, self._after)))
 
 
-def warn_of_run(manifest: Mapping[str, Any]) -> list[str]:
-    """Return what is to be doubted about the times in a run's manifest."""
+def warn_of_run(manifest: Manifest) -> list[str]:
+    """Return what makes the times in a run's manifest doubtful."""
     found = []
-    profiled = manifest.get("profiled") or {}
-    for part, where in (("clean", "unprofiled"), ("attached", "unrecorded")):
-        timed = manifest.get(part) or {}
-        steps = timed.get("steps", [])
-        found += warn_of_times(steps, timed.get("during", {}), where)
-        found += warn_of_gain(steps, profiled.get("steps", []), where)
-    return found + warn_of_counted(profiled.get("during", {}), "recorded")
+    profiled = manifest.profiled or Samples()
+    for timed, where in ((manifest.clean, "unprofiled"), (manifest.attached, "unrecorded")):
+        if timed is not None:
+            found += warn_of_times(timed.steps, timed.during, where)
+            found += warn_of_gain(timed.steps, profiled.steps, where)
+    return found + warn_of_counted(profiled.during, "recorded")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.errors import RunError
-from profkit.launch.ranks import node_suffix
+from profkit.run.directory import node_suffix
 from profkit.run_directory import MANIFEST
 
 DEFAULT_PARENT = Path("runs")

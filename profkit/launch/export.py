@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import IO
 
 from profkit.errors import ToolError, TraceError
 from profkit.launch.nsys import Nsys, build_export_argv, find_nsys
-from profkit.launch.nsys_run import is_full
 from profkit.launch.processes import run_tool
+
+_FULL_BYTES = 1024**2
 
 
 def export_report(report: Path) -> Path:
@@ -63,6 +65,11 @@ def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
         os.replace(partial, export)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def is_full(folder: Path) -> bool:
+    """Return whether the disk is as good as full: what was written to it last may be cut off."""
+    return shutil.disk_usage(folder).free < _FULL_BYTES
 
 
 def _last_line(log: IO[bytes], position: int, status: int) -> str:

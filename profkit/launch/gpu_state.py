@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from profkit.run.manifest import Gpu
+
 _MIB = 1024**2
 _QUIET_S = 30
 
@@ -41,28 +43,6 @@ _REASONS = {
 }
 
 Ask = Callable[[Sequence[str]], str]
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU at one moment; None for what this GPU, driver or container does not tell.
-
-    ``throttle_reasons`` hold at that moment; ``throttled_us`` is, per reason, how long the clocks have been held down
-    since the driver was loaded. ``process_count`` and ``process_bytes`` are of the compute processes on it.
-    """
-
-    index: int | None
-    uuid: str | None
-    name: str | None
-    power_state: str | None
-    sm_clock_mhz: int | None
-    memory_clock_mhz: int | None
-    temperature_c: int | None
-    memory_used_bytes: int | None
-    throttle_reasons: tuple[str, ...] | None
-    throttled_us: dict[str, int]
-    process_count: int | None
-    process_bytes: int | None
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import IO
 
 from profkit.errors import ToolError
+from profkit.launch.export import export_to, is_full
+from profkit.launch.importer import import_raw
+from profkit.launch.nsys import Nsys
 from profkit.launch.processes import run_tool
+from profkit.run.directory import LOG, NSYS_EXPORT, NSYS_REPORT
 
 NO_ROOM_BYTES = 100 * 1024**2
 """With less than this nothing is recorded: where its TMPDIR is full, nsys 2023.4.4 waits for ever."""
 
-_FULL_BYTES = 1024**2
+# nsys says this and exits 0: seen when its CUPTI is older than the driver.
+_LOSSY = b"Errors occurred while processing the raw events"
 # nsys says this when it does not understand its own command line; the target has not been started then.
 _REFUSED = re.compile(rb"\A\s*([^\n]+)\n.*^usage: nsys", re.MULTILINE | re.DOTALL)
 
@@ -28,11 +33,6 @@ def require_room(run: Path) -> None:
         if free < NO_ROOM_BYTES:
             left = f"{free / 1024**2:.1f} MiB are free and nsys wants {NO_ROOM_BYTES // 1024**2}"
             raise ToolError(f"{folder}: the disk is full: {left}; free some space, or {cure}")
-
-
-def is_full(folder: Path) -> bool:
-    """Return whether the disk is as good as full: what was written to it last may be cut off."""
-    return shutil.disk_usage(folder).free < _FULL_BYTES
 
 
 def run_in_nsys(
@@ -58,3 +58,34 @@ def run_in_nsys(
         if refused:
             raise ToolError(f"{argv[0]} did not start the target: {refused[1].decode(errors='replace').strip()}")
     return status
+
+
+def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
+    """Export the report that nsys left in ``run``, imported first if it came out raw.
+
+    The report is deleted then if it is not to be kept.
+
+    Raises:
+        ToolError: there is none, or it could not be imported or exported.
+    """
+    report = run / NSYS_REPORT
+    raw = report.with_suffix(".qdstrm")
+    if raw.exists() and not report.exists():
+        import_raw(raw, report, nsys.path, log)
+    if not report.exists():
+        if is_full(run):
+            raise ToolError(
+                f"{run}: the disk is full, and nsys left no report; free some space, or name another with -o"
+            )
+        raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
+    export_to(nsys, report, run / NSYS_EXPORT, log)
+    if not nsys.options.keep_report:
+        report.unlink()
+
+
+def lost_events(run: Path) -> list[str]:
+    """Return a warning if nsys lost events, by its own log."""
+    log = run / LOG
+    if not log.exists() or _LOSSY not in log.read_bytes():
+        return []
+    return [f"nsys lost events ({log}); its version may be too old for the driver: the capture is lossy"]

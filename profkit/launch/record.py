@@ -1,64 +1,64 @@
-"""One run from start to end: the directory, the unprofiled twin, the profiled run, the manifest."""
+"""One run from start to end: the directory, the passes over the target, the manifest."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from profkit.errors import RunError, ToolError
+from profkit.files import clear_partial_files
 from profkit.launch.conditions import Conditions, warn_of_run
-from profkit.launch.directory import make_run_directory, write_json, write_manifest
-from profkit.launch.export import export_to
-from profkit.launch.importer import import_raw
-from profkit.launch.manifest import failed_manifest, first_manifest, last_manifest
+from profkit.launch.manifest import begin_manifest, utc_now
 from profkit.launch.nsys import Nsys, build_nsys_argv
-from profkit.launch.nsys_run import is_full, require_room, run_in_nsys
+from profkit.launch.nsys_run import collect_report, lost_events, require_room, run_in_nsys
+from profkit.launch.passes import LOSSES, Outcome, Pass, Target, shortfalls, why_no_step, why_nothing
 from profkit.launch.processes import run_child, uninterrupted
-from profkit.launch.ranks import explain_failure, join_results, take_results
-from profkit.models.memory import predict_memory
-from profkit.models.step_work import model_work
-from profkit.models.workload import CallableWorkload, MemoryOptions, MemoryOrder, Order, Workload
-from profkit.names import context_range
-from profkit.run_directory import KINETO_TRACE, LEDGER, LOG, NSYS_EXPORT, NSYS_REPORT, PREDICTED, SNAPSHOT, WORK
+from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, Run, make_run_directory
+from profkit.run.manifest import Manifest, MemoryPass, write_manifest
+from profkit.run.recording import PARTIAL, VARIABLE, Order, has_processes, take_failures, take_processes
+from profkit.run.records import decode, read_json
+from profkit.run.samples import Samples
 
 Progress = Callable[[str], AbstractContextManager[object]]
-AnyWorkload = Workload | CallableWorkload
 
-_RESULT = "worker.json"
-_RESULTS = "worker*.json"
+_CHILD = Path(__file__).parent.parent / "capture" / "child"
+_STDIN = 0
 _INTERRUPTED = 130
 _CAPTURES = ("trace.*", "snapshot.*")
 
-# nsys says this and exits 0: seen when its CUPTI is older than the driver.
-_LOSSY = b"Errors occurred while processing the raw events"
+# nsys writes its own lines to the standard streams; the target's go where the launcher's go.
+_REDIRECTED = "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); os.execvp(sys.argv[1], sys.argv[1:])"
+
+_DOING = {
+    "memory": "recording the allocator",
+    "none": "timing the steps without a profiler",
+    "kineto": "recording the steps with torch.profiler",
+    "nsys": "recording the steps with Nsight Systems",
+}
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run that came to its end: where it is, the target's own exit status, and what to know before reading it.
+    """A run that came to its end: where it is, the target's own exit status, and what was recorded of it.
 
-    ``has_kernels`` is False when the recorder sees none: Nsight Systems without CUDA, or a target that failed.
-    ``has_snapshot`` says that the allocator's history is there, also that of a target that ran out of memory.
+    ``reason`` says why what was asked for last was not recorded, None if it was. ``has_kernels`` is False where the
+    recorder sees none: Nsight Systems without CUDA.
     """
 
     run: Path
     exit_status: int
+    reason: str | None = None
+    has_trace: bool = False
     has_kernels: bool = False
     has_snapshot: bool = False
     warnings: tuple[str, ...] = ()
-
-
-class _TargetFailed(Exception):
-    def __init__(self, exit_status: int, reason: str | None) -> None:
-        self.exit_status = exit_status
-        self.reason = reason
 
 
 def require_torch() -> None:
@@ -68,92 +68,227 @@ def require_torch() -> None:
 
 
 def record_run(
-    workload: AnyWorkload,
-    nsys: Nsys | None,
-    output: Path | None,
-    command: list[str],
-    progress: Progress,
-    *,
-    memory: MemoryOptions | None = None,
+    target: Target, nsys: Nsys | None, output: Path | None, *, command: list[str], progress: Progress
 ) -> Recorded:
-    """Run ``workload`` unprofiled, then under nsys or (``nsys`` None) torch.profiler, into a new run directory.
+    """Make the target's passes, in their order, into a new run directory, as long as all goes well.
 
-    With ``memory`` the allocator is recorded too, in a process of its own, for recording slows the host. It goes first,
-    so that a workload that does not fit leaves its snapshot.
-
-    The manifest says ``incomplete`` until the end, then ``complete``, or ``failed`` with the target's exit status or
-    the reason.
+    A command reads our standard input each time: a file from the same place, a pipe only once. However it ends, what
+    was recorded by then is kept, and the manifest says how it ended: ``incomplete`` until the end, then ``complete``,
+    or ``failed`` with the target's exit status and the reason.
 
     Args:
-        command: the command line, for the manifest.
+        command: profkit's own command line, for the manifest.
         progress: makes a context manager that shows what is being done.
 
     Raises:
         RunError: the directory cannot be made.
         ToolError: nsys or its importer failed.
     """
-    run = make_run_directory(output, workload.target.replace(":", "-"))
-    manifest = first_manifest(workload, workload.target, nsys, command)
-    write_manifest(run, manifest)
-    conditions = Conditions(os.environ)
+    run = make_run_directory(output, target.name)
+    manifest = begin_manifest(target, nsys, command)
+    _keep_manifest(run, manifest)
+    recording = _Recording(run, target, nsys, progress)
+    conditions, input_start = Conditions(os.environ), _input_position()
     try:
-        if memory is not None and isinstance(workload, Workload):
-            write_json(run / PREDICTED, predict_memory(workload).to_dict())
-        remembered = None if memory is None else _record_memory(run, workload, memory, progress)
-        with progress("timing the steps without a profiler"):
-            clean = _run_worker(Order(workload, "none", str(run / _RESULT)))
-        # The launcher cannot see the GPU (that takes torch); the twin has told.
-        workload = replace(workload, device=clean["device"])
-        if isinstance(workload, Workload):
-            _write_work(run, workload, clean)
-        profiled = (
-            _record_kineto(run, workload, progress) if nsys is None else _record_nsys(run, workload, nsys, progress)
-        )
-        if profiled["work"] is not None:
-            write_json(run / WORK, profiled["work"])
-    except _TargetFailed as failure:
-        mark_failed(run, {**failed_manifest(manifest, failure.reason), "exit_status": failure.exit_status})
-        return Recorded(run, failure.exit_status, has_snapshot=(run / SNAPSHOT).exists())
+        for one in target.passes:
+            if recording.done and not recording.done[-1].may_go_on:
+                break
+            if recording.done and target.reads_input and input_start is not None:
+                os.lseek(_STDIN, input_start, os.SEEK_SET)
+            manifest = _with_outcome(manifest, recording.make_pass(one))
     except BaseException as error:
-        give_up(run, manifest, error)
+        take_failures(run)
+        # What was recorded before stays: an interrupted script may have been through its recorded steps for hours.
+        _give_up(run, replace(manifest, processes=take_processes(run)), error)
         raise
     conditions.close()
-    finished = {**last_manifest(manifest, clean, profiled), **conditions.to_dict()}
-    warnings = (*_warnings(run, workload), *warn_of_run(finished), *conditions.warnings([clean, profiled]))
-    finished["warnings"] = warnings
-    if remembered is not None:
-        finished["memory"] = {"steps": remembered["steps"], "losses": remembered["losses"], **asdict(memory)}  # type: ignore[arg-type]
-    write_manifest(run, finished)
-    has_kernels = nsys is None or (workload.device == "cuda" and "cuda" in nsys.options.traces)
-    return Recorded(run, 0, has_kernels, remembered is not None, warnings)
+    manifest = replace(manifest, environment=conditions.environment, gpus=conditions.gpus)
+    return recording.conclude(manifest, conditions.warnings(recording.done[-1].processes))
 
 
-def _write_work(run: Path, workload: Workload, measured: dict[str, Any]) -> None:
-    """Write what arithmetic says of a built-in model's ranges, now that it is known where the model runs."""
-    each: dict[tuple[str, ...], Workload] = {
-        (context_range(one.context),) if workload.contexts else (): one for one in workload.with_each_context()
+def build_environment(environment: Mapping[str, str], order: Order) -> dict[str, str]:
+    """Return the environment in which every Python that starts attaches profkit once it has imported torch."""
+    paths = [str(_CHILD), *filter(None, [environment.get("PYTHONPATH")])]
+    return {
+        # torch would otherwise print lines of its own profiler's to standard error
+        "KINETO_LOG_LEVEL": "99",
+        **environment,
+        "PYTHONPATH": os.pathsep.join(paths),
+        VARIABLE: order.to_json(),
     }
-    write_json(run / WORK, model_work(each, tf32=uses_tf32(measured)))
 
 
-def uses_tf32(measured: dict[str, Any]) -> bool:
-    """Return whether fp32 products were done in TF32, by a worker's account of itself."""
-    conditions = measured["conditions"]
-    precision = conditions["cuda_matmul_fp32_precision"]
-    if precision is None:  # before torch 2.9
-        precision = "ieee" if conditions["float32_matmul_precision"] == "highest" else "tf32"
-    return bool(measured["device"] == "cuda" and precision == "tf32")
+def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
+    """Return whether a process would find an NVIDIA GPU here; the launcher itself never loads torch."""
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}
+    return not hidden and any(root.glob("dev/nvidia[0-9]*"))
 
 
-def give_up(run: Path, manifest: dict[str, Any], error: BaseException) -> None:
+class _Recording:
+    """The passes over a target, into the run directory ``run``."""
+
+    def __init__(self, run: Path, target: Target, nsys: Nsys | None, progress: Progress) -> None:
+        self._run = run
+        self._target = target
+        self._nsys = nsys
+        self._progress = progress
+        self.done: list[Outcome] = []
+
+    def make_pass(self, one: Pass) -> Outcome:
+        """Run the target once."""
+        order = replace(one.order, run=str(self._run.resolve()))
+        words = [word.replace("{run}", order.run) for word in one.argv]
+        environment = build_environment(os.environ, order)
+        if order.recorder == "nsys" and self._nsys is not None:
+            status = self._run_in_nsys(self._nsys, words, environment)
+        elif self._target.reads_input:
+            status = run_child(words, environment, reads_input=True)
+        else:
+            with self._progress(_DOING[order.recorder]):
+                status = run_child(words, environment)
+        processes = take_processes(self._run)
+        reason = why_nothing(self._run, processes, order)
+        outcome = Outcome(order, status, processes, take_failures(self._run), _take_losses(self._run), reason)
+        self.done.append(outcome)
+        return outcome
+
+    def conclude(self, manifest: Manifest, disturbed: list[str]) -> Recorded:
+        """Write the last manifest and return what there is to say; ``disturbed`` is what happened to the GPUs."""
+        last = self.done[-1]
+        has_failed = last.exit_status != 0
+        reason = last.reason
+        if reason is None and not has_failed and len(self.done) < len(self._target.passes):
+            reason = why_no_step(last.processes, last.order)
+        if has_failed and last.order.own_steps:
+            reason = last.what_failed or reason
+        missing = [text for one in self.done for text in shortfalls(one, is_last=one is last)]
+        ranks = [f"rank {one.rank} failed: {one.error}" for one in last.failures if has_failed and one.rank is not None]
+        compiled = [_NO_RANGES] * (manifest.workload.compile_mode not in (None, "none"))
+        warnings = (*lost_events(self._run), *compiled, *missing, *ranks, *disturbed, *warn_of_run(manifest))
+        manifest = replace(manifest, warnings=warnings)
+        if reason is not None or has_failed:
+            why = reason or last.what_failed or f"exit status {last.exit_status}"
+            _mark_failed(self._run, replace(manifest, status="failed", reason=why))
+        else:
+            _keep_manifest(self._run, replace(manifest, status="complete"))
+        has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None
+        return Recorded(
+            self._run,
+            last.exit_status,
+            reason,
+            has_trace=has_trace,
+            has_kernels=has_trace and self._sees_kernels(last),
+            has_snapshot=bool(Run(self._run).snapshots),
+            warnings=warnings,
+        )
+
+    def _sees_kernels(self, outcome: Outcome) -> bool:
+        if self._nsys is None:
+            return True
+        return outcome.processes[0].device == "cuda" and "cuda" in self._nsys.options.traces
+
+    def _uses_cuda(self) -> bool:
+        """Return whether the target will use CUDA: an earlier pass has shown it, else what is on this machine."""
+        shown = [one.processes[0].device for one in self.done if one.processes]
+        return shown[0] == "cuda" if shown else may_use_cuda(os.environ)
+
+    def _run_in_nsys(self, nsys: Nsys, words: list[str], environment: dict[str, str]) -> int:
+        require_room(self._run)
+        with (
+            (self._run / LOG).open("w+b") as log,
+            _own_outputs() as outputs,
+            # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
+            tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
+        ):
+            argv = build_nsys_argv(
+                nsys,
+                (self._run / NSYS_REPORT).with_suffix(""),
+                [sys.executable, "-I", "-S", "-c", _REDIRECTED.format(*outputs), *words],
+                cuda=self._uses_cuda(),
+                temporary=tempfile.gettempdir(),
+            )
+            variables = {**environment, "TMPDIR": scratch}
+            with nullcontext() if self._target.reads_input else self._progress(_DOING["nsys"]):
+                status = run_in_nsys(argv, variables, log, outputs, reads_input=self._target.reads_input)
+            if has_processes(self._run):
+                with self._progress("exporting what Nsight Systems recorded"):
+                    collect_report(self._run, nsys, log)
+        return status
+
+
+@contextmanager
+def _own_outputs() -> Iterator[tuple[int, int]]:
+    """Yield copies of our standard output and error, for a child whose own two belong to a profiler."""
+    copies = os.dup(1), os.dup(2)
+    try:
+        yield copies
+    finally:
+        for copy in copies:
+            os.close(copy)
+
+
+def _input_position() -> int | None:
+    """Return how far our standard input has been read if it can be read again, None of a pipe or a terminal."""
+    try:
+        return os.lseek(_STDIN, 0, os.SEEK_CUR)
+    except OSError:
+        return None
+
+
+def _take_losses(run: Path) -> tuple[float, ...]:
+    path = run / LOSSES
+    if not path.exists():
+        return ()
+    losses: tuple[float, ...] = decode(tuple[float, ...], read_json(path))
+    path.unlink()
+    return losses
+
+
+def _with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
+    """Return the manifest with what a pass found; of several ranks the first one counts."""
+    manifest = replace(manifest, exit_status=outcome.exit_status, finished_utc=utc_now())
+    order = outcome.order
+    first = outcome.processes[0] if outcome.processes else None
+    recorded = Samples()
+    if first is not None:
+        recorded = Samples(first.profiled, first.during.get("profiled", {}), outcome.losses)
+        manifest = replace(
+            manifest,
+            versions={**manifest.versions, "torch": first.torch, "cuda": first.cuda},
+            device=first.device,
+            gpu=first.gpu,
+            conditions=first.conditions,
+            float32_matmul_precision=first.conditions.float32_matmul_precision if first.conditions else None,
+        )
+    if order.recorder == "memory" and order.memory is not None:
+        processes = tuple(replace(one, attached=(), profiled=(), during={}) for one in outcome.processes)
+        options = asdict(order.memory)
+        return replace(
+            manifest, memory=MemoryPass(steps=recorded.steps, losses=outcome.losses, processes=processes, **options)
+        )
+    if order.recorder == "none":
+        return replace(manifest, clean=recorded)
+    manifest = replace(manifest, processes=outcome.processes)
+    if first is None:
+        return manifest
+    attached = None if order.own_steps else Samples(first.attached, first.during.get("attached", {}))
+    return replace(manifest, attached=attached, profiled=recorded)
+
+
+_NO_RANGES = "compiled code carries no ranges: the phases are there, layers and attention are not"
+
+
+def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
     """Mark a run that did not come to its end."""
     interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-    content = failed_manifest(manifest, "interrupted" if interrupted else str(error))
+    reason = "interrupted" if interrupted else str(error)
+    manifest = replace(manifest, status="failed", reason=reason, finished_utc=utc_now())
     with uninterrupted():
         if interrupted:
-            content["exit_status"] = error.code if isinstance(error, SystemExit) else _INTERRUPTED
+            status: Any = error.code if isinstance(error, SystemExit) else _INTERRUPTED
+            manifest = replace(manifest, exit_status=status)
             _clear_unexported(run)
-        mark_failed(run, content)
+        _mark_failed(run, manifest)
     if interrupted:
         kept = ", ".join(sorted(path.name for pattern in _CAPTURES for path in run.glob(pattern)))
         error.add_note(f"{run} is marked failed and keeps {kept or 'no capture'}")
@@ -166,116 +301,20 @@ def _clear_unexported(run: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def mark_failed(run: Path, manifest: dict[str, Any]) -> None:
+def _mark_failed(run: Path, manifest: Manifest) -> None:
     """Write the last manifest of a run that failed, and clear away what was half written."""
-    for partial in (*run.glob("partial.*"), *run.glob(_RESULTS)):
+    for partial in run.glob(f"{PARTIAL}*"):
         partial.unlink()
-    # On a full disk the manifest stays what it was, `incomplete`: what went wrong first is what has to be told.
-    with suppress(OSError, RunError):
-        write_manifest(run, manifest)
+    clear_partial_files(run)
+    # On a full disk the manifest stays what it was, `incomplete`: what went wrong first is what a person must know.
+    with suppress(RunError):
+        _keep_manifest(run, manifest)
 
 
-def _record_memory(run: Path, workload: AnyWorkload, options: MemoryOptions, progress: Progress) -> dict[str, Any]:
-    memory = MemoryOrder(str(run / SNAPSHOT), str(run / LEDGER), **asdict(options))
-    with progress("recording the allocator"):
-        return _run_worker(Order(workload, "memory", str(run / _RESULT), memory=memory))
-
-
-def _record_kineto(run: Path, workload: AnyWorkload, progress: Progress) -> dict[str, Any]:
-    with progress("recording the steps with torch.profiler"):
-        return _run_worker(Order(workload, "kineto", str(run / _RESULT), str(run / KINETO_TRACE)))
-
-
-def _record_nsys(run: Path, workload: AnyWorkload, nsys: Nsys, progress: Progress) -> dict[str, Any]:
-    report = run / NSYS_REPORT
-    require_room(run)
-    with (
-        (run / LOG).open("w+b") as log,
-        own_outputs() as outputs,
-        # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
-        tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
-    ):
-        order = Order(workload, "nsys", str(run / _RESULT), output_fds=outputs)
-        argv = build_nsys_argv(
-            nsys,
-            report.with_suffix(""),
-            _worker_argv(order),
-            cuda=workload.device == "cuda",
-            temporary=tempfile.gettempdir(),
-        )
-        with progress("recording the steps with Nsight Systems"):
-            result = _run(argv, order, {"TMPDIR": scratch}, log)
-        with progress("exporting what Nsight Systems recorded"):
-            collect_report(run, nsys, log)
-    return result
-
-
-def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
-    """Export the report that nsys left in ``run``, imported first if it came out raw.
-
-    The report is deleted then if it is not to be kept.
-
-    Raises:
-        ToolError: there is none, or it could not be imported or exported.
-    """
-    report = run / NSYS_REPORT
-    raw = report.with_suffix(".qdstrm")
-    if raw.exists() and not report.exists():
-        import_raw(raw, report, nsys.path, log)
-    if not report.exists():
-        if is_full(run):
-            raise ToolError(
-                f"{run}: the disk is full, and nsys left no report; free some space, or name another with -o"
-            )
-        raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
-    export_to(nsys, report, run / NSYS_EXPORT, log)
-    if not nsys.options.keep_report:
-        report.unlink()
-
-
-def _worker_argv(order: Order) -> list[str]:
-    # -P: a file in the working directory must not stand in for a module of the same name.
-    what = "worker" if order.workload.ranks == 1 else "rank_launcher"
-    return [sys.executable, "-P", "-m", f"profkit.capture.{what}", order.to_json()]
-
-
-def _run_worker(order: Order) -> dict[str, Any]:
-    return _run(_worker_argv(order), order, {})
-
-
-def _run(argv: list[str], order: Order, variables: dict[str, str], log: IO[bytes] | None = None) -> dict[str, Any]:
-    """Run ``argv``, a worker or a profiler around it, with ``variables`` set, and return what the worker found out."""
-    # torch would otherwise print lines of its own profiler's to standard error.
-    environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **variables}
-    fds = order.output_fds or ()
-    status = run_child(argv, environment) if log is None else run_in_nsys(argv, environment, log, fds)
-    results = take_results(Path(order.result_path))
-    if status != 0:
-        raise _TargetFailed(status, explain_failure(results))
-    return join_results(results)
-
-
-def _warnings(run: Path, workload: AnyWorkload) -> tuple[str, ...]:
-    warnings = lossy_warnings(run)
-    if isinstance(workload, Workload) and workload.compile_mode != "none":
-        warnings.append("compiled code carries no ranges: the phases are there, layers and attention are not")
-    return tuple(warnings)
-
-
-def lossy_warnings(run: Path) -> list[str]:
-    """Return what is to be said if nsys lost events, by its own log."""
-    log = run / LOG
-    if not log.exists() or _LOSSY not in log.read_bytes():
-        return []
-    return [f"nsys lost events ({log}); its version may be too old for the driver: the capture is lossy"]
-
-
-@contextmanager
-def own_outputs() -> Iterator[tuple[int, int]]:
-    """Yield copies of our standard output and error, for a child whose own two belong to a profiler."""
-    copies = os.dup(1), os.dup(2)
+def _keep_manifest(run: Path, manifest: Manifest) -> None:
     try:
-        yield copies
-    finally:
-        for copy in copies:
-            os.close(copy)
+        write_manifest(run / MANIFEST, manifest)
+    except OSError as error:
+        raise RunError(
+            f"{run / MANIFEST}: {error.strerror}; free some space, or name another directory with -o"
+        ) from None

@@ -8,13 +8,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from profkit.errors import UsageError
 from profkit.models.presets import PRESETS
-from profkit.models.workload import MODEL_PREFIX as PREFIX
+from profkit.run.manifest import Kind
 
-Kind = Literal["model", "callable", "command"]
+PREFIX = "model."
 
 _CALLABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median, stdev
 
-from profkit.launch.gpu_state import Gpu
+from profkit.run.manifest import Gpu
 
 # Of a step, and of each phase that is a good part of it.
 _WIDE = 0.30

@@ -22,7 +22,7 @@ from profkit.names import ATTENTION, FFN, SCALED_DOT_PRODUCT, SCORES, SOFTMAX, V
 class TransformerLM(nn.Module):
     """Tokens ``(batch, position)`` → logits of the next token ``(batch, position, vocabulary)``.
 
-    ``checkpoint_layers`` is that of `profkit.models.workload.Workload`.
+    ``checkpoint_layers`` is that of `profkit.models.options.TrainingOptions`.
     """
 
     def __init__(self, preset: Preset, context: int, checkpoint_layers: int = 0) -> None:
@@ -31,7 +31,7 @@ class TransformerLM(nn.Module):
         self.checkpoint_layers = checkpoint_layers
         self.embedding = nn.Embedding(preset.vocab_size, preset.d_model)
         rotate = RotaryEmbedding(preset.head_dim, context)
-        self.layers = nn.ModuleList(Layer(preset, rotate) for _ in range(preset.num_layers))
+        self.layers = nn.ModuleList(Layer(preset, number, rotate) for number in range(preset.num_layers))
         self.norm = RMSNorm(preset.d_model)
         self.head = nn.Linear(preset.d_model, preset.vocab_size, bias=False)
         self.register_buffer("causal", torch.ones(context, context, dtype=torch.bool).tril(), persistent=False)
@@ -52,21 +52,26 @@ class TransformerLM(nn.Module):
 
     def _run(self, group: range, hidden: Tensor, mask: Tensor) -> Tensor:
         for number in group:
-            with annotate(layer_range(number), flops=flops.layer_flops(hidden, self.preset)):
-                hidden = self.layers[number](hidden, mask)
+            hidden = self.layers[number](hidden, mask)
         return hidden
 
 
 class Layer(nn.Module):
     """Attention, then SwiGLU, each on the normalised stream and added back to it."""
 
-    def __init__(self, preset: Preset, rotate: RotaryEmbedding) -> None:
+    def __init__(self, preset: Preset, number: int, rotate: RotaryEmbedding) -> None:
         super().__init__()
+        self.preset = preset
+        self.number = number
         self.attention_norm = RMSNorm(preset.d_model)
         self.attention = Attention(preset.d_model, preset.num_heads, rotate)
         self.ffn_norm = RMSNorm(preset.d_model)
         self.ffn = SwiGLU(preset.d_model, preset.d_ff)
 
+    @annotate(
+        lambda layer, *_: layer_range(layer.number),
+        flops=lambda layer, hidden, _mask: flops.layer_flops(hidden, layer.preset),
+    )
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), mask)
         return hidden + self.ffn(self.ffn_norm(hidden))

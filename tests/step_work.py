@@ -1,4 +1,4 @@
-"""What a step of a built-in model does, range by range, worked out from its sizes without torch: ``work.json``.
+"""What a step of a built-in model does, range by range, worked out from its sizes: what the counter is held against.
 
 Matrix products are those of `profkit.models.flops`. With N = b t d, F = b t f, S = b h t² and V = b t v elements and
 T = b t positions, the other operations of the eager model are, one for each element that an operator makes or reduces
@@ -21,7 +21,7 @@ embedding  0                              N
 AdamW does 14 a parameter (decay 1, m moves towards g 3, v decays and gets g² 4, its root, correction and epsilon 3, the
 step 3), and one for each parameter's step count.
 
-Least bytes are by the rule of `profkit.analysis.efficiency.work`: what comes from outside, what goes outside, and, in
+Least bytes are by the rule of `profkit.run.work`: what comes from outside, what goes outside, and, in
 training, what autograd keeps for the backward pass, which `profkit.models.memory_forward` tells tensor by tensor for
 fp32 and for bf16 autocast on CUDA. What compiled code keeps is the compiler's choice: it is left out there, as is
 anything that a compiler adds or leaves out, so that the bytes stay the least. A model's result and its gradients count
@@ -30,13 +30,11 @@ as used even where the run drops them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from profkit.capture.work_account import Path, Work, summarize_work
 from profkit.models.flops import flops_by_path
-from profkit.models.work import Path, Work, work_content
-from profkit.models.workload import Workload
+from profkit.models.options import TrainingOptions
 from profkit.names import (
     ATTENTION,
     BACKWARD,
@@ -50,6 +48,7 @@ from profkit.names import (
     VALUE_PRODUCT,
     layer_range,
 )
+from profkit.run.work import RunWork
 
 _INDEX_BYTES = 8
 _ADAMW_FLOPS = 14
@@ -57,23 +56,12 @@ _ADAMW_FLOPS = 14
 _ADAMW_BYTES = 4 * (4 + 3)
 
 
-def model_work(workloads: Mapping[Path, Workload], *, tf32: bool) -> dict[str, Any]:
-    """Return the content of ``work.json``.
-
-    Args:
-        workloads: what is run, by the ranges around its steps (none but in a run over several contexts); the FLOPs of
-            the model in a step are those of the first.
-        tf32: fp32 products are done in TF32.
-    """
-    by_path = {
-        (*around, *path): work
-        for around, workload in workloads.items()
-        for path, work in StepWork(workload, tf32=tf32).ranges().items()
-    }
-    first = next(iter(workloads))
-    model = [by_path[(*first, phase)] for phase in (FORWARD, BACKWARD) if (*first, phase) in by_path]
+def model_work(options: TrainingOptions, *, tf32: bool = False) -> RunWork:
+    """Return what counting one step is to give; ``tf32``: fp32 products are done in TF32."""
+    by_path = StepWork(options, tf32=tf32).ranges()
+    model = [by_path[(phase,)] for phase in (FORWARD, BACKWARD) if (phase,) in by_path]
     model_flops = sum(sum(work.flops.values()) for work in model)
-    return work_content("formula", ((path, [work]) for path, work in by_path.items()), model_flops)
+    return summarize_work({path: [work] for path, work in by_path.items()}, model_flops, ())
 
 
 @dataclass(frozen=True)
@@ -89,14 +77,14 @@ class _Part:
 class StepWork:
     """The work of each range of one step."""
 
-    def __init__(self, workload: Workload, *, tf32: bool = False) -> None:
-        preset, b, t = workload.preset, workload.batch, workload.context
-        self._workload = workload
+    def __init__(self, options: TrainingOptions, *, tf32: bool = False) -> None:
+        preset, b, t = options.preset, options.batch, options.contexts[0]
+        self._options = options
         self._preset = preset
-        self._is_bf16 = workload.dtype == "bf16"
+        self._is_bf16 = options.dtype == "bf16"
         self._low = 2 if self._is_bf16 else 4
         self._dtype = "bf16" if self._is_bf16 else "tf32" if tf32 else "fp32"
-        self._keeps = workload.passes != "forward" and workload.compile_mode == "none"
+        self._keeps = options.passes != "forward" and options.compile_mode == "none"
         self._positions = b * t
         self._stream = b * t * preset.d_model
         self._inner = b * t * preset.d_ff
@@ -112,12 +100,12 @@ class StepWork:
 
     def ranges(self) -> dict[Path, Work]:
         """Return path → work of one instance; ``()`` is the step. Compiled code has the phases alone."""
-        workload = self._workload
-        flops = flops_by_path(workload.preset, workload.batch, workload.context)
+        options = self._options
+        flops = flops_by_path(options.preset, options.batch, options.contexts[0])
         found = {
             path: self._work(path, flops.get("/".join(path), 0), part)
             for path, part in self._parts().items()
-            if workload.compile_mode == "none" or len(path) == 1
+            if options.compile_mode == "none" or len(path) == 1
         }
         phases = [work for path, work in found.items() if len(path) == 1]
         step = Work(
@@ -135,7 +123,7 @@ class StepWork:
 
     def _masked_flops(self, path: Path) -> int:
         """Return what the products with the scores spend on keys that the mask hides: t (t - 1) / 2 of t² each."""
-        preset, t = self._preset, self._workload.context
+        preset, t = self._preset, self._options.contexts[0]
         hidden = self._rows // t * preset.head_dim * t * (t - 1)  # of one product: 2 b h c t (t - 1) / 2
         if path == (BACKWARD,):
             return 4 * preset.num_layers * hidden
@@ -156,9 +144,9 @@ class StepWork:
             found |= {at: layer, (*at, ATTENTION): attention, (*at, *inside): product}
             found |= {(*at, *inside, SCORES): scores, (*at, *inside, SOFTMAX): softmax}
             found |= {(*at, *inside, VALUE_PRODUCT): value, (*at, FFN): ffn}
-        if self._workload.passes != "forward":
+        if self._options.passes != "forward":
             found |= {(LOSS,): self._loss_part(), (BACKWARD,): self._backward_part(found[(FORWARD,)])}
-        if self._workload.passes == "train":
+        if self._options.passes == "train":
             found[(OPTIMIZER,)] = self._optimizer_part()
         return found
 
@@ -172,7 +160,7 @@ class StepWork:
 
     def _value_part(self) -> _Part:
         cast = self._scores * 2 if self._is_bf16 else 0
-        copy = self._stream * self._low if self._workload.batch > 1 else 0
+        copy = self._stream * self._low if self._options.batch > 1 else 0
         return _Part(0, self._scores * 4 + self._stream * self._low, self._stream * self._low, cast + copy)
 
     def _product_part(self, scores: _Part, softmax: _Part, value: _Part) -> _Part:
@@ -186,7 +174,7 @@ class StepWork:
 
     def _attention_part(self, product: _Part) -> _Part:
         own = self._stream * self._low  # the mixed values with their heads joined
-        own += self._stream * self._low if self._workload.batch == 1 else 0  # the values, of which there is no copy
+        own += self._stream * self._low if self._options.batch == 1 else 0  # the values, of which there is no copy
         own += self._casts(4 * self._square, 3) if self._is_bf16 else 2 * self._stream * 4  # rotated query and key
         return _Part(
             product.other_flops + 6 * self._stream,
@@ -226,7 +214,7 @@ class StepWork:
 
     def _loss_part(self) -> _Part:
         # The loss is never compiled: what autograd keeps of it is known.
-        copy = self._positions * _INDEX_BYTES if self._workload.batch > 1 else 0
+        copy = self._positions * _INDEX_BYTES if self._options.batch > 1 else 0
         given = 4 + self._logits * self._low + 4 + copy
         read = self._logits * self._low + self._positions * _INDEX_BYTES
         return _Part(5 * self._logits + self._positions, read, given)
@@ -237,7 +225,7 @@ class StepWork:
         other = preset.num_layers * layer + 12 * stream + 3 * self._positions + 4 * self._logits
         matrices = preset.num_layers * (4 * self._square + 3 * self._wide) + self._vocabulary
         # The loss has its own copy of the targets, unless they lie in a row with the tokens.
-        indices = 2 * self._positions if self._workload.batch > 1 else self._token_count()
+        indices = 2 * self._positions if self._options.batch > 1 else self._token_count()
         read = self._logits * self._low + 4 + indices * _INDEX_BYTES
         read += (2 * preset.num_layers + 1) * preset.d_model * 4 + self._table_bytes
         # Under autocast their bf16 copies are read, which forward has kept.
@@ -249,21 +237,21 @@ class StepWork:
         return _Part(_ADAMW_FLOPS * parameters + tensors, _ADAMW_BYTES * parameters + 8 * tensors, 0)
 
     def _step_bytes(self) -> int:
-        """Return the least bytes of a whole step: activations, and gradients that AdamW takes, stay inside."""
-        workload, parameters = self._workload, self._preset.parameter_count * 4
+        """Return the least bytes of a whole step: activations, the loss, and gradients that AdamW takes stay inside."""
+        options, parameters = self._options, self._preset.parameter_count * 4
         tables = self._table_bytes + self._mask_bytes
         tokens = self._token_count() * _INDEX_BYTES
-        if workload.passes == "train":
-            return 6 * parameters + 8 * self._parameter_tensors + tables + tokens + 4
+        if options.passes == "train":
+            return 6 * parameters + 8 * self._parameter_tensors + tables + tokens
         looked_up = self._stream * 4
         read = parameters - self._vocabulary * 4 + looked_up + tables
-        if workload.passes == "forward":
+        if options.passes == "forward":
             return read + self._positions * _INDEX_BYTES + self._logits * self._low
-        return read + tokens + parameters + 4
+        return read + tokens + parameters
 
     def _token_count(self) -> int:
         """Return how many tokens inputs and targets are together: of a sequence they overlap but for one."""
-        return self._positions + self._workload.batch
+        return self._positions + self._options.batch
 
     def _norm_flops(self) -> int:
         return 4 * self._stream + 2 * self._positions

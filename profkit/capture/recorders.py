@@ -1,0 +1,113 @@
+"""What records the steps of a process: torch.profiler into a Chrome trace, or Nsight Systems around the process.
+
+One nsys watches all ranks of a machine, and starts and stops for all of them when one of them says so. The others must
+not have begun their step by then, nor still be in it; they meet through files in the run's directory, so that the trace
+shows no collective of profkit's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from profkit.files import whole_file
+from profkit.run.recording import meeting_file
+
+_PATIENCE_S = 10.0
+_POLL_S = 0.001
+
+# nsys reaches the other processes in its own time: on an H200 1.2 ms after cudaProfilerStart had returned in the first,
+# another's range that was already open was lost.
+_SETTLING_S = 0.2
+
+
+@contextmanager
+def recorded_by_kineto(path: Path, device: torch.device) -> Iterator[None]:
+    """Record the block, and write the gzipped Chrome trace to ``path``, whole or not at all, when it has gone well."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
+    options = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
+    with profile(activities=activities, **options) as profiler:
+        yield
+    _export(profiler, path)
+
+
+def _export(profiler: profile, path: Path) -> None:
+    """Write the trace; torch's own way with ``.gz`` goes through TMPDIR, and is silent if that is full."""
+    plain = path.with_name(f"partial.{path.name}.json")
+    try:
+        profiler.export_chrome_trace(str(plain))
+        if not _is_whole(plain):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent))
+        with whole_file(path) as partial, plain.open("rb") as source, gzip.open(partial, "wb") as target:
+            shutil.copyfileobj(source, target)
+    finally:
+        for left in (plain, Path(f"{plain}.tmp")):  # the second is Kineto's own, half written
+            left.unlink(missing_ok=True)
+
+
+def _is_whole(trace: Path) -> bool:
+    """Return whether a JSON object was written to its end."""
+    if not trace.exists() or not trace.stat().st_size:
+        return False
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - 16))
+        return file.read().rstrip().endswith(b"}")
+
+
+@contextmanager
+def recorded_by_nsys(run: Path, device: torch.device) -> Iterator[None]:
+    """Have nsys capture the block through CUDA's profiler API, on all ranks of this machine once all have come to it.
+
+    Without CUDA there is no such API, and nsys captures the processes from start to end.
+    """
+    ranks = LocalRanks(run)
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    ranks.meet("arrived")
+    if ranks.number == 0:
+        torch.cuda.profiler.start()
+    try:
+        if ranks.meet("started") and ranks.count > 1:
+            time.sleep(_SETTLING_S)
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        ranks.meet("done")
+        if ranks.number == 0:
+            torch.cuda.profiler.stop()
+        ranks.meet("stopped")
+
+
+class LocalRanks:
+    """This machine's ranks as the launcher numbered them, and this process among them."""
+
+    def __init__(self, run: Path) -> None:
+        self.number = int(os.environ.get("LOCAL_RANK", "0"))
+        self.count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._run = run
+
+    def meet(self, occasion: str, patience_s: float = _PATIENCE_S) -> bool:
+        """Wait until every rank of this machine has come here; False if one did not come in time."""
+        if self.count == 1:
+            return True
+        meeting_file(self._run, occasion, self.number).touch()
+        awaited = [meeting_file(self._run, occasion, number) for number in range(self.count)]
+        deadline = time.monotonic() + patience_s
+        while not all(path.exists() for path in awaited):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True

@@ -1,0 +1,320 @@
+"""profkit inside the target's process: counts its steps, times them, and records those that were asked for.
+
+Up to the first recorded step the hooks only count and time. The device is waited for once a step, at its end, and
+before and after the recording. Whatever fails in here ends what profkit does, and never the target.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import sys
+import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import torch
+
+from profkit.annotation import RangeObserver, annotate, observe_ranges
+from profkit.capture.conditions import read_conditions
+from profkit.capture.hooks import Hooks
+from profkit.capture.memory import MemoryRecording
+from profkit.capture.recorders import recorded_by_kineto, recorded_by_nsys
+from profkit.capture.times import StepSamples
+from profkit.errors import ProfkitError
+from profkit.names import CONTEXT, COUNTED, STEP, WARMUP
+from profkit.run.directory import KINETO_TRACE, WORK, name_of_rank
+from profkit.run.manifest import Process
+from profkit.run.recording import (
+    COMPLETE,
+    CUT_SHORT,
+    NOT_REACHED,
+    Failure,
+    Order,
+    leave_failure,
+    leave_process,
+)
+from profkit.run.work import write_work
+
+if TYPE_CHECKING:
+    from profkit.capture.work_counter import WorkCounter
+
+_OWN_STEP = re.compile(rf"{WARMUP}|{STEP} \d+")
+_CONTEXT = re.compile(rf"{CONTEXT} (\d+)")
+
+
+def attach() -> None:
+    """Do in this process what the environment asks for."""
+    session = Session(Order.from_environment(os.environ))
+    session.begin()
+    atexit.register(session.end)
+    # A forked child, such as a data loader's worker, is not the process that trains.
+    os.register_at_fork(after_in_child=session.abandon)
+
+
+class Session:
+    """Starts and stops the recording where steps begin and end, and leaves what it knows for the launcher."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.run = Path(order.run)
+        self.memory = None if order.memory is None else MemoryRecording(self.run, order.memory)
+        self.hooks = Hooks(self, order.depth, order.step_on, self.memory, counts_steps=not order.own_steps)
+        self.context: int | None = None
+        """The context length of the steps that run now, in a target that has several."""
+        self._rank = _number("RANK")
+        self._name = f"{os.getpid()}" if self._rank is None else f"rank{self._rank}"
+        self._first = order.warmup_steps
+        self._end = None if order.steps is None else order.warmup_steps + order.steps
+        self._begun = -1
+        self._start_ns = 0
+        self._samples = StepSamples()
+        self._recording: ExitStack | None = None
+        self._failure: str | None = None
+        self._warmup_range = ExitStack()
+        self._counter: WorkCounter | None = None
+        self._is_over = False
+
+    def begin(self) -> None:
+        """Install the hooks; record the allocator from CUDA's first use if it is to be recorded."""
+        self.hooks.install()
+        if self.order.own_steps:
+            observe_ranges(_OwnSteps(self))
+        if self.memory is None:
+            self.hooks.clock.start()
+        else:
+            self.memory.wait_for_cuda()
+            if self.order.annotate:
+                self.hooks.start()
+
+    def boundary(self, number: int) -> None:
+        """Time the step that ended; begin or end the recording if it is time to."""
+        if self._is_over:
+            return
+        self._note_step()
+        self._begun = number
+        if self.memory is not None:
+            self._note_in_memory(number)
+        if number == self._end:
+            self._finish(COMPLETE)
+            if self.order.stop:
+                raise SystemExit(0)
+        elif number == self._first:
+            if not self.order.own_steps:
+                self.end_counting()
+            self._samples.begin("profiled")
+            self._begin_recording()
+        elif number == self._first - 1 and self.order.flops and not self.order.own_steps:
+            self.begin_counting()
+        elif number == 1 and not self.order.own_steps:
+            # The first step built what later ones have: kernels, optimizer state, the allocator's pool.
+            self._samples.begin("attached")
+        if self.order.own_steps and number > 0:
+            self.hooks.rest()
+        self._start_ns = perf_counter_ns()
+
+    def own_boundary(self) -> None:
+        """One of the target's own steps has ended."""
+        self.boundary(self._begun + 1)
+
+    @property
+    def is_in_last_step(self) -> bool:
+        """Whether the end of the step that runs now ends the recording."""
+        return self._end is not None and self._begun == self._end - 1
+
+    def own_begin(self) -> None:
+        """The target opens a range of its own: the first of them begins the first step."""
+        if self._begun < 0:
+            self.boundary(0)
+
+    def hooks_failed(self, error: Exception) -> None:
+        """Keep why the hooks ended."""
+        self._failure = f"profkit's hooks failed ({type(error).__name__}: {error})"
+
+    def end(self) -> None:
+        """At the process's end: keep what was recorded, if it was cut short, and say what ended the process."""
+        self._leave_failure()
+        used_cuda = self.memory is not None and self.memory.owners is not None
+        if self._is_over or (self._begun < 0 and not used_cuda):
+            return
+        if self._begun < self._first:
+            self._finish(NOT_REACHED)
+        elif self._end is None:
+            self._finish(COMPLETE)
+        elif self.is_in_last_step and self.hooks.counts_calls and not self.order.own_steps:
+            # Where calls count, nothing but the end of the script ends the last step.
+            self._note_step()
+            if self.memory is not None:
+                self._note_in_memory(self._end)
+            self._finish(COMPLETE)
+        else:
+            self._finish(CUT_SHORT)
+
+    def abandon(self) -> None:
+        """Do nothing more: this process is a forked copy."""
+        self._is_over = True
+        self._recording = None
+        if self._counter is not None:
+            self._counter.stop()
+        if self.memory is not None:
+            self.memory.forget()
+        self.hooks.stop()
+        self.hooks.clock.stop()
+
+    def begin_counting(self) -> None:
+        """Count the work of what runs now; of several ranks one speaks for all."""
+        if not self.order.flops or self._rank:
+            return
+        from profkit.capture.work_counter import WorkCounter  # it loads more of torch
+
+        self._samples.end()
+        if self.order.annotate:
+            self.hooks.start()
+        if not self.order.own_steps:
+            # Where nsys records the whole process it sees this step too: not as one of those that were asked for.
+            self._warmup_range.enter_context(annotate(WARMUP))
+        self._counter = WorkCounter()
+        self._counter.start()
+
+    def end_counting(self) -> None:
+        """Write down the work that was counted."""
+        if self._counter is None:
+            return
+        self._counter.stop()
+        self._warmup_range.close()
+        if self.order.own_steps and self._recording is None:
+            self.hooks.stop()
+        try:
+            write_work(self.run / WORK, self._counter.content())
+        except OSError as error:
+            self._failure = str(error)
+        self._counter = None
+
+    def _note_step(self) -> None:
+        if self._begun < 0:
+            return
+        _wait_for_device()
+        step_ns = perf_counter_ns() - self._start_ns
+        context = {} if self.context is None else {"context": self.context}
+        self._samples.note({**context, **self.hooks.clock.take(), "step_ns": step_ns})
+
+    def _note_in_memory(self, number: int) -> None:
+        """Note the step in the file of owners, by the number that its range has: a warm-up step of its own has none."""
+        assert self.memory is not None
+        first = self._first if self.order.own_steps else 0
+        if number >= first:
+            self.memory.boundary(number - first)
+
+    def _begin_recording(self) -> None:
+        if self.order.recorder == "none":
+            return
+        _wait_for_device()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._recording = ExitStack()
+        if self.order.recorder == "kineto":
+            path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)
+            self._recording.enter_context(recorded_by_kineto(path, device))
+        elif self.order.recorder == "nsys":
+            self._recording.enter_context(recorded_by_nsys(self.run, device))
+        if self.order.annotate and self.memory is None:
+            self.hooks.start()
+
+    def _finish(self, state: str) -> None:
+        self._is_over = True
+        self._samples.end()
+        self.hooks.stop()
+        self.hooks.clock.stop()
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            try:
+                recording.close()
+            except OSError as error:  # a full disk, say: the target trains on, and the launcher reports it
+                self._failure = error.strerror or str(error)
+        if self.memory is not None:
+            self.memory.finish()
+        try:
+            leave_process(self.run, self._describe(state))
+        except OSError as error:
+            sys.stderr.write(f"profkit: {self.run}: what was recorded cannot be kept: {self._failure or error}\n")
+
+    def _describe(self, state: str) -> Process:
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return Process(
+            process=self._name,
+            pid=os.getpid(),
+            rank=self._rank,
+            local_rank=_number("LOCAL_RANK"),
+            state=state,
+            failure=self._failure,
+            steps_seen=self._begun,
+            device="cuda" if on_gpu else "cpu",
+            # Asking for the name would initialise CUDA for a target that trains on the CPU.
+            gpu=torch.cuda.get_device_name() if on_gpu else None,
+            torch=torch.__version__,
+            cuda=torch.version.cuda,
+            conditions=read_conditions(self.hooks.autocast_dtypes),
+            attached=tuple(self._samples.steps["attached"]),
+            profiled=tuple(self._samples.steps["profiled"]),
+            during=self._samples.during,
+            memory=None if self.memory is None else self.memory.result(),
+        )
+
+    def _leave_failure(self) -> None:
+        """Leave the exception that ended this process, if one did: torchrun ends all ranks and does not say why."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            said = str(error) if isinstance(error, ProfkitError) else f"{type(error).__name__}: {error}"
+            text = next(iter(said.strip().splitlines()), type(error).__name__)
+            with suppress(OSError):  # a full disk may be the very reason
+                leave_failure(self.run, self._name, Failure(text, self._rank))
+
+
+class _OwnSteps(RangeObserver):
+    """Takes the target's own ranges ``warmup``, ``step N``, ``context N`` and ``counted step`` on the thread that
+    attached as what they are called."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._thread = threading.get_ident()
+        self._open: list[str] = []
+
+    def opening(self, name: str) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._session.own_begin()
+        self._open.append(name)
+        context = _CONTEXT.fullmatch(name)
+        if context:
+            self._session.context = int(context[1])
+        if name == COUNTED:
+            self._session.begin_counting()
+
+    def closed(self) -> None:
+        if threading.get_ident() != self._thread or not self._open:
+            return
+        name = self._open.pop()
+        if name == COUNTED:
+            self._session.end_counting()
+        elif _CONTEXT.fullmatch(name) and self._session.is_in_last_step:
+            self._session.own_boundary()
+        elif _OWN_STEP.fullmatch(name):
+            # The recording ends with the last step, but not before the range around it.
+            is_enclosed = any(map(_CONTEXT.fullmatch, self._open))
+            if not (is_enclosed and self._session.is_in_last_step):
+                self._session.own_boundary()
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    return None if text is None else int(text)
+
+
+def _wait_for_device() -> None:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return
+    # Within a script's own capture into a CUDA graph there is nothing to wait for, and waiting would break it.
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()

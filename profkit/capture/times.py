@@ -1,0 +1,124 @@
+"""The times of steps and phases without a profiler: host clock on the CPU, CUDA events on a GPU."""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter_ns
+from typing import Any, Literal
+
+import torch
+
+from profkit.capture.conditions import counted_since, read_counters
+from profkit.names import BACKWARD, FORWARD, LOSS
+
+Part = Literal["attached", "profiled"]
+"""Steps of a recorded process before its recording, and the steps that were asked for."""
+
+
+class PhaseClock:
+    """Times phases on the thread that starts it; a phase within another one counts as the outer one's time.
+
+    The loss is what runs between a forward pass and the backward pass after it, unless the script has a phase for it.
+    Where CUDA is in use the host only enqueues a phase, so its clock says nothing: a pair of events does, on the stream
+    that is current when the phase begins and ends. Recording an event waits for nothing. Within a stream's capture into
+    a CUDA graph no event can be timed, and nothing is collected.
+    """
+
+    def __init__(self) -> None:
+        self._thread: int | None = None
+        self._depth = 0
+        self._phase = ""
+        self._began: Any = None
+        self._forward_ended: Any = None
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def start(self) -> None:
+        """Time from now on."""
+        self._thread = threading.get_ident()
+
+    def stop(self) -> None:
+        """Time no more."""
+        self._thread = None
+
+    def begin(self, phase: str) -> None:
+        """Mark where ``phase`` begins."""
+        if self._thread != threading.get_ident():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._phase, self._began = phase, _mark()
+        if phase == BACKWARD and self._forward_ended is not None:
+            self._spans.append((LOSS, self._forward_ended, self._began))
+        self._forward_ended = None
+
+    def end(self) -> None:
+        """Mark where the innermost phase ends."""
+        if self._thread != threading.get_ident() or not self._depth:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        ended = _mark()
+        self._spans.append((self._phase, self._began, ended))
+        self._forward_ended = ended if self._phase == FORWARD else None
+
+    def take(self) -> dict[str, int]:
+        """Return the sum of each phase's times since the last call, as ``<phase>_ns`` or ``<phase>_event_ns``.
+
+        A phase that is open ends here. It waits until the GPU has passed the last event.
+        """
+        if self._depth:
+            self._spans.append((self._phase, self._began, _mark()))
+            self._depth = 0
+        times: dict[str, int] = {}
+        for phase, first, last in self._spans:
+            if isinstance(first, int) and isinstance(last, int):
+                name, time_ns = f"{phase}_ns", last - first
+            elif isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
+                last.synchronize()
+                name, time_ns = f"{phase}_event_ns", round(first.elapsed_time(last) * 1_000_000)
+            else:  # CUDA came into use, or a capture began, in the middle of it
+                continue
+            times[name] = times.get(name, 0) + time_ns
+        self._spans.clear()
+        self._forward_ended = None
+        return times
+
+
+def _mark() -> Any:
+    """Return the host's time, or an event where CUDA is in use; None within a stream's capture."""
+    if not torch.cuda.is_initialized():
+        return perf_counter_ns()
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class StepSamples:
+    """Collects each step's times, part by part, and what `read_counters` counted in each part."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Part, list[dict[str, int]]] = {"attached": [], "profiled": []}
+        self.during: dict[str, dict[str, int]] = {}
+        self._part: Part | None = None
+        self._before: dict[str, int] = {}
+
+    def begin(self, part: Part) -> None:
+        """Begin a part; the one before it has ended."""
+        self.end()
+        self._part = part
+        self._before = read_counters()
+
+    def end(self) -> None:
+        """End the part that was begun, if one was."""
+        if self._part is not None:
+            self.during[self._part] = counted_since(self._before)
+            self._part = None
+
+    def note(self, times: dict[str, int]) -> None:
+        """Keep a step's times; those from before the first part are dropped."""
+        if self._part is not None:
+            self.steps[self._part].append(times)

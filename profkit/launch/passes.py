@@ -1,0 +1,201 @@
+"""What a run does with its target: a list of passes, each one execution of the target from start to end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from profkit.launch.ranks import build_rank_argv
+from profkit.models.options import TrainingOptions
+from profkit.run.directory import KINETO_TRACE, NSYS_EXPORT, Run
+from profkit.run.manifest import Kind, Process, Workload
+from profkit.run.recording import CUT_SHORT, NOT_REACHED, PARTIAL, Failure, MemoryOptions, Order, Recorder
+from profkit.run.records import Plain
+
+LOSSES = f"{PARTIAL}losses.json"
+"""Where a built-in model and a callable leave their losses."""
+
+# A median of three says little, and its spread nothing: this many clean steps of a built-in model, if they are quick.
+_ENOUGH_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One execution of the target: its command line, and what profkit does in its processes.
+
+    ``{run}`` in the command line stands for the run directory.
+    """
+
+    argv: tuple[str, ...]
+    order: Order
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is run: its name for directories, its title in the manifest, its kind, and its passes in their order."""
+
+    name: str
+    title: str
+    kind: Kind
+    passes: tuple[Pass, ...]
+    workload: Workload
+    preset: dict[str, Plain] | None = None
+    parameter_count: int | None = None
+    argv: tuple[str, ...] = ()
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the target's processes read our standard input."""
+        return self.kind == "command"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a pass ended: the target's exit status, what its processes left, and why nothing was recorded, if so."""
+
+    order: Order
+    exit_status: int
+    processes: tuple[Process, ...]
+    failures: tuple[Failure, ...]
+    losses: tuple[float, ...]
+    reason: str | None
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether another pass can give what is still wanted: the target did well, and made enough steps."""
+        return self.exit_status == 0 and why_no_step(self.processes, self.order) is None
+
+    @property
+    def what_failed(self) -> str | None:
+        """Return what ended the target in its own words, of several ranks which; None if nothing says so."""
+        ranks = [f"rank {one.rank}: {one.error}" for one in self.failures if one.rank is not None]
+        alone = [one.error for one in self.failures if one.rank is None]
+        return "; ".join(ranks) or next(iter(alone), None)
+
+
+def command_passes(words: Sequence[str], order: Order, memory: MemoryOptions | None, *, with_trace: bool) -> list[Pass]:
+    """Return the passes over somebody's own command: one for the allocator if it is wanted, one for the trace."""
+    remembered = replace(order, recorder="memory", memory=memory, flops=False)
+    orders = (*[remembered] * (memory is not None), *[order] * with_trace)
+    return [Pass(tuple(words), one) for one in orders]
+
+
+def model_passes(
+    options: TrainingOptions, recorder: Recorder, memory: MemoryOptions | None, *, ranks: int = 1
+) -> list[Pass]:
+    """Return the passes over a built-in model: the allocator if it is wanted, then unprofiled, then with the profiler.
+
+    The allocator goes first, so that a model that does not fit leaves its snapshot. The unprofiled pass has ten steps
+    of each context where they are quick, and counts the model's work in one more.
+    """
+    contexts = len(options.contexts)
+    order = Order("", recorder, options.warmup_steps, options.steps * contexts, depth=None, own_steps=True)
+    rounds = -(-_ENOUGH_STEPS // options.steps)
+    clean = (replace(options, rounds=rounds, count=True), replace(order, recorder="none", steps=None, flops=True))
+    wanted = [(options, replace(order, recorder="memory", memory=memory))] if memory is not None else []
+    found = []
+    for one, how in (*wanted, clean, (options, order)):
+        words = _python("profkit.models", *replace(one, losses=Path("{run}", LOSSES)).to_argv())
+        found.append(Pass(tuple(build_rank_argv(words, ranks) if ranks > 1 else words), how))
+    return found
+
+
+def callable_passes(target: str, order: Order, memory: MemoryOptions | None) -> list[Pass]:
+    """Return the passes over a callable: the allocator if it is wanted, then unprofiled, then with the profiler.
+
+    The callable is called as often as was asked in each: its data may come to an end.
+    """
+    order = replace(order, own_steps=True)
+    clean = replace(order, recorder="none", annotate=False, flops=False)
+    remembered = replace(order, recorder="memory", memory=memory, flops=False)
+    orders = (*[remembered] * (memory is not None), clean, order)
+    return [
+        Pass(
+            tuple(
+                _python(
+                    "profkit.capture.call_steps",
+                    target,
+                    str(one.warmup_steps),
+                    str(one.steps),
+                    "count" if one.flops else "-",
+                    str(Path("{run}", LOSSES)),
+                )
+            ),
+            one,
+        )
+        for one in orders
+    ]
+
+
+def _python(module: str, *words: str) -> list[str]:
+    # -P: a file in the working directory must not take the place of a module of the same name.
+    return [sys.executable, "-P", "-m", module, *words]
+
+
+def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | None:
+    """Return why a pass recorded nothing into ``run``, None if it did record."""
+    if order.recorder == "memory":
+        return None if Run(run).snapshots else _why_no_snapshot(processes)
+    why = why_no_step(processes, order)
+    if why is not None or order.recorder == "none":
+        return why
+    has_trace = (run / (KINETO_TRACE if order.recorder == "kineto" else NSYS_EXPORT)).exists()
+    if has_trace or Run(run).rank_traces:
+        return None
+    return f"nothing was recorded: {processes[0].failure or 'the recorder left no trace'}"
+
+
+def why_no_step(processes: Sequence[Process], order: Order) -> str | None:
+    """Return why the steps that were wanted were not reached, None if they were."""
+    steps_seen = (processes[0].steps_seen if processes else None) or 0
+    if not processes or steps_seen < 0:
+        return (
+            "nothing was recorded: no training step was seen (no optimizer's step, no call of a module) in a Python "
+            "that has torch and profkit, or what was seen could not be kept"
+        )
+    if processes[0].state != NOT_REACHED:
+        return None
+    if order.step_on is not None and steps_seen == 0:
+        return (
+            f"nothing was recorded: no optimizer of class {order.step_on} made a step; --step-on takes the bare name "
+            "of the class whose steps count (AdamW)"
+        )
+    return (
+        f"nothing was recorded: the script made {steps_seen} steps, and recording was to begin after "
+        f"{order.warmup_steps}; lower --warmup"
+    )
+
+
+def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
+    """Return what a pass lacks although it recorded something, or other passes did."""
+    if outcome.order.recorder == "memory":
+        return ([] if is_last or outcome.reason is None else [outcome.reason]) + _memory_shortfalls(outcome)
+    if not outcome.processes:
+        return []
+    first = outcome.processes[0]
+    found = []
+    if first.failure and outcome.reason is None:
+        found.append(f"not all that was recorded could be kept: {first.failure}")
+    if first.state == CUT_SHORT:
+        wanted = f"{len(first.profiled)} whole steps of the {outcome.order.steps} that were wanted"
+        found.append(f"the script ended while it was recorded: {wanted}")
+    return found
+
+
+def _why_no_snapshot(processes: Sequence[Process]) -> str:
+    failures = [one.memory.failure for one in processes if one.memory is not None and one.memory.failure]
+    if failures:
+        return f"nothing was recorded of the memory: {failures[0]}"
+    return "nothing was recorded of the memory: the target used no CUDA GPU (with a torch that has profkit beside it)"
+
+
+def _memory_shortfalls(outcome: Outcome) -> list[str]:
+    if outcome.reason is not None:
+        return []
+    found = [(one.process, one.memory) for one in outcome.processes if one.memory is not None]
+    said = [f"the memory of {name} was recorded in part: {part.failure}" for name, part in found if part.failure]
+    if any(part.script_records for _, part in found):
+        said.append("the script switches the allocator's recording itself: the snapshot holds what that has left of it")
+    return said

@@ -1,0 +1,177 @@
+"""An ordinary training script: ``python -m profkit.models tiny``; ``profkit run model.tiny`` records it as any other.
+
+Its ranges ``warmup`` and ``step N`` say where its steps begin and end. Started by torch's launcher, each rank trains
+the model with DistributedDataParallel. An error that a person can do something about is one line on standard error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from time import perf_counter
+from typing import NoReturn
+
+import torch
+from torch import distributed
+
+from profkit.annotation import annotate
+from profkit.errors import ProfkitError, RunError, UsageError
+from profkit.models.options import TrainingOptions, parse_options
+from profkit.models.training import Training
+from profkit.names import COUNTED, WARMUP, context_range, step_range
+
+_LONGEST_S = 5.0
+
+# What a kernel's failure, a lost GPU or a driver that is too old look like; the advice that torch adds is left out.
+_GPU_FAILURE = re.compile(r"CUDA (?:driver )?error: [^\n]+|GPU is lost|unspecified launch failure")
+
+
+class GpuFailedError(RunError):
+    """The GPU is lost, or a kernel failed on it: nothing more can be asked of it."""
+
+
+def train(options: TrainingOptions) -> None:
+    """Train the model as the options say.
+
+    Raises:
+        UsageError: the machine lacks what they ask for.
+    """
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = choose_device(options)
+    with _group(device, ranks):
+        trainings: list[Training] = []
+        for context in options.contexts:
+            shared = trainings[0] if trainings else None
+            trainings.append(Training(options, context, device, rank=rank, ranks=ranks, shared=shared))
+        for _ in range(options.warmup_steps):
+            with annotate(WARMUP):
+                for training in trainings:
+                    training.step()
+        start = perf_counter()
+        losses = _run_steps(trainings, options.steps)
+        once_s = perf_counter() - start
+        for done in range(1, options.rounds):
+            if not _decided_by_first(once_s * (done + 1) < _LONGEST_S, device):
+                break
+            _run_steps(trainings, options.steps)
+        if options.count:
+            with annotate(COUNTED):
+                for training in trainings:
+                    with _context(training, trainings):
+                        training.step(compiled=False)
+    if options.losses is not None and rank == 0:
+        options.losses.write_text(json.dumps(losses), encoding="utf-8")
+
+
+def _run_steps(trainings: Sequence[Training], steps: int) -> list[float]:
+    losses = []
+    for training in trainings:
+        with _context(training, trainings):
+            for number in range(steps):
+                with annotate(step_range(number)):
+                    losses.append(training.step())
+    return [loss for loss in losses if loss is not None]
+
+
+def _context(training: Training, trainings: Sequence[Training]) -> annotate | nullcontext[None]:  # type: ignore[valid-type]
+    return annotate(context_range(training.context)) if len(trainings) > 1 else nullcontext()
+
+
+def choose_device(options: TrainingOptions) -> torch.device:
+    """Return the device to train on; ``auto`` is CUDA where this torch sees a GPU.
+
+    Raises:
+        UsageError: there is no such device, or it lacks the type.
+    """
+    has_gpu = torch.cuda.is_available()
+    if options.device == "cuda" and not has_gpu:
+        raise UsageError(f"--device cuda: this torch ({torch.__version__}) sees no CUDA GPU; leave --device out")
+    device = "cuda" if has_gpu and options.device != "cpu" else "cpu"
+    if device == "cpu" and options.dtype == "tf32":
+        raise UsageError("--dtype tf32: only CUDA GPUs have TF32, and the model would run on the CPU; leave it out")
+    return torch.device(device)
+
+
+@contextmanager
+def _group(device: torch.device, ranks: int) -> Iterator[None]:
+    """Be one of several ranks in the block: NCCL with a GPU of its own, gloo on the CPU."""
+    if ranks == 1:
+        yield
+        return
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if torch.cuda.device_count() < local:
+            raise UsageError(f"--nproc-per-node {local}: this machine has {torch.cuda.device_count()} GPUs to train on")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _decided_by_first(decision: bool, device: torch.device) -> bool:
+    """Return the first rank's decision on all of them: clocks differ, and a step takes every rank."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return decision
+    shared = torch.tensor([int(decision)], device=device)
+    distributed.broadcast(shared, src=0)
+    return bool(shared.item())
+
+
+def explain(error: Exception, options: TrainingOptions) -> ProfkitError | None:  # noqa: PLR0911  one a kind
+    """Return in one line what a person can do about an error; None for one that is nobody's but profkit's."""
+    smaller = "try a smaller --batch, --context or model"
+    if isinstance(error, ProfkitError):
+        return error
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        wanted = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        return RunError(f"the GPU's memory is full{f' ({wanted[1]} more did not fit)' if wanted else ''}; {smaller}")
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return RunError(f"--compile {options.compile_mode}: {line}; leave --compile out")
+    if isinstance(error, OSError):
+        return RunError(f"{error.filename or options.losses}: {error.strerror or error}")
+    lost = _GPU_FAILURE.search(str(error)) if isinstance(error, RuntimeError) else None
+    if lost:
+        return GpuFailedError(
+            f"the GPU failed: {lost[0]}; nvidia-smi says whether it is still there, dmesg which Xid it reported"
+        )
+    if "can't allocate memory" in str(error):  # how torch reports a CPU tensor that does not fit
+        return RunError(f"the memory is full; {smaller}")
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the command line says."""
+    options = parse_options(sys.argv[1:] if argv is None else argv)
+    try:
+        train(options)
+    except Exception as error:
+        known = explain(error, options)
+        if known is None:
+            raise
+        end_with(known)
+
+
+def end_with(error: ProfkitError) -> NoReturn:
+    """Print an error in one line and end the process with its status."""
+    rank = os.environ.get("RANK")
+    sys.stderr.write(f"profkit: {'' if rank is None else f'rank {rank}: '}{error}\n")
+    # As Python itself keeps an exception that nobody catches: what records this process reads it.
+    sys.last_value = error
+    if isinstance(error, GpuFailedError):
+        # torch's own clean-up would ask the lost GPU again, and abort.
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+    sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The command line of a built-in model's training script, ``python -m profkit.models``; it needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from profkit.models.presets import PRESETS, Preset
+
+Passes = Literal["forward", "forward-backward", "train"]
+Dtype = Literal["fp32", "tf32", "bf16"]
+CompileMode = Literal["none", "default", "reduce-overhead"]
+Device = Literal["auto", "cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Which model to train, on what, and how often.
+
+    ``tf32``: fp32 with matrix products in TF32; ``bf16``: autocast with fp32 weights; ``auto`` takes CUDA where it is.
+    With several ``contexts`` the steps run with each of them in turn. ``checkpoint_layers`` is how many layers at a
+    time keep only their input for backward, which runs them again; 0: each keeps all that its backward needs.
+    ``rounds``: all steps are repeated up to so often, as long as that takes less than five seconds. ``count`` makes one
+    more step at the end, uncompiled, in the range `profkit.names.COUNTED`. ``losses`` is a file to leave the losses of
+    the first round in, as a JSON list.
+    """
+
+    preset_name: str
+    batch: int = 4
+    contexts: tuple[int, ...] = (256,)
+    passes: Passes = "train"
+    dtype: Dtype = "fp32"
+    compile_mode: CompileMode = "none"
+    seed: int = 0
+    device: Device = "auto"
+    warmup_steps: int = 2
+    steps: int = 3
+    checkpoint_layers: int = 0
+    rounds: int = 1
+    count: bool = False
+    losses: Path | None = None
+
+    @property
+    def preset(self) -> Preset:
+        """The model's sizes."""
+        return PRESETS[self.preset_name]
+
+    def to_argv(self) -> list[str]:
+        """Return the command line that `parse_options` reads these options from."""
+        words = [self.preset_name]
+        for name, value in vars(self).items():
+            if name == "contexts":
+                words += ["--context", ",".join(map(str, value))]
+            elif name == "count":
+                words += ["--count"] if value else []
+            elif name != "preset_name" and value is not None:
+                words += [f"--{name.removesuffix('_steps').removesuffix('_mode').replace('_', '-')}", str(value)]
+        return words
+
+
+def parse_options(argv: Sequence[str]) -> TrainingOptions:
+    """Return the options of a command line; end the process with a usage error where it is wrong."""
+    parser = argparse.ArgumentParser("python -m profkit.models", description="Train a built-in transformer.")
+    parser.add_argument("preset_name", metavar="PRESET", choices=PRESETS, help=", ".join(PRESETS))
+    parser.add_argument("--batch", type=int, default=4, help="sequences in a batch")
+    parser.add_argument(
+        "--context", dest="contexts", type=_numbers, default=(256,), help="tokens in a sequence: 256,512"
+    )
+    parser.add_argument("--passes", choices=get_args(Passes), default="train")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="fp32")
+    parser.add_argument("--compile", dest="compile_mode", choices=get_args(CompileMode), default="none")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the tokens")
+    parser.add_argument("--device", choices=get_args(Device), default="auto")
+    parser.add_argument("--warmup", dest="warmup_steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--checkpoint-layers", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--count", action="store_true")
+    parser.add_argument("--losses", type=Path)
+    return TrainingOptions(**vars(parser.parse_args(argv)))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))

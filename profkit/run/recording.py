@@ -1,0 +1,146 @@
+"""What ``profkit run`` asks of the processes of its target, and what they leave in the run directory for it.
+
+The order goes to every process that the target starts, in an environment variable. Each process that made a step or
+used CUDA leaves a `profkit.run.manifest.Process`, one that an exception ended a `Failure`; the launcher removes both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from profkit.files import write_json
+from profkit.run.manifest import Process
+from profkit.run.records import decode, read_record
+
+VARIABLE = "PROFKIT_ATTACH"
+
+Recorder = Literal["none", "kineto", "nsys", "memory"]
+Stacks = Literal["python", "all"]
+
+COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
+"""How a process's recording ended: after its last step, with the process, or before it began."""
+
+MEMORY_ENTRIES = 1_000_000
+"""Allocator events kept by default: some hundred training steps of a large model, in 0.3 to 1 GB of host memory."""
+
+PARTIAL = "partial."
+"""How the name of a file begins that a process is still writing."""
+
+_PROCESS = "attached-{}.json"
+_FAILURE = "failed-{}.json"
+_MEETING = PARTIAL + "meeting-{}"
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How the allocator is recorded: with which stacks, and at most how many events.
+
+    ``saved`` also writes down every tensor that autograd saves for backward.
+    """
+
+    stacks: Stacks = "python"
+    max_entries: int = MEMORY_ENTRIES
+    saved: bool = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """Steps ``warmup_steps`` to ``warmup_steps + steps - 1`` of the target, counted from 0, are recorded into ``run``.
+
+    The recorder ``none`` times these steps; ``memory`` begins with CUDA's first use instead of at a step, as ``memory``
+    says. ``steps`` None: all that follow. ``depth`` of the modules' ranges, None: modules have none; ``annotate`` False
+    opens no range at all; ``stop`` ends the target after the last step; ``step_on`` is the class of the optimizer that
+    counts; ``flops`` counts the work of the step before the recorded ones, or of the range `profkit.names.COUNTED`.
+    ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
+    """
+
+    run: str
+    recorder: Recorder
+    warmup_steps: int
+    steps: int | None
+    depth: int | None = 3
+    annotate: bool = True
+    stop: bool = False
+    step_on: str | None = None
+    flops: bool = False
+    memory: MemoryOptions | None = None
+    own_steps: bool = False
+
+    def to_json(self) -> str:
+        """Return the order as the environment carries it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Order:
+        """Return the order that a process was given."""
+        order: Order = decode(cls, json.loads(environment[VARIABLE]))
+        return order
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception that ended a process, in one line, and the process's rank if it has one."""
+
+    error: str
+    rank: int | None = None
+
+
+def leave_process(run: Path, process: Process) -> None:
+    """Write what a process knows of its steps for the launcher.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(run / _PROCESS.format(process.process), asdict(process))
+
+
+def leave_failure(run: Path, name: str, failure: Failure) -> None:
+    """Write what ended the process ``name`` for the launcher.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(run / _FAILURE.format(name), asdict(failure))
+
+
+def has_processes(run: Path) -> bool:
+    """Return whether any process left something."""
+    return any(run.glob(_PROCESS.format("*")))
+
+
+def take_processes(run: Path) -> tuple[Process, ...]:
+    """Return what the processes left, the first rank first, without ranks the one that recorded most; remove the files.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    found = []
+    for path in sorted(run.glob(_PROCESS.format("*"))):
+        found.append(read_record(Process, path))
+        path.unlink()
+    order = [COMPLETE, CUT_SHORT, NOT_REACHED]
+    return tuple(sorted(found, key=lambda one: (one.rank is None, one.rank or 0, order.index(one.state))))
+
+
+def take_failures(run: Path) -> tuple[Failure, ...]:
+    """Return what ended processes, by rank; remove the files, and those by which ranks waited for each other.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    found = []
+    for path in sorted(run.glob(_FAILURE.format("*"))):
+        found.append(read_record(Failure, path))
+        path.unlink()
+    for path in run.glob(_MEETING.format("*")):
+        path.unlink()
+    return tuple(sorted(found, key=lambda one: (one.rank is None, one.rank or 0)))
+
+
+def meeting_file(run: Path, occasion: str, local_rank: int) -> Path:
+    """Return the file that says that a rank of this machine has come to a point where all wait for each other."""
+    return run / _MEETING.format(f"{occasion}-{local_rank}")

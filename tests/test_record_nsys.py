@@ -1,0 +1,272 @@
+"""A run's course under nsys, with stand-ins for nsys and for the target: streams, scratch folder, half-done work."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import stat
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.errors import ToolError
+from profkit.launch import export, nsys_run, record
+from profkit.launch.importer import _PACKAGES, lacking_libraries
+from profkit.launch.nsys import Nsys
+from profkit.launch.nsys_options import NsysOptions
+from profkit.launch.passes import Pass, Target
+from profkit.launch.record import Recorded, record_run
+from profkit.run.manifest import Conditions, Process, Workload
+from profkit.run.recording import Order
+
+PROCESS = Process("7", pid=7, steps_seen=1, device="cpu", torch="2.4.0", conditions=Conditions("highest"))
+
+# Leaves what profkit would leave in the target's process; the first argument is the exit status under nsys.
+TARGET = """
+import json, os, sys
+order = json.loads(os.environ["PROFKIT_ATTACH"])
+print(f"the target: {os.environ.get('TMPDIR')}", flush=True)
+process = {**json.loads(sys.argv[2]), "profiled": [{"forward_ns": 1, "step_ns": 1}]}
+open(os.path.join(order["run"], "attached-7.json"), "w").write(json.dumps(process))
+sys.exit(int(sys.argv[1]) if order["recorder"] == "nsys" else 0)
+"""
+
+# {leave} is what it does with ``report``, the path without suffix, when its target has ended.
+NSYS = """
+import os, pathlib, subprocess, sys, tempfile
+options = [word for word in sys.argv[2:] if word.startswith("--")]
+named = dict(option.split("=", 1) for option in options if "=" in option)
+rest = sys.argv[2 + len(options):]
+if sys.argv[1] == "export":
+    {export}
+if {saying!r}:
+    print("nsys says:", {saying!r}, flush=True)
+pathlib.Path(tempfile.gettempdir(), "raw.qdstrm").touch()
+if "--nope" in options:
+    print("unrecognised option '--nope'\\n\\nusage: nsys profile [<args>]", flush=True); sys.exit(1)
+name, _, value = named["--env-var"].partition("=")
+status = subprocess.run(rest, env={{**os.environ, name: value}}, close_fds=False).returncode
+report = named["--output"]
+{leave}
+sys.exit(status)
+"""
+EXPORT = "pathlib.Path(named['--output']).write_bytes(pathlib.Path(rest[0]).read_bytes()); sys.exit(0)"
+IMPORTER = """
+import pathlib, sys
+named = dict(option.split("=", 1) for option in sys.argv[1:])
+pathlib.Path(named["--output-file"]).write_text("imported " + pathlib.Path(named["--input-file"]).read_text())
+"""
+BARE = "pathlib.Path(report + '.qdstrm').write_text('raw')"
+WHOLE = "pathlib.Path(report + '.nsys-rep').write_text('report')"
+
+
+def _program(path: Path, code: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{sys.executable}\n{code}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@contextmanager
+def _silent(_doing: str) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Recorded]:
+    """Record an unprofiled pass and one under nsys into ``tmp_path / "run"``, with the stand-ins."""
+
+    def start(
+        leave: str = WHOLE,
+        *,
+        status: int = 0,
+        export: str = EXPORT,
+        saying: str = "hello",
+        options: NsysOptions | None = None,
+        **found: Any,
+    ) -> Recorded:
+        code = NSYS.format(leave=leave, export=export, saying=saying)
+        nsys = Nsys(_program(tmp_path / "target-linux-x64" / "nsys", code), "1.0", options=options or NsysOptions())
+        left = json.dumps(asdict(replace(PROCESS, **found)))
+        argv = (sys.executable, "-c", TARGET, str(status), left)
+        order = Order("", "nsys", 0, 1, own_steps=True)
+        passes = (Pass(argv, replace(order, recorder="none", steps=None)), Pass(argv, order))
+        target = Target("model.tiny", "model.tiny", "model", passes, Workload())
+        return record_run(target, nsys, tmp_path / "run", command=["profkit", "run"], progress=_silent)
+
+    return start
+
+
+def _manifest(tmp_path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    return manifest
+
+
+def _names(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run").iterdir())
+
+
+def test_a_run_holds_the_report_its_export_and_the_log(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+    assert start() == Recorded(tmp_path / "run", 0, has_trace=True, has_kernels=False)
+    assert (tmp_path / "run" / "trace.sqlite").read_text() == "report"
+    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
+    manifest = _manifest(tmp_path)
+    assert (manifest["status"], manifest["versions"]["nsys"]) == ("complete", "1.0")
+    assert manifest["clean"]["steps"] == manifest["profiled"]["steps"] == [{"forward_ns": 1, "step_ns": 1}]
+
+
+def test_the_targets_words_go_through_and_nsys_own_go_to_the_log(
+    tmp_path: Path, start: Callable[..., Recorded], capfd: pytest.CaptureFixture[str]
+) -> None:
+    start()
+    out = capfd.readouterr().out
+    assert out.count("the target") == 2
+    assert "nsys says" not in out
+    assert (tmp_path / "run" / "log.txt").read_text() == "nsys says: hello\n"
+
+
+def test_raw_data_lies_in_a_scratch_folder_and_the_targets_own_is_untouched(
+    tmp_path: Path,
+    start: Callable[..., Recorded],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(record.tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    start()
+    assert capfd.readouterr().out == f"the target: {temporary}\n" * 2
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_targets_status_is_the_runs(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+    assert start(status=5).exit_status == 5
+    assert (_manifest(tmp_path)["status"], _manifest(tmp_path)["exit_status"]) == ("failed", 5)
+
+
+def test_on_a_gpu_there_are_kernels_unless_cuda_was_not_traced(start: Callable[..., Recorded], tmp_path: Path) -> None:
+    assert start(device="cuda").has_kernels
+    shutil.rmtree(tmp_path / "run")
+    assert not start(device="cuda", options=NsysOptions(("nvtx",))).has_kernels
+
+
+def test_a_warning_says_that_nsys_lost_events(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+    (warning,) = start(saying="Errors occurred while processing the raw events.").warnings
+    assert "lossy" in warning
+    assert _manifest(tmp_path)["warnings"] == [warning]
+
+
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        ({"leave": ""}, r"nsys left no report; what it said is in .*log.txt"),
+        ({"export": "sys.exit(0)"}, r"could not export .*trace.nsys-rep: exit status 0"),
+        ({"export": "sys.exit(3)"}, r"could not export .*trace.nsys-rep: exit status 3"),
+        ({"export": "pathlib.Path(named['--output']).touch(); sys.exit(0)"}, r"could not export .*trace.nsys-rep"),
+    ],
+)
+def test_a_failure_of_nsys_fails_the_run_and_keeps_the_report(
+    tmp_path: Path, start: Callable[..., Recorded], failing: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ToolError, match=message) as error:
+        start(options=NsysOptions(keep_report=False), **failing)
+    assert (_manifest(tmp_path)["status"], _manifest(tmp_path)["reason"]) == ("failed", str(error.value))
+    report = ["trace.nsys-rep"] * ("leave" not in failing)
+    assert _names(tmp_path) == ["log.txt", "manifest.json", *report]
+
+
+def test_the_report_goes_once_it_is_exported_if_it_is_not_to_be_kept(
+    tmp_path: Path, start: Callable[..., Recorded]
+) -> None:
+    start(options=NsysOptions(keep_report=False))
+    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.sqlite"]
+
+
+def test_a_bare_qdstrm_is_imported_and_exported(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+    _program(tmp_path / "host-linux-x64" / "QdstrmImporter", IMPORTER)
+    assert start(BARE).exit_status == 0
+    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
+    assert (tmp_path / "run" / "trace.nsys-rep").read_text() == "imported raw"
+
+
+@pytest.fixture
+def lacking_library() -> str:
+    for library in _PACKAGES:
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            return library
+    pytest.skip("all libraries that an importer may lack are here")
+
+
+def _program_that_lacks(library: str, path: Path) -> Path:
+    """Make a real program that needs ``library``: a shell in which the name of another library is written over."""
+    content = Path("/bin/bash").resolve().read_bytes()
+    needed = next((word for word in re.findall(rb"lib[\w+-]+\.so\.\d+", content) if len(word) >= len(library)), None)
+    if needed is None:
+        pytest.skip("no program here needs a library with so long a name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.replace(needed, library.encode().ljust(len(needed), b"\0")))
+    path.chmod(0o755)
+    if lacking_libraries(path) == []:
+        pytest.skip("this loader does not list what it does not find")
+    return path
+
+
+def test_an_importer_that_lacks_a_library_names_it_and_its_package(
+    tmp_path: Path, start: Callable[..., Recorded], lacking_library: str
+) -> None:
+    importer = _program_that_lacks(lacking_library, tmp_path / "host-linux-x64" / "QdstrmImporter")
+    with pytest.raises(ToolError) as error:
+        start(BARE)
+    assert str(error.value).startswith(f"{importer} lacks {lacking_library}")
+    assert f"install {_PACKAGES[lacking_library]}" in str(error.value)
+    assert str(error.value).endswith(f"the raw capture is {tmp_path / 'run' / 'trace.qdstrm'}")
+    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.qdstrm"]
+
+
+def test_a_killed_nsys_fails_the_run(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+    with pytest.raises(ToolError, match=r"nsys was killed \(SIGKILL\): what it had started was ended") as error:
+        start("import os; os.kill(os.getpid(), 9)")
+    assert _manifest(tmp_path)["reason"] == str(error.value)
+    assert _names(tmp_path) == ["log.txt", "manifest.json"]
+
+
+def test_an_nsys_that_does_not_understand_its_flags_is_quoted(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+    with pytest.raises(ToolError, match=r"nsys did not start the target: unrecognised option '--nope'$"):
+        start(saying="", options=NsysOptions(extra=("--nope",)))
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_where_there_is_no_room_nsys_is_not_started(
+    tmp_path: Path, start: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {str(tmp_path / "run"): 10**12}
+    monkeypatch.setattr(nsys_run.shutil, "disk_usage", lambda path: Usage(0, 0, free.get(str(path), 5 * 2**20)))
+    with pytest.raises(ToolError, match=r"the disk is full: 5\.0 MiB are free and nsys wants 100; .*TMPDIR"):
+        start()
+    free[str(tmp_path / "run")] = 0
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ToolError, match=r"run: the disk is full: 0\.0 MiB are free .*name another with -o"):
+        start()
+
+
+@pytest.mark.parametrize(("leave", "said"), [(WHOLE, "then export .*nsys-rep again"), ("", "nsys left no report")])
+def test_a_disk_that_fills_up_meanwhile_fails_the_run(
+    tmp_path: Path, start: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch, leave: str, said: str
+) -> None:
+    monkeypatch.setattr(export, "_FULL_BYTES", 2**80)
+    with pytest.raises(ToolError, match=f"run: the disk is full.*{said}"):
+        start(leave)
+    assert "trace.sqlite" not in _names(tmp_path)

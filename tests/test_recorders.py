@@ -1,0 +1,104 @@
+"""What records a process: torch.profiler's trace appears whole, and one nsys starts and stops for all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from profkit.capture import recorders  # noqa: E402
+from profkit.capture.recorders import LocalRanks, recorded_by_kineto, recorded_by_nsys  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def test_a_failed_block_leaves_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="x"), recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
+        raise ValueError("x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("written", ["", '{"traceEvents": [{"na'])
+def test_a_trace_that_was_cut_off_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    """Kineto itself says nothing of a full disk."""
+
+    def export(_profiler: object, path: str) -> None:
+        Path(path).write_text(written)
+        Path(f"{path}.tmp").touch()
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    with pytest.raises(OSError, match="No space left on device"), recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
+        torch.ones(2).sum()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _rank(run: Path, number: int, count: int) -> LocalRanks:
+    rank = LocalRanks(run)
+    rank.number, rank.count = number, count
+    return rank
+
+
+def test_no_rank_goes_on_before_all_have_come(tmp_path: Path) -> None:
+    came: list[tuple[int, float]] = []
+    went: list[float] = []
+
+    def come(number: int) -> None:
+        time.sleep(0.05 * number)
+        came.append((number, time.monotonic()))
+        assert _rank(tmp_path, number, 3).meet("arrived")
+        went.append(time.monotonic())
+
+    _run_threads(come, 3)
+    assert len(went) == 3
+    assert min(went) >= max(moment for _, moment in came)
+    assert all(path.name.startswith("partial.") for path in tmp_path.iterdir()), "a run that failed is cleared of them"
+
+
+def _run_threads(function: object, count: int) -> None:
+    threads = [threading.Thread(target=function, args=(number,)) for number in range(count)]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_rank_that_does_not_come_is_not_awaited_for_ever(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    assert not _rank(tmp_path, 0, 2).meet("arrived", patience_s=0.1)
+    assert 0.1 <= time.monotonic() - begun < 5
+
+
+def test_one_nsys_starts_and_stops_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Local(threading.local):
+        number = 0
+
+    here = Local()
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: said.append("stop"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(recorders, "LocalRanks", lambda run: _rank(run, here.number, 2))
+
+    def train(number: int) -> None:
+        here.number = number
+        with recorded_by_nsys(tmp_path, torch.device("cuda")):
+            said.append(f"step of {number}")
+        said.append(f"after {number}")
+
+    _run_threads(train, 2)
+    assert said[0] == "start"
+    assert sorted(said[1:3]) == ["step of 0", "step of 1"]
+    assert said[3] == "stop"
+    assert sorted(said[4:]) == ["after 0", "after 1"]
+
+
+def test_without_cuda_nsys_is_neither_started_nor_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: pytest.fail("started"))
+    with recorded_by_nsys(tmp_path, CPU):
+        pass
+    assert list(tmp_path.iterdir()) == []

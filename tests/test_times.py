@@ -1,0 +1,157 @@
+"""The times of phases and steps, on a stand-in for the clock and for CUDA."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from profkit.capture import times  # noqa: E402
+from profkit.capture.times import PhaseClock, StepSamples  # noqa: E402
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> PhaseClock:
+    """A clock on which each look at the time is 5 ns after the one before."""
+    ticks = iter(range(0, 10_000, 5))
+    monkeypatch.setattr(times, "perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    return PhaseClock()
+
+
+def _run(clock: PhaseClock, *phases: str) -> None:
+    for phase in phases:
+        clock.begin(phase)
+        clock.end()
+
+
+def test_a_clock_that_was_not_started_or_was_stopped_times_nothing(clock: PhaseClock) -> None:
+    _run(clock, "backward")
+    assert clock.take() == {}
+    clock.start()
+    clock.stop()
+    _run(clock, "backward")
+    assert clock.take() == {}
+
+
+def test_repeated_phases_are_summed_until_they_are_taken(clock: PhaseClock) -> None:
+    clock.start()
+    _run(clock, "backward", "backward")
+    assert clock.take() == {"backward_ns": 10}
+    assert clock.take() == {}
+
+
+def test_what_runs_within_a_phase_counts_as_that_phase(clock: PhaseClock) -> None:
+    clock.start()
+    clock.begin("optimizer")
+    _run(clock, "forward", "backward")
+    clock.end()
+    assert clock.take() == {"optimizer_ns": 5}
+
+
+def test_the_loss_is_what_runs_between_forward_and_backward(clock: PhaseClock) -> None:
+    clock.start()
+    _run(clock, "forward", "backward", "optimizer")
+    assert clock.take() == {"forward_ns": 5, "loss_ns": 5, "backward_ns": 5, "optimizer_ns": 5}
+
+
+def test_a_loss_with_a_phase_of_its_own_is_that_phase(clock: PhaseClock) -> None:
+    clock.start()
+    _run(clock, "forward", "loss", "backward")
+    assert clock.take() == {"forward_ns": 5, "loss_ns": 5, "backward_ns": 5}
+
+
+def test_a_forward_pass_of_the_step_before_makes_no_loss(clock: PhaseClock) -> None:
+    clock.start()
+    _run(clock, "forward")
+    clock.take()
+    _run(clock, "backward")
+    assert clock.take() == {"backward_ns": 5}
+
+
+def test_a_phase_that_is_open_at_the_end_of_the_step_ends_there(clock: PhaseClock) -> None:
+    clock.start()
+    clock.begin("optimizer")
+    assert clock.take() == {"optimizer_ns": 5}
+    clock.end()
+    assert clock.take() == {}
+
+
+def test_other_threads_are_not_timed(clock: PhaseClock) -> None:
+    clock.start()
+    thread = threading.Thread(target=_run, args=(clock, "forward"))
+    thread.start()
+    thread.join()
+    assert clock.take() == {}
+
+
+class Event:
+    """A CUDA event that says what is done with it."""
+
+    said: list[str]
+    count = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        Event.count += 1
+        self.number = Event.count
+
+    def record(self) -> None:
+        self.said.append("record")
+
+    def synchronize(self) -> None:
+        self.said.append("wait")
+
+    def elapsed_time(self, last: Event) -> float:
+        return 1.5 * (last.number - self.number)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    Event.said, Event.count = [], 0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return Event.said
+
+
+def test_on_a_gpu_events_give_the_times_and_nothing_waits_before_they_are_taken(said: list[str]) -> None:
+    clock = PhaseClock()
+    clock.start()
+    _run(clock, "forward", "backward")
+    assert said == ["record"] * 4
+    assert clock.take() == {"forward_event_ns": 1_500_000, "loss_event_ns": 1_500_000, "backward_event_ns": 1_500_000}
+    assert said[-1] == "wait"
+
+
+def test_a_phase_within_a_capture_into_a_cuda_graph_is_left_out(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = PhaseClock()
+    clock.start()
+    clock.begin("forward")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    clock.end()
+    assert clock.take() == {}
+
+
+def test_samples_are_kept_by_part_with_what_was_counted_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"compiled_graphs": 1}
+    monkeypatch.setattr(times, "read_counters", lambda: dict(counts))
+    monkeypatch.setattr(
+        times, "counted_since", lambda before: {name: count - before[name] for name, count in counts.items()}
+    )
+    samples = StepSamples()
+    samples.note({"step_ns": 9})
+    samples.begin("attached")
+    samples.note({"step_ns": 3})
+    counts["compiled_graphs"] = 4
+    samples.begin("profiled")
+    samples.note({"step_ns": 5})
+    samples.end()
+    counts["compiled_graphs"] = 7
+    samples.end()
+    assert samples.steps == {"attached": [{"step_ns": 3}], "profiled": [{"step_ns": 5}]}
+    assert samples.during == {"attached": {"compiled_graphs": 3}, "profiled": {"compiled_graphs": 0}}
