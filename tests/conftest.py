@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -37,8 +37,9 @@ def profkit() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
         argv = [str(argument) for argument in arguments]
-        if argv and argv[0] in ANALYZERS and options.keys() <= {"env"}:
-            return call_main(argv, options.get("env"))  # type: ignore[arg-type]
+        if argv and argv[0] in ANALYZERS and options.keys() <= {"env", "cwd"}:
+            with chdir(options.get("cwd", ".")):  # type: ignore[arg-type]
+                return call_main(argv, options.get("env"))  # type: ignore[arg-type]
         command = [sys.executable, "-m", "profkit", *argv]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)  # type: ignore[call-overload, no-any-return]
 

@@ -386,4 +386,4 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
     assert (done.returncode, "no profkit run" in done.stderr) == (1, True)
     copy = shutil.copytree(run, tmp_path / "copy")
     done = run_command("check", copy, "--max-peak", "1GB", "-o", copy / SNAPSHOT)
-    assert (done.returncode, "this is what is read" in done.stderr) == (2, True)
+    assert (done.returncode, "this file is being read" in done.stderr) == (2, True)

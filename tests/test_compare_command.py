@@ -242,4 +242,4 @@ def test_captures_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
 def test_a_result_never_overwrites_a_capture(runs: tuple[Path, Path]) -> None:
     done = run_command("compare", *runs, "--force", "-o", runs[1] / NSYS_EXPORT)
     assert done.returncode == 2
-    assert "this is what is read" in done.stderr
+    assert "this file is being read" in done.stderr

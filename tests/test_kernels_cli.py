@@ -439,7 +439,7 @@ def test_a_result_never_replaces_what_is_read(
         output.hardlink_to(capture)
     done = profkit(command, capture, "-o", output)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "this is what is read" in done.stderr
+    assert "this file is being read" in done.stderr
     assert capture.read_bytes() == before
 
 

@@ -302,18 +302,16 @@ class TestRules:
 
 
 class TestCommand:
-    def test_prints_what_it_took(self, profkit: Callable, export: Path, tmp_path: Path) -> None:
+    def test_it_prints_what_it_removed(self, profkit: Callable, export: Path, tmp_path: Path) -> None:
         done = profkit("scrub", export, "-o", "clean.sqlite", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (
-            0,
-            "warning: 2 names of ranges or kernels look like a path; they are the events and stay, so look at them\n",
-        )
-        assert "command line                   META_DATA_CAPTURE          2\n" in done.stdout
+        assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+        assert done.stderr.startswith("warning: 2 names of ranges or kernels look like a path; the copy keeps them")
+        assert "command line                   META_DATA_CAPTURE" in done.stdout
         assert done.stdout.endswith("clean.sqlite holds the recorded events and nothing of the above\n")
         assert max(map(len, done.stdout.splitlines())) <= 80
 
     @pytest.mark.parametrize("style", ["json", "csv", "markdown", "latex"])
-    def test_formats(self, export: Path, tmp_path: Path, style: str) -> None:
+    def test_every_format_holds_what_was_removed(self, export: Path, tmp_path: Path, style: str) -> None:
         done = CliRunner().invoke(cli, ["scrub", str(export), "-o", str(tmp_path / "c"), "--format", style])
         assert done.exit_code == 0
         if style == "json":
@@ -323,13 +321,17 @@ class TestCommand:
         else:
             assert "command line" in done.stdout
 
-    def test_never_onto_the_input_nor_onto_a_file_that_is_there(
+    def test_neither_the_input_nor_an_existing_file_is_overwritten(
         self, profkit: Callable, export: Path, tmp_path: Path
     ) -> None:
         before = export.read_bytes()
         (tmp_path / "link").symlink_to(export)
         (tmp_path / "there").write_text("there")
-        for name, message in (("a.sqlite", "this is what is read"), ("link", "this is"), ("there", "there: exists;")):
+        for name, message in (
+            ("a.sqlite", "being read"),
+            ("link", "being read"),
+            ("there", "there: exists;"),
+        ):
             for force in ([], ["--force"]):
                 if (name, force) == ("there", ["--force"]):
                     continue

@@ -1,4 +1,4 @@
-"""What a command writes, and what it must never write over."""
+"""What a command prints or writes, and which files it must never overwrite."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from profkit.run.directory import MANIFEST, Run
 
 
 def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None]) -> None:
-    """Let no result take the place of a capture that is read, of a file of its run, or of another result.
+    """Refuse outputs that would overwrite a capture that is read, a file of its run, or another output.
 
     Every analyzer calls this before it reads or writes anything; links to the same file count as that file.
 
     Raises:
-        UsageError: one would.
+        UsageError: an output would.
     """
     named = [output for output in outputs if output is not None]
     for capture, output in itertools.product(captures, named):
         if any(_is_same(output, path) for path in _files_of(capture)):
-            raise UsageError(f"{output}: this is what is read (or a part of its run); write to another file")
+            raise UsageError(f"{output}: this file is being read, or belongs to the run that is; write to another file")
     for first, second in itertools.combinations(named, 2):
         if _is_same(first, second):
-            raise UsageError(f"{second}: two results would be written to this one file")
+            raise UsageError(f"{second}: two results would be written to this file")
 
 
 def require_png(plot: Path | None) -> None:
-    """Let a picture be named as what it is.
+    """Refuse a name for a picture that does not end in ``.png``.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it does not.
     """
     if plot is not None and plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot {plot}: the picture is a PNG; name it so")
+        raise UsageError(f"--plot {plot}: the picture is a PNG file; end its name in .png")
 
 
 def write_result(text: str, output: Path | None) -> None:
-    """Print the result, or write it to a file that is whole or not there.
+    """Print the result, or write it to a file, which appears whole or not at all.
 
     Raises:
-        ProfkitError: it is to be printed and standard output is closed.
+        ProfkitError: there is no file, and standard output is closed.
         OSError: it cannot be written.
     """
     if output is not None:
@@ -56,22 +56,22 @@ def write_result(text: str, output: Path | None) -> None:
     elif sys.stdout is None:
         raise ProfkitError("standard output is closed; name a file with -o")
     elif sys.stdout.isatty():
-        # Names stand in CSV as they are; a screen would obey what is in them.
+        # CSV holds names unchanged; a terminal would obey control characters in them.
         print("\n".join(map(make_visible, text.split("\n"))))
     else:
-        # click.echo would take what looks like colours out of names.
+        # click.echo would remove what looks like a colour from names.
         print(text)
 
 
 def print_document(document: Document, style: Format, output: Path | None, *, full_names: bool = False) -> None:
-    """Print a result, or write it to a file; what a reader must know goes to standard error too.
+    """Print a result, or write it to a file; its warnings go to standard error too.
 
     Raises:
-        ProfkitError: it is to be printed and standard output is closed.
+        ProfkitError: there is no file, and standard output is closed.
         OSError: it cannot be written.
     """
     text = render(document, style, full_names=full_names, with_warnings=output is not None)
-    # The failures head a table, but of a CSV or JSON a person sees no head.
+    # Failures stand at the top of a table, but nobody reads the top of a CSV or JSON.
     shown = [*document.failures, *document.warnings] if style in ("csv", "json") else document.warnings
     write_warnings(one.message for one in shown)
     write_result(text, output)

@@ -1,4 +1,4 @@
-"""Showing what is being done, on a terminal, once it has taken a second."""
+"""Show on a terminal what a command is doing, once it has taken a second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shown_after_a_second(doing: str) -> Iterator[None]:
     with ExitStack() as shown:
 
         def show() -> None:
-            # Loading rich takes a tenth of a second, which a command that is done by now has been spared.
+            # Loading rich takes a tenth of a second: quick commands never get here.
             from rich.console import Console
             from rich.text import Text
 

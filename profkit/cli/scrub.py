@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.outputs import refuse_overwriting, write_result, write_warnings
+from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.report.document import FORMATS, Format
-from profkit.report.scrub import kept_warnings, render_scrub
+from profkit.report.scrub import build_scrub_document
 from profkit.run.directory import Run
 from profkit.trace.scrub import scrub_export
 
@@ -25,19 +25,18 @@ _REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
 def scrub(trace: Path, output: Path, force: bool, style: Format) -> None:
     """Copy an nsys export without environment, host and user name, paths, command line, and other processes.
 
-    TRACE is an nsys export (.sqlite) or a run directory. It is only read; the recorded events are the same in the
-    copy. What was taken is printed. Names of ranges stay: what you wrote into them is yours to judge.
+    TRACE is an nsys export (.sqlite) or a run directory. It is only read; the copy holds the same recorded events. The
+    command prints what it removed. Names of ranges stay: check what you wrote into them.
     """
     source = Run(trace).find_trace() if trace.is_dir() else trace
     if source.suffix in _REPORTS:
         raise UsageError(
-            f"{source}: a report cannot be scrubbed, its format is nsys' own; export it"
-            " (`nsys export --type=sqlite`), scrub the export, and do not share the report"
+            f"{source}: a report cannot be scrubbed, only its export: run `nsys export --type=sqlite {source}`,"
+            " scrub the export, and do not share the report"
         )
     refuse_overwriting([trace, source], [output])
     if output.is_dir() or (output.exists() and not (force and output.is_file())):
         raise UsageError(f"{output}: exists; name another file with -o, or replace a file with --force")
     with shown_after_a_second(f"scrubbing {source.name}"):
         result = scrub_export(source, output)
-    write_warnings(kept_warnings(result))
-    write_result(render_scrub(result, style), None)
+    print_document(build_scrub_document(result), style, None)

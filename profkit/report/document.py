@@ -42,7 +42,7 @@ UNTRUSTED = "SELF-CHECK FAILED: do not trust this capture's totals"
 
 _LEAST_WIDTH = 16
 
-_PATHS = ("trace", "snapshot", "before", "after", "run", "baseline")
+_PATHS = ("trace", "snapshot", "before", "after", "run", "baseline", "output")
 """The keys of JSON that hold a path; an absolute one stands there in full only if full names are asked for."""
 
 Row = Mapping[str, Any]
