@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from profkit import compare
+from profkit.analysis.compare.provenance import Difference
 from profkit.errors import UsageError
+from profkit.report.compare import describe_difference
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB
 from tests.conftest import ROOT
@@ -153,6 +155,21 @@ def test_range_compares_only_what_lies_under_it(runs: tuple[Path, Path]) -> None
     done = run_command("compare", *runs, "--force", "--range", "layr 1")
     assert done.returncode == 2
     assert "no range 'layr 1'; nearest: 'layer 1'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("after", "text"),
+    [
+        ("python train.py --compile=True --lr 1", "--compile=False → True"),
+        ("python train.py --compile=False --lr 2", "--lr 1 → 2"),
+        ("python train.py --compile=False --lr 1 --amp", "nothing → --amp"),
+        ("python train.py --lr 1", "--compile=False → nothing"),
+        ("python train.py --compile=True --lr 2", "--compile=False → True, --lr 1 → 2"),
+    ],
+)
+def test_only_the_changed_words_of_a_command_are_printed(after: str, text: str) -> None:
+    difference = Difference("command", "python train.py --compile=False --lr 1", after, disturbs=False)
+    assert describe_difference(difference) == text
 
 
 def test_a_trace_compared_with_itself_has_no_change() -> None:

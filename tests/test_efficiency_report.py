@@ -92,6 +92,15 @@ def test_every_range_is_explained_with_numbers_that_add_up() -> None:
     assert dict(evidence["step */forward"].categories) == {row.name: row.total_ns for row in counted.kernels}
 
 
+def test_full_names_are_not_shortened_in_explanations() -> None:
+    opened = read_trace(SMALL)
+    (row,) = opened.efficiency("loss").ranges
+    (gap, *_) = find_evidence(opened.attribution, "loss")[row.path].gaps
+    asked = ("efficiency", SMALL, "--range", "loss", "--explain", "--format", "latex")
+    assert str(gap.ended_by) in run_command(*asked, "--full-names").stdout
+    assert str(gap.ended_by) not in run_command(*asked).stdout
+
+
 @pytest.mark.parametrize("style", FORMATS)
 def test_every_format_but_csv_explains(style: str) -> None:
     done = run_command("efficiency", SMALL, "--range", "forward", "--explain", "--format", style)

@@ -69,7 +69,7 @@ def efficiency(
         else:
             result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
             evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
-            document = build_efficiency_document(result, check.findings, evidence, totals=totals)
+            document = build_efficiency_document(result, check.findings, evidence, totals=totals, full_names=full_names)
             if plot is not None:
                 from profkit.report.roofline import plot_roofline
 

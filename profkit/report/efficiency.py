@@ -73,6 +73,7 @@ def build_efficiency_document(
     evidence: Mapping[str, Evidence] | None = None,
     *,
     totals: bool = False,
+    full_names: bool = False,
 ) -> Document:
     """Return the tree of ranges.
 
@@ -81,6 +82,7 @@ def build_efficiency_document(
         self_check: the findings on the capture.
         evidence: by path; if given, the numbers behind each verdict are explained.
         totals: show sums over the recorded steps instead of averages.
+        full_names: do not shorten kernels' names in explanations.
     """
     steps = None if totals else result.step_count
     rows = [_row(row) for row in result.ranges]
@@ -92,8 +94,10 @@ def build_efficiency_document(
     data = result.to_dict()
     del data["warnings"]
     if evidence is not None:
-        parts.append(Lines(["Times below are in the capture's own nanoseconds."]))
-        parts += [Lines(_explain(row, evidence.get(row.path)), title=_verdict_line(row)) for row in result.ranges]
+        parts.append(Lines(["Below: sums over the recording, in nanoseconds; moments by the capture's own clock."]))
+        for row in result.ranges:
+            lines = _explain(row, evidence.get(row.path), full_names=full_names)
+            parts.append(Lines(lines, title=_verdict_line(row)))
         data["evidence"] = [{"path": path, **asdict(one)} for path, one in evidence.items()]
     return Document("efficiency", data, parts, ranges, result.warnings, self_check)
 
@@ -268,7 +272,7 @@ def _verdict_line(row: EfficiencyRow) -> str:
     return f"{row.path}: " + ("limit unknown" if row.verdict is None else f"limited by {limit_words(row)}")
 
 
-def _explain(row: EfficiencyRow, evidence: Evidence | None) -> list[str]:
+def _explain(row: EfficiencyRow, evidence: Evidence | None, *, full_names: bool) -> list[str]:
     """Return the rule of a verdict, the numbers in it, and the raw rows behind it."""
     lines = [row.rule, *_time_sums(row), *_work_rates(row)]
     if evidence is None:
@@ -278,9 +282,9 @@ def _explain(row: EfficiencyRow, evidence: Evidence | None) -> list[str]:
         parts = " + ".join(f"{name} {time_ns:,}" for name, time_ns in evidence.categories)
         lines.append(f"kernel time {total_ns:,} = {parts}")
     if row.verdict in ("launch-bound", "host-bound"):
-        return [*lines, *map(_gap_words, evidence.gaps)]
+        return [*lines, *(_gap_words(gap, full_names) for gap in evidence.gaps)]
     return lines + [
-        f"{_short_name(one.name)}: {one.count:,} times, {one.total_ns:,} together, first at {one.first_ns:,}"
+        f"{_name(one.name, full_names)}: {one.count:,} times, {one.total_ns:,} together, first at {one.first_ns:,}"
         for one in evidence.kernels
     ]
 
@@ -313,7 +317,7 @@ def _work_rates(row: EfficiencyRow) -> Iterator[str]:
         yield f"{operations:,} operations / {row.least_bytes:,} B = {four_digits(row.intensity)} FLOP/B"
 
 
-def _gap_words(gap: IdleGap) -> str:
+def _gap_words(gap: IdleGap, full_names: bool) -> str:
     parts = {
         "preparing kernels": gap.launching_ns,
         "waiting for the GPU": gap.synchronising_ns,
@@ -325,9 +329,9 @@ def _gap_words(gap: IdleGap) -> str:
         words += f"; {gap.call} took {gap.call_ns:,}"
     if gap.ended_by is not None:
         launched = "" if gap.launch_ns is None else f", launched at {gap.launch_ns:,}"
-        words += f"; then {_short_name(gap.ended_by)}{launched}"
+        words += f"; then {_name(gap.ended_by, full_names)}{launched}"
     return words
 
 
-def _short_name(kernel: str) -> str:
-    return shorten(simplify_name(kernel), _NAME_WIDTH)
+def _name(kernel: str, full: bool) -> str:
+    return kernel if full else shorten(simplify_name(kernel), _NAME_WIDTH)
