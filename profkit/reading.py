@@ -13,19 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
-from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.ranks import explain_no_rank, find_ranks
 from profkit.errors import SnapshotError, TraceError, UsageError
 from profkit.run.directory import Run, find_run
-from profkit.trace.columns import Trace
-from profkit.trace.processes import combine_traces
 
-# Imported where they are needed: a command that reads a trace should not wait for the readers of memory.
+# Imported where they are needed: a command that reads a trace should not wait for the readers of memory, nor the other
+# way round.
 if TYPE_CHECKING:
     from profkit.analysis.compare.capture import OpenedCapture
     from profkit.analysis.compare.comparison import CaptureComparison
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+    from profkit.analysis.opened_trace import OpenedTrace
+    from profkit.trace.columns import Trace
 
 _REPORT = ".nsys-rep"
 _SQLITE = b"SQLite format 3\x00"
@@ -51,6 +49,10 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         ToolError: a report needs an export, and nsys is not here or failed.
         UsageError: there is no such rank.
     """
+    from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
+    from profkit.analysis.opened_trace import OpenedTrace
+    from profkit.analysis.ranks import find_ranks
+
     path = Path(path)
     run = find_run(path)
     if run is not None and path.is_dir():
@@ -133,6 +135,9 @@ def compare(
 
 def _read_run(run: Run, rank: int | None) -> Trace:
     """Return the trace of a run; if its ranks left one each, that of the wanted rank, or all as one."""
+    from profkit.analysis.ranks import explain_no_rank
+    from profkit.trace.processes import combine_traces
+
     found = run.rank_traces
     if not found:
         return _read_trace(run.find_trace())

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +25,12 @@ from profkit.snapshot.columns import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,
+    OTHER,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
     SEGMENT_MAP,
     SEGMENT_UNMAP,
+    Codes,
     Device,
     Ints,
     Settings,
@@ -81,27 +84,26 @@ def replay_device(device: Device, settings: Settings) -> Replay:
     """Return what the allocator did on ``device``, from the first recorded event to the last."""
     events = device.events
     start = find_start(device, settings)
-    start_count = len(start.address)
+    births = np.flatnonzero(events.action == ALLOC)
+    rounded = round_sizes(events.size_bytes[births], settings)
     expandable = _expandable_ranges(device)
     only_expandable = bool(expandable) and not start.fences and not np.any(events.action == SEGMENT_ALLOC)
-    heap = _Heap(start, expandable)
-    births = np.flatnonzero(events.action == ALLOC)
-    heap.address.extend(events.address[births].tolist())
-    freed = [-1 if is_pending else len(events) for is_pending in start.is_pending] + [len(events)] * len(births)
-    completed = _run(heap, _chunks(device, settings, only_expandable), events.size_bytes, freed)
-    freed_column = np.array(freed, dtype=np.int64)
-    heap.settle(events.address[births], np.searchsorted(births, freed_column))
+    heap = _Heap(start, expandable, events.address[births], rounded.tolist())
+    action = _join_frees(device)
+    rows = _run(heap, _chunks(device, action, births, rounded, smallest_rests(rounded, settings, only_expandable)))
+    freed, completed = _time_frees(heap, action, rows, start.is_pending + [False] * len(births))
+    heap.settle(events.address[births], np.searchsorted(births, freed))
     no_block = np.full(len(births), -1, dtype=np.int64)
     return Replay(
-        address=np.array(heap.address, dtype=np.int64),
+        address=heap.address,
         size_bytes=np.array(heap.size_bytes, dtype=np.int64),
         slack_bytes=np.concatenate([np.array(heap.slack_bytes, dtype=np.int64), np.zeros_like(births)]),
         requested_bytes=np.concatenate([np.array(start.requested_bytes, dtype=np.int64), events.size_bytes[births]]),
-        birth=np.concatenate([np.full(start_count, -1, dtype=np.int64), births]),
-        freed=freed_column,
-        completed=np.array(completed, dtype=np.int64),
+        birth=np.concatenate([np.full(heap.start_count, -1, dtype=np.int64), births]),
+        freed=freed,
+        completed=completed,
         final_block=np.concatenate([np.array(start.final_block, dtype=np.int64), no_block]),
-        start_count=start_count,
+        start_count=heap.start_count,
         start_reserved_bytes=start.reserved_bytes,
         event_count=len(events),
         final_free=heap.free,
@@ -132,107 +134,132 @@ def _expandable_ranges(device: Device) -> list[tuple[int, int]]:
     return joined
 
 
-_Event = tuple[int, int, int, int, int]
-
-
-def _chunks(device: Device, settings: Settings, is_expandable: bool) -> Iterator[Iterator[_Event]]:
-    """Yield chunks of (event, action, address, rounded size, smallest rest that is split off)."""
+def _join_frees(device: Device) -> Codes:
+    """Return the actions with `_FREE` for a ``free_completed`` that directly follows its request, which is left out."""
     events = device.events
     action = events.action.copy()
     follows = (action[1:] == FREE_COMPLETED) & (action[:-1] == FREE_REQUESTED)
-    pairs = np.flatnonzero(follows & (events.address[1:] == events.address[:-1]))
-    action[pairs + 1] = _FREE
-    kept = np.ones(len(action), dtype=np.bool_)
-    kept[pairs] = False
-    rows = np.flatnonzero(kept & (action <= SEGMENT_UNMAP))
-    for low in range(0, len(rows), _CHUNK):
-        part = rows[low : low + _CHUNK]
-        rounded = round_sizes(events.size_bytes[part], settings)
-        rests = smallest_rests(rounded, settings, is_expandable)
-        columns = (part, action[part], events.address[part], rounded, rests)
+    requests = np.flatnonzero(follows & (events.address[1:] == events.address[:-1]))
+    action[requests + 1] = _FREE
+    action[requests] = OTHER
+    return action
+
+
+_Event = tuple[int, int, int, int]
+
+
+def _chunks(device: Device, action: Codes, births: Ints, rounded: Ints, rests: Ints) -> Iterator[Iterator[_Event]]:
+    """Yield chunks of (action, address, size, size of a free block that is split), the latter two of allocs rounded."""
+    sizes = device.events.size_bytes.copy()
+    splits_from = np.zeros_like(sizes)
+    sizes[births], splits_from[births] = rounded, rounded + rests
+    where = np.flatnonzero(action <= SEGMENT_UNMAP)
+    for low in range(0, len(where), _CHUNK):
+        part = where[low : low + _CHUNK]
+        columns = (action[part], device.events.address[part], sizes[part], splits_from[part])
         yield zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _run(  # noqa: PLR0912, PLR0915 (one loop without calls: it takes most of the time of a replay)
-    heap: _Heap, chunks: Iterator[Iterator[_Event]], event_sizes: Ints, freed: list[int]
-) -> list[int]:
-    """Run the events through the heap; note per row when it was freed, and return when that was completed."""
+def _run(heap: _Heap, chunks: Iterator[Iterator[_Event]]) -> tuple[list[int], list[int]]:
+    """Run the events through the heap; return the rows of each ``free_requested``, and of each other free."""
     free, start_of, fences, live, sizes = heap.free, heap.start_of, heap.fences, heap.live, heap.size_bytes
-    never = len(event_sizes)
-    completed = [never] * len(freed)
-    row_count = len(sizes)
+    requested: list[int] = []
+    completed: list[int] = []
+    born = heap.start_count
     for chunk in chunks:
-        for event, action, address, rounded, least in chunk:
+        for action, address, size, splits_from in chunk:
             if action == ALLOC:
                 have = free.pop(address, 0)
-                rest = have - rounded
-                if rest >= least:
-                    free[address + rounded] = rest
-                    start_of[address + have] = address + rounded
-                    sizes.append(rounded)
-                elif rest == 0:
+                if have >= splits_from:
+                    free[address + size] = have - size
+                    start_of[address + have] = address + size
+                elif have == size:
                     start_of.pop(address + have, None)
-                    sizes.append(rounded)
                 else:
-                    sizes.append(heap.take_whole(address, rounded, least, have))
-                live[address] = row_count
-                row_count += 1
+                    sizes[born] = heap.take_whole(address, size, splits_from - size, have)
+                live[address] = born
+                born += 1
             elif action <= FREE_COMPLETED:  # or _FREE
                 row = live.pop(address, -1)
-                if row < 0:
-                    heap.contradictions[_UNKNOWN_FREE] += 1 + (action == _FREE)
-                    continue
-                completed[row] = event
-                if action == _FREE:
-                    if freed[row] == never:
-                        freed[row] = event - 1
-                    else:
-                        heap.contradictions[_UNKNOWN_FREE] += 1
-                elif freed[row] == never:
-                    freed[row] = event
-                    heap.contradictions["frees completed that nobody had requested"] += 1
-                # As `_Heap.insert` does.
-                begin, end = address, address + sizes[row]
-                if begin not in fences:
-                    before = start_of.pop(begin, None)
-                    if before is not None:
-                        free.pop(before, None)
-                        begin = before
-                if end not in fences:
-                    end += free.pop(end, 0)
-                free[begin] = end - begin
-                start_of[end] = begin
+                completed.append(row)
+                if row >= 0:
+                    # As `_Heap.insert` does. The call would cost a tenth of the replay.
+                    begin, end = address, address + sizes[row]
+                    if begin not in fences:
+                        before = start_of.pop(begin, None)
+                        if before is not None:
+                            free.pop(before, None)
+                            begin = before
+                    if end not in fences:
+                        end += free.pop(end, 0)
+                    free[begin] = end - begin
+                    start_of[end] = begin
             elif action == FREE_REQUESTED:
-                row = live.get(address, -1)
-                if row < 0 or freed[row] != never:
-                    heap.contradictions[_UNKNOWN_FREE] += 1
-                else:
-                    freed[row] = event
+                requested.append(live.get(address, -1))
             else:
-                heap.do_segment(action, address, int(event_sizes[event]))
-    return completed
+                heap.do_segment(action, address, size)
+    return requested, completed
+
+
+def _time_frees(
+    heap: _Heap, action: Codes, rows: tuple[list[int], list[int]], pending: list[bool]
+) -> tuple[Ints, Ints]:
+    """Return, per row, the event at which it was freed and the one at which that was completed.
+
+    ``rows`` are those that `_run` returned; ``pending`` are the rows that were freed before the first event.
+    """
+    never = len(action)
+    freed = np.where(np.array(pending, dtype=np.bool_), -1, never).astype(np.int64)
+    completed = np.full(len(freed), never, dtype=np.int64)
+
+    where, row = np.flatnonzero(action == FREE_REQUESTED), np.array(rows[0], dtype=np.int64)
+    request_count = len(row)
+    where, row = where[row >= 0], row[row >= 0]
+    row, first = np.unique(row, return_index=True)
+    is_new = freed[row] == never
+    freed[row[is_new]] = where[first[is_new]]
+    heap.count_contradictions(_UNKNOWN_FREE, request_count - np.count_nonzero(is_new))
+
+    where = np.flatnonzero((action == _FREE) | (action == FREE_COMPLETED))
+    row, is_joined = np.array(rows[1], dtype=np.int64), action[where] == _FREE
+    heap.count_contradictions(_UNKNOWN_FREE, np.count_nonzero(row < 0) + np.count_nonzero((row < 0) & is_joined))
+    where, row, is_joined = where[row >= 0], row[row >= 0], is_joined[row >= 0]
+    completed[row] = where
+    is_new = freed[row] == never
+    freed[row[is_new]] = where[is_new] - is_joined[is_new]
+    heap.count_contradictions(_UNKNOWN_FREE, np.count_nonzero(is_joined & ~is_new))
+    heap.count_contradictions("frees completed that nobody had requested", np.count_nonzero(is_new & ~is_joined))
+    return freed, completed
 
 
 class _Heap:
     """State of one device's allocator during a replay; begins as `Start`, and takes over its containers.
+
+    ``addresses`` and ``sizes`` are those of all later allocs, rounded; a size changes if the alloc gets more.
 
     ``free`` maps where a free block begins to its size; ``start_of`` maps where it ends to where it begins; ``fences``
     are the beginnings of segments, across which nothing merges. ``live`` maps addresses to rows; the lists are columns
     of rows.
     """
 
-    def __init__(self, start: Start, expandable: list[tuple[int, int]]) -> None:
+    def __init__(self, start: Start, expandable: list[tuple[int, int]], addresses: Ints, sizes: list[int]) -> None:
         self.free = start.free
         self.start_of = {begin + size: begin for begin, size in start.free.items()}
         self.fences = start.fences
         self.live = {address: row for row, address in enumerate(start.address)}
-        self.address = start.address
-        self.size_bytes = start.size_bytes
+        self.start_count = len(start.address)
+        self.address = np.concatenate([np.array(start.address, dtype=np.int64), addresses])
+        self.size_bytes = start.size_bytes + sizes
         self.slack_bytes = start.slack_bytes
         self.contradictions = start.contradictions
         self._uncertain = start.uncertain
         self._padded: dict[int, int] = {}
         self._expandable = expandable
+
+    def count_contradictions(self, what: str, count: np.integer[Any] | int) -> None:
+        """Add to the contradictions, if there are any."""
+        if count:
+            self.contradictions[what] += int(count)
 
     def insert(self, begin: int, size: int) -> None:
         """Add free memory, merged with the free memory on both sides in the same segment."""
@@ -251,7 +278,7 @@ class _Heap:
         """Serve an alloc that does not cleanly split a free block; return what the allocator charged.
 
         ``have`` is the size of the free block that began at ``address`` and has been taken out of ``free``, 0 if there
-        was none; ``least`` is the smallest rest that the plain rules split off.
+        was none; ``least`` is the smallest rest that is split off outside expandable segments.
         """
         if have == 0:
             have = self._reveal(address)
@@ -316,7 +343,7 @@ class _Heap:
         """
         owner = self._padded.get(address)
         row = self.live.get(owner, -1) if owner is not None else -1
-        if owner is not None and row >= 0 and self.address[row] + self.size_bytes[row] > address:
+        if owner is not None and row >= 0 and owner + self.size_bytes[row] > address:
             rest = owner + self.size_bytes[row] - address
             self.size_bytes[row] -= rest
             self.insert(address, rest)
@@ -324,7 +351,7 @@ class _Heap:
         for begin, row in self._uncertain.items():
             have = begin + self.free.get(begin, 0) - address
             is_there = begin < address <= begin + self.slack_bytes[row] and have > 0
-            if is_there and self.live.get(self.address[row]) == row:
+            if is_there and self.live.get(int(self.address[row])) == row:
                 del self.free[begin], self._uncertain[begin]
                 self.start_of[address + have] = address
                 self.size_bytes[row] += address - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 from click.core import ParameterSource
@@ -18,10 +19,11 @@ from profkit.errors import UsageError
 from profkit.reading import open_snapshot
 from profkit.report.document import Format
 from profkit.report.memory import TOP_STACKS, build_memory_document
-from profkit.report.memory_compare import TOP_PARTS, render_comparison
-from profkit.report.timeline_page import STACKINGS, Stacking, write_page
 from profkit.run.directory import Run
 from profkit.snapshot.unpickler import collector_off
+
+Stacking = Literal["category", "stack", "allocation"]
+STACKINGS: tuple[Stacking, ...] = ("category", "stack", "allocation")
 
 _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
 
@@ -89,6 +91,8 @@ def memory(
     click.get_current_context().with_resource(collector_off())
     opened = _open(snapshot, phases, rank)
     if against is not None:
+        from profkit.report.memory_compare import TOP_PARTS, render_comparison
+
         _refuse_options_of_one_snapshot(click.get_current_context())
         comparison = opened.against(_open(against, phases, rank if against.is_dir() else None), device=device)
         write_warnings(warning.message for warning in comparison.warnings)
@@ -117,6 +121,8 @@ def _check_timeline(path: Path | None, by: Stacking) -> None:
 
 def _draw(path: Path, memory: DeviceMemory, result: MemoryResult, by: Stacking, wanted: Filter) -> None:
     if path.suffix.lower() == ".html" or by == "allocation":
+        from profkit.report.timeline_page import write_page
+
         write_page(path, memory, result, by=by, wanted=wanted)
         return
     from profkit.report.timeline_picture import write_picture  # loads Matplotlib

@@ -67,6 +67,7 @@ class Events:
     size_bytes: Ints
     time_us: Ints
     stream: Ints
+    """Of events on segments and of an `OOM`; 0 for allocs and frees, where reading it would only take time."""
     raw: Sequence[dict[str, Any]] = ()
     has_times: bool = True
     """False when the file records no times (torch 2.1); ``time_us`` then counts events."""

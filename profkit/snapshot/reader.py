@@ -26,6 +26,7 @@ from profkit.snapshot.columns import (
     NO_SPLIT_LIMIT,
     OTHER,
     PENDING,
+    SEGMENT_ALLOC,
     Annotation,
     Blocks,
     Device,
@@ -94,21 +95,32 @@ def _build(path: Path, data: Any) -> Snapshot:
 
 
 def _read_events(trace: list[dict[str, Any]], unknown: Counter[str]) -> Events:
-    actions = list(map(itemgetter("action"), trace))
-    codes = {name: ACTIONS.get(name, OTHER) for name in set(actions)}
-    for name in codes.keys() - ACTIONS.keys():
-        unknown[str(name)] += actions.count(name)
+    codes = _Codes(ACTIONS)
     has_times = bool(trace) and "time_us" in trace[0]
     count = len(trace)
+    action = np.fromiter(map(codes.__getitem__, map(itemgetter("action"), trace)), np.int8, count)
+    for name in codes.keys() - ACTIONS.keys():
+        unknown[str(name)] += sum(event["action"] == name for event in trace)
+    stream = np.zeros(count, dtype=np.int64)
+    of_segments = np.flatnonzero(action >= SEGMENT_ALLOC)
+    stream[of_segments] = [trace[event].get("stream", 0) for event in of_segments.tolist()]
     return Events(
-        action=np.fromiter(map(codes.__getitem__, actions), np.int8, count),
+        action=action,
         address=_bounded(_read_addresses(trace), "address"),
         size_bytes=_bounded(_column(trace, "size"), "size"),
         time_us=_bounded(_column(trace, "time_us"), "time") if has_times else np.arange(count, dtype=np.int64),
-        stream=_column(trace, "stream") if trace and "stream" in trace[0] else np.zeros(count, dtype=np.int64),
+        stream=stream,
         raw=trace,
         has_times=has_times,
     )
+
+
+class _Codes(dict[str, int]):
+    """Kind of event → its code; remembers the unknown kinds that it was asked for."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = OTHER
+        return OTHER
 
 
 def _column(trace: list[dict[str, Any]], key: str) -> Ints:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from profkit.analysis.memory.compare import Comparison, compare_peaks
 from profkit.analysis.memory.composition import DeviceMemory, Filter, measure_fragmentation
 from profkit.analysis.memory.leaks import check_leaks
 from profkit.analysis.memory.oom import judge_oom
@@ -17,6 +17,9 @@ from profkit.run.directory import Run, owners_of
 from profkit.run.owners import Owners, read_owners
 from profkit.snapshot.columns import Snapshot
 from profkit.snapshot.reader import read_snapshot as read_columns
+
+if TYPE_CHECKING:
+    from profkit.analysis.memory.compare import Comparison
 
 PEAK = "peak"
 _PHASE = "phase:"
@@ -57,6 +60,8 @@ class OpenedSnapshot:
         Raises:
             UsageError: one of them recorded nothing of the device.
         """
+        from profkit.analysis.memory.compare import compare_peaks  # few ask for it
+
         names = (self.snapshot.path, after.snapshot.path)
         return compare_peaks(self.device(device), after.device(device), names)
 
