@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from profkit.run_directory import LEDGER, MANIFEST, SNAPSHOT
+from profkit.run.directory import MANIFEST, OWNERS, SNAPSHOT
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
 
 STACKS = {
@@ -128,5 +128,5 @@ class Training:
         self.write(folder)
         (folder / MANIFEST).write_text(json.dumps({"status": "complete"}))
         lines = [*self.ledger, self.figures()]
-        (folder / LEDGER).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / OWNERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder

@@ -22,7 +22,7 @@ AdamW does 14 a parameter (decay 1, m moves towards g 3, v decays and gets g² 4
 step 3), and one for each parameter's step count.
 
 Least bytes are by the rule of `profkit.run.work`: what comes from outside, what goes outside, and, in
-training, what autograd keeps for the backward pass, which `profkit.models.memory_forward` tells tensor by tensor for
+training, what autograd keeps for the backward pass, which is listed tensor by tensor here for
 fp32 and for bf16 autocast on CUDA. What compiled code keeps is the compiler's choice: it is left out there, as is
 anything that a compiler adds or leaves out, so that the bytes stay the least. A model's result and its gradients count
 as used even where the run drops them.

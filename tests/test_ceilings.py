@@ -13,7 +13,8 @@ import pytest
 
 import profkit.analysis.efficiency.datasheet as datasheets
 from profkit.analysis.efficiency.datasheet import find_datasheet
-from profkit.report.ceilings import render_ceilings
+from profkit.report.ceilings import build_ceilings_document
+from profkit.report.document import render
 from profkit.run.ceilings import read_ceilings
 
 CEILINGS: dict[str, Any] = {
@@ -79,22 +80,20 @@ def test_the_table_is_consistent() -> None:
 def _rendered(tmp_path: Path, name: str, style: Any = "table") -> str:
     content = copy.deepcopy(CEILINGS)
     content["device"]["name"] = name
-    ceilings = read_ceilings(_write(tmp_path / "ceilings.json", content))
-    assert ceilings is not None
-    return render_ceilings(ceilings, style)
+    return render(build_ceilings_document(read_ceilings(_write(tmp_path / "ceilings.json", content))), style)
 
 
 def test_the_measured_stands_beside_the_datasheet(tmp_path: Path) -> None:
     lines = _rendered(tmp_path, "NVIDIA H200").splitlines()
-    assert lines[2].split() == ["bf16", "8192×8192×8192", "800.0", "750.0", "TFLOP/s", "989.5", "80.8%"]
-    assert lines[3].split() == ["copy", "1,024", "MiB", "4.000", "3.900", "TB/s", "4.800", "83.3%"]
-    assert "NVIDIA H200, at 1755 MHz of 1980 under load, torch 2.13.0, driver 580.159.03" in lines[5]
-    assert max(map(len, lines)) <= 120
+    assert lines[2].split() == ["bf16", "8192×8192×8192", "800.0", "T", "750.0", "T", "FLOP/s", "989.5", "T", "80.8%"]
+    assert lines[3].split() == ["copy", "1,024", "MiB", "4.000", "T", "3.900", "T", "B/s", "4.800", "T", "83.3%"]
+    assert "NVIDIA H200, at 1755 MHz of 1980 under load, torch 2.13.0, driver 580.159.03" in " ".join(lines[5:])
+    assert max(map(len, lines)) <= 80
 
 
 def test_of_an_unknown_gpu_the_datasheets_figures_are_left_open(tmp_path: Path) -> None:
     assert _rendered(tmp_path, "NVIDIA Unheard Of").splitlines()[2].split()[-2:] == ["–", "–"]
-    assert "not in profkit's table" in _rendered(tmp_path, "NVIDIA Unheard Of")
+    assert "profkit has no datasheet of this GPU" in _rendered(tmp_path, "NVIDIA Unheard Of")
     rows = json.loads(_rendered(tmp_path, "NVIDIA Unheard Of", "json"))["rows"]
     assert [(row["datasheet_per_s"], row["share"]) for row in rows] == [(None, None)] * 2
     assert _rendered(tmp_path, "NVIDIA Unheard Of", "csv").splitlines()[1].endswith("FLOP/s,,")
@@ -146,11 +145,10 @@ def test_the_command_measures_and_keeps_what_it_measured(profkit: Callable[..., 
     (tmp_path / "manifest.json").write_text("{}")
     done = profkit("ceilings", "--device", "cpu", "-o", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    ceilings = read_ceilings(tmp_path)
-    assert ceilings is not None
+    ceilings = read_ceilings(tmp_path / "ceilings.json")
     assert ceilings.torch == torch.__version__
     assert ceilings.driver is None
-    assert done.stdout == render_ceilings(ceilings) + "\n"
+    assert done.stdout == render(build_ceilings_document(ceilings), "table") + "\n"
 
 
 def test_a_device_that_is_not_there_and_a_directory_that_is_no_run(profkit: Callable[..., Any], tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ from profkit.launch.doctor import (
 )
 from profkit.launch.nsys import Nsys
 from profkit.launch.versions import cuda_of_driver, cupti_of, is_before
-from profkit.report.doctor import render_findings
+from profkit.report.doctor import build_doctor_document
+from profkit.report.document import render
 
 OLD, NEW = "2023.4.4.54-234433681190v0", "2025.3.1.90-253135822126v0"
 COMPUTE = "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
@@ -345,16 +346,16 @@ class TestAll:
 
     def test_a_screen_shows_everything_in_80_columns(self) -> None:
         long = "word " * 40
-        text = render_findings([Finding("a", "warning", long, long), Finding("b", "ok", "x")], can_record=True)
+        found = [Finding("a", "warning", long, long), Finding("b", "ok", "x")]
+        text = render(build_doctor_document(found, can_record=True, on_screen=True), "table")
         assert max(map(len, text.splitlines())) <= 80
         assert text.count("word") == 80
         assert text.count("→") == 1
 
     def test_formats_hold_the_advice(self) -> None:
         findings = [Finding("a", "warning", "f", "do x"), Finding("b", "ok", "g")]
-        said = {
-            style: render_findings(findings, can_record=True, style=style) for style in ("csv", "markdown", "latex")
-        }
+        document = build_doctor_document(findings, can_record=True, on_screen=False)
+        said = {style: render(document, style) for style in ("csv", "markdown", "latex")}
         assert said["csv"].splitlines() == ["check,state,found,advice", "a,warning,f,do x", "b,ok,g,"]
         assert "| a | warning | f | do x |" in said["markdown"]
         assert r"a & warning & f & do x \\" in said["latex"]

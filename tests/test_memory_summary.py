@@ -20,7 +20,7 @@ from profkit.analysis.memory.stacks import StackFacts
 from profkit.errors import SnapshotError, UsageError
 from profkit.report.document import render
 from profkit.report.memory import build_memory_document
-from profkit.run_directory import LEDGER
+from profkit.run.directory import OWNERS
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.captures import capture
@@ -149,14 +149,14 @@ def test_a_ledger_quotes_the_time_before_and_the_capacity(tmp_path: Path) -> Non
 )
 def test_a_damaged_ledger_is_refused(tmp_path: Path, line: str, says: str) -> None:
     run = Training().write_run(tmp_path)
-    (run / LEDGER).write_text(f'{line}\n{{"kind": "later"}}\n')
+    (run / OWNERS).write_text(f'{line}\n{{"kind": "later"}}\n')
     with pytest.raises(SnapshotError, match=says):
         read_snapshot(run)
 
 
 def test_a_ledger_cut_off_in_its_last_line_is_read(tmp_path: Path) -> None:
     run = Training().write_run(tmp_path)
-    (run / LEDGER).write_text((run / LEDGER).read_text()[:-30])
+    (run / OWNERS).write_text((run / OWNERS).read_text()[:-30])
     assert read_snapshot(run).memory().allocator_check is None
 
 
@@ -171,11 +171,11 @@ def test_of_nested_phases_the_outermost_counts(tmp_path: Path) -> None:
 
 def test_a_ledger_that_disagrees_is_said(tmp_path: Path) -> None:
     run = Training().write_run(tmp_path)
-    lines = (run / LEDGER).read_text().splitlines()
+    lines = (run / OWNERS).read_text().splitlines()
     figures = json.loads(lines[-1])
     figures["allocated_peak_bytes"] += 512
     stray = {**json.loads(lines[1]), "address": 5}
-    (run / LEDGER).write_text("\n".join([*lines[:-1], json.dumps(stray), json.dumps(figures)]))
+    (run / OWNERS).write_text("\n".join([*lines[:-1], json.dumps(stray), json.dumps(figures)]))
     result = read_snapshot(run).memory()
     assert result.allocator_check is not None
     assert result.allocator_check.allocated_difference_bytes == -512

@@ -7,14 +7,14 @@ from typing import get_args
 
 import click
 
-from profkit.cli.outputs import write_result
+from profkit.cli.outputs import print_document
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import RunError
 from profkit.launch.ceilings import measure_ceilings
 from profkit.launch.record import require_torch
 from profkit.models.options import Device
-from profkit.report.ceilings import render_ceilings
-from profkit.report.formats import FORMATS, Format
+from profkit.report.ceilings import build_ceilings_document
+from profkit.report.document import FORMATS, Format
 from profkit.run.ceilings import Ceilings, write_ceilings
 from profkit.run.directory import CEILINGS, Run
 
@@ -34,13 +34,13 @@ from profkit.run.directory import CEILINGS, Run
 def ceilings(device: Device, output: Path | None, style: Format) -> None:
     """Measure what this machine's device can do at most: matrix products in fp32, TF32, BF16 and FP16, and a copy.
 
-    It takes some seconds and wants the GPU for itself. Beside it stands what NVIDIA's datasheet says of that GPU.
+    It takes some seconds and needs the GPU for itself. The table also shows what NVIDIA's datasheet says of that GPU.
     """
     require_torch()
     if output is not None and output.is_dir():
         Run(output)
     measured = measure_to(output, device)
-    write_result(render_ceilings(measured, style), None)
+    print_document(build_ceilings_document(measured), style, None)
 
 
 def measure_to(output: Path | None, device: Device) -> Ceilings:

@@ -6,13 +6,13 @@ import os
 
 import click
 
-from profkit.cli.outputs import write_result
+from profkit.cli.outputs import print_document
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, ToolError
 from profkit.launch.doctor import Finding, Machine, can_record, examine
 from profkit.launch.nsys import Nsys, find_nsys
-from profkit.report.doctor import render_findings
-from profkit.report.formats import FORMATS, Format
+from profkit.report.doctor import build_doctor_document
+from profkit.report.document import FORMATS, Format
 
 
 @click.command()
@@ -31,7 +31,7 @@ def doctor(with_trial: bool, style: Format) -> None:
     possible = can_record(findings)
     if with_trial:
         findings.append(_try(nsys))
-    write_result(render_findings(findings, can_record=possible, style=style), None)
+    print_document(build_doctor_document(findings, can_record=possible, on_screen=style == "table"), style, None)
     if not possible:
         raise CheckError("nothing can be recorded here: it takes torch or an nsys that starts, and room to write")
     if with_trial and findings[-1].state == "failed":

@@ -1,90 +1,42 @@
-"""Print what a device was measured to do at most, beside what its datasheet says."""
+"""The document of ``profkit ceilings``: what a device was measured to do at most, beside what its datasheet says."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
-from profkit.report.formats import Column, Format, Table, make_visible, render_json
-from profkit.report.plain_table import render_plain
-from profkit.report.units import format_share, four_digits
-from profkit.run.ceilings import Ceilings, Device
+from profkit.report.document import Column, Document, Lines, Table
+from profkit.report.units import SHARE, TEXT, Unit, four_digits
+from profkit.run.ceilings import Ceilings
 
+
+def _rate(value: float) -> str:
+    divisor, prefix = (10**12, "T") if value >= 10**12 else (10**9, "G")
+    return f"{four_digits(value / divisor)} {prefix}"
+
+
+def _size(value: str) -> str:
+    return f"{int(value.removesuffix(' B')) // 2**20:,} MiB" if value.endswith(" B") else value
+
+
+_RATE = Unit(_rate)
 _COLUMNS = (
-    Column("of", "of", right=False),
-    Column("size", "size"),
-    Column("best", "best_per_s"),
-    Column("median", "median_per_s"),
-    Column("unit", "unit", right=False),
-    Column("datasheet", "datasheet_per_s"),
-    Column("best of it", "share"),
+    Column("of", "of", TEXT),
+    Column("size", "size", Unit(_size)),
+    Column("best_per_s", "best", _RATE),
+    Column("median_per_s", "median", _RATE),
+    Column("unit", "unit", TEXT),
+    Column("datasheet_per_s", "datasheet", _RATE),
+    Column("share", "% of datasheet", SHARE),
 )
-_UNKNOWN = "–"
 
 
-def render_ceilings(ceilings: Ceilings, style: Format = "table") -> str:
-    """Return the table of matrix products by type and of the copy; JSON has the exact figures, null if unknown."""
+def build_ceilings_document(ceilings: Ceilings) -> Document:
+    """Return the table of matrix products by type and of the copy; what a datasheet does not say is null."""
     sheet = find_datasheet(ceilings.device.name)
-    rows = _rows(ceilings, sheet)
-    if style == "json":
-        keys = [column.key for column in _COLUMNS]
-        return render_json({"device": _device(ceilings), "rows": [dict(zip(keys, row, strict=True)) for row in rows]})
-    table = Table(_COLUMNS, [_cells(row) for row in rows], [["" if v is None else v for v in row] for row in rows])
-    text = render_plain(table, style)
-    return text if style == "csv" else f"{text}\n\n{_note(ceilings, sheet)}"
-
-
-def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> list[tuple[Any, ...]]:
-    """Return of what, its size, the best and the median rate, the unit, the datasheet's rate and the best's share."""
-    rows = []
-    for one in ceilings.gemm:
-        peak = None if sheet is None else sheet.flops_per_s.get(one.dtype)
-        size = f"{one.m}×{one.n}×{one.k}"
-        rows.append((one.dtype, size, one.best_flops_per_s, one.median_flops_per_s, "FLOP/s", peak))
-    copy, peak = ceilings.copy, None if sheet is None else sheet.bytes_per_s
-    rows.append(("copy", f"{copy.bytes} B", copy.best_bytes_per_s, copy.median_bytes_per_s, "B/s", peak))
-    return [(*row, None if row[5] is None else row[2] / row[5]) for row in rows]
-
-
-def _cells(row: tuple[Any, ...]) -> list[str]:
-    of, size, best, middle, unit, peak, share = row
-    divisor, prefix = (10**12, "T") if max(best, peak or 0) >= 10**12 else (10**9, "G")
-    return [
-        of,
-        f"{int(size.removesuffix(' B')) // 2**20:,} MiB" if unit == "B/s" else size,
-        four_digits(best / divisor),
-        four_digits(middle / divisor),
-        prefix + unit,
-        _UNKNOWN if peak is None else four_digits(peak / divisor),
-        _UNKNOWN if share is None else format_share(share),
-    ]
-
-
-def _note(ceilings: Ceilings, sheet: Datasheet | None) -> str:
-    lines = [_about(ceilings), "random normal numbers; the copy counts each byte twice, read and written"]
-    if sheet is not None:
-        lines.append("the datasheet's rates are dense, at the clock and power that NVIDIA assumes")
-    elif ceilings.driver is not None:
-        lines.append("this GPU is not in profkit's table of datasheets")
-    return "\n".join(lines)
-
-
-def _about(ceilings: Ceilings) -> str:
     device = ceilings.device
-    parts = [make_visible(device.name), *_clock(device), f"torch {ceilings.torch}"]
-    parts += [] if ceilings.driver is None else [f"driver {ceilings.driver}"]
-    return ", ".join([*parts, ceilings.measured_utc])
-
-
-def _clock(device: Device) -> list[str]:
-    if device.clock_mhz is None:
-        return []
-    return [f"at {device.clock_mhz} MHz of {device.clock_max_mhz} under load"]
-
-
-def _device(ceilings: Ceilings) -> dict[str, Any]:
-    device = ceilings.device
-    return {
+    table = Table(_COLUMNS, _rows(ceilings, sheet))
+    facts = {
         "name": device.name,
         "uuid": device.uuid,
         "clock_mhz": device.clock_mhz,
@@ -93,3 +45,45 @@ def _device(ceilings: Ceilings) -> dict[str, Any]:
         "driver": ceilings.driver,
         "measured_utc": ceilings.measured_utc,
     }
+    return Document("ceilings", {"device": facts, "rows": table.rows}, (table, Lines(_notes(ceilings, sheet))), table)
+
+
+def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> list[dict[str, Any]]:
+    found = []
+    for one in ceilings.gemm:
+        peak = None if sheet is None else sheet.flops_per_s.get(one.dtype)
+        size = f"{one.m}×{one.n}×{one.k}"
+        found.append((one.dtype, size, one.best_flops_per_s, one.median_flops_per_s, "FLOP/s", peak))
+    copy, peak = ceilings.copy, None if sheet is None else sheet.bytes_per_s
+    found.append(("copy", f"{copy.bytes} B", copy.best_bytes_per_s, copy.median_bytes_per_s, "B/s", peak))
+    return [
+        {
+            "of": of,
+            "size": size,
+            "best_per_s": best,
+            "median_per_s": middle,
+            "unit": unit,
+            "datasheet_per_s": peak,
+            "share": None if peak is None else best / peak,
+        }
+        for of, size, best, middle, unit, peak in found
+    ]
+
+
+def _notes(ceilings: Ceilings, sheet: Datasheet | None) -> list[str]:
+    device = ceilings.device
+    parts = [device.name]
+    if device.clock_mhz is not None:
+        parts.append(f"at {device.clock_mhz} MHz of {device.clock_max_mhz} under load")
+    parts.append(f"torch {ceilings.torch}")
+    if ceilings.driver is not None:
+        parts.append(f"driver {ceilings.driver}")
+    lines = [
+        ", ".join([*parts, ceilings.measured_utc]),
+        "the matrices hold random normal numbers; the copy counts each byte twice, read and written",
+    ]
+    if sheet is not None:
+        lines.append("the datasheet's rates are dense, at the clock and power that NVIDIA assumes")
+    elif ceilings.driver is not None:
+        lines.append("profkit has no datasheet of this GPU")
+    return lines

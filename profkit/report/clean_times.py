@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-from profkit.analysis.step_times import PhaseTimes, SampleStatistics, StepTimes, summarize_step_times
+from typing import Any
+
+from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.names import STEP
-from profkit.report.formats import Column, Table, render_table
-from profkit.report.units import format_count, format_ns, format_share
+from profkit.report.document import Column, Lines, Table
+from profkit.report.units import NS, TEXT, Unit, format_count, format_ns, format_share
 from profkit.run.manifest import Manifest
 
-_FIRST = Column("time of", "phase", right=False)
+_TIME = Unit(lambda value: NS.show(round(value)))
 _COLUMNS = (
-    Column("median", "clean_median_ns"),
-    Column("MAD", "clean_mad_ns"),
-    Column("p10", "clean_p10_ns"),
-    Column("p90", "clean_p90_ns"),
+    Column("phase", "time of", TEXT),
+    Column("clean_median_ns", "median", _TIME),
+    Column("clean_mad_ns", "MAD", _TIME),
+    Column("clean_p10_ns", "p10", _TIME),
+    Column("clean_p90_ns", "p90", _TIME),
+    Column("profiled_median_ns", "profiled", _TIME),
+    Column("cost", "cost", Unit(lambda value: f"{value:+.0%}")),
 )
-_LAST = (Column("profiled", "profiled_median_ns"), Column("cost", "cost"))
 
-_WHERE = {
-    "clean": "unprofiled: {} in a process of their own",
-    "attached": "attached, not recording: {} of the same process, before the recording",
-}
+_WHERE = {"clean": "unprofiled, own process: {}", "attached": "unprofiled, same process: {} before the recording"}
 
 
-def render_clean_times(manifest: Manifest) -> str:
-    """Return the tables of unprofiled beside profiled times per phase, and what they mean; "" where there are none."""
+def clean_times_parts(manifest: Manifest) -> list[Table | Lines]:
+    """Return the tables of unprofiled beside profiled times per phase, and what they mean; none without both times."""
     times = summarize_step_times(manifest)
     if times is None or not any(one.profiled for one in times.phases):
-        return ""
-    contexts = dict.fromkeys(one.context for one in times.phases)
-    parts = []
-    for context in contexts:
-        rows = [one for one in times.phases if one.context == context]
-        title = "" if context is None else f"context {context}\n"
-        parts.append(f"{title}{_render_rows(rows)}\n{_render_spread(rows)}")
-    return "\n\n".join([*parts, _explain(times)])
+        return []
+    parts: list[Table | Lines] = []
+    for context in dict.fromkeys(one.context for one in times.phases):
+        phases = [one for one in times.phases if one.context == context]
+        title = "" if context is None else f"context {context}"
+        parts += [Table(_COLUMNS, [_row(one) for one in phases], title), Lines([_spread(phases)])]
+    return [*parts, Lines(_notes(times))]
 
 
-def _render_rows(rows: list[PhaseTimes]) -> str:
-    columns = (_FIRST, *_COLUMNS, *_LAST)
-    cells = []
-    for one in rows:
-        clean = one.clean
-        figures = [clean.median, clean.median_absolute_deviation, clean.p10, clean.p90]
-        cost = "–" if one.cost is None else f"{one.cost:+.0%}"
-        cells.append([one.phase, *(format_ns(round(value)) for value in figures), _median(one.profiled), cost])
-    return render_table(Table(columns, cells, cells))
+def _row(one: PhaseTimes) -> dict[str, Any]:
+    return {
+        "phase": one.phase,
+        "clean_median_ns": one.clean.median,
+        "clean_mad_ns": one.clean.median_absolute_deviation,
+        "clean_p10_ns": one.clean.p10,
+        "clean_p90_ns": one.clean.p90,
+        "profiled_median_ns": None if one.profiled is None else one.profiled.median,
+        "cost": one.cost,
+    }
 
 
-def _render_spread(rows: list[PhaseTimes]) -> str:
+def _spread(phases: list[PhaseTimes]) -> str:
     """Return the mean and the standard deviation of the whole step, or of the last phase where it was not timed."""
-    one = next((row for row in rows if row.phase == STEP), rows[-1])
+    one = next((phase for phase in phases if phase.phase == STEP), phases[-1])
     text = f"{one.phase}: mean {format_ns(round(one.clean.mean))}"
     if one.clean.standard_deviation is not None and one.clean.relative_deviation is not None:
         deviation = format_ns(round(one.clean.standard_deviation))
@@ -58,7 +59,7 @@ def _render_spread(rows: list[PhaseTimes]) -> str:
     return text
 
 
-def _explain(times: StepTimes) -> str:
+def _notes(times: StepTimes) -> list[str]:
     clean = min(one.clean.count for one in times.phases)
     profiled = min(one.profiled.count for one in times.phases if one.profiled)
     lines = [
@@ -67,8 +68,4 @@ def _explain(times: StepTimes) -> str:
     ]
     if any(one.clock == "cuda-events" for one in times.phases):
         lines.append("phases: by CUDA events around them; the step: by the host's clock")
-    return "\n".join(lines)
-
-
-def _median(statistics: SampleStatistics | None) -> str:
-    return "–" if statistics is None else format_ns(round(statistics.median))
+    return lines

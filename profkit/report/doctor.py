@@ -1,4 +1,4 @@
-"""Print what a machine can record."""
+"""The document of ``profkit doctor``: what a machine can record."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from textwrap import TextWrapper
 from typing import Protocol
 
-from profkit.report.formats import Column, Format, Table, make_visible, render_json, screen_width
-from profkit.report.plain_table import render_plain
+from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.text import screen_width
+from profkit.report.units import TEXT
 
 
-class Found(Protocol):
-    """A finding of `profkit.launch.doctor`, which this layer may not import."""
+class Checked(Protocol):
+    """What a check of `profkit.launch.doctor` found; this layer may not import it."""
 
     @property
     def check(self) -> str: ...
@@ -23,34 +24,27 @@ class Found(Protocol):
     def advice(self) -> str | None: ...
 
 
-_COLUMNS = (
-    Column("check", "check", right=False),
-    Column("state", "state", right=False),
-    Column("found", "found", right=False),
-)
+_CHECK, _STATE = Column("check", "check", TEXT), Column("state", "state", TEXT)
+_FOUND, _ADVICE = Column("found", "found", TEXT), Column("advice", "to do", TEXT)
 _BESIDE_FOUND = len("temporary directory") + 2 + len("warning") + 2
-_ADVICE = Column("to do", "advice", right=False)
 
 
-def render_findings(findings: Sequence[Found], *, can_record: bool, style: Format = "table") -> str:
-    """Return the findings; on a screen what to do stands under the finding, after an arrow."""
-    rows = [(finding.check, finding.state, finding.found, finding.advice) for finding in findings]
-    if style == "json":
-        keys = ("check", "state", "found", "advice")
-        return render_json({"can_record": can_record, "findings": [dict(zip(keys, row, strict=True)) for row in rows]})
-    if style != "table":
-        cells = [(check, state, found, advice or "") for check, state, found, advice in rows]
-        return render_plain(Table((*_COLUMNS, _ADVICE), cells, rows), style)
-    lines = [line for finding in findings for line in _lines(finding)]
-    return render_plain(Table(_COLUMNS, lines, lines), style)
+def build_doctor_document(checks: Sequence[Checked], *, can_record: bool, on_screen: bool) -> Document:
+    """Return the checks; ``on_screen`` what to do stands below what was found, after an arrow, and both are wrapped."""
+    keys = ("check", "state", "found", "advice")
+    rows: list[Row] = [{key: getattr(one, key) for key in keys} for one in checks]
+    exact = Table((_CHECK, _STATE, _FOUND, _ADVICE), rows)
+    shown = Table((_CHECK, _STATE, _FOUND), [line for row in rows for line in _lines(row)]) if on_screen else exact
+    answer = "this machine can record" if can_record else "this machine can record nothing"
+    return Document("doctor", {"can_record": can_record, "findings": rows}, (shown, Lines([answer])), exact)
 
 
-def _lines(finding: Found) -> list[tuple[str, str, str]]:
-    """Return a finding as rows of a screen: its text and what to do wrapped, nothing left out."""
+def _lines(row: Row) -> list[Row]:
+    """Return a check as rows of a screen, nothing left out."""
     text = TextWrapper(screen_width() - _BESIDE_FOUND, break_long_words=False, break_on_hyphens=False)
-    wrapped = text.wrap(make_visible(finding.found))
-    if finding.advice is not None:
+    wrapped = text.wrap(row["found"])
+    if row["advice"] is not None:
         text.initial_indent, text.subsequent_indent = "→ ", "  "
-        wrapped += text.wrap(make_visible(finding.advice))
-    heads = [(finding.check, finding.state), *[("", "")] * (len(wrapped) - 1)]
-    return [(check, state, text) for (check, state), text in zip(heads, wrapped, strict=True)]
+        wrapped += text.wrap(row["advice"])
+    first = {"check": row["check"], "state": row["state"], "found": wrapped[0]}
+    return [first, *({"check": "", "state": "", "found": line} for line in wrapped[1:])]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.names import STEP, context_range
 from profkit.reading import open_trace
+from profkit.report.clean_times import clean_times_parts
 from profkit.report.document import render
 from profkit.report.kernels import build_kernels_document
 from profkit.report.ranges import build_ranges_document
@@ -19,8 +21,6 @@ _TOP = 12
 
 def render_run_summary(path: Path) -> str:
     """Return the phases and kernels of a run; of a capture without GPU work its ranges."""
-    from profkit.report.clean_times import render_clean_times
-
     opened, manifest = open_trace(path), Run(path).manifest
     check = opened.self_check
     verdict = verdict_line(check)
@@ -30,9 +30,9 @@ def render_run_summary(path: Path) -> str:
     else:
         document = build_ranges_document(opened.ranges(numbered=False), check.findings, numbered=False)
         verdict += "; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
+    document = replace(document, parts=[*document.parts, *clean_times_parts(manifest)])
     parts = (
         render(document, "table", with_warnings=False),
-        render_clean_times(manifest),
         "\n".join((verdict, *warning_lines(check))),
     )
     return "\n\n".join(filter(None, parts))
