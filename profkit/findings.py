@@ -12,8 +12,8 @@ Verdict = Literal["failed", "warning", "note"]
 class Finding:
     """A stable ``code`` for programs and one sentence with its numbers for people.
 
-    ``failed``: the result must not be trusted as a whole. ``warning``: odd, and named. ``note``: what every healthy
-    capture of this kind carries; it is kept, and not shown unless asked for.
+    ``failed``: the result must not be trusted as a whole. ``warning``: odd; a person should look. ``note``: normal for
+    captures of this kind; only JSON shows it.
     """
 
     code: str

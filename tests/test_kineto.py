@@ -318,7 +318,7 @@ def test_copies_without_kernels_leave_the_operators_to_measure(tmp_path: Path) -
     assert "1 GPU copies but no kernel" in trace.notes[0]
     trace = read(tmp_path, [launch(2, 1, name="cudaMemcpyAsync"), copy])
     assert (trace.measure, len(trace.work), len(trace.copies)) == ("gpu-kernel", 0, 1)
-    with pytest.raises(TraceError, match="1 copies and sets of GPU memory, but neither a GPU kernel nor a CPU op"):
+    with pytest.raises(TraceError, match="1 copies and fills of GPU memory, but neither a GPU kernel nor a CPU op"):
         read_trace(tmp_path / "trace.json").kernels()
 
 

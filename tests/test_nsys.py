@@ -142,7 +142,7 @@ def test_a_link_to_an_unfinished_export_is_refused_too(tmp_path: Path) -> None:
     _unfinished(tmp_path / "real" / "t.sqlite")
     link = tmp_path / "link.sqlite"
     link.symlink_to(tmp_path / "real" / "t.sqlite")
-    with pytest.raises(TraceError, match="-wal lies beside it"):
+    with pytest.raises(TraceError, match="-wal lies next to it"):
         read_nsys(link)
 
 
@@ -314,8 +314,8 @@ def _text_in_numbers(path: Path) -> None:
         (_foreign, "no Nsight Systems export"),
         (_truncated, "cut short"),
         (_malformed, "damaged"),
-        (_unfinished, "-wal lies beside it"),
-        (_rolled_back, "-journal lies beside it"),
+        (_unfinished, "-wal lies next to it"),
+        (_rolled_back, "-journal lies next to it"),
         (_text_in_numbers, "no integers"),
     ],
 )

@@ -134,7 +134,7 @@ def test_what_is_said_of_a_process_that_left_nothing_names_it(tmp_path: Path) ->
     for pid in (100, 4711):
         builder.add("DIAGNOSTIC_EVENT", timestamp=0, severity=2, text=text, globalPid=process_of(pid))
     said = [(f.verdict, f.message) for f in _check(builder, tmp_path).findings if f.code == "diagnostic"]
-    silent = f"the profiler says of process 4711, of which nothing was recorded: {text}"
+    silent = f"the profiler says about process 4711, where nothing was recorded: {text}"
     assert said == [("warning", f"the profiler says: {text}"), ("warning", silent)]
     attribution = read_trace(tmp_path / "t.sqlite").attribution
     known = check_capture(attribution, "", KnownRun(steps=1, layers=None, even=False))

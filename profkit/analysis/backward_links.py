@@ -1,4 +1,4 @@
-"""Backward work of forward ranges, where only torch.profiler's links tell of it: paths such as ``backward/layer 3``.
+"""Backward work of forward ranges that only torch.profiler's links show: paths such as ``backward/layer 3``.
 
 torch.profiler draws a link from each forward operator to its backward operator. The forward operator lay in
 ``step / forward / layer 3``; its backward operator runs in ``step / backward``, where nobody opened a range for the
@@ -8,10 +8,10 @@ it is no forward range: neither's work counts in the other.
 
 - Work whose innermost range is a range named ``backward`` goes under it. Work in ranges of its own within ``backward``
   has a place already, and keeps it.
-- Where the program opened no range named ``backward``: work in a range beside the forward one (``bwd`` beside ``fwd``)
-  goes under that one, and work directly in the range around both goes under a mirror named ``backward``.
+- Where the program opened no range named ``backward``: work in a range next to the forward one (``bwd`` after
+  ``fwd``) goes under that one, and work directly in the range around both goes under a mirror named ``backward``.
 - Of the forward operator's ranges those count that do not enclose the backward work too, below the phase. Without a
-  phase among them, the outermost stands beside the backward work's own range and is left out.
+  phase among them, the outermost stands next to the backward work's own range and is left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What kind of work a kernel or a CPU operator does, told by its name.
+"""What kind of work a kernel or a CPU operator does, by its name.
 
-The rules are data: ``categories.toml`` beside this file, read once, when first asked.
+The rules are data: ``categories.toml`` next to this file, read once, when they are first needed.
 """
 
 from __future__ import annotations

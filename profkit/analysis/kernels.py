@@ -80,7 +80,7 @@ class InstanceRow:
 
 @dataclass(frozen=True)
 class CopyTotals:
-    """Copies and sets of device memory launched under the selection."""
+    """Memory copies and fills launched under the selection."""
 
     memcpy_count: int
     memcpy_ns: int
@@ -206,17 +206,17 @@ def summarize_kernels(
 
 
 def explain_no_work(trace: Trace) -> str:
-    """Return why there is nothing to share out, in one line."""
+    """Return why there is nothing to show, in one line."""
     if len(trace.copies):
-        beside = "neither a GPU kernel nor a CPU operator" if trace.source == "kineto" else "no GPU kernel"
-        return f"{trace.path}: recorded {len(trace.copies):,} copies and sets of GPU memory, but {beside}"
+        missing = "neither a GPU kernel nor a CPU operator" if trace.source == "kineto" else "no GPU kernel"
+        return f"{trace.path}: recorded {len(trace.copies):,} copies and fills of GPU memory, but {missing}"
     if trace.source == "kineto":
         return f"{trace.path}: recorded neither GPU kernels nor CPU operators"
     if trace.has_kernel_table:
         return f"{trace.path}: recorded no GPU kernels"
     return (
         f"{trace.path}: recorded no GPU kernels (it has no kernel table): the program launched none, or nsys ran"
-        " without --trace=cuda; `profkit ranges` still shows wall times"
+        " without --trace=cuda; `profkit ranges` still shows Python times"
     )
 
 

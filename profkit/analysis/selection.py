@@ -19,7 +19,7 @@ from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work, dist
 class KernelFilter:
     """What to count: a range, less another, one instance, some processes (by pid) and devices; None is no limit.
 
-    ``rank`` tells which rank's trace this is asked of: one that holds nothing else.
+    ``rank`` is the one rank that the trace holds, if it was limited to one.
     """
 
     range: str | None = None

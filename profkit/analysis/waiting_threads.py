@@ -10,7 +10,7 @@ are ambiguous, and none is no host.
 makes no CUDA call between the helper's first and last call in that step. Where it does (gradient accumulation under
 one wide range: the host works, waits, works, waits), the silence between its two neighbouring calls must hold several
 of the helper's calls: two for an autograd thread, which never runs but for a caller that waits; eight for any other.
-Any other thread may also be one that works on its own beside a busy host, a prefetcher for one. So its host's silence
+Any other thread may also work on its own next to a busy host, as a prefetcher does. So its host's silence
 must be unusual (ten times the usual spacing of the host's calls), and it must be a helper throughout: of its calls
 while some candidate has a range open, nine in ten must fall into a candidate's silence. One that also works while
 nobody waits works for itself, and what it launches while somebody happens to wait is nobody's.
@@ -45,7 +45,7 @@ class Hosts:
 
 
 class WaitingThreads:
-    """Answers, for any thread of a trace and any times, whose ranges it works under."""
+    """Finds, for any thread of a trace and any times, the thread under whose ranges it works."""
 
     def __init__(self, trace: Trace, timelines: dict[int, Timeline]) -> None:
         self._trace = trace

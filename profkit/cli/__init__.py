@@ -5,6 +5,7 @@ A command's module is imported only when that command runs, so that ``profkit --
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -80,6 +81,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     A run's own exit status passes through. The one place where errors become lines.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        # A process of its own is short, and the collector would only scan what was just read, again and again.
+        gc.disable()
     debug = "--debug" in arguments[:1]
     _prepare_streams()
     try:

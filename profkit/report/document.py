@@ -36,7 +36,7 @@ SCHEMA = 1
 """The version of the JSON: it rises when a key that exists changes its meaning or goes."""
 
 UNKNOWN = "–"
-"""What stands for a value that is not known."""
+"""Shown for a value that is not known."""
 
 UNTRUSTED = "SELF-CHECK FAILED: do not trust this capture's totals"
 

@@ -1,6 +1,6 @@
 """Traces of torch.profiler (Kineto), as Chrome JSON, plain or gzipped, from profkit or from anyone's script.
 
-What counts: rows of category ``kernel`` on a GPU, ``gpu_mem*`` beside them; without any kernel, the CPU's ``cpu_op``
+What counts: rows of category ``kernel`` on a GPU, and ``gpu_mem*``; without any kernel, the CPU's ``cpu_op``
 rows by self time. Ranges are ``user_annotation`` rows, never ``gpu_user_annotation``, which is Kineto's own guess at
 the same ranges on the GPU. PyTorch 1.8 to 1.11 wrote ``Kernel``, ``Memcpy``, ``Memset``, ``Runtime`` and ``Operator``.
 """
@@ -189,7 +189,7 @@ def _thread_names(events: list[Event], reading: Reading, operators: HostRows, pa
 
 
 def _threads_of_nodes_alone(reading: Reading, operators: HostRows, parent: Ints) -> set[int]:
-    """Return the threads whose every outermost operator is a node of the autograd engine."""
+    """Return the threads on which every outermost operator is a node of the autograd engine."""
     nodes, others = set[int](), set[int]()
     for index in np.flatnonzero(parent < 0).tolist():
         is_node = reading.names[operators.name[index]].startswith(BACKWARD_NODE)
@@ -213,18 +213,18 @@ def _ranks(header: dict[str, Any], reading: Reading) -> dict[int, int]:
 
 def _product(header: dict[str, Any]) -> str:
     """Return what wrote the trace and where: its schema, CUDA version and rank, as far as the file says so."""
-    told = []
+    parts = []
     schema, cuda = parse_integer(header.get("schemaVersion")), parse_integer(header.get("cuda_runtime_version"))
     if schema is not None:
-        told.append(f"trace schema {schema}")
+        parts.append(f"trace schema {schema}")
     if cuda:
-        told.append(f"CUDA {cuda // 1000}.{cuda % 1000 // 10}")
+        parts.append(f"CUDA {cuda // 1000}.{cuda % 1000 // 10}")
     distributed = header.get("distributedInfo")
     if isinstance(distributed, dict):
         rank, size = parse_integer(distributed.get("rank")), parse_integer(distributed.get("world_size"))
         if rank is not None and size is not None:
-            told.append(f"rank {rank} of {size}")
-    return f"PyTorch Kineto ({', '.join(told)})" if told else "PyTorch Kineto"
+            parts.append(f"rank {rank} of {size}")
+    return f"PyTorch Kineto ({', '.join(parts)})" if parts else "PyTorch Kineto"
 
 
 class _GpuReader:

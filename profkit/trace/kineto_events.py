@@ -23,14 +23,14 @@ from profkit.errors import TraceError
 from profkit.trace.columns import Bools, Diagnostic, Ints
 
 SIZE_LIMIT_BYTES = 8 * 2**30
-"""What a trace may grow to when decompressed: larger ones need a machine's whole memory, and a bomb all of it."""
+"""The largest size of a decompressed trace: more would take the whole memory of a machine."""
 
 _CHUNK_BYTES = 16 * 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
 TIME_LIMIT_NS = 2**62
-"""Times beyond are damaged values: 146 years, and sums of two would wrap."""
+"""Larger times are damaged values: this is 146 years, and sums of two would overflow."""
 
-# Kineto has printed C++'s own words for numbers that are none (a bandwidth over a duration of zero).
+# Kineto has printed C++'s words inf and nan (a bandwidth over a duration of zero).
 _BARE_NON_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:inf|nan)(?=\s*[,}\]])")
 
 Event = dict[str, Any]
@@ -163,7 +163,7 @@ class HostRows:
 
 @dataclass
 class Reading:
-    """What accumulates while one file is read."""
+    """What is collected while one file is read."""
 
     names: list[str] = field(default_factory=list)
     _indices: dict[str, int] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Reading:
 
     def intern(self, text: str) -> int:
         """Return the index of a name."""
-        printable = text.encode("utf-8", "replace").decode()  # a lone surrogate is none
+        printable = text.encode("utf-8", "replace").decode()  # replaces a lone surrogate
         if printable not in self._indices:
             self._indices[printable] = len(self.names)
             self.names.append(printable)

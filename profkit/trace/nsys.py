@@ -1,8 +1,8 @@
 """Read the SQLite export of Nsight Systems, schema 3.1 to today's, into the columns of a `Trace`.
 
-Tables are absent when nothing was recorded for them, columns when the version did not know them; what is needed and
-not there is named in the error. Source of the table meanings: the comments in the export's own CREATE TABLE statements
-and the ENUM_* tables beside them.
+A table is missing if nothing was recorded for it, a column if the version did not know it; the error names what is
+needed and missing. The meaning of the tables comes from the comments in the export's own CREATE TABLE statements and
+from its ENUM_* tables.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _PID_SHIFT = 24
 _OS_PID_MASK = (1 << 24) - 1
 
-# ENUM_DIAGNOSTIC_SEVERITY_LEVEL; 4 is verbose. What is not known is worth a look, not an alarm.
+# ENUM_DIAGNOSTIC_SEVERITY_LEVEL; 4 is verbose. An unknown level is a warning.
 _SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "error", 4: "info"}
 
 _OPTIONAL = {"status", "stream", "graph", "bytes"}
@@ -53,7 +53,7 @@ _ENUMS = "ENUM_"
 
 _GRAPH_NAME = "CUDA graph {}"
 
-# A table with a place for every id between the least and the greatest is fastest, if not too many places stay empty.
+# A table with a place for every id from the smallest to the largest is fastest, unless most places stay empty.
 _SPARSEST = 32
 _ALWAYS_DENSE = 1 << 16
 
@@ -136,7 +136,7 @@ class _Reader:
         )
 
     def _request(self, table: str) -> _Wanted:
-        """Return the columns to read from a table: our name → its name there and what stands for NULL."""
+        """Return the columns to read from a table: our name → its name there and our value for NULL."""
         wanted = {"start": ("start", 0), "end": ("end", 0), "correlation": ("correlationId", -1)}
         if table == CALLS:
             wanted |= {"thread": ("globalTid", 0), "name": ("nameId", -1), "status": ("returnValue", 0)}
@@ -155,7 +155,7 @@ class _Reader:
     def _kernel_name_column(self) -> str:
         if "demangledName" in self.tables[KERNELS]:
             return "demangledName"
-        self.notes.append("this export has no demangled kernel names; short names stand in, and categories are coarser")
+        self.notes.append("this export has no demangled kernel names; short names are used, and categories are coarser")
         return "shortName"
 
     def _read_tables(self, requests: dict[str, _Wanted]) -> dict[str, Columns]:
@@ -192,8 +192,8 @@ class _Reader:
     def _note_shared_ids(self, launches: LaunchIndex) -> None:
         if launches.shared_count:
             self.notes.append(
-                f"{launches.shared_count:,} kernels or copies had several launches of the same correlation id to choose"
-                " from; each went to the last that began before it"
+                f"{launches.shared_count:,} kernels or copies have several launches with their correlation id; each was"
+                " matched with the last launch before it"
             )
 
     def _build_work(self, found: dict[str, Columns], launches: LaunchIndex) -> Work:
@@ -278,7 +278,7 @@ class _Reader:
         process = "globalPid" if "globalPid" in columns else "NULL"
         found = []
         for severity, text, number in self.file.rows(f"SELECT severity, text, {process} FROM DIAGNOSTIC_EVENT"):
-            # The profiler's own messages bear no process, or a negative number.
+            # The profiler's own messages have no process, or a negative number.
             concerned = number >> _PID_SHIFT if isinstance(number, int) and number > 0 else None
             is_silent = concerned is not None and concerned not in recorded
             pid = concerned & _OS_PID_MASK if concerned is not None and is_silent else None
@@ -317,21 +317,21 @@ class _Process:
 
 
 class LaunchIndex:
-    """Answers which call launched what; ids alone are not unique across the processes of one report."""
+    """Finds the call that launched a piece of work; ids alone are not unique across the processes of one report."""
 
     def __init__(self, process: Ints, correlation: Ints, start_ns: Ints, thread: Ints) -> None:
-        """Index calls that are sorted by time; ids of 0 and below name nothing."""
+        """Index calls that are sorted by time; an id of 0 or less means none."""
         self._start_ns, self._thread = start_ns, thread
         self._used = np.zeros(len(start_ns), dtype=np.bool_)
         self._processes = {p: self._index(rows, correlation) for p, rows in rows_by_value(process).items()}
         self.shared_count = 0
-        """How many pieces of work had more than one call on other threads or at other times to choose from."""
+        """How many pieces of work had several calls to choose from, on other threads or at other times."""
 
     def find(self, process: Ints, correlation: Ints, work_start_ns: Ints) -> tuple[Ints, Ints]:
         """Return launch time and launching thread of each piece of work (`NO_LAUNCH` where no call is recorded).
 
-        Of several calls with one id, the last that began before the work is taken: nested runtime and driver calls may
-        share an id, and ids may come round again.
+        Of several calls with one id, the last one that began before the work counts: nested runtime and driver calls
+        may share an id, and ids may be used again.
         """
         launch_ns = np.zeros(len(process), dtype=np.int64)
         launch_thread = np.full(len(process), NO_LAUNCH, dtype=np.int64)
@@ -345,7 +345,7 @@ class LaunchIndex:
         return launch_ns, launch_thread
 
     def used(self) -> Bools:
-        """Return which calls share their correlation id with some work that `find` was asked about."""
+        """Return which calls share their correlation id with work that was passed to `find`."""
         return self._used
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""A copy of an nsys export without what it tells of the person and the machine; the recorded events stay as they are.
+"""A copy of an nsys export without data about the person and the machine; the recorded events stay as they are.
 
-nsys stores the environment of its target and, in StringIds, that of every other process that it may look at, beside
-the machine's process list, the command line, the program's output and absolute paths. What is taken is told by what a
-row is (known tables), by what its name says (name and value tables), and by what a text looks like (all others, so
-that tables of versions yet to come are covered). Names of kernels, API calls and ranges are the events themselves:
-they are kept, and counted where they look like a path.
+nsys stores the environment of its target and, in StringIds, that of every other process that it may look at, and also
+the machine's process list, the command line, the program's output and absolute paths. Three rules find them: what a
+row is (known tables), what its name says (tables of names and values), and what a text looks like (all others, which
+covers tables of future versions). Names of kernels, API calls and ranges are the events themselves: they are kept, and
+counted if they look like a path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HARMLESS = frozenset({b"", b"0", b"1", b"true", b"false", b"{}", TAKEN.encode()
 # What the target wrote to its standard output and error, and the paths of these files.
 PROGRAM_OUTPUT = frozenset({"ProcessStreams", "ANALYSIS_FILE"})
 
-# Tables whose rows make no process a recorded one: they list the whole machine, or what nsys says of itself.
+# Rows of these tables do not make a process a recorded one: they list the whole machine, or messages of nsys itself.
 OUTSIDERS = frozenset({"PROCESSES", "ThreadNames", "SCHED_EVENTS", "COMPOSITE_EVENTS", "DIAGNOSTIC_EVENT"})
 
 # Where the names of events stand: columns of a table, and (True, column): of every CUPTI_ table.
@@ -51,11 +51,11 @@ EVENT_NAMES: frozenset[tuple[str | bool, str]] = frozenset(
     }
 )
 
-# What an export says of the product that wrote it (GLOB patterns of names): a word of it is nobody's host.
+# Facts about the product that wrote an export (GLOB patterns of names): they contain no host name.
 KEPT_METADATA = {"META_DATA_EXPORT": ("EXPORT_PRODUCT_*", "EXPORT_SCHEMA_*", "EXPORT_PLATFORM", "EXPORT_ARCH")}
 
-# The rows of META_DATA_CAPTURE, META_DATA_EXPORT and TARGET_INFO_SYSTEM_ENV that 2023.4 and 2025.3 write, and what
-# later versions would call the like.
+# The rows of META_DATA_CAPTURE, META_DATA_EXPORT and TARGET_INFO_SYSTEM_ENV that 2023.4 and 2025.3 write, and similar
+# names that later versions may use.
 _BY_NAME = (
     ("environment", re.compile(r"environ", re.IGNORECASE)),
     ("command line", re.compile(r"command|argument|arg_\d|package_name", re.IGNORECASE)),
@@ -74,8 +74,8 @@ _IN_ENVIRONMENT = re.compile(
 # NAME=value, alone or one of many: nsys separates them by NUL or by semicolons.
 _ENVIRONMENT = re.compile(r"^[A-Za-z_]\w*=(?!=)|[\0;\n][A-Za-z_]\w*=(?!=)")
 
-# A path within a text begins after its start, a space, a quote or the like; JSON may write \/ for /. Drive letters and
-# shares are Windows' paths, file:// is a path too.
+# A path within a text begins at its start or after a space, a quote or a similar character; JSON may write \/ for /.
+# Drive letters and shares are Windows paths, file:// is a path too.
 _PATH = re.compile(
     r"(?:(?<![^\s\"'=:;,(\[{<|@])|(?<=file:/)|(?<=file://))(?:~?\\?/|[A-Za-z]:\\|\\\\\w)[^\s\"';,:|)\]}>\0]+"
 )
@@ -95,7 +95,7 @@ Words = re.Pattern[str] | None
 
 @dataclass(frozen=True)
 class Taken:
-    """So many rows of ``table`` had ``what`` taken out of them, or went because they were nothing else."""
+    """From ``row_count`` rows of ``table`` ``what`` was removed, or the whole row if it held nothing else."""
 
     what: str
     table: str
@@ -104,7 +104,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class ScrubResult:
-    """What was taken, and how many names of events were kept although they look like a path."""
+    """What was removed, and how many names of events were kept although they look like a path."""
 
     trace: str
     output: str
@@ -115,7 +115,7 @@ class ScrubResult:
 def scrub_export(path: Path, output: Path) -> ScrubResult:
     """Write a scrubbed copy of the nsys export ``path`` to ``output``, which appears whole or not at all.
 
-    The copy is rebuilt at the end (VACUUM), so that no freed page keeps what was taken.
+    The copy is rebuilt at the end (VACUUM), so that no freed page keeps what was removed.
 
     Raises:
         TraceError: the export cannot be read, is none, or has triggers, which nsys does not write.
@@ -126,7 +126,7 @@ def scrub_export(path: Path, output: Path) -> ScrubResult:
         with SqliteFile(path) as file:
             if _STRINGS not in file.tables():
                 raise TraceError(f"{path}: a SQLite database, but no Nsight Systems export (it has no StringIds table)")
-            # The copy holds, until it is scrubbed, what it must not: nobody else may read it.
+            # Until it is scrubbed, nobody else may read the copy.
             os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             shutil.copyfile(path, partial)
             taken, kept = _scrub(path, partial)
@@ -136,7 +136,7 @@ def scrub_export(path: Path, output: Path) -> ScrubResult:
         error.filename, error.filename2 = str(output), None
         raise
     finally:
-        with suppress(OSError):  # where it could not be made, its folder is missing or closed to us
+        with suppress(OSError):  # if it could not be made, its folder is missing or not writable
             partial.unlink(missing_ok=True)
     return ScrubResult(str(path), str(output), taken, kept)
 
@@ -144,14 +144,14 @@ def scrub_export(path: Path, output: Path) -> ScrubResult:
 def _scrub(path: Path, partial: Path) -> tuple[tuple[Taken, ...], int]:
     try:
         with closing(sqlite3.connect(partial, isolation_level=None)) as connection:
-            # Nobody else has this file, and it goes if anything fails; what is taken must not reach a journal.
+            # Nobody else has this file, and it is deleted if anything fails; removed data must not reach a journal.
             for pragma in ("trusted_schema=OFF", "journal_mode=DELETE", "journal_mode=OFF", "synchronous=OFF"):
                 connection.execute(f"PRAGMA {pragma}")
             connection.execute("PRAGMA secure_delete=ON")
             connection.execute("PRAGMA temp_store=MEMORY")
             copy = _Copy(path, connection)
             copy.scrub()
-            # By now there is nothing to hide, and the copy that VACUUM makes may be larger than memory.
+            # Now there is nothing to hide, and the copy that VACUUM makes may be larger than memory.
             connection.execute("PRAGMA temp_store=FILE")
             connection.execute("VACUUM")
     except sqlite3.Error as error:
@@ -212,7 +212,7 @@ class _Copy:
         return people_and_hosts(texts)
 
     def _take_other_processes(self) -> None:
-        """Delete the names of processes and threads that recorded nothing: the rest of the machine."""
+        """Delete the names of processes and threads that recorded nothing."""
         recorded = self._recorded_processes()
         for table, column, what in (
             (_PROCESSES, "globalPid", "other processes' names"),
@@ -236,7 +236,7 @@ class _Copy:
         return found
 
     def _take_named_values(self, table: str) -> None:
-        """Take the value of every row whose name says that it tells of the person or the machine."""
+        """Remove the value of every row with a name that means data about the person or the machine."""
         cells = "CAST(name AS BLOB), CAST(value AS BLOB)"
         rows = self._rows(f"SELECT DISTINCT {cells} FROM {_quoted(table)} WHERE typeof(value) IN ('text', 'blob')")
         for name, value in rows:
@@ -246,7 +246,7 @@ class _Copy:
                 self.taken[what, table] += self.connection.execute(sql, (TAKEN, name, value)).rowcount
 
     def _referred(self, *, events: bool) -> set[int]:
-        """Return the ids of the strings that rows refer to; with ``events``, those that name events alone."""
+        """Return the ids of the strings that rows refer to; with ``events``, only of those that name events."""
         found: set[int] = set()
         for table, columns in self.columns.items():
             if table == _STRINGS:
@@ -261,7 +261,7 @@ class _Copy:
         return found
 
     def _take_unnamed_strings(self) -> None:
-        """Delete the strings that no row refers to (any more): the environments of all processes are among them."""
+        """Delete the strings that no row refers to any more, such as the environments of all processes."""
         referred = self._referred(events=False)
         there = [i for (i,) in self._rows("SELECT id FROM StringIds")]
         gone = [(i,) for i in there if i not in referred]
@@ -279,7 +279,7 @@ class _Copy:
                 self.taken[what, _STRINGS] += 1
 
     def _clean_column(self, table: str, column: str, words: Words) -> None:
-        """Clean the texts in a column; where its name says what it tells, take them whole."""
+        """Clean the texts in a column; if its name says that they are personal data, remove them whole."""
         if self.columns[table][column] in ("INTEGER", "REAL") or not self._has_text(table, column):
             return
         cell, name = f"CAST({_quoted(column)} AS BLOB)", _quoted(table)
@@ -291,9 +291,9 @@ class _Copy:
             self.kept_paths += sum(holds_a_path(_text(value)) for value in values)
             return
         by_kind: dict[str, list[tuple[bytes, bytes]]] = {}
-        told = what_is_named(column)
+        named = what_is_named(column)
         for value in values:
-            cleaned, what = _clean(value, words) if told is None else (TAKEN.encode(), told)
+            cleaned, what = _clean(value, words) if named is None else (TAKEN.encode(), named)
             if what is not None and value not in _HARMLESS:
                 by_kind.setdefault(what, []).append((value, cleaned))
         for what, pairs in by_kind.items():
@@ -346,7 +346,7 @@ def _umask() -> int:
 
 
 def what_is_named(name: str) -> str | None:
-    """Return what a row of this name tells of the person or the machine, or None."""
+    """Return which data about the person or the machine a row of this name holds, or None."""
     return next((what for what, pattern in _BY_NAME if pattern.search(name)), None)
 
 
@@ -362,10 +362,10 @@ def people_and_hosts(rows: Iterable[tuple[str, str]]) -> Words:
 
 
 def clean_text(text: str, words: Words) -> tuple[str, str | None]:
-    """Return the text without what it gives away, and what that was (None: nothing).
+    """Return the text without personal data, and what that was (None: nothing).
 
-    An environment goes whole. Of a path to a shared library its file name stays, for call stacks name their modules
-    by it; any other path goes whole.
+    An environment is removed whole. Of a path to a shared library the file name stays, because call stacks name their
+    modules by it; any other path is removed whole.
     """
     if _ENVIRONMENT.search(text):
         return TAKEN, "environment"

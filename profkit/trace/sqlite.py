@@ -49,7 +49,7 @@ _SIZES[[0, 1, 2, 3, 4, 5, 6, 8, 9]] = [0, 1, 2, 3, 4, 6, 8, 0, 0]
 
 @dataclass(frozen=True)
 class ColumnRequest:
-    """Integer columns to read from one table: column → the number that stands for NULL; and a condition on its rows."""
+    """Integer columns to read from one table (column → our number for NULL), and a condition on its rows."""
 
     table: str
     columns: dict[str, int]
@@ -63,7 +63,7 @@ class SqliteFile:
 
     Raises:
         TraceError: the file is missing, empty, no SQLite database, cut short, malformed, or not at rest (a non-empty
-            ``-wal`` or ``-journal`` lies beside it, or another process is writing).
+            ``-wal`` or ``-journal`` lies next to it, or another process is writing).
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class SqliteFile:
         header = _refuse_unfit(path)
         uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro"
         if header[18:20] == b"\x02\x02":
-            # At rest, a database in WAL mode is whole; opened the ordinary way SQLite would create files beside it.
+            # At rest, a database in WAL mode is whole; opened in the ordinary way SQLite would create files next to it.
             uri += "&immutable=1"
         self._layout: dict[str, tuple[str, ...]] = {}
         self._views: frozenset[str] = frozenset()
@@ -220,10 +220,10 @@ def _refuse_unfit(path: Path) -> bytes:
     if len(header) < _HEADER_BYTES or size < _declared_bytes(header):
         raise TraceError(f"{path}: cut short ({size:,} bytes); export it again from the .nsys-rep")
     for suffix in ("-wal", "-journal"):
-        # SQLite looks beside the file itself, not beside a link to it.
+        # SQLite looks next to the file itself, not next to a link.
         side = path.resolve().with_name(path.resolve().name + suffix)
         if side.exists() and side.stat().st_size:
-            raise TraceError(f"{path}: {side.name} lies beside it, so the export is unfinished; export it again")
+            raise TraceError(f"{path}: {side.name} lies next to it, so the export is unfinished; export it again")
     return header
 
 

@@ -1,4 +1,4 @@
-"""How fast `profkit kernels` is, beside `nsys stats` on the same capture: whole processes, in turn, medians and ratios.
+"""How fast `profkit kernels` is, against `nsys stats` on the same capture: whole processes, in turn, medians, ratios.
 
     python tests/benchmarks/bench_kernels.py [--capture SMALL.sqlite] [--rounds 5] [--no-tenfold] [--smoke]
 
@@ -67,7 +67,7 @@ class Measured:
 
 
 def run_in_turn(commands: Iterable[Measured], rounds: int) -> None:
-    """Run all commands once, then all again: what the machine does meanwhile befalls every one alike."""
+    """Run all commands once, then all again: what else the machine does slows all of them equally."""
     for _ in range(rounds):
         for command in commands:
             command.run()
@@ -111,7 +111,7 @@ def bench(capture: Path, folder: Path, rounds: int, scale: int, tenfold: bool) -
     for report, measured in theirs.items():
         print_row(f"nsys stats -r {report}", measured)
     print()
-    for report, limit in (("nvtx_kern_sum", 0.15), ("cuda_gpu_kern_sum", 1.0)):
+    for report, limit in (("nvtx_kern_sum", 0.16), ("cuda_gpu_kern_sum", 0.9)):
         if report in theirs:
             print_ratio(f"--range backward / {report}", ours.time_s / theirs[report].time_s, limit, judged)
     print_ratio("peak memory of --range backward, MB", ours.memory_mb, 250, judged)

@@ -1,6 +1,6 @@
-"""Self-check of a run against what its manifest knows: how many steps it made, and which products a model has to make.
+"""The self-check of a run against its manifest: how many steps it made, and how many matrix products a model makes.
 
-A capture that lost the same part of every step looks even, and passes every check of the capture alone.
+A capture that lost the same part of every step looks even, and passes every check that knows only the capture.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
 
 
 def _compare_products(made: Ints, nameless: Ints, due: int) -> list[Finding]:
-    """Compare the products of each forward pass with what it owes; kernels of no known category may be products too."""
+    """Compare the products of each forward pass with the number it must have; unknown kernels may be products too."""
     said = f"a forward pass of this model makes {due:,} matrix products"
     missing = due - made
     lost = np.flatnonzero(missing > nameless)

@@ -1,10 +1,8 @@
-"""A capture is on trial until it passes its self-check.
+"""The self-check of a capture: whether its totals can be trusted.
 
-nsys exits 0 with 94 % of the kernels missing; what it says of itself stands in its diagnostics, and what it does not
-say shows in the data: launches without kernels, graph launches without graphs, ranges without ends, instances of one
-range with unequal work. Of a run of profkit's own, what was run is known too. Each check is a `Finding`: `failed` (the
-capture must not be trusted as a whole), `warning` (odd, and named) or `note` (what every healthy capture of this kind
-carries).
+nsys can exit 0 with 94 % of the kernels missing. Some losses it reports in its diagnostics; others show only in the
+data: launches without kernels, graph launches without graphs, ranges without ends, instances of one range with unequal
+work. For a run of profkit, `run_check` also compares the capture with what was run. Each check gives a `Finding`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from profkit.findings import Finding, Verdict
 from profkit.names import BACKWARD, FORWARD, STEP
 from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
 
-# Said by every capture between cudaProfilerStart and cudaProfilerStop, whole ones among them.
+# Every capture between cudaProfilerStart and cudaProfilerStop says this, whole ones too.
 _USUAL_DIAGNOSTICS = re.compile(
     r"might have been collected|No \w+ events collected|was launched by the profiler|nvtxDomainDestroy|"
     r"IP samples|backtrace|sampling period|API was ignored",
@@ -43,11 +41,11 @@ _END_CAPTURE = re.compile(r"(cu|cuda)StreamEndCapture")
 # Healthy captures hold 12–43 % of their processes' correlation ids, the lossy one measured 0.9 %.
 _THIN = 0.03
 _FEWEST_CALLS = 1000
-# A profiler that starts amid work sees a few kernels without their launches; a lost API table leaves them all.
+# A profiler that starts during work sees a few kernels without their launches; if the API table was lost, all are.
 _UNLAUNCHED_SHARE = 0.05
 _FEWEST_UNLAUNCHED = 10
 
-# A step without work is none. An optimizer may skip a step, as it does while gradients accumulate.
+# A step without work is not possible. An optimizer may skip steps, as it does while gradients accumulate.
 _NEVER_EMPTY = (STEP, FORWARD, BACKWARD)
 
 _CLOCK_TOLERANCE_NS = 1_000_000
@@ -103,10 +101,10 @@ def _check_log(log: str) -> list[Finding]:
 
 
 def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
-    """Judge what the profiler says of itself.
+    """Judge the messages of the profiler about itself.
 
-    Of a process that left nothing in the capture it cannot be told whether it had anything to leave; but a run that
-    knows its steps finds those of all its processes counted, and any other is a helper, such as Inductor's compilers.
+    A process without any event may have lost them or never had any. If the run knows its steps, `run_check` counts
+    those of all its processes, and a silent process is a helper, such as Inductor's compilers.
     """
     findings = []
     for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
@@ -120,13 +118,13 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
             verdict = "note"
         pids = {d.silent_pid for d in warnings if d.text.strip() == text} - {None}
         of = f"process {pids.pop()}" if len(pids) == 1 else f"{len(pids)} processes"
-        whose = f" of {of}, of which nothing was recorded" if is_silent else ""
-        findings.append(Finding("diagnostic", f"the profiler says{whose}: {text}", verdict))
+        about = f" about {of}, where nothing was recorded" if is_silent else ""
+        findings.append(Finding("diagnostic", f"the profiler says{about}: {text}", verdict))
     return findings
 
 
 def _check_values(trace: Trace) -> list[Finding]:
-    """Look for what cannot be: work that ends before it starts, outlasts the capture, or starts before its launch."""
+    """Look for impossible times: work that ends before it starts, outlasts the capture, or starts before its launch."""
     work, findings = trace.work, []
     backwards = int((work.end_ns < work.start_ns).sum())
     backwards += int((trace.copies.end_ns < trace.copies.start_ns).sum())
@@ -169,23 +167,23 @@ def _check_ranges(trace: Trace) -> list[Finding]:
 
 
 def _check_launches(trace: Trace) -> list[Finding]:
-    """Look for launches without their kernels, kernels without launches, and calls missing from among the rest."""
+    """Look for launches without kernels, kernels without launches, and missing calls."""
     if trace.measure != "gpu-kernel":
         return []
     return [*_check_lost(trace), *_check_unlaunched(trace), *_check_density(trace)]
 
 
 def _is_thin(trace: Trace) -> bool:
-    """Return whether calls are missing from among those that were recorded."""
+    """Return whether calls seem to be missing."""
     return bool(_check_density(trace))
 
 
 def _check_lost(trace: Trace) -> list[Finding]:
     calls = trace.calls
     kernels, graphs = _named(trace, _KERNEL_LAUNCH), _named(trace, _GRAPH_LAUNCH)
-    owing = np.flatnonzero((kernels | graphs) & ~calls.has_work & ~calls.failed)
-    captured = _in_stream_capture(trace, owing)
-    findings, lost = [], owing[~captured]
+    without = np.flatnonzero((kernels | graphs) & ~calls.has_work & ~calls.failed)
+    captured = _in_stream_capture(trace, without)
+    findings, lost = [], without[~captured]
     if lost_kernels := int(kernels[lost].sum()):
         findings.append(
             Finding(
@@ -207,7 +205,7 @@ def _check_lost(trace: Trace) -> list[Finding]:
         findings.append(
             Finding(
                 "stream-capture",
-                f"{int(captured.sum()):,} launches were recorded into CUDA graphs and not run: they owe no kernel",
+                f"{int(captured.sum()):,} launches were recorded into CUDA graphs and not run: they have no kernel",
                 "note",
             )
         )
@@ -247,13 +245,13 @@ def _check_unlaunched(trace: Trace) -> list[Finding]:
         return []
     lost = unlaunched >= _FEWEST_UNLAUNCHED and unlaunched > _UNLAUNCHED_SHARE * count
     message = f"{unlaunched:,} of {count:,} kernels have no launch record and no range"
-    # Of a few the result itself warns, with their time.
+    # If they are few, the result itself warns and gives their time.
     verdict: Verdict = "failed" if lost else "note"
     return [Finding("kernel-without-launch", message + (": CUDA API calls are missing" if lost else ""), verdict)]
 
 
 def _check_density(trace: Trace) -> list[Finding]:
-    """Compare the calls recorded with the correlation ids that were handed out meanwhile: a hint, never proof."""
+    """Compare the number of recorded calls with the correlation ids used in that time: a hint, never proof."""
     findings = []
     for process, (count, span) in _call_density(trace.calls).items():
         if count >= _FEWEST_CALLS and count < _THIN * span:
@@ -281,7 +279,7 @@ def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
 def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     """Find names of which some instances launched work and others made not one CUDA call.
 
-    A whole capture has such names too (a branch not taken); together with a thin one it is loss.
+    A whole capture may have such names too (a branch not taken); in a thin capture it means loss.
     """
     trace, was_open = attribution.trace, ~attribution.is_mirror
     if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(trace.ranges):
@@ -360,7 +358,7 @@ def _without_calls(trace: Trace) -> Bools:
 
 
 def _without_launches(trace: Trace, members: Ints) -> Bools:
-    """Return during which ranges nothing was launched by any thread of their process, whoever it worked for."""
+    """Return during which ranges no thread of their process launched anything."""
     work, ranges = trace.work, trace.ranges
     return np.array(
         [
