@@ -16,7 +16,7 @@ from profkit import read_trace
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.errors import TraceError, UsageError
 from profkit.report.document import Lines
-from profkit.report.efficiency import build_efficiency_document
+from profkit.report.efficiency import build_efficiency_document, limit_words
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -449,6 +449,29 @@ def test_a_range_that_mostly_waits_names_the_rank_that_it_waits_for(captures: Pa
     assert waited_ns > row.busy_ns / 2
     alone = opened.of_rank(0).efficiency("step *")
     assert {row.waiting_for for row in alone.ranges} == {None}, "one rank does not know"
+
+
+@pytest.mark.parametrize(
+    ("name", "thread", "loading_ns", "words"),
+    [
+        ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 7, 900_000, "data loading"),
+        ("data loading", 7, 900_000, "data loading"),
+        ("prepare the batch", 7, 0, "Python"),
+        ("enumerate(DataLoader)#worker", 8, 0, "Python"),
+    ],
+)
+def test_idle_time_in_a_data_loaders_range_is_data_loading(
+    tmp_path: Path, name: str, thread: int, loading_ns: int, words: str
+) -> None:
+    """A step of 1 ms, of which the first 0.9 ms pass before its first CUDA call; a worker's thread launches nothing."""
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 1_000_000, tid=7)
+    builder.range(name, 0, 900_000, tid=thread)
+    builder.kernel(900_000, 90_000, start=900_010, tid=7)
+    result = read_trace(builder.write(tmp_path / "t.sqlite")).efficiency()
+    row = _rows(result)["step 0"]
+    assert (row.verdict, row.data_loading_ns) == ("host-bound", loading_ns)
+    assert limit_words(row) == words
 
 
 def test_without_gpu_work_there_is_no_efficiency() -> None:

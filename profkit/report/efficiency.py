@@ -139,6 +139,8 @@ def limit_words(row: EfficiencyRow) -> str | None:
     """Return what limits a range; None if that is unknown."""
     if row.verdict == "communication-bound" and row.waiting_for is not None:
         return f"waiting for rank {row.waiting_for}"
+    if row.verdict == "host-bound" and row.loads_data:
+        return "data loading"
     return None if row.verdict is None else LIMITS[row.verdict]
 
 
@@ -215,7 +217,7 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     verdicts = {row.verdict for row in result.ranges}
     if "memory-bound" in verdicts and result.work_source is not None:
         yield "memory bandwidth: most kernel time moves data, or even a perfect kernel would wait for memory."
-    if "host-bound" in verdicts:
+    if any(limit_words(row) == LIMITS["host-bound"] for row in result.ranges):
         yield "Python: the GPU is idle while the host waits for it or does not call CUDA (Python or data loading)."
     yield from _host_wait_line(result)
     yield from (_cost_words(one) for one in result.inflation if one.phase == STEP)

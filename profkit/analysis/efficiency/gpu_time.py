@@ -44,6 +44,8 @@ _SYNCHRONISES = re.compile(
     r"(cuda|cu)((Device|Stream|Event|Ctx|Thread)Synchronize|Memcpy(?!\w*Async)\w*)(_ptsz)?(_v\d+)*$"
 )
 
+_LOADS = re.compile(r"data[ _]?load(er|ing)", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class GpuParts:
@@ -131,6 +133,10 @@ class GpuTime:
         overlapped = [one.within(start_ns, end_ns) for one in (self.overlapped_communication, self.overlapped_copies)]
         return np.stack([span, *known, span - np.sum(known, axis=0), *overlapped], axis=1)
 
+    def outside_cuda(self, some: Stretches) -> Stretches:
+        """Return when, of the given time, the GPU is idle and the host is outside CUDA."""
+        return subtract(some, unite_all([self.busy, self.launching, self.synchronising]))
+
     def last_end_before(self, time_ns: Ints) -> Ints:
         """Return when all work that began before each time had ended; -2⁶² if there was none."""
         before = np.searchsorted(self.starts_ns, time_ns, side="left")
@@ -212,13 +218,38 @@ def sum_parts(
     for number, one in trace_times.items():
         mine = device == number
         groups, starts, ends = disjoint_pieces(group[mine], start_ns[mine], end_ns[mine])
-        if not len(groups):
-            continue
-        parts = one.parts_within(starts, ends)
-        first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
-        for key, total in zip(groups[first].tolist(), np.add.reduceat(parts, first, axis=0), strict=True):
-            found[key] = found[key] + total if key in found else total
+        _add_by_group(found, groups, one.parts_within(starts, ends))
     return {key: GpuParts(*map(int, total)) for key, total in found.items()}
+
+
+def sum_within(sets: dict[int, Stretches], group: Ints, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
+    """Return how much of each group of windows lies in the set of its device, in ns; see `sum_parts`."""
+    found: dict[int, Ints] = {}
+    for number, one in sets.items():
+        mine = device == number
+        groups, starts, ends = disjoint_pieces(group[mine], start_ns[mine], end_ns[mine])
+        _add_by_group(found, groups, one.within(starts, ends)[:, None])
+    return {key: int(total[0]) for key, total in found.items()}
+
+
+def _add_by_group(found: dict[int, Ints], groups: Ints, values: Ints) -> None:
+    """Add the rows of ``values`` to the sums of their groups; ``groups`` are sorted."""
+    if not len(groups):
+        return
+    first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+    for key, total in zip(groups[first].tolist(), np.add.reduceat(values, first, axis=0), strict=True):
+        found[key] = found[key] + total if key in found else total
+
+
+def find_data_loading(trace: Trace) -> Stretches:
+    """Return when a thread that launches work was in a data loader's range; workers load while the GPU computes.
+
+    Such a range has ``DataLoader`` or ``data loading`` in its name; torch opens ``enumerate(DataLoader)#…`` itself.
+    """
+    ranges = trace.ranges
+    names = [i for i in distinct_values(ranges.name).tolist() if _LOADS.search(trace.names[i])]
+    loads = np.isin(ranges.name, names) & np.isin(ranges.thread, distinct_values(trace.work.launch_thread))
+    return unite(ranges.start_ns[loads], ranges.end_ns[loads]) if loads.any() else NOTHING
 
 
 def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTime:

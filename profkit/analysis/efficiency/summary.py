@@ -18,8 +18,10 @@ from profkit.analysis.efficiency.gpu_time import (
     build_gpu_times,
     category_rows,
     communication_rows,
+    find_data_loading,
     find_windows,
     sum_parts,
+    sum_within,
 )
 from profkit.analysis.efficiency.unprofiled import ProfilingCost, UnprofiledIdle, find_uneven_times, profiling_costs
 from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
@@ -54,7 +56,8 @@ class EfficiencyRow:
     ``busy_ns``. ``intensity`` is all operations per least byte. ``mfu`` exists for steps: model FLOPs over the median
     unprofiled step time and the datasheet's peak (Chowdhery et al. 2022, appendix B). ``idle_factor`` is the share of
     idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
-    share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting.
+    share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting;
+    ``data_loading_ns`` is the part of its time outside CUDA that a data loader took.
     """
 
     path: str
@@ -81,8 +84,16 @@ class EfficiencyRow:
     mfu: float | None
     idle_factor: float | None
     waiting_for: int | None
+    data_loading_ns: int | None
     verdict: str | None
     rule: str
+
+    @property
+    def loads_data(self) -> bool:
+        """Whether a data loader took most of the time in which it was idle and the host did not launch."""
+        if self.gpu is None or self.data_loading_ns is None:
+            return False
+        return self.data_loading_ns > (self.gpu.synchronising_ns + self.gpu.outside_cuda_ns) / 2
 
     @property
     def best_idle_share(self) -> float | None:
@@ -173,6 +184,7 @@ class _Columns:
     moving_ns: Ints
     parts: dict[int, GpuParts]
     waited_for: dict[int, int]
+    loading_ns: dict[int, int]
 
 
 def measure_efficiency(
@@ -288,7 +300,10 @@ def _sum_columns(
     kernel_time, busy, count = sum_work(attribution, nodes, members)
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members]
-    parts = sum_parts(times, node[windows.member], windows.device, windows.start_ns, windows.end_ns)
+    edges = (node[windows.member], windows.device, windows.start_ns, windows.end_ns)
+    parts = sum_parts(times, *edges)
+    loading = find_data_loading(attribution.trace)
+    loading_times = times if len(loading.start_ns) else {}
     launches, own_computing, moving = count_launches(attribution, nodes, members)
     return _Columns(
         instances=np.bincount(node, minlength=len(nodes)),
@@ -301,6 +316,7 @@ def _sum_columns(
         moving_ns=moving,
         parts=parts,
         waited_for=_find_waited_for(parts, node[windows.member], windows, waiting),
+        loading_ns=sum_within({device: time.outside_cuda(loading) for device, time in loading_times.items()}, *edges),
     )
 
 
@@ -386,6 +402,7 @@ def _build_row(
         mfu=mfu,
         idle_factor=idle_factor,
         waiting_for=columns.waited_for.get(at.node),
+        data_loading_ns=None if parts is None else columns.loading_ns.get(at.node, 0),
         verdict=verdict.word,
         rule=verdict.rule,
     )
