@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.errors import SnapshotError, TraceError, UsageError
-from profkit.run.directory import Run, find_run
+from profkit.run.directory import Run, find_run, owners_of
 
 # Imported where they are needed: a command that reads a trace should not wait for the readers of memory, nor the other
 # way round.
@@ -81,12 +81,19 @@ def open_snapshot(
         RunError: the directory is no run, or a file of it is damaged.
         UsageError: the run has no snapshot of this rank, or ``path`` is no run.
     """
-    from profkit.analysis.memory.opened_snapshot import read_snapshot
+    from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+    from profkit.run.owners import read_owners
+    from profkit.snapshot.reader import read_snapshot
 
-    path = Path(path)
-    if path.is_file() and _is_trace(path):
-        raise SnapshotError(f"{path}: this is a trace of time: profkit kernels {path}")
-    return read_snapshot(path, phases=phases, rank=rank)
+    path, recorded = Path(path), None
+    if path.is_dir():
+        path = Run(path).find_snapshot(rank)
+        recorded = read_owners(owners_of(path)) if owners_of(path).exists() else None
+    elif rank is not None:
+        raise UsageError(f"rank {rank}: {path} is one snapshot; name the run's directory")
+    elif path.is_file() and _is_trace(path):
+        raise SnapshotError(f"{path}: this is a trace: profkit kernels {path}")
+    return OpenedSnapshot(read_snapshot(path), recorded, phases)
 
 
 def open_capture(path: str | Path) -> OpenedCapture:

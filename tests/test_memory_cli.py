@@ -168,6 +168,8 @@ def test_a_picture_takes_any_name(tmp_path: Path) -> None:
         (["--at", "noon"], UsageError),
         (["--device", "3"], UsageError),
         (["--phase", "forward"], UsageError),
+        (["--stack", "no such line"], UsageError),
+        (["--min-size", "1TiB"], UsageError),
     ],
 )
 def test_usage_errors(snapshot: Path, arguments: list[str], error: type[Exception]) -> None:

@@ -13,10 +13,12 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profkit import read_snapshot
 from profkit.analysis.memory.compare import Comparison
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot, read_snapshot
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.cli.memory import memory
-from profkit.report.memory_compare import render_comparison
+from profkit.report.document import render
+from profkit.report.memory_compare import build_peaks_document
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.captures import capture
@@ -155,9 +157,9 @@ def test_a_group_of_several_owners_says_how_many(tmp_path: Path) -> None:
         result = runs[0].against(runs[1])
         states = [part for part in result.parts if "exp_avg" in part.label]
         assert [(part.kind, part.count, part.owner_count) for part in states] == [("new", len(sizes), len(sizes))]
-        rows = list(csv.DictReader(io.StringIO(render_comparison(result, "csv"))))
+        rows = list(csv.DictReader(io.StringIO(render(build_peaks_document(result), "csv"))))
         assert [row["stack"] for row in rows if "exp_avg" in row["stack"]] == [said]
-        assert f" {len(sizes)}  {said}\n" in render_comparison(result)
+        assert f" {len(sizes)}  {said}\n" in render(build_peaks_document(result), "table")
 
 
 def test_a_group_that_not_only_named_tensors_are_in_is_told_by_its_stack(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_two_peaks_of_the_same_are_told_in_one_line(tmp_path: Path) -> None:
         ["before", "48.00", "MiB", "a.pickle"],
         ["after", "48.00", "MiB", "a.pickle"],
     ]
-    assert out.splitlines()[2:] == ["no change in 12 allocations: the same ones make up both peaks"]
+    assert out.splitlines()[2:] == ["no change in 12 allocations: both peaks consist of the same ones"]
     for style, sign in (("markdown", "|"), ("latex", "tabular")):
         assert (
             sign

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.memory.opened_snapshot import read_snapshot
+from profkit import read_snapshot
 from profkit.launch.passes import model_passes
 from profkit.launch.record import build_environment
 from profkit.models.options import TrainingOptions

@@ -34,7 +34,7 @@ def test_a_snapshot_named_as_a_trace_gets_the_command_that_reads_it() -> None:
 
 @pytest.mark.parametrize("path", [EXPORT, KINETO], ids=["an nsys export", "a torch.profiler trace"])
 def test_a_trace_named_as_a_snapshot_gets_the_command_that_reads_it(path: Path) -> None:
-    with pytest.raises(SnapshotError, match=f"this is a trace of time: profkit kernels {path}"):
+    with pytest.raises(SnapshotError, match=f"this is a trace: profkit kernels {path}"):
         open_snapshot(path)
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from profkit import read_trace
-from profkit.analysis.memory.opened_snapshot import read_snapshot
+from profkit import read_snapshot, read_trace
 from profkit.cli import _COMMANDS
 from tests.conftest import ROOT
 

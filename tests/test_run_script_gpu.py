@@ -19,7 +19,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot, read_snapshot
+from profkit import read_snapshot
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
 
 pytestmark = pytest.mark.gpu

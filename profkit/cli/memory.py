@@ -12,7 +12,7 @@ from profkit.analysis.memory.composition import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
 from profkit.cli.options import output_options
-from profkit.cli.outputs import print_document, refuse_overwriting, write_result, write_warnings
+from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
 from profkit.errors import UsageError
@@ -91,12 +91,12 @@ def memory(
     click.get_current_context().with_resource(collector_off())
     opened = _open(snapshot, phases, rank)
     if against is not None:
-        from profkit.report.memory_compare import TOP_PARTS, render_comparison
+        from profkit.report.memory_compare import TOP_PARTS, build_peaks_document
 
         _refuse_options_of_one_snapshot(click.get_current_context())
         comparison = opened.against(_open(against, phases, rank if against.is_dir() else None), device=device)
-        write_warnings(warning.message for warning in comparison.warnings)
-        write_result(render_comparison(comparison, style, top=top or TOP_PARTS, full_names=full_names), output)
+        document = build_peaks_document(comparison, top=top or TOP_PARTS)
+        print_document(document, style, output, full_names=full_names)
         return
     with shown_after_a_second(f"analysing {snapshot.name}"):
         result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)

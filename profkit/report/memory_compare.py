@@ -6,17 +6,18 @@ from pathlib import PurePath
 from typing import Any
 
 from profkit.analysis.memory.compare import Comparison, Part
-from profkit.report.document import Column, Document, Format, Lines, Table, render
+from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import BYTES, COUNT, TEXT, Unit, format_bytes, format_count
 
 TOP_PARTS = 15
 
 _SIZE = Unit(lambda value: f"{'+' if value > 0 else ''}{format_bytes(value)}")
+_KIND = Unit(lambda kind: "lost to rounding" if kind == "padding" else kind, right=False)
 _COLUMNS = (
     Column("bytes", "bytes", BYTES),
-    Column("kind", "kind", TEXT),
+    Column("kind", "kind", _KIND),
     Column("count", "count", COUNT),
-    Column("stack", "owner or stack", TEXT, flexible=True),
+    Column("stack", "tensor, or your line", TEXT, flexible=True),
 )
 
 
@@ -32,7 +33,7 @@ def memory_parts(comparison: Comparison, top: int = TOP_PARTS) -> list[Table | L
         rest = {
             "bytes": sum(part.bytes for part in hidden),
             "count": sum(part.count for part in hidden),
-            "stack": f"({len(hidden)} more)",
+            "stack": format_count(len(hidden), "smaller place"),
         }
     parts = Table(_COLUMNS, [_row(part) for part in changed[:top]], rest=rest)
     return [_head(comparison), Table(_COLUMNS[:2], kinds), parts]
@@ -43,14 +44,11 @@ def memory_table(comparison: Comparison) -> Table:
     return Table(_COLUMNS, [_row(part) for part in comparison.parts])
 
 
-def render_comparison(
-    comparison: Comparison, style: Format = "table", *, top: int = TOP_PARTS, full_names: bool = False
-) -> str:
-    """Return the comparison of two snapshots as text."""
+def build_peaks_document(comparison: Comparison, *, top: int = TOP_PARTS) -> Document:
+    """Return what ``memory --against`` shows; ``top`` is how many parts a table shows."""
     data = comparison.to_dict()
     del data["warnings"]
-    document = Document("memory", data, memory_parts(comparison, top), memory_table(comparison), comparison.warnings)
-    return render(document, style, full_names=full_names)
+    return Document("memory", data, memory_parts(comparison, top), memory_table(comparison), comparison.warnings)
 
 
 def _head(comparison: Comparison) -> Lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from profkit.analysis.memory.opened_snapshot import read_snapshot
+from profkit.reading import open_snapshot
 from profkit.report.document import render
 from profkit.report.memory import build_memory_document
 from profkit.run.directory import Run
@@ -16,7 +16,7 @@ _TOP = 3
 
 def render_memory_summary(run: Path) -> str:
     """Return the memory table of a run, and how much longer its steps took while the allocator was recorded."""
-    text = render(build_memory_document(read_snapshot(run).memory(), top=_TOP), "table")
+    text = render(build_memory_document(open_snapshot(run).memory(), top=_TOP), "table")
     manifest = Run(run).manifest
     recorded = () if manifest.memory is None else Samples(manifest.memory.steps).step_ns()
     clean = () if manifest.unprofiled is None else manifest.unprofiled.step_ns()

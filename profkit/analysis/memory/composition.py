@@ -101,6 +101,8 @@ class PhasePeak:
     instances: int
     peak_bytes: int
     time_us: int
+    moment: int
+    """Where on the curves it is."""
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,12 @@ class DeviceMemory:
         for phase in self.timeline.phases:
             first, last = self.timeline.moments_of(phase)
             moment = first + int(allocated[first : last + 1].argmax())
-            peak, time_us = int(allocated[moment]), self.history.time_us(moment) or phase.start_us
-            old = found.get(phase.name)
-            if old is None:
-                found[phase.name] = PhasePeak(phase.name, 1, peak, time_us)
-            else:
-                best = (peak, time_us) if peak > old.peak_bytes else (old.peak_bytes, old.time_us)
-                found[phase.name] = PhasePeak(phase.name, old.instances + 1, *best)
+            one = PhasePeak(
+                phase.name, 1, int(allocated[moment]), self.history.time_us(moment) or phase.start_us, moment
+            )
+            old = found.get(phase.name, one)
+            higher = one if one.peak_bytes > old.peak_bytes else old
+            found[phase.name] = replace(higher, instances=old.instances + (phase.name in found))
         return tuple(found.values())
 
     def _mentions(self, row: int, text: str) -> bool:

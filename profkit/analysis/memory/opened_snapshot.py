@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.analysis.memory.composition import DeviceMemory, Filter, measure_fragmentation
@@ -13,10 +12,8 @@ from profkit.analysis.memory.oom import judge_oom
 from profkit.analysis.memory.owners import check_with_allocator, find_capacity
 from profkit.analysis.memory.result import MemoryResult, describe_history, find_warnings, sum_up
 from profkit.errors import SnapshotError, UsageError
-from profkit.run.directory import Run, owners_of
-from profkit.run.owners import Owners, read_owners
+from profkit.run.owners import Owners
 from profkit.snapshot.columns import Snapshot
-from profkit.snapshot.reader import read_snapshot as read_columns
 
 if TYPE_CHECKING:
     from profkit.analysis.memory.compare import Comparison
@@ -28,7 +25,7 @@ _UNITS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
 
 
 class OpenedSnapshot:
-    """One snapshot, read and replayed; made by `read_snapshot`."""
+    """One snapshot, read and replayed; made by `profkit.reading.open_snapshot`."""
 
     def __init__(
         self,
@@ -51,7 +48,7 @@ class OpenedSnapshot:
             return max(self.devices.values(), key=lambda one: (one.history.allocated_peak_bytes, -one.device.index))
         if index not in self.devices:
             known = ", ".join(map(str, self.devices))
-            raise UsageError(f"--device {index}: nothing was recorded of that device; recorded: {known}")
+            raise UsageError(f"device {index}: nothing was recorded of it, only of {known}")
         return self.devices[index]
 
     def against(self, after: OpenedSnapshot, *, device: int | None = None) -> Comparison:
@@ -86,11 +83,15 @@ class OpenedSnapshot:
                 recorded.
 
         Raises:
-            UsageError: an unknown device, phase or form of time.
+            UsageError: an unknown device, phase or form of time, or a filter that leaves nothing.
         """
         memory = self.device(device)
         moment = find_moment(memory, at)
         composition = memory.compose(at, moment, Filter(stack, min_bytes))
+        if composition.allocated_bytes and not composition.largest:
+            words = [] if stack is None else [f"has {stack!r} in its stack or its tensor's name"]
+            words += [f"is of {min_bytes:,} B or more"] if min_bytes else []
+            raise UsageError(f"no allocation at this moment ({at}) {' and '.join(words)}")
         leaks = check_leaks(memory)
         check = check_with_allocator(memory.recorded, memory.history, memory.unmatched_entries)
         capacity_bytes = capacity_bytes or find_capacity(memory.recorded, memory.device.index)
@@ -109,33 +110,6 @@ class OpenedSnapshot:
         )
 
 
-def read_snapshot(
-    path: str | Path, *, phases: Mapping[str, str] | None = None, rank: int | None = None
-) -> OpenedSnapshot:
-    """Open a snapshot (``.pickle``, ``.pickle.gz``) or a run directory, and replay it.
-
-    Nothing in the file is executed: it may hold data only.
-
-    Args:
-        path: the snapshot, or a run directory, of which the recorded owners are read too.
-        phases: phase name → glob on the names of ``record_function`` annotations.
-        rank: a run's rank; by default the one with the highest peak.
-
-    Raises:
-        SnapshotError: the file cannot be read or is no snapshot.
-        RunError: a directory that is no run.
-        UsageError: the run has no snapshot of this rank, or ``path`` is no run.
-    """
-    path = Path(path)
-    recorded = None
-    if path.is_dir():
-        path = Run(path).find_snapshot(rank)
-        recorded = read_owners(owners_of(path)) if owners_of(path).exists() else None
-    elif rank is not None:
-        raise UsageError(f"--rank {rank}: {path} is one snapshot; name the run's directory")
-    return OpenedSnapshot(read_columns(path), recorded, phases)
-
-
 def find_moment(memory: DeviceMemory, at: str) -> int:
     """Return the point on the curves that ``at`` names (`OpenedSnapshot.memory`)."""
     history = memory.history
@@ -145,26 +119,24 @@ def find_moment(memory: DeviceMemory, at: str) -> int:
         return _phase_moment(memory, at.removeprefix(_PHASE))
     match = _TIME.fullmatch(at.strip())
     if match is None:
-        raise UsageError(f"--at {at}: write peak, phase:NAME, or a time such as 1.5s or 300ms after the first event")
+        raise UsageError(
+            f"moment {at!r}: write peak, phase:NAME, or a time after the first event such as 1.5s or 300ms"
+        )
     if history.time_us(1) is None:
-        raise SnapshotError(f"--at {at}: the snapshot records no times; only peak is possible")
+        raise SnapshotError(f"moment {at!r}: the snapshot records no times; only peak is possible")
     first = int(memory.timeline.times_us[0])
     unit = match["unit"]
     value = float(match["value"]) * _UNITS[unit] + first if unit else float(match["value"])
     if not unit and value < first:
-        raise UsageError(f"--at {at}: write {match['value']}s for seconds after the first event")
+        raise UsageError(f"moment {at!r}: write {match['value']}s for seconds after the first event")
     if not first <= value <= int(memory.timeline.times_us[-1]):
         span = (int(memory.timeline.times_us[-1]) - first) / 1e6
-        raise UsageError(f"--at {at}: outside the history, which lasts {span:.6f}s from {first} µs")
+        raise UsageError(f"moment {at!r}: outside the history, which lasts {span:.6f}s from {first} µs")
     return memory.timeline.moment_at(int(value))
 
 
 def _phase_moment(memory: DeviceMemory, name: str) -> int:
-    phases = [phase for phase in memory.timeline.phases if phase.name == name]
-    if not phases:
-        known = ", ".join(dict.fromkeys(phase.name for phase in memory.timeline.phases)) or "none"
-        raise UsageError(f"--at phase:{name}: no such phase; the phases are {known} (--phase NAME=GLOB adds more)")
-    allocated = memory.history.curves.allocated
-    spans = [memory.timeline.moments_of(phase) for phase in phases]
-    peaks = [first + int(allocated[first : last + 1].argmax()) for first, last in spans]
-    return max(peaks, key=lambda moment: (int(allocated[moment]), -moment))
+    peaks = {one.name: one.moment for one in memory.phase_peaks()}
+    if name not in peaks:
+        raise UsageError(f"no phase {name!r}; the phases are: {', '.join(peaks) or 'none'}")
+    return peaks[name]
