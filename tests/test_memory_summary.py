@@ -221,7 +221,7 @@ def test_moments(opened: OpenedSnapshot) -> None:
     assert opened.memory(at=str(first)).composition.moment == 1
     assert opened.memory(at="0.014ms").composition.moment == 3
     for wrong in ("phase:nothing", "noon", "500s"):
-        with pytest.raises(UsageError, match="^(no phase|moment)"):
+        with pytest.raises(UsageError, match=r"^(no phase|moment)"):
             opened.memory(at=wrong)
 
 
