@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from profkit.reading import compare as compare
     from profkit.reading import open_snapshot as read_snapshot
     from profkit.reading import open_trace as read_trace
+    from profkit.report.text import simplify_name as simplify_name
 
 _HOMES = {
     "annotate": ("profkit.annotation", "annotate"),
@@ -25,9 +26,19 @@ _HOMES = {
     "read_snapshot": ("profkit.reading", "open_snapshot"),
     "read_step_times": ("profkit.analysis.step_times", "read_step_times"),
     "read_trace": ("profkit.reading", "open_trace"),
+    "simplify_name": ("profkit.report.text", "simplify_name"),
 }
 
-__all__ = ["__version__", "annotate", "compare", "find_datasheet", "read_snapshot", "read_step_times", "read_trace"]
+__all__ = [
+    "__version__",
+    "annotate",
+    "compare",
+    "find_datasheet",
+    "read_snapshot",
+    "read_step_times",
+    "read_trace",
+    "simplify_name",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """What does Nsight Systems say of a training step: which kernels have the time, and does it agree with Python's clock?
 
 ``python -m recipes.nsight_questions --device cpu``. profkit's transformer in fp32; one capture of all contexts for each
-size, in training and in inference. Five questions, each answered in short and in tables, with commands that show it.
+size, in training and in inference. Five questions, each answered by tables, with commands that show the figures.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import find_nsys
 from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, results_directory, run_recipe
 from recipes.common.recipe import Cell, Device, Recipe, Row, Together
-from recipes.nsight.capture import CAPTURES
-from recipes.nsight.cells import GRIDS, KEYS, KINETO, NSYS, PROFILERS, SIZES, STEPS, TOGETHER, build_cells
+from recipes.nsight.cells import CAPTURES, GRIDS, KEYS, KINETO, NSYS, PROFILERS, SIZES, STEPS, TOGETHER, build_cells
 from recipes.nsight.report import report
 
 WORDS = ("size", "passes", "profiler", "device", "top_kernel", "both_top_kernel", "self_check", "status", "reason")
@@ -39,14 +38,14 @@ MEASURED = (
 
 
 def measure(cells: Sequence[Cell], device: Device, captures: Path) -> list[Row]:
-    """Measure the cells of one capture; torch is loaded in their process alone."""
+    """Measure the cells of one capture; only their own process loads torch."""
     from recipes.nsight.measure import measure_cells
 
     return measure_cells(cells, device, captures)
 
 
 def predict(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell asks for at its peak."""
+    """Return the bytes that a cell needs at its peak."""
     from recipes.nsight.measure import predict_bytes
 
     return predict_bytes(cell, device)
@@ -66,31 +65,31 @@ RECIPE = Recipe(
 
 
 def choose_profiler(wanted: str | None, device: Device) -> str:
-    """Return the profiler to record with: the wanted one, else nsys for a GPU where there is one.
+    """Return the profiler to record with: the wanted one, otherwise nsys for a GPU if it is installed.
 
     Raises:
-        UsageError: the device is none that ``profkit run`` records.
-        ToolError: nsys is wanted and not there.
+        UsageError: ``profkit run`` cannot record the device.
+        ToolError: nsys is wanted and not installed.
     """
     if device == "mps":
-        raise UsageError("--device mps: neither Nsight Systems nor profkit run records it; name cuda or cpu")
+        raise UsageError("--device mps: neither Nsight Systems nor profkit run records it; choose cuda or cpu")
     if wanted == KINETO or (wanted is None and device == "cpu"):
         return KINETO
     if find_nsys(os.environ) is not None:
         return NSYS
     if wanted == NSYS:
-        raise ToolError("--profiler nsys: nsys is not here; `profkit doctor` says how to get it, or leave it out")
-    click.echo("recipes: nsys is not here: torch.profiler records instead, and column profiler says so", err=True)
+        raise ToolError("--profiler nsys: nsys is not installed; `profkit doctor` says how to get it")
+    click.echo("recipes: nsys is not installed; torch.profiler records instead", err=True)
     return KINETO
 
 
 @click.command(help=__doc__)
 @recipe_options
 @click.option("--size", type=Names(SIZES), help="Sizes of the model, instead of the grid's.")
-@click.option("--context", type=Numbers(), help="Lengths of the context, instead of the grid's; one capture has all.")
+@click.option("--context", type=Numbers(), help="Lengths of the context, instead of the grid's; one capture holds all.")
 @click.option("--batch", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), help="Recorded steps  [default: 3; 2 with --grid small]")
-@click.option("--profiler", type=click.Choice(PROFILERS), help="[default: nsys on a GPU, where it is; else kineto]")
+@click.option("--profiler", type=click.Choice(PROFILERS), help="[default: nsys on a GPU, else kineto]")
 def main(options: Options, batch: int, steps: int | None, profiler: str | None, **given: Any) -> int:
     sizes, contexts = GRIDS[options.grid]
     sizes, contexts = given["size"] or sizes, given["context"] or contexts

@@ -1,1 +1,1 @@
-"""What nsight_questions does: the captures that it makes, what it reads out of them, the answers."""
+"""Training steps recorded by Nsight Systems: the cells, how a capture is made and read, the report."""

@@ -8,19 +8,21 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from profkit.analysis.categories import CATEGORIES
 from recipes.common.pictures import COLOURS, new_figure
-from recipes.nsight.cells import SIZES, TRAIN
-from recipes.nsight.read import MATTERS
-from recipes.nsight.times import TIMED, UNEVEN, Ratio, find_ratios
-from recipes.nsight.words import DOING, Measured, measure_noun, pair_rows, profiler_name
+from recipes.nsight.cells import DOING, MATTERS, NSYS, SIZES, TRAIN, Measured, pair_rows
+from recipes.nsight.ratios import TIMED, UNEVEN, Ratio, find_ratios
 
+_ORDER = (
+    *("gemm", "attention", "softmax", "normalization", "elementwise", "reduction", "copy/cast", "embedding/index"),
+    *("optimizer", "loss", "communication", "random", "graph", "other"),
+)
+"""profkit's categories of kernels, in the order of the bars."""
 _SHOWN = 6
-"""As many categories get a colour of their own; the others are one."""
+"""How many categories get a colour of their own; the others share one."""
 _READABLE = 0.06
 _DARK = COLOURS[:3]
 _BESIDE = 1.035
-"""Points of one context stand beside each other, each size this many times as far right as the one before."""
+"""Each size is shifted to the right of the one before by this factor, so that points do not overlap."""
 
 
 def draw_ratios(rows: Sequence[Measured]) -> Figure:
@@ -30,7 +32,8 @@ def draw_ratios(rows: Sequence[Measured]) -> Figure:
     """
     found = {timed: find_ratios(rows, *timed) for timed in TIMED}
     drawn = [ratio for ratios in found.values() for ratio in ratios]
-    profiler = profiler_name(drawn[0].row) if drawn else "the profiler"
+    names = {True: "Nsight Systems", False: "torch.profiler"}
+    profiler = names[drawn[0].row["profiler"] == NSYS] if drawn else "the profiler"
     figure = new_figure(f"Time by {profiler} over Python's clock without it, bars: range of the samples", width=12)
     contexts = sorted({int(ratio.row["context"]) for ratio in drawn})
     sizes = list(dict.fromkeys(ratio.row["size"] for ratio in drawn))
@@ -82,7 +85,7 @@ def draw_shares(rows: Sequence[Measured]) -> Figure:
     pairs = pair_rows(rows)
     contexts = choose_contexts([int(row["context"]) for _, row in pairs])
     pairs = [pair for pair in pairs if pair[1]["context"] in contexts]
-    noun = measure_noun(pairs[0][1]) if pairs else "kernel"
+    noun = "operator" if pairs and pairs[0][1]["measure"] == "cpu-operator" else "kernel"
     sizes = list(dict.fromkeys(row["size"] for _, row in pairs))
     figure = new_figure(f"Shares of the {noun} time", width=12, height=1.8 + 0.8 * max(len(sizes), 1))
     panels = figure.subplots(1, max(len(contexts), 1), sharey=True, squeeze=False)[0]
@@ -99,20 +102,20 @@ def draw_shares(rows: Sequence[Measured]) -> Figure:
 
 
 def choose_contexts(contexts: Sequence[int]) -> list[int]:
-    """Return the shortest and the longest of the contexts that most sizes have."""
+    """Return the shortest and the longest context among those that most sizes have."""
     most = max(map(contexts.count, contexts), default=0)
     alike = [context for context in contexts if contexts.count(context) == most]
     return sorted({min(alike), max(alike)}) if alike else []
 
 
 def rank_categories(pairs: Sequence[tuple[Measured, Measured]]) -> list[str]:
-    """Return the categories that have the most in any bar, and that matter in one, in profkit's order."""
+    """Return the categories with the largest share in any bar, if it matters, in the order of the bars."""
     most: dict[str, float] = {}
     for row in (row for pair in pairs for row in pair):
         for each in row["step"]["rows"]:
             most[each["name"]] = max(most.get(each["name"], 0.0), each["share"])
     chosen = sorted((name for name in most if most[name] >= MATTERS), key=lambda name: -most[name])[:_SHOWN]
-    return [name for name in CATEGORIES if name in chosen]
+    return [name for name in _ORDER if name in chosen]
 
 
 def _draw_pairs(
