@@ -15,6 +15,7 @@ import pytest
 
 from profkit.cli import main
 from tests.captures import CAPTURES
+from tests.nsys_builder import NsysBuilder
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,6 +26,53 @@ def captures() -> Path:
     if not CAPTURES.is_dir():
         pytest.skip(f"the large captures are not here ({CAPTURES}); set PROFKIT_CAPTURES")
     return CAPTURES
+
+
+@pytest.fixture(scope="session")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return two steps of forward and backward, the latter on an autograd thread."""
+    gemm = "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas"
+    add = (
+        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>,"
+        " std::array<char *, (unsigned long)3>>(int, T2, T3)"
+    )
+    builder = NsysBuilder()
+    builder.name_thread("pt_autograd_0", 101)
+    for step in range(2):
+        base = 200_000 * step
+        builder.range(f"step {step}", base, base + 190_000)
+        builder.range("forward", base + 1000, base + 50_000)
+        builder.kernel(base + 2000, 3000, name=gemm, start=base + 3000)
+        builder.range("backward", base + 60_000, base + 140_000)
+        builder.kernel(base + 61_000, 1250, name=add, start=base + 62_000)
+        for launch in (70_000, 80_000):
+            builder.kernel(base + launch, 2500, name=gemm, tid=101, start=base + launch + 1000)
+    return builder.write(tmp_path_factory.mktemp("trace") / "t.sqlite")
+
+
+@pytest.fixture(scope="session")
+def two_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a capture with two GPUs, a warm-up, and a range in a domain of its own."""
+    builder = NsysBuilder()
+    builder.domain(3, "NCCL")
+    builder.range("Warmup", 0, 900)
+    builder.range("forward", 100, 500)
+    builder.kernel(200, 50, device=0)
+    builder.range("forward", 1000, 1500)
+    builder.kernel(1100, 70, device=0)
+    builder.kernel(1200, 30, device=1, name="all_reduce")
+    builder.range("all_reduce", 1190, 1300, domain=3)
+    return builder.write(tmp_path_factory.mktemp("two") / "t.sqlite")
+
+
+@pytest.fixture
+def oddly_named(tmp_path: Path) -> Path:
+    """Return a capture whose names hold a formula, an escape sequence, line breaks and Chinese."""
+    builder = NsysBuilder()
+    builder.range("forward\x1b[2J\nx", 0, 100)
+    for name in ("$x$ \\frac{", "k\x1b[31m<float>\nrm -rf", "注意力", "_private"):
+        builder.kernel(10, 5, name=name)
+    return builder.write(tmp_path / "odd.sqlite")
 
 
 ANALYZERS = ("kernels", "ranges", "efficiency", "memory", "compare", "check", "scrub", "help")

@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter
 from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.composition import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
-from profkit.report.formats import make_visible, shorten
 from profkit.report.pictures import plain_text, write_png
+from profkit.report.text import make_visible, shorten
 from profkit.report.timeline_page import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
 from profkit.report.units import format_bytes
 

@@ -1,0 +1,325 @@
+"""What holds for every analyzer: exit codes, errors of one line, protected files, hostile names, pipes, progress."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from profkit.cli import main, progress
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_json_shows_the_folders_of_this_machine_only_on_request(profkit: Run, trace: Path) -> None:
+    for command in ("kernels", "ranges"):
+        full = json.loads(profkit(command, trace, "--format", "json", "--full-names").stdout)
+        assert full["trace"] == str(trace)
+        assert str(trace.parent) not in profkit(command, trace, "--format", "json").stdout
+
+
+def test_output_goes_to_a_file_whole_or_not_at_all(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "t.json"
+    done = profkit("kernels", trace, "--format", "json", "-o", out)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert json.loads(out.read_text())["kernel_count"] == 8
+    done = profkit("kernels", trace, "-o", tmp_path / "no" / "t.txt")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "No such file" in done.stderr
+
+
+def test_output_to_a_device_writes_to_it_and_does_not_replace_it(profkit: Run, trace: Path) -> None:
+    assert profkit("kernels", trace, "-o", "/dev/null").returncode == 0
+    assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--range", "forwrad"), 2, "nearest: 'forward'"),
+        (("--instance", "1"), 2, "one instance needs a range"),
+        (("--range", "forward", "--instance", "9"), 2, "2 instances"),
+        (("--per-instance",), 2, "one line per instance needs a range"),
+        (("--device", "4"), 2, "device 0"),
+        (("--process", "4"), 2, "pid 100"),
+        (("--by", "colour"), 2, "colour"),
+        (("--top", "0"), 2, "0"),
+    ],
+)
+def test_wrong_requests_get_one_line_and_the_usage_code(
+    profkit: Run, trace: Path, arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    done = profkit("kernels", trace, *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _make_bad(kind: str, folder: Path, good: Path) -> Path:
+    path = folder / "t.sqlite"
+    if kind == "missing":
+        return path
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "empty":
+        path.touch()
+    elif kind == "text":
+        path.write_text("hello")
+    elif kind == "report":
+        path = folder / "t.nsys-rep"
+        path.write_bytes(b"\x00\x01report")
+    elif kind == "cut":
+        path.write_bytes(good.read_bytes()[:-5000])
+    elif kind == "wal":
+        shutil.copy(good, path)
+        (folder / "t.sqlite-wal").write_bytes(b"xyz")
+    elif kind == "json":
+        path.write_text('{"name": "not a trace"}')
+    elif kind == "gzip":
+        path.write_bytes(b"\x1f\x8b\x08garbage")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["missing", "directory", "empty", "text", "report", "cut", "wal", "json", "gzip"])
+@pytest.mark.parametrize("command", ["kernels", "ranges"])
+def test_bad_files_get_one_line_and_leave_nothing(
+    profkit: Run, trace: Path, tmp_path: Path, command: str, kind: str
+) -> None:
+    path = _make_bad(kind, tmp_path, trace)
+    before = sorted(tmp_path.rglob("*"))
+    environment = {**os.environ, "PATH": "/nonexistent", "NSYS": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment.pop("NSYS")
+    done = profkit(command, path, env=environment)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert str(path) in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_no_permission_gets_one_line(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    shutil.copy(trace, path)
+    path.chmod(0)
+    done = profkit("kernels", path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "Permission denied" in done.stderr
+
+
+def test_a_lossy_capture_is_read_and_its_verdict_heads_the_output(profkit: Run, captures: Path) -> None:
+    path = captures / "lossy.nsys2023.sqlite"
+    done = profkit("kernels", path, "--range", "backward")
+    assert done.returncode == 0
+    assert done.stdout.startswith("SELF-CHECK FAILED")
+    assert profkit("kernels", path, "--strict").returncode == 3
+    assert profkit("ranges", path, "--strict").returncode == 3
+    data = json.loads(profkit("kernels", path, "--format", "json").stdout)
+    assert data["self_check"]["passed"] is False
+    assert "self-check-launch-without-kernel" in {warning["code"] for warning in data["warnings"]}
+
+
+def _copy(trace: Path, folder: Path, name: str) -> Path:
+    return Path(shutil.copy(trace, folder / name))
+
+
+@pytest.mark.parametrize("link", ["itself", "symlink", "hardlink", "other spelling"])
+@pytest.mark.parametrize("command", ["kernels", "ranges", "memory"])
+def test_a_result_never_replaces_what_is_read(
+    profkit: Run, trace: Path, tmp_path: Path, command: str, link: str
+) -> None:
+    capture = _copy(trace, tmp_path, "s.sqlite")
+    before = capture.read_bytes()
+    output = tmp_path / "s.sqlite"
+    if link == "other spelling":
+        output = tmp_path / "." / ".." / tmp_path.name / "s.sqlite"
+    elif link == "symlink":
+        output = tmp_path / "l"
+        output.symlink_to(capture)
+    elif link == "hardlink":
+        output = tmp_path / "l"
+        output.hardlink_to(capture)
+    done = profkit(command, capture, "-o", output)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "this file is being read" in done.stderr
+    assert capture.read_bytes() == before
+
+
+def test_neither_a_plot_nor_a_timeline_replaces_what_is_read(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    for command, option, name in (("kernels", "--plot", "c.png"), ("memory", "--timeline", "c.html")):
+        capture = _copy(trace, tmp_path, name)
+        assert profkit(command, capture, option, capture).returncode == 2
+        assert capture.read_bytes() == trace.read_bytes()
+    other = _copy(trace, tmp_path, "after.pickle")
+    assert profkit("memory", tmp_path / "c.png", "--against", other, "-o", other).returncode == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "trace.sqlite", "snapshot.pickle", "ledger.jsonl", "log.txt"])
+@pytest.mark.parametrize("named", ["run", "trace"])
+def test_a_result_never_replaces_a_file_of_the_run(
+    profkit: Run, trace: Path, tmp_path: Path, name: str, named: str
+) -> None:
+    (tmp_path / "manifest.json").write_text('{"status": "complete"}')
+    (tmp_path / "log.txt").touch()
+    _copy(trace, tmp_path, "trace.sqlite")
+    before = sorted((path, path.read_bytes()) for path in tmp_path.iterdir())
+    capture = tmp_path if named == "run" else tmp_path / "trace.sqlite"
+    assert profkit("kernels", capture, "-o", tmp_path / name).returncode == 2
+    assert sorted((path, path.read_bytes()) for path in tmp_path.iterdir()) == before
+    assert profkit("kernels", capture, "-o", tmp_path / "kernels.txt").returncode == 0
+
+
+def test_two_results_do_not_go_to_one_file(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    done = profkit("kernels", trace, "-o", tmp_path / "a.png", "--plot", tmp_path / "a.png")
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+
+
+@pytest.mark.parametrize("name", ["p.sqlite", "p.json", "p.nsys-rep", "p.pickle"])
+def test_a_pipe_is_refused_and_not_waited_for(profkit: Run, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    for command in ("kernels", "ranges", "memory"):
+        done = profkit(command, tmp_path / name)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert "not a regular file" in done.stderr
+
+
+@pytest.mark.parametrize("style", ["table", "markdown", "latex", "json"])
+@pytest.mark.parametrize("command", ["kernels", "ranges"])
+def test_no_escape_sequence_in_a_name_is_printed(profkit: Run, oddly_named: Path, command: str, style: str) -> None:
+    done = profkit(command, oddly_named, "--format", style)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert not any(line.startswith(("x", "rm")) for line in done.stdout.splitlines())
+
+
+def test_csv_keeps_odd_names_unchanged(profkit: Run, oddly_named: Path) -> None:
+    text = profkit("kernels", oddly_named, "--format", "csv").stdout
+    assert "k\x1b[31m<float>\nrm -rf" in {row["name"] for row in csv.DictReader(io.StringIO(text, newline=""))}
+
+
+def test_a_file_whose_name_is_not_utf8_is_read(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    path = _copy(trace, tmp_path, "a\udcff#?%.sqlite")
+    for style in ("table", "json"):
+        done = profkit("kernels", path, "--format", style)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["trace"] == "a\ufffd#?%.sqlite"
+    assert profkit("kernels", path, "--format", "json", "-o", tmp_path / "o.json").returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_output_in_any_encoding_succeeds(profkit: Run, trace: Path, encoding: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for command in ("kernels", "ranges"):
+        done = profkit(command, trace, env=environment, encoding=encoding, errors="strict")
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def _in_bash(command: str) -> subprocess.CompletedProcess[str]:
+    program = f"{sys.executable} -m profkit"
+    return subprocess.run(
+        ["bash", "-c", command.replace("profkit", program)], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_closed_or_full_output_gets_one_line(trace: Path, tmp_path: Path) -> None:
+    done = _in_bash(f"profkit kernels {trace} >&-")
+    assert (done.returncode, done.stderr) == (1, "profkit: standard output is closed; name a file with -o\n")
+    assert _in_bash(f"profkit kernels {trace} -o {tmp_path}/o.txt >&-").returncode == 0
+    assert (tmp_path / "o.txt").stat().st_size
+    done = _in_bash(f"profkit kernels {trace} > /dev/full")
+    assert (done.returncode, done.stderr) == (1, "profkit: No space left on device\n")
+    done = _in_bash(f"profkit kernels {trace} --range none 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_warnings_do_not_enter_a_result_when_the_error_stream_is_closed(two_devices: Path) -> None:
+    with_warning = f"profkit kernels {two_devices} --range forward --format json"
+    assert "warning: " in _in_bash(with_warning).stderr
+    json.loads(_in_bash(f"{with_warning} 2>&-").stdout)
+
+
+def test_an_unexpected_error_gets_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise IndexError("index 7\nof 3")
+
+    monkeypatch.setattr("profkit.cli.kernels.open_trace", fail)
+    with pytest.raises(SystemExit) as caught:
+        main(["kernels", "x"])
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == (
+        "profkit: internal error, IndexError: index 7␊of 3; `profkit --debug …` shows where\n"
+    )
+    with pytest.raises(IndexError):
+        main(["--debug", "kernels", "x"])
+
+
+def test_a_result_is_printed_before_strict_fails(profkit: Run, captures: Path) -> None:
+    done = profkit("ranges", captures / "lossy.nsys2023.sqlite", "--strict")
+    assert "100 % = " in done.stdout
+    assert done.stderr.endswith("the capture failed its self-check\n")
+
+
+def test_a_command_that_does_not_exist_gets_the_nearest_one(profkit: Run) -> None:
+    done = profkit("kernel", "t.sqlite")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "Error: no command 'kernel'; did you mean 'kernels'?")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_after_a_second_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.05)
+    monkeypatch.setenv("TERM", "xterm")
+    for seconds, shown in ((0.0, False), (0.8, True)):
+        terminal = _Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with progress.shown_after_a_second("reading [t].sqlite"):
+            time.sleep(seconds)
+        assert ("reading [t].sqlite …" in terminal.getvalue()) is shown
+
+
+@pytest.mark.parametrize("command", ["kernels", "ranges"])
+def test_reading_shows_progress(
+    command: str, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+
+    @contextmanager
+    def record(doing: str) -> Iterator[None]:
+        shown.append(doing)
+        yield
+
+    monkeypatch.setattr(f"profkit.cli.{command}.shown_after_a_second", record)
+    with pytest.raises(SystemExit):
+        main([command, str(trace)])
+    assert shown == ["reading t.sqlite"]
+
+
+def test_kernels_loads_no_heavy_package_it_does_not_need(trace: Path) -> None:
+    unwanted = {"pandas", "torch", "rich", "matplotlib", "platformdirs", "statistics", "importlib.metadata", "numpy.ma"}
+    code = "import sys; from profkit.cli import main\ntry: main(['kernels', sys.argv[1]])\nexcept SystemExit: pass\n"
+    code += f"sys.exit(' '.join({unwanted} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code, str(trace)], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
+def test_a_closed_pipe_is_no_error(trace: Path) -> None:
+    command = f"{sys.executable} -m profkit kernels {trace} | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_debug_shows_the_traceback(profkit: Run, tmp_path: Path) -> None:
+    assert "Traceback" in profkit("--debug", "kernels", tmp_path / "none").stderr

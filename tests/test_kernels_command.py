@@ -1,0 +1,291 @@
+"""`profkit kernels`: its table, its filters and groupings, and what each format holds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from profkit import read_trace
+from profkit.report.kernel_plot import _draw
+from tests.conftest import ROOT
+from tests.nsys_builder import NsysBuilder
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+GOLDEN_RANGE = """\
+range 'backward', open 2 times: 3 kernels per step (2 steps)
+kernel time 6.250 µs   GPU busy 6.250 µs   Python time 80.00 µs
+
+share  per step  times      mean  category     kernel
+─────  ────────  ─────  ────────  ───────────  ─────────────────────────────────
+80.0%  5.000 µs      2  2.500 µs  gemm         sm80_xmma_gemm_f…f32_nt_n_64x64x8
+20.0%  1.250 µs      1  1.250 µs  elementwise  vectorized_eleme…nctor_add,float>
+
+100 % = 12.50 µs of kernels under 'backward' in 2 steps
+Under 'backward' 12,500 ns = placed by launching thread 2,500 + by waiting
+  thread 10,000
+All kernel time 18,500 ns = placed by launching thread 8,500 + by waiting thread
+  (backward) 10,000 + in no range 0
+"""
+
+
+def test_the_table_of_a_range_is_per_step_and_fits_80_columns(profkit: Run, trace: Path) -> None:
+    done = profkit("kernels", trace, "--range", "backward")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == GOLDEN_RANGE
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_full_names_are_not_shortened(profkit: Run, trace: Path) -> None:
+    done = profkit("kernels", trace, "--range", "backward", "--full-names")
+    assert "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas" in done.stdout
+
+
+def test_json_keeps_its_contract(profkit: Run, trace: Path) -> None:
+    data = json.loads(profkit("kernels", trace, "--range", "backward", "--format", "json").stdout)
+    assert {key: data[key] for key in ("trace", "measure", "range", "instances", "kernel_count", "graph_count")} == {
+        "trace": "t.sqlite",
+        "measure": "gpu-kernel",
+        "range": "backward",
+        "instances": 2,
+        "kernel_count": 6,
+        "graph_count": 0,
+    }
+    assert {key: data[key] for key in ("kernel_time_ns", "graph_time_ns", "busy_ns", "wall_ns")} == {
+        "kernel_time_ns": 12500,
+        "graph_time_ns": 0,
+        "busy_ns": 12500,
+        "wall_ns": 160_000,
+    }
+    assert data["copies"] == {"memcpy_count": 0, "memcpy_ns": 0, "memset_count": 0, "memset_ns": 0}
+    assert data["kernels"][0] == {
+        "name": "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas",
+        "category": "gemm",
+        "count": 4,
+        "per_instance_count": 2.0,
+        "total_ns": 10_000,
+        "share": 0.8,
+        "mean_ns": 2500,
+        "min_ns": 2500,
+        "max_ns": 2500,
+        "per_rank_ns": [],
+    }
+    assert (data["ranks"], data["rank_evidence"], data["slowest_rank"]) == ([], None, None)
+    assert data["range_evidence"] == {"direct_ns": 2500, "inferred_ns": 10_000, "sequence_ns": 0}
+    assert data["ledger"] == {
+        "direct_ns": 8500,
+        "inferred_ns": 10_000,
+        "ambiguous_ns": 0,
+        "outside_ns": 0,
+        "no_launch_ns": 0,
+        "total_ns": 18_500,
+    }
+    assert data["warnings"] == []
+    assert data["self_check"]["passed"] is True
+
+
+def test_without_a_range_json_is_the_whole_capture(profkit: Run, trace: Path) -> None:
+    data = json.loads(profkit("kernels", trace, "--format", "json").stdout)
+    assert (data["range"], data["range_evidence"], data["kernel_time_ns"]) == (None, None, 18_500)
+    assert data["wall_ns"] == 390_000
+
+
+def test_without_a_range_the_phases_come_first(profkit: Run, trace: Path) -> None:
+    text = profkit("kernels", trace).stdout
+    assert text.startswith("Phases, per step (2 steps); 100 % = all 18.50 µs of the capture\n")
+    assert text.index("forward") < text.index("backward") < text.index("whole capture: 4 kernels per step (2 steps)")
+
+
+def test_totals_are_sums_over_the_recorded_steps(profkit: Run, trace: Path) -> None:
+    text = profkit("kernels", trace, "--range", "backward", "--totals").stdout
+    assert text.startswith("range 'backward', open 2 times: 6 kernels\nkernel time 12.50 µs   GPU busy 12.50 µs")
+    assert "80.0%  10.00 µs      4   5.000 µs  gemm" in text
+    assert profkit("kernels", trace, "--totals").stdout.startswith("Phases, sums over the capture;")
+
+
+def test_work_outside_the_steps_leaves_no_average_per_step(profkit: Run, tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 900)
+    builder.kernel(200, 50)
+    builder.kernel(1000, 30)
+    path = builder.write(tmp_path / "t.sqlite")
+    assert "whole capture: 2 kernels\nkernel time 80 ns" in profkit("kernels", path).stdout
+    assert json.loads(profkit("kernels", path, "--format", "json").stdout)["steps"] is None
+    assert json.loads(profkit("kernels", path, "--range", "step 0", "--format", "json").stdout)["steps"] == 1
+
+
+def test_csv_holds_exact_values_and_whole_names(profkit: Run, trace: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(profkit("kernels", trace, "--format", "csv").stdout)))
+    assert [int(row["total_ns"]) for row in rows] == [16_000, 2500]
+    assert rows[1]["name"].startswith("void at::native::vectorized_elementwise_kernel<(int)4")
+
+
+def test_markdown_and_latex_hold_the_same_cells(profkit: Run, trace: Path) -> None:
+    markdown = profkit("kernels", trace, "--range", "backward", "--format", "markdown").stdout
+    assert "| 80.0% | 5.000 µs | 2 | 2.500 µs | gemm | sm80_xmma_gemm" in markdown
+    latex = profkit("kernels", trace, "--range", "backward", "--format", "latex").stdout
+    assert r"80.0\% & 5.000 µs & 2 & 2.500 µs & gemm & sm80\_xmma\_gemm" in latex
+    assert latex.count(r"\end{tabular}") == 1
+
+
+def test_top_adds_up_the_other_lines_and_sort_orders_them(profkit: Run, trace: Path) -> None:
+    text = profkit("kernels", trace, "--range", "backward", "--top", "1").stdout
+    assert "(1 more)" in text
+    by_mean = profkit("kernels", trace, "--range", "backward", "--sort", "mean", "--format", "csv").stdout.splitlines()
+    assert by_mean[1].startswith("sm80")
+    by_name = profkit("kernels", trace, "--range", "backward", "--sort", "name", "--format", "csv").stdout.splitlines()
+    assert by_name[2].startswith('"void')
+
+
+def test_explain_adds_a_table_of_rules(profkit: Run, trace: Path) -> None:
+    assert "Why each kernel has its category" in profkit("kernels", trace, "--explain").stdout
+
+
+def test_every_format_holds_the_rules_that_are_asked_for(profkit: Run, trace: Path) -> None:
+    asked = ("kernels", trace, "--explain", "--format")
+    rules = [row["rule"] for row in json.loads(profkit(*asked, "json").stdout)["kernels"]]
+    assert rules == [row["rule"] for row in csv.DictReader(io.StringIO(profkit(*asked, "csv").stdout))]
+    assert rules[0].startswith("cublas")
+    for style in ("table", "markdown", "latex"):
+        assert rules[0][:6] in profkit(*asked, style).stdout
+
+
+@pytest.mark.parametrize("by", ["category", "range", "operator"])
+def test_explain_is_refused_for_lines_that_are_no_kernels(profkit: Run, trace: Path, by: str) -> None:
+    assert profkit("kernels", trace, "--explain", "--by", by).returncode == 2
+
+
+def test_rules_and_plot_follow_the_order_of_the_table(profkit: Run, trace: Path) -> None:
+    text = profkit("kernels", trace, "--explain", "--sort", "max", "--top", "1", "--format", "markdown").stdout
+    assert "| gemm |" in text.partition("Why each")[2]
+    text = profkit("kernels", trace, "--explain", "--sort", "mean", "--top", "1").stdout
+    assert "elementwise" not in text.partition("Why each")[2]
+    opened = read_trace(trace)
+    figure = _draw(opened.kernels(), opened.self_check, 60, "name")
+    assert [label.get_text()[:4] for label in figure.axes[0].get_yticklabels()] == ["sm80", "vect"]
+
+
+def test_lines_can_be_categories_or_ranges(profkit: Run, trace: Path) -> None:
+    data = json.loads(profkit("kernels", trace, "--by", "category", "--format", "json").stdout)
+    assert [(row["name"], row["total_ns"]) for row in data["kernels"]] == [("gemm", 16_000), ("elementwise", 2500)]
+    data = json.loads(profkit("kernels", trace, "--by", "range", "--format", "json").stdout)
+    assert [(row["name"], row["total_ns"]) for row in data["kernels"]] == [
+        ("step */backward", 12_500),
+        ("step */forward", 6000),
+    ]
+
+
+def test_lines_can_be_the_operators_that_launched(profkit: Run, trace: Path) -> None:
+    recorded = ROOT / "traces" / "small-train.kineto.json.gz"
+    data = json.loads(profkit("kernels", recorded, "--range", "forward", "--by", "operator", "--format", "json").stdout)
+    rows = {row["name"]: row for row in data["kernels"]}
+    assert sum(row["total_ns"] for row in rows.values()) == data["kernel_time_ns"] == 17_835_338
+    # Two steps: seven projections in each of 12 layers and the head; twelve were split in two kernels.
+    assert rows["aten::mm"]["count"] == 2 * (12 * 7 + 1 + 12)
+    assert (rows["aten::bmm"]["count"], rows["aten::rsqrt"]["count"]) == (2 * 12 * 2, 2 * 25)
+    opened = read_trace(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz")
+    by_name, by_operator = (opened.kernels(by=by).kernels for by in ("kernel", "operator"))
+    assert [(row.name, row.count, row.total_ns) for row in by_name] == [
+        (row.name, row.count, row.total_ns) for row in by_operator
+    ]
+    done = profkit("kernels", trace, "--by", "operator")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "does not say which operators launched its kernels; record with torch.profiler" in done.stderr
+
+
+def test_thread_only_places_autograd_work_in_no_range(profkit: Run, trace: Path) -> None:
+    data = json.loads(profkit("kernels", trace, "--range", "backward", "--thread-only", "--format", "json").stdout)
+    assert data["kernel_time_ns"] == 2500
+    assert data["ledger"]["outside_ns"] == 10_000
+
+
+def test_python_and_the_command_line_say_the_same(profkit: Run, trace: Path) -> None:
+    data = json.loads(profkit("kernels", trace, "--range", "backward", "--format", "json").stdout)
+    result = read_trace(trace).kernels("backward").to_dict()
+    for key in ("kernel_time_ns", "ledger", "range_evidence", "busy_ns"):
+        assert data[key] == result[key]
+    assert data["kernels"] == json.loads(json.dumps(result["kernels"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--device", "1"), "device 1 only"),
+        (("--process", "100"), "process 100 only"),
+        (("--exclude", "Warmup"), "without 'Warmup'"),
+    ],
+)
+def test_a_part_of_the_capture_does_not_call_itself_the_whole(
+    profkit: Run, two_devices: Path, arguments: tuple[str, str], words: str
+) -> None:
+    text = profkit("kernels", two_devices, *arguments).stdout
+    assert text.startswith(f"part of the capture, {words}: ")
+    assert f"of kernels in this part of the capture ({words})" in text
+    assert "whole capture" not in text
+    assert "Phases" not in text
+
+
+def test_the_filters_of_a_range_are_named_and_in_the_json(profkit: Run, two_devices: Path) -> None:
+    arguments = ("--range", "forward", "--device", "0", "--exclude", "Warmup")
+    text = profkit("kernels", two_devices, *arguments).stdout
+    assert text.startswith("range 'forward', open 1 time, device 0 only, without 'Warmup': 1 kernel\n")
+    assert "100 % = 70 ns of kernels under 'forward', device 0 only, without 'Warmup'" in text
+    data = json.loads(profkit("kernels", two_devices, *arguments, "--format", "json").stdout)
+    assert data["filters"] == {
+        "range": "forward",
+        "exclude": "Warmup",
+        "instance": None,
+        "process": None,
+        "device": 0,
+        "rank": None,
+    }
+
+
+def test_the_phases_leave_out_warmup_in_any_letter_case(profkit: Run, two_devices: Path) -> None:
+    text = profkit("kernels", two_devices).stdout
+    assert text.startswith("Phases, sums over the capture, without warmup; 100 % = ")
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith("forward")] == [["forward", "1"]]
+
+
+def test_json_adds_up_the_lines_that_top_leaves_out(profkit: Run, trace: Path) -> None:
+    data = json.loads(profkit("kernels", trace, "--top", "1", "--format", "json").stdout)
+    assert data["kernels"][0]["total_ns"] + data["rest"]["total_ns"] == data["kernel_time_ns"]
+    assert data["kernels"][0]["count"] + data["rest"]["count"] == data["kernel_count"]
+    assert data["rest"]["name"] == "(1 more)"
+    assert json.loads(profkit("kernels", trace, "--format", "json").stdout)["rest"] is None
+
+
+def test_a_csv_cut_by_top_warns(profkit: Run, trace: Path) -> None:
+    assert profkit("kernels", trace, "--format", "csv", "--top", "2").stderr == ""
+    done = profkit("kernels", trace, "--format", "csv", "--top", "1")
+    assert done.stderr == "warning: --top 1: the CSV holds 1 of 2 lines\n"
+
+
+def test_every_format_holds_the_instances(profkit: Run, trace: Path) -> None:
+    arguments = ("kernels", trace, "--range", "backward", "--per-instance", "--format")
+    rows = list(csv.DictReader(io.StringIO(profkit(*arguments, "csv").stdout)))
+    assert [(row["instance"], row["start_ns"], row["kernel_time_ns"]) for row in rows] == [
+        ("0", "60000", "6250"),
+        ("1", "260000", "6250"),
+    ]
+    assert profkit(*arguments, "latex").stdout.count(r"\begin{tabular}") == 2
+    assert "| 1 | 260.0 µs | 80.00 µs | 6.250 µs | 6.250 µs | 3 |" in profkit(*arguments, "markdown").stdout
+    assert "       1  260.0 µs     80.00 µs" in profkit(*arguments, "table").stdout
+
+
+def test_instances_start_from_the_beginning_of_the_capture(tmp_path: Path, profkit: Run) -> None:
+    builder, epoch = NsysBuilder(), 1_700_000_000_000_000_000
+    builder.range("step", epoch, epoch + 900)
+    builder.range("forward", epoch + 500, epoch + 800)
+    builder.kernel(epoch + 600, 50)
+    path = builder.write(tmp_path / "t.sqlite")
+    arguments = ("kernels", path, "--range", "forward", "--per-instance")
+    assert "       0  500 ns       300 ns" in profkit(*arguments).stdout
+    data = json.loads(profkit(*arguments, "--format", "json").stdout)
+    assert data["per_instance"][0]["start_ns"] - data["first_ns"] == 500
