@@ -90,6 +90,13 @@ def test_what_compiled_code_asks_for_is_not_the_users_own_doing(tmp_path: Path) 
     assert row.label == "train.py:12 forward (cymh4uh5….py:90 call)"
 
 
+def test_a_frame_of_profkits_own_hooks_is_never_the_users_line() -> None:
+    stack = StackFacts((("_init_group", "torch/optim/adam.py", 7), ("annotated", "/src/profkit/capture/hooks.py", 364)))
+    assert stack.user == ()
+    stack = StackFacts((*stack.frames, ("train", "/src/profkit/models/__main__.py", 54)))
+    assert stack.label == "__main__.py:54 train (adam.py:7 _init_group)"
+
+
 def test_what_this_torch_calls_the_files_of_compiled_code_is_known() -> None:
     codecache = pytest.importorskip("torch._inductor.codecache")
     for path in (f"/cache/{codecache.code_hash('call')}.py", "<eval_with_key>.3"):

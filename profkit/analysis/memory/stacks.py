@@ -19,7 +19,11 @@ from profkit.snapshot.columns import Device, Stack
 
 NO_FRAMES = "no Python line (backward pass, or before recording)"
 
-_LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "torch/nn/", "torch/optim/", "torch/_")
+_LIBRARIES = (
+    *("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "torch/nn/", "torch/optim/", "torch/_"),
+    # profkit's own frames around the user's calls, also where it is installed in editable mode.
+    *("profkit/capture/", "profkit/annotation.py", "profkit/ranges.py"),
+)
 # Code that torch.compile wrote: Inductor names its files by the SHA-256 of their content, in base 32
 # (torch/_inductor/codecache.py, code_hash), and FX numbers the code that it evaluates (torch/fx/graph_module.py).
 _GENERATED = re.compile(r"(?:^|/)(c[a-z2-7]{7})[a-z2-7]{44}\.py$|^<eval_with_key>")
