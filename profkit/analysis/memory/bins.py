@@ -1,9 +1,9 @@
-"""The allocation timeline, binned: what the memory was made of at a few thousand moments instead of a million.
+"""The allocation timeline in bins: what the memory was made of at a few thousand moments instead of a million.
 
-A bin is a run of events of equal number, so that detail lies where something happens, not where the program sleeps.
-Each bin is represented by the moment in it at which most was allocated: the peak is among them, exactly, and at every
-one of them the series sum to what was allocated. Allocations that are alive at no such moment are in no series; the
-largest of the others are kept one by one.
+All bins hold the same number of events, so there is detail where something happens, not where the program sleeps. A bin
+is represented by its moment with the most allocated memory, so the peak is exact. At each of these moments the series
+sum to what was allocated. An allocation that is alive at none of them is in no series. The largest of the others are
+kept one by one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Shape:
-    """One large allocation: alive at samples ``first`` up to, not including, ``end``; times are None where unknown."""
+    """One large allocation, alive from sample ``first`` until before ``end``; unknown times are None."""
 
     bytes: int
     requested_bytes: int
@@ -59,7 +59,7 @@ class Bins:
 
     moments: Ints
     times_us: Ints
-    """Of the moments, since the first event; the event's number where the file records no times."""
+    """When the moments were, since the first event; the event's number if the file records no times."""
     has_times: bool
     allocated: Ints
     lowest: Ints
@@ -71,7 +71,7 @@ class Bins:
     peak: int
     """Which sample is the peak."""
     prefers_events: bool
-    """Whether most of the time nothing happens, so that the number of the event makes the better axis."""
+    """Whether nothing happens most of the time: then the number of the event makes a better axis than time."""
 
 
 def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: int = BIN_COUNT) -> Bins:
@@ -100,7 +100,7 @@ def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: i
 
 
 class _Grouping:
-    """The allocations alive at some sampled moment (``rows``), and ways to put them together."""
+    """The allocations that are alive at a sampled moment, and ways to group them."""
 
     def __init__(self, memory: DeviceMemory, moments: Ints, wanted: Filter) -> None:
         replay = memory.history.replay
@@ -118,7 +118,7 @@ class _Grouping:
         }
 
     def by_category(self) -> tuple[Series, ...]:
-        """Return the series of the categories that occur, in their order of rank."""
+        """Return the series of the categories that occur, in the order of `CATEGORIES`."""
         names = [*CATEGORIES, NOT_SELECTED]
         place = {name: number for number, name in enumerate(names)}
         groups = [
@@ -129,9 +129,9 @@ class _Grouping:
         return tuple(Series(name, sums[number]) for number, name in enumerate(names) if number in present)
 
     def by_stack(self) -> tuple[Series, ...]:
-        """Return the series of the stacks that hold most over all samples, then of all others together.
+        """Return the series of the stacks with the most bytes over all samples, then of all others together.
 
-        Stacks that begin with the same lines of the user's are one: a loop may be called from two places.
+        Stacks that begin with the same user lines count as one: a loop may be called from two places.
         """
         numbers: dict[str, int] = {}
         frames: list[tuple[str, ...]] = []
@@ -154,7 +154,7 @@ class _Grouping:
         return (*series, Series(OTHER_STACKS, sums[-1])) if len(names) > len(best) else tuple(series)
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Return the largest allocations, the longer-lived first among equals, in the order of their birth."""
+        """Return the largest allocations, of equal ones the longest-lived, in the order of their birth."""
         chosen = np.array(list(self._claims), dtype=np.int64)
         life = self._end[chosen] - self._first[chosen]
         order = np.lexsort((-life, -self._sizes[chosen]))[:SHAPE_COUNT]
@@ -191,7 +191,7 @@ class _Grouping:
 
 
 def _highest(curve: Ints, edges: Ints) -> Ints:
-    """Return, of each stretch between two edges, where the curve first stands highest."""
+    """Return, for each bin between two edges, where the curve is first at its highest."""
     tops = np.maximum.reduceat(curve, edges[:-1])
     bins = np.repeat(np.arange(len(tops)), np.diff(edges))
     is_top = np.flatnonzero(curve == tops[bins])
@@ -199,7 +199,7 @@ def _highest(curve: Ints, edges: Ints) -> Ints:
 
 
 def _is_mostly_flat(times_us: Ints) -> bool:
-    """Whether the longest hundredth of the gaps between samples takes up more than half of the time."""
+    """Return whether the longest 1 % of the gaps between samples take up more than half of the time."""
     gaps = np.sort(np.diff(times_us))
     longest = gaps[-max(len(gaps) // 100, 1) :] if len(gaps) else gaps
     return len(times_us) > _FEW and int(longest.sum()) > int(gaps.sum()) / 2

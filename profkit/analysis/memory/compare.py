@@ -1,17 +1,19 @@
-"""What explains the difference of two peaks: the allocations that made them up, matched, and the parts summed.
+"""What explains the difference of two peaks: the allocations at each are matched, and the differences summed.
 
-Allocations of two runs are the same when they are the same tensor's, where both ledgers name it (a parameter's, a
-gradient's or an optimizer state's, whatever lines made it), and else when the same lines asked for them: by normalised
-stack (functions and files; line numbers shift with every edit, and what torch.compile wrote or put around a call is in
-one run alone); then by requested size and ordinal among the like in their step; never by address. Every allocation at
-either peak falls under exactly one kind, so that the parts sum to the difference:
+Two allocations of two runs match if both runs recorded the same tensor for them (a parameter, a gradient or an
+optimizer state, whichever lines made it); otherwise if the same lines asked for them. Lines are compared by function
+and file: line numbers change with every edit, and code by torch.compile is in one run only. Then the requested size and
+the position among equal allocations of the step must agree; addresses never count. Every allocation at either peak has
+exactly one kind, so the parts sum to the difference:
 
-``same``: at both peaks; ``padding``: at both, charged differently for the same request; ``larger`` and ``smaller``: at
-both, of another size;
-``new`` and ``gone``: the other run never made it; ``longer-lived`` and ``shorter-lived``: the other run made it too,
-and had freed it at the corresponding point (or not); ``moved peak``: the other run had it at the corresponding point,
-but its own peak lies elsewhere. The corresponding point is where the youngest allocation of one peak that the other run
-also made was made there.
+- ``same``: at both peaks; ``padding``: at both, but the allocator charged another size for the same request;
+  ``larger`` and ``smaller``: at both, with another requested size;
+- ``new`` and ``gone``: the other run never made it;
+- ``longer-lived`` and ``shorter-lived``: the other run made it too, but it was not live at the corresponding moment;
+- ``moved peak``: the other run had it at the corresponding moment, but its own peak lies elsewhere.
+
+The corresponding moment: of the allocations at one peak that the other run also made, take the youngest; the moment is
+where the other run made it.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ Key = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What the allocations of one kind from one stack add to the difference (negative: take from it).
+    """What the allocations of one kind from one stack add to the difference; negative if they reduce it.
 
-    ``label`` is an owner of theirs, the largest's, where all have one, else the stack's; of ``owner_count`` owners.
+    ``label`` is the largest one's tensor, out of ``owner_count`` tensors, if all have a name; otherwise the stack's.
     """
 
     kind: str
@@ -51,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two peaks and what makes the difference; ``parts`` sum to ``difference_bytes``, the largest first."""
+    """Two peaks and what makes the difference; ``parts``, the largest first, sum to ``difference_bytes``."""
 
     before: str
     after: str
@@ -63,7 +65,7 @@ class Comparison:
 
     @property
     def difference_bytes(self) -> int:
-        """Return how much higher the later peak is."""
+        """Return by how many bytes the later peak is higher."""
         return self.after_peak_bytes - self.before_peak_bytes
 
     @property
@@ -81,7 +83,7 @@ class Comparison:
 
 
 class _Side:
-    """One run, with its allocations by what identifies them."""
+    """One run, with its allocations by what they match by."""
 
     def __init__(self, memory: DeviceMemory, shared: frozenset[Named]) -> None:
         self.memory = memory
@@ -92,7 +94,7 @@ class _Side:
         self._normalised: dict[int, Key] = {}
 
     def origin(self, row: int) -> Key:
-        """Return the normalised stack of an allocation, its owner where named, and whether it is older than history."""
+        """Return an allocation's functions and files, its metadata, and whether it is from before the history."""
         number = self.memory.stacks.number_of(row)
         if number not in self._normalised:
             frames = self.memory.stacks.facts[number].shown_but_compiler
@@ -101,7 +103,7 @@ class _Side:
         return self._normalised[number], read_metadata(self.memory.stacks.raw_of(row)), is_from_before
 
     def identity(self, row: int) -> Key:
-        """Return what an allocation has in common with its like: its name where both runs know it, else its origin."""
+        """Return what an allocation matches by: its tensor's name if both runs know it, else its origin."""
         named = self.memory.classifier.named(row)
         return named if named in self.shared else self.origin(row)
 
@@ -121,7 +123,7 @@ class _Side:
 
     @cached_property
     def ordinals(self) -> dict[int, int]:
-        """Allocation → how many of its like were made before it in its step."""
+        """Allocation → how many equal ones were made before it in its step."""
         starts = np.array([step.start_us for step in self.memory.timeline.steps], dtype=np.int64)
         times = self.memory.timeline.times_us
         found: dict[int, int] = {}
@@ -136,12 +138,12 @@ class _Side:
         return found
 
     def like(self, other: _Side, row: int) -> list[int]:
-        """Return this side's allocations that are the same as one of the other side's."""
+        """Return this side's allocations that match one of the other side's."""
         return self.all_like.get((other.identity(row), int(other.replay.requested_bytes[row])), [])
 
 
 _Share = tuple[int, _Side, int]
-"""Bytes that an allocation adds to the difference, the side that it is of, and its row there."""
+"""The bytes that an allocation adds to the difference, its side, and its row there."""
 
 
 def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, str]) -> Comparison:
@@ -166,7 +168,7 @@ def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, s
         after_peak_bytes=after.history.allocated_peak_bytes,
         exact=exact,
         parts=tuple(parts),
-        warnings=() if exact else (Finding("bounded", "one of the peaks is not proven; see each on its own"),),
+        warnings=() if exact else (Finding("bounded", "one of the peaks is not proven; run profkit memory on each"),),
     )
 
 
@@ -176,7 +178,7 @@ def _names(memory: DeviceMemory) -> frozenset[Named]:
 
 
 def _sum_up(kind: str, shares: list[_Share]) -> Part:
-    """Return the part that allocations of one kind and one stack make."""
+    """Return the part of the allocations of one kind and one stack."""
     _, side, row = shares[-1]
     stack = side.memory.stacks.of(row)
     owners: dict[str | None, int] = defaultdict(int)
@@ -202,7 +204,7 @@ def _kind_of_pair(old: _Side, a: int, new: _Side, b: int) -> str:
 
 
 def _pair(old: _Side, new: _Side) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Pair the allocations of the peaks: same identity, size and ordinal; then identity and size; then identity."""
+    """Pair the allocations of two peaks by identity, size and ordinal; then by identity and size; then by identity."""
     pairs: list[tuple[int, int]] = []
     left, right = list(old.live), list(new.live)
     left_made: list[int] = []
@@ -221,7 +223,7 @@ def _pair(old: _Side, new: _Side) -> tuple[list[tuple[int, int]], list[int], lis
             else:
                 unmatched.append(row)
         left, right = [row for queue in waiting.values() for row in queue], unmatched
-        if depth == 2:  # what the other run also made, somewhere, did not change its size: it is not at the peak
+        if depth == 2:  # the other run made the rest too, in the same size, but not at its peak: not another size
             left_made, left = _split(left, lambda row: bool(new.like(old, row)))
             right_made, right = _split(right, lambda row: bool(old.like(new, row)))
     return pairs, left + left_made, right + right_made
@@ -236,7 +238,7 @@ def _split(rows: list[int], is_first: Callable[[int], bool]) -> tuple[list[int],
 
 
 def _judge(side: _Side, rows: list[int], other: _Side, kinds: tuple[str, str]) -> list[tuple[str, int]]:
-    """Tell why allocations at one side's peak have no counterpart at the other's."""
+    """Return why allocations at one side's peak have no counterpart at the other's: the kind of each."""
     never, lives_otherwise = kinds
     moment = _corresponding(side, other)
     found = []
@@ -252,7 +254,7 @@ def _judge(side: _Side, rows: list[int], other: _Side, kinds: tuple[str, str]) -
 
 
 def _corresponding(side: _Side, other: _Side) -> int:
-    """Return the moment of the other run that corresponds to this side's peak, in the step of the other's own peak."""
+    """Return the moment of the other run that corresponds to this side's peak, in the step of the other's peak."""
     peak_step = other.memory.timeline.step_at(other.peak - 1)
     for row in sorted(side.live, key=lambda row: -int(side.replay.birth[row])):
         for like in other.like(side, row):

@@ -1,8 +1,8 @@
 """Phases and steps on the time axis of a snapshot, from the annotations that were recorded with it.
 
-``record_function`` ranges of user scope stand in the snapshot. Phases are those whose names say so: profkit's own
-(`profkit.names.PHASES`), the short forms people use, torch's ``Optimizer.step#…``, and what ``--phase NAME=GLOB``
-names. Phases do not overlap: of nested ones the outermost counts.
+A snapshot holds the ``record_function`` ranges of user scope. Those with the name of a phase are phases: profkit's own
+names (`profkit.names.PHASES`), common short forms, torch's ``Optimizer.step#…``, and the globs that the user gives for
+a phase. Phases do not overlap: of nested ones the outermost counts.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ class Phase:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the events happened, and in which phase and step. Moments are points on the curves (`peak.Curves`)."""
+    """When the events happened, and in which phase and step. Moments are points on the curves (`Curves`)."""
 
     times_us: Ints
-    """Of the events, made to rise: clocks of two threads may differ by a hair."""
+    """Times of the events, made monotonic: the clocks of two threads may differ slightly."""
     phases: tuple[Phase, ...]
     steps: tuple[Phase, ...]
 
     def phase_at(self, event: int) -> str | None:
-        """Return the phase in which an event happened; None outside all, and before the first event."""
+        """Return the phase in which an event happened; None outside all phases and before the first event."""
         phase = self._at(self.phases, event)
         return phase.name if phase else None
 
     def step_at(self, event: int) -> int:
-        """Return the number of steps that had begun when an event happened, less one; -1 before the first."""
+        """Return the index of the step in which an event happened, or the last one before it; -1 before the first."""
         return (
             bisect_right(self.steps, int(self.times_us[event]), key=lambda one: one.start_us) - 1 if event >= 0 else -1
         )
 
     def moments_of(self, phase: Phase) -> tuple[int, int]:
-        """Return the first and last moment of a phase: as it began, and after its last event."""
+        """Return the first and last moment of a phase: where it began, and after its last event."""
         first = int(np.searchsorted(self.times_us, phase.start_us, "left"))
         last = int(np.searchsorted(self.times_us, phase.end_us, "right"))
         return first, max(first, last)
 
     def moment_at(self, time_us: int) -> int:
-        """Return the moment at a time: after the last event by then."""
+        """Return the moment at a time: after the last event until then."""
         return int(np.searchsorted(self.times_us, time_us, "right"))
 
     def _at(self, spans: tuple[Phase, ...], event: int) -> Phase | None:
@@ -83,9 +83,9 @@ def find_timeline(device: Device, named: Mapping[str, str] | None = None, steps:
     """Return the phases and steps of a device's history.
 
     Args:
-        named: phase name → glob on the names of annotations; these come before all others.
-        steps: steps known from elsewhere (the ledger); without any, annotations give them, else the ends of the
-            optimizer's steps.
+        named: phase name → glob on the names of annotations; these take precedence.
+        steps: steps that the run recorded; if there are none, annotations give them, else the ends of the optimizer's
+            steps.
     """
     events = device.events
     times = np.maximum.accumulate(events.time_us) if len(events) else events.time_us
@@ -124,6 +124,6 @@ def _outermost(phases: Iterable[Phase]) -> tuple[Phase, ...]:
 
 
 def _steps_between(phases: tuple[Phase, ...], start: int) -> tuple[Phase, ...]:
-    """Return the stretches from one optimizer step's end to the next one's, the first from the first event on."""
+    """Return the times from one optimizer step's end to the next one's; the first starts at the first event."""
     borders = [start, *(phase.end_us for phase in phases if phase.name == OPTIMIZER)]
     return tuple(Phase(f"{STEP} {number}", low, high) for number, (low, high) in enumerate(pairwise(borders)))
