@@ -41,7 +41,7 @@ def figures(history: History) -> tuple[int, int, int]:
         ("midrun.pickle", 2_394_425_344, 2_682_257_408),
     ],
 )
-def test_real_snapshots_give_the_allocators_own_maxima(name: str, allocated: int, reserved: int) -> None:
+def test_the_peaks_of_real_snapshots_equal_the_allocators_own(name: str, allocated: int, reserved: int) -> None:
     snapshot = read_snapshot(capture(name))
     history = replay_history(snapshot.devices[0], snapshot.settings)
     assert figures(history)[0] == allocated
@@ -52,7 +52,7 @@ def test_real_snapshots_give_the_allocators_own_maxima(name: str, allocated: int
 
 
 @pytest.mark.parametrize("name", ["expandable", "midrun"])
-def test_real_snapshots_give_the_requested_peak_and_the_end(name: str) -> None:
+def test_real_snapshots_have_the_known_requested_peak_and_end(name: str) -> None:
     stats = json.loads(capture(f"{name}.stats.json").read_text())
     snapshot = read_snapshot(capture(f"{name}.pickle"))
     curves = replay_history(snapshot.devices[0], snapshot.settings).curves
@@ -144,7 +144,7 @@ def test_an_incomplete_history_is_exact_or_bounded(
 # -- single rules -----------------------------------------------------------------------------------------------
 
 
-def test_padding_is_charged_where_the_rest_is_too_small_to_split() -> None:
+def test_a_rest_too_small_to_split_is_charged_to_the_block() -> None:
     allocator = ReferenceAllocator()
     allocator.record()
     allocator.malloc(11 * MIB)
@@ -177,7 +177,7 @@ def test_allocated_falls_at_the_request_and_requested_at_the_completion() -> Non
     assert history.curves.requested.tolist() == [0, 0, 1000, 1000, 3000, 2000]
 
 
-def test_the_gap_behind_a_block_from_before_bounds_its_padding() -> None:
+def test_the_gap_after_a_block_from_before_the_history_bounds_its_size() -> None:
     allocator = ReferenceAllocator()
     filler = allocator.malloc(11 * MIB)  # 12 MiB segment: 1 MiB of padding
     tail = allocator.malloc(5 * MIB)  # splits a 20 MiB segment
@@ -190,7 +190,7 @@ def test_the_gap_behind_a_block_from_before_bounds_its_padding() -> None:
     assert history.bounds == (17 * MIB, 18 * MIB)
 
 
-def test_an_alloc_behind_it_settles_the_padding() -> None:
+def test_an_alloc_after_the_block_proves_its_size() -> None:
     allocator = ReferenceAllocator()
     tail = allocator.malloc(5 * MIB)
     allocator.record()
@@ -199,7 +199,7 @@ def test_an_alloc_behind_it_settles_the_padding() -> None:
     assert replayed(allocator).bounds is None
 
 
-def test_a_lost_event_is_no_exact_peak() -> None:
+def test_a_history_with_a_lost_event_is_not_exact() -> None:
     allocator = ReferenceAllocator()
     allocator.record()
     allocator.malloc(3 * MIB)
@@ -226,7 +226,7 @@ def test_a_history_recorded_without_some_actions_is_never_called_exact(skipped: 
     assert history.bounds[0] <= allocator.peaks()[0]
 
 
-def test_other_settings_than_recorded_are_found_out() -> None:
+def test_other_settings_than_the_recorded_ones_are_not_exact() -> None:
     allocator = ReferenceAllocator(divisions=4)
     allocator.record()
     allocator.malloc(33 * MIB)
@@ -237,7 +237,7 @@ def test_other_settings_than_recorded_are_found_out() -> None:
     assert replay_history(snapshot.devices[0], snapshot.settings).contradictions
 
 
-def test_a_pool_restored_to_a_checkpoint_splits_to_measure() -> None:
+def test_a_pool_restored_to_a_checkpoint_splits_exactly() -> None:
     allocator = ReferenceAllocator()
     allocator.record()
     allocator.malloc(512)
@@ -271,18 +271,18 @@ def test_a_pool_restored_to_a_checkpoint_splits_to_measure() -> None:
         (8, 5 * MIB + 1, 5 * MIB + MIB // 2),
     ],
 )
-def test_rounding(divisions: int, requested: int, rounded: int) -> None:
+def test_a_request_is_rounded_as_in_pytorch(divisions: int, requested: int, rounded: int) -> None:
     rule = Settings(roundup_power2_divisions=(divisions,) * 16 if divisions else ())
     assert round_sizes(np.array([requested]), rule).tolist() == [rounded]
 
 
-def test_divisions_of_each_interval() -> None:
+def test_each_interval_between_powers_of_two_has_its_divisions() -> None:
     rule = Settings(roundup_power2_divisions=(0, 4, *[8] * 14))
     sizes = np.array([MIB + 1, 2 * MIB + 1, 4 * MIB + 1])
     assert round_sizes(sizes, rule).tolist() == [MIB + 512, 2 * MIB + MIB // 2, 4 * MIB + MIB // 2]
 
 
-def test_rests() -> None:
+def test_the_smallest_rest_that_is_split_depends_on_the_pool() -> None:
     sizes = np.array([MIB, MIB + 512, 64 * MIB])
     assert smallest_rests(sizes, Settings(max_split_size_bytes=64 * MIB), False).tolist() == [512, MIB + 512, 2**62]
     assert smallest_rests(sizes, Settings(), True).tolist() == [512, 512, 512]

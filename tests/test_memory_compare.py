@@ -46,24 +46,24 @@ def kinds(result: Comparison) -> dict[str, int]:
     ("before", "after"),
     [("small_forward_cpp_stacks", "small"), ("small", "midrun"), ("midrun", "expandable"), ("oom", "small")],
 )
-def test_the_parts_of_real_differences_sum(before: str, after: str) -> None:
+def test_the_parts_of_real_snapshots_sum_to_the_difference(before: str, after: str) -> None:
     one, other = read_snapshot(capture(f"{before}.pickle")), read_snapshot(capture(f"{after}.pickle"))
     for result in (one.against(other), other.against(one)):
         assert sum(part.bytes for part in result.parts) == result.difference_bytes
         assert result.exact
 
 
-def test_nothing_changed() -> None:
+def test_two_equal_runs_have_no_difference() -> None:
     assert kinds(compared(Training(), Training(steps=5))) == {}
 
 
-def test_larger_and_smaller() -> None:
+def test_an_allocation_of_another_size_is_larger_or_smaller() -> None:
     result = compared(Training(), Training(scale=2))
     assert kinds(result) == {"larger": 12 * MIB}
     assert kinds(compared(Training(scale=2), Training())) == {"smaller": -12 * MIB}
 
 
-def test_new_and_gone() -> None:
+def test_an_allocation_of_one_run_only_is_new_or_gone() -> None:
     after = Training(steps=0)
     after.malloc(6 * MIB, "keep")
     for step in range(3):
@@ -85,7 +85,7 @@ def with_mask(frees_late: bool) -> Training:
     return training
 
 
-def test_longer_and_shorter_lived() -> None:
+def test_an_allocation_that_the_other_run_freed_earlier_is_longer_lived() -> None:
     assert kinds(compared(with_mask(False), with_mask(True))) == {"longer-lived": 6 * MIB}
     assert kinds(compared(with_mask(True), with_mask(False))) == {"shorter-lived": -6 * MIB}
 
@@ -100,11 +100,11 @@ def with_two(kept: int) -> Training:
     return training
 
 
-def test_what_both_runs_made_is_not_said_to_have_grown() -> None:
+def test_an_allocation_that_both_runs_made_is_not_larger() -> None:
     assert kinds(compared(with_two(0), with_two(1))) == {"longer-lived": 8 * MIB, "shorter-lived": -6 * MIB}
 
 
-def test_a_moved_peak() -> None:
+def test_an_allocation_that_the_other_run_has_outside_its_peak_moved_the_peak() -> None:
     """The optimizer's temporary makes the peak move there, when the activations are gone already."""
     training = Training()
     big = training.malloc(60 * MIB, "keep")
@@ -128,7 +128,7 @@ def ledgered(training: Training, folder: Path) -> OpenedSnapshot:
     return read_snapshot(training.write_run(folder))
 
 
-def test_a_tensor_is_known_by_its_name_whatever_lines_made_it(tmp_path: Path) -> None:
+def test_a_named_tensor_matches_whichever_lines_made_it(tmp_path: Path) -> None:
     before, after = with_states("state"), with_states("keep")
     one, other = ledgered(before, tmp_path / "a"), ledgered(after, tmp_path / "b")
     assert kinds(one.against(other)) == {}
@@ -136,12 +136,12 @@ def test_a_tensor_is_known_by_its_name_whatever_lines_made_it(tmp_path: Path) ->
     assert kinds(one.against(opened(after))) == {"new": 16 * MIB, "gone": -16 * MIB}  # and with one of them
 
 
-def test_a_tensor_that_grew_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_named_tensor_that_grew_is_shown_by_its_name(tmp_path: Path) -> None:
     before, after = with_states("state"), with_states("keep", 6 * MIB)
     assert kinds(ledgered(before, tmp_path / "a").against(ledgered(after, tmp_path / "b"))) == {"larger": 8 * MIB}
 
 
-def test_a_group_of_several_owners_says_how_many(tmp_path: Path) -> None:
+def test_a_part_of_several_tensors_says_how_many(tmp_path: Path) -> None:
     """Four states, the largest in the middle, stand in one line; so does a single one, under its name alone."""
     for folder, sizes, said in (
         ("several", (4, 5, 7, 5), "w2.exp_avg and 3 more"),
@@ -162,7 +162,7 @@ def test_a_group_of_several_owners_says_how_many(tmp_path: Path) -> None:
         assert f" {len(sizes)}  {said}\n" in render(build_peaks_document(result), "table")
 
 
-def test_a_group_that_not_only_named_tensors_are_in_is_told_by_its_stack(tmp_path: Path) -> None:
+def test_a_part_with_unnamed_tensors_is_shown_by_its_stack(tmp_path: Path) -> None:
     after = Training(steps=0)
     after.states = [after.malloc(4 * MIB, "state", ("optimizer_state", "w0.exp_avg")), after.malloc(9 * MIB, "state")]
     after.step(0, False)
@@ -172,7 +172,7 @@ def test_a_group_that_not_only_named_tensors_are_in_is_told_by_its_stack(tmp_pat
 
 
 @pytest.mark.parametrize(("stack", "other"), [("state", "compiled state"), ("generated", "generated anew")])
-def test_frames_of_the_compiler_tell_no_two_lines_apart(stack: str, other: str) -> None:
+def test_frames_by_torch_compile_do_not_count_in_a_match(stack: str, other: str) -> None:
     assert kinds(compared(with_states(stack), with_states(other))) == {}
 
 
@@ -193,7 +193,9 @@ TRAININGS = st.one_of(
 
 @given(TRAININGS, TRAININGS, st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_the_other_way_round_is_the_opposite(before: Training, after: Training, has_ledger: bool) -> None:
+def test_the_comparison_in_the_other_direction_is_the_opposite(
+    before: Training, after: Training, has_ledger: bool
+) -> None:
     with TemporaryDirectory() as folder:
         sides = [
             ledgered(training, Path(folder) / str(number)) if has_ledger else opened(training)
@@ -207,11 +209,11 @@ def test_the_other_way_round_is_the_opposite(before: Training, after: Training, 
 
 @given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_the_parts_always_sum(steps: int, other_steps: int, scale: int, leaks: bool) -> None:
+def test_the_parts_of_any_two_runs_sum_to_the_difference(steps: int, other_steps: int, scale: int, leaks: bool) -> None:
     compared(Training(steps=steps), Training(steps=other_steps, scale=scale, leaks=leaks))
 
 
-def test_two_peaks_of_the_same_are_told_in_one_line(tmp_path: Path) -> None:
+def test_two_equal_peaks_are_one_line_without_tables(tmp_path: Path) -> None:
     snapshot = Training().write(tmp_path, "a.pickle")
     out = CliRunner().invoke(memory, [str(snapshot), "--against", str(snapshot)]).stdout
     assert [line.split() for line in out.splitlines()[:2]] == [
@@ -226,7 +228,7 @@ def test_two_peaks_of_the_same_are_told_in_one_line(tmp_path: Path) -> None:
         )
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_prints_the_two_peaks_and_the_parts(tmp_path: Path) -> None:
     before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
     out = CliRunner().invoke(memory, [str(before), "--against", str(after)]).stdout
     assert "the peak changed by +12.00 MiB (+12,582,912 B)" in out

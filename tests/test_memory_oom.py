@@ -33,7 +33,7 @@ def allocator() -> ReferenceAllocator:
     return made
 
 
-def test_capacity(allocator: ReferenceAllocator) -> None:
+def test_too_little_memory_for_the_live_blocks_is_a_lack_of_capacity(allocator: ReferenceAllocator) -> None:
     for _ in range(3):
         allocator.malloc(100 * MIB)
     verdict = failed(allocator, 80 * MIB, device_free=50 * MIB)
@@ -42,7 +42,7 @@ def test_capacity(allocator: ReferenceAllocator) -> None:
     assert (verdict.allocated_bytes, verdict.reserved_bytes, verdict.free_bytes) == (300 * MIB, 300 * MIB, 0)
 
 
-def test_fragmentation_names_what_pins_the_segment(allocator: ReferenceAllocator) -> None:
+def test_fragmentation_names_the_blocks_that_keep_the_segment(allocator: ReferenceAllocator) -> None:
     big = allocator.malloc(100 * MIB)
     allocator.free(big)
     allocator.malloc(40 * MIB)
@@ -57,7 +57,7 @@ def test_fragmentation_names_what_pins_the_segment(allocator: ReferenceAllocator
     assert [one.bytes for one in candidate.pinned_by] == [20 * MIB]
 
 
-def test_free_memory_on_another_stream_is_of_no_use(allocator: ReferenceAllocator) -> None:
+def test_free_memory_on_another_stream_cannot_serve_the_request(allocator: ReferenceAllocator) -> None:
     block = allocator.malloc(100 * MIB, stream=7)
     allocator.malloc(1000)
     allocator.free(block)
@@ -69,19 +69,19 @@ def test_free_memory_on_another_stream_is_of_no_use(allocator: ReferenceAllocato
     ]
 
 
-def test_an_outsized_request(allocator: ReferenceAllocator) -> None:
+def test_a_request_larger_than_the_device_is_outsized(allocator: ReferenceAllocator) -> None:
     allocator.malloc(100 * MIB)
     assert failed(allocator, 5000 * MIB, device_free=900 * MIB).cause == "outsized"
 
 
-def test_memory_outside_pytorch(allocator: ReferenceAllocator) -> None:
+def test_much_memory_outside_pytorch_is_the_cause(allocator: ReferenceAllocator) -> None:
     allocator.malloc(100 * MIB)
     verdict = failed(allocator, 100 * MIB, device_free=50 * MIB, capacity=4000 * MIB)
     assert verdict.cause == "outside"
     assert verdict.outside_bytes == 3850 * MIB
 
 
-def test_a_context_of_usual_size_is_not_blamed(allocator: ReferenceAllocator) -> None:
+def test_a_cuda_context_of_usual_size_is_not_the_cause(allocator: ReferenceAllocator) -> None:
     allocator.malloc(3500 * MIB)
     assert failed(allocator, 100 * MIB, device_free=50 * MIB, capacity=4000 * MIB).cause == "capacity"
 
@@ -92,7 +92,7 @@ def test_the_segment_that_was_needed_may_be_larger_than_the_request(allocator: R
     assert (verdict.needed_bytes, verdict.short_bytes) == (20 * MIB, 8 * MIB)
 
 
-def test_a_real_dump_under_a_memory_fraction() -> None:
+def test_a_real_dump_under_a_memory_fraction_is_limited() -> None:
     verdict = read_snapshot(capture("oom.pickle")).memory().oom
     assert verdict is not None
     assert verdict.cause == "capacity"
@@ -101,7 +101,7 @@ def test_a_real_dump_under_a_memory_fraction() -> None:
     assert verdict.short_bytes == 7_247_757_312 + 268_435_456 - 7_314_866_176
 
 
-def test_free_blocks_in_the_midst_of_a_history(allocator: ReferenceAllocator) -> None:
+def test_free_blocks_can_be_found_in_the_middle_of_a_history(allocator: ReferenceAllocator) -> None:
     first, second = allocator.malloc(5 * MIB), allocator.malloc(6 * MIB)
     allocator.free(first)
     moment = len(allocator.events)

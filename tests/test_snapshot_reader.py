@@ -44,7 +44,7 @@ def written(tmp_path: Path, data: Any, protocol: int = 4) -> Path:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_columns(tmp_path: Path, data: dict[str, Any], protocol: int) -> None:
+def test_a_snapshot_is_read_into_columns(tmp_path: Path, data: dict[str, Any], protocol: int) -> None:
     snapshot = read_snapshot(written(tmp_path, data, protocol))
     (device,) = snapshot.devices
     assert len(device.events) == len(data["device_traces"][0])
@@ -54,13 +54,13 @@ def test_columns(tmp_path: Path, data: dict[str, Any], protocol: int) -> None:
     assert snapshot.settings.is_recorded
 
 
-def test_gzip(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_a_gzipped_snapshot_is_read(tmp_path: Path, data: dict[str, Any]) -> None:
     path = tmp_path / "snapshot.pickle.gz"
     path.write_bytes(gzip.compress(pickle.dumps(data)))
     assert len(read_snapshot(path).devices[0].events) == len(data["device_traces"][0])
 
 
-def test_torch_2_1_has_no_times_and_no_settings(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_a_snapshot_by_torch_2_1_has_no_times_and_no_settings(tmp_path: Path, data: dict[str, Any]) -> None:
     del data["allocator_settings"]
     for event in data["device_traces"][0]:
         del event["time_us"], event["frames"]
@@ -74,7 +74,7 @@ def test_torch_2_1_has_no_times_and_no_settings(tmp_path: Path, data: dict[str, 
     assert snapshot.devices[0].blocks.address.tolist() == sorted(snapshot.devices[0].blocks.address.tolist())
 
 
-def test_torch_2_0_keeps_the_requested_size_in_a_history(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_a_snapshot_by_torch_2_0_has_the_requested_size_in_a_history(tmp_path: Path, data: dict[str, Any]) -> None:
     for segment in data["segments"]:
         for block in segment["blocks"]:
             block["history"] = [{"addr": 0, "real_size": block.pop("requested_size"), "frames": []}]
@@ -82,7 +82,7 @@ def test_torch_2_0_keeps_the_requested_size_in_a_history(tmp_path: Path, data: d
     assert blocks.requested_bytes[blocks.state == ALLOCATED].tolist() == [100, 700, 5 << 20]
 
 
-def test_actions_and_keys_yet_to_come_are_counted_and_passed_over(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_unknown_actions_are_counted_and_unknown_keys_ignored(tmp_path: Path, data: dict[str, Any]) -> None:
     data["device_traces"][0].insert(2, {"action": "teleport", "size": 0, "stream": 0, "time_us": 1_000_010, "moon": 1})
     data["workspace_snapshot"] = []
     snapshot = read_snapshot(written(tmp_path, data))
@@ -90,7 +90,7 @@ def test_actions_and_keys_yet_to_come_are_counted_and_passed_over(tmp_path: Path
     assert snapshot.devices[0].events.action[2] == OTHER
 
 
-def test_both_words_for_a_block_that_waits(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_both_names_of_the_pending_state_are_read(tmp_path: Path, data: dict[str, Any]) -> None:
     data["segments"][0]["blocks"][0]["state"] = "active_pending_free"
     data["segments"][0]["blocks"][1]["state"] = "active_awaiting_free"
     assert read_snapshot(written(tmp_path, data)).devices[0].blocks.state.tolist()[:2] == [PENDING, PENDING]
@@ -109,7 +109,7 @@ def test_devices_that_were_not_used_are_left_out(tmp_path: Path, data: dict[str,
     assert [device.index for device in read_snapshot(written(tmp_path, data)).devices] == [1]
 
 
-def test_annotations_nest_and_may_stay_open(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_annotations_may_nest_and_may_stay_open(tmp_path: Path, data: dict[str, Any]) -> None:
     marks = [("START", "step", 1), ("START", "fwd", 2), ("END", "fwd", 5), ("START", "fwd", 6), ("START", "fwd", 7)]
     marks += [("END", "fwd", 8), ("END", "never began", 9)]
     data["external_annotations"] = [
@@ -145,7 +145,9 @@ def bad_files(data: dict[str, Any]) -> dict[str, bytes]:
     }
 
 
-def test_bad_files_get_one_line(tmp_path: Path, data: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_file_is_refused_in_one_line(
+    tmp_path: Path, data: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     for expected, content in bad_files(data).items():
         path = tmp_path / "bad.pickle"
         path.write_bytes(content)
@@ -156,14 +158,14 @@ def test_bad_files_get_one_line(tmp_path: Path, data: dict[str, Any], capsys: py
     assert capsys.readouterr().out == ""
 
 
-def test_no_such_file_and_a_directory(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="no such file"):
         read_snapshot(tmp_path / "absent.pickle")
     with pytest.raises(SnapshotError, match="a directory"):
         read_snapshot(tmp_path)
 
 
-def test_a_gzip_that_is_cut_off(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_a_gzip_that_is_cut_off_is_refused(tmp_path: Path, data: dict[str, Any]) -> None:
     path = tmp_path / "cut.pickle.gz"
     path.write_bytes(gzip.compress(pickle.dumps(data))[:-40])
     with pytest.raises(SnapshotError, match="cut off or damaged"):
@@ -178,14 +180,14 @@ def test_a_gzip_that_decompresses_to_too_much_is_refused(tmp_path: Path, monkeyp
         read_snapshot(path)
 
 
-def test_a_memo_of_billions_is_no_reason_to_take_the_memory(tmp_path: Path) -> None:
+def test_a_pickle_that_asks_for_a_memo_of_billions_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "memo.pickle"
     path.write_bytes(b"\x80\x02}r\xff\xff\xff\x6f.")  # LONG_BINPUT of the dictionary at 1.9 billion
     with pytest.raises(SnapshotError, match="too large"):
         read_snapshot(path)
 
 
-def test_reading_leaves_the_limits_as_they_were(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_reading_restores_the_memory_limit(tmp_path: Path, data: dict[str, Any]) -> None:
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_AS)
     read_snapshot(written(tmp_path, data))
@@ -214,7 +216,7 @@ WHOLE = pickle.dumps(recorded().snapshot(), 4)
 
 @given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=6))
 @settings(max_examples=300, deadline=None)
-def test_no_mutated_file_crashes_the_reader_or_the_replay(
+def test_a_mutated_file_never_crashes_the_reader_or_the_replay(
     tmp_path_factory: pytest.TempPathFactory, flips: list[Any]
 ) -> None:
     content = bytearray(WHOLE)

@@ -40,7 +40,7 @@ def assert_books_close(bins: Bins) -> None:
 
 @pytest.mark.parametrize("bin_count", [1, 7, 60, 8192])
 @pytest.mark.parametrize("name", ["small.pickle", "midrun.pickle", "expandable.pickle", "oom.pickle"])
-def test_every_sample_adds_up_and_the_peak_is_among_them(name: str, bin_count: int) -> None:
+def test_every_sample_adds_up_and_one_of_them_is_the_peak(name: str, bin_count: int) -> None:
     chosen = read_snapshot(capture(name)).device()
     bins = bin_history(chosen, bin_count=bin_count)
     assert_books_close(bins)
@@ -48,7 +48,7 @@ def test_every_sample_adds_up_and_the_peak_is_among_them(name: str, bin_count: i
     assert bins.allocated[bins.peak] == chosen.history.allocated_peak_bytes
 
 
-def test_unbinned_it_is_the_curve() -> None:
+def test_a_short_history_is_not_binned() -> None:
     chosen = opened(Training()).device()
     bins = bin_history(chosen)
     assert np.array_equal(bins.allocated, chosen.history.curves.allocated)
@@ -58,7 +58,7 @@ def test_unbinned_it_is_the_curve() -> None:
     assert found["gradients"] == 8 * MIB
 
 
-def test_the_categories_of_a_sample_are_those_of_the_account() -> None:
+def test_the_categories_at_a_sample_equal_those_of_the_account() -> None:
     source = read_snapshot(capture("small.pickle"))
     bins = bin_history(source.device(), bin_count=500)
     sampled = {one.name: int(one.bytes[bins.peak]) for one in bins.by_category}
@@ -66,20 +66,20 @@ def test_the_categories_of_a_sample_are_those_of_the_account() -> None:
     assert {name: size for name, size in sampled.items() if size} == told
 
 
-def test_a_filter_leaves_the_rest_as_one() -> None:
+def test_a_filter_adds_up_the_other_allocations_in_one_series() -> None:
     bins = bin_history(opened(Training()).device(), Filter(stack="adam.py"))
     assert [one.name for one in bins.by_category] == ["optimizer state", NOT_SELECTED]
     assert_books_close(bins)
     assert {shape.category for shape in bins.shapes} == {"optimizer state"}
 
 
-def test_many_stacks_end_in_others() -> None:
+def test_many_stacks_end_in_one_series_of_others() -> None:
     names = [one.name for one in bin_history(read_snapshot(capture("small.pickle")).device()).by_stack]
     assert len(names) == 13
     assert names[-1] == OTHER_STACKS
 
 
-def test_shapes_say_what_how_large_how_long_from_where() -> None:
+def test_an_allocation_has_its_category_size_lifetime_and_stack() -> None:
     bins = bin_history(opened(Training()).device())
     (inner, *_) = [shape for shape in bins.shapes if shape.requested_bytes == 3 * MIB]
     assert (inner.category, inner.evidence, inner.stack) == ("temporaries", "lifetime", ())
@@ -91,7 +91,7 @@ def test_shapes_say_what_how_large_how_long_from_where() -> None:
     assert all(shape.freed_us is None and shape.label.startswith("train.py:44") for shape in states)
 
 
-def test_without_history_there_is_one_sample() -> None:
+def test_a_snapshot_without_history_has_one_sample() -> None:
     data = Training().snapshot()
     data["device_traces"] = []
     bins = bin_history(OpenedSnapshot(build_snapshot(Path("x"), data)).device())
@@ -108,18 +108,18 @@ def run(*arguments: str | Path) -> Any:
 
 
 @pytest.mark.parametrize("by", ["category", "stack"])
-def test_the_picture(tmp_path: Path, by: str) -> None:
+def test_a_timeline_by_category_or_stack_is_drawn_as_a_png(tmp_path: Path, by: str) -> None:
     target = tmp_path / "t.png"
     assert run(Training().write(tmp_path), "--timeline", target, "--timeline-by", by).exit_code == 0
     assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("arguments", [["--timeline", "t.pdf"], ["--timeline", "t.png", "--timeline-by", "allocation"]])
-def test_what_cannot_be_drawn(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_timeline_of_another_kind_is_refused(tmp_path: Path, arguments: list[str]) -> None:
     assert isinstance(run(Training().write(tmp_path), *arguments).exception, UsageError)
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script>"
     snapshot = build_snapshot(Path("made.pickle"), Training().snapshot())
     source = OpenedSnapshot(snapshot, phases={hostile: "forward"})
@@ -133,7 +133,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert "@@" not in page
 
 
-def test_the_pages_data_are_exact() -> None:
+def test_the_data_in_the_page_are_exact() -> None:
     source = read_snapshot(capture("small.pickle"))
     bins = bin_history(source.device())
     data = json.loads(json.dumps(build_data(bins, source.device(), source.memory(), "category")))
@@ -215,7 +215,7 @@ def test_the_page_draws_at_every_size_and_in_both_schemes(page: Any) -> None:
 
 
 @pytest.mark.browser
-def test_hovering_tells_the_moment_and_the_stack(page: Any) -> None:
+def test_hovering_shows_the_moment_and_the_stack(page: Any) -> None:
     assert page.inner_text("#moment").startswith("Peak:")
     box = page.locator("#chart .u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 5)
@@ -227,7 +227,7 @@ def test_hovering_tells_the_moment_and_the_stack(page: Any) -> None:
 
 
 @pytest.mark.browser
-def test_single_allocations_can_be_pointed_at(page: Any) -> None:
+def test_hovering_over_a_single_allocation_shows_its_details(page: Any) -> None:
     page.click("#mode button[data-value=allocation]")
     box = page.locator("#chart .u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 5)
@@ -238,7 +238,7 @@ def test_single_allocations_can_be_pointed_at(page: Any) -> None:
 
 
 @pytest.mark.browser
-def test_zoom_pan_and_back(page: Any) -> None:
+def test_the_page_zooms_moves_and_returns_to_the_whole(page: Any) -> None:
     extent = "() => [profkit.plot.scales.x.min, profkit.plot.scales.x.max]"
     whole = page.evaluate(extent)
     page.click("#peak")

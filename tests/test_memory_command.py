@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from profkit.cli import main
 from profkit.cli.memory import memory
 from profkit.errors import RunError, SnapshotError, UsageError
 from profkit.report.units import format_after, format_bytes
@@ -31,7 +32,7 @@ def snapshot(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle", "oom.pickle"])
-def test_it_fits_a_screen(name: str) -> None:
+def test_the_output_fits_a_screen(name: str) -> None:
     lines = run(capture(name)).stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 50
@@ -44,13 +45,13 @@ def test_the_figures_of_a_real_run_are_printed() -> None:
     assert "requested  peak 2.821 GiB (3,029,062,664 B)" in out
 
 
-def test_an_incomplete_history_is_said_on_stderr() -> None:
+def test_an_incomplete_history_is_a_warning_on_stderr() -> None:
     result = run(capture("midrun.pickle"))
     assert "history incomplete" in result.stdout
     assert "233 blocks (1,060,567,552 B) were live before the first event" in result.stderr
 
 
-def test_json_and_a_file(snapshot: Path, tmp_path: Path) -> None:
+def test_a_file_gets_the_same_json_as_the_screen(snapshot: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     assert run(snapshot, "--format", "json", "-o", target).exit_code == 0
     data = json.loads(target.read_text())
@@ -68,17 +69,17 @@ def test_csv_has_the_exact_bytes(snapshot: Path) -> None:
 @pytest.mark.parametrize(
     ("style", "sign"), [("markdown", "| activations | 12.00 MiB |"), ("latex", r"activations & 12.00 MiB")]
 )
-def test_other_formats(snapshot: Path, style: str, sign: str) -> None:
+def test_markdown_and_latex_hold_the_categories(snapshot: Path, style: str, sign: str) -> None:
     assert sign in run(snapshot, "--format", style).stdout
 
 
-def test_a_run_directory(tmp_path: Path) -> None:
+def test_a_run_directory_is_read_with_its_recorded_owners(tmp_path: Path) -> None:
     out = run(Training().write_run(tmp_path)).stdout
     assert "PyTorch's own peaks, recorded by the run, agree to the byte" in out
     assert "known tensor" in out
 
 
-def test_options(snapshot: Path) -> None:
+def test_moment_filters_and_named_phases_narrow_the_tables(snapshot: Path) -> None:
     out = run(snapshot, "--at", "phase:forward", "--stack", "adam.py", "--min-size", "1MiB", "--top", "1").stdout
     assert "At phase:forward" in out
     assert "(not selected)" in out
@@ -86,7 +87,7 @@ def test_options(snapshot: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["table", "markdown", "latex", "csv"])
-def test_leaks_stand_in_every_format(tmp_path: Path, style: str) -> None:
+def test_every_format_shows_leaks_if_asked(tmp_path: Path, style: str) -> None:
     path = Training(leaks=True, steps=4).write(tmp_path)
     asked, plain = (run(path, *flags, "--format", style).output for flags in (["--leaks"], []))
     stack = "train.py:30 remember"
@@ -104,7 +105,7 @@ def test_leaks_stand_in_every_format(tmp_path: Path, style: str) -> None:
 
 
 @pytest.mark.parametrize("option", [["--leaks"], ["--timeline", "t.html"], ["--at", "peak"], ["--min-size", "1"]])
-def test_a_comparison_drops_no_option_silently(snapshot: Path, option: list[str]) -> None:
+def test_an_option_for_one_snapshot_is_refused_with_against(snapshot: Path, option: list[str]) -> None:
     done = run(snapshot, "--against", snapshot, *option)
     assert isinstance(done.exception, UsageError)
     assert option[0] in str(done.exception)
@@ -112,7 +113,7 @@ def test_a_comparison_drops_no_option_silently(snapshot: Path, option: list[str]
 
 
 @pytest.mark.parametrize("style", ["table", "markdown", "latex", "json"])
-def test_names_are_text_and_nothing_else(tmp_path: Path, style: str) -> None:
+def test_control_characters_in_names_never_reach_the_output(tmp_path: Path, style: str) -> None:
     """The file's name, a phase's and a stack's frame hold what a terminal would obey."""
     data = Training().snapshot()
     for annotation in data["external_annotations"]:
@@ -132,7 +133,7 @@ def test_names_are_text_and_nothing_else(tmp_path: Path, style: str) -> None:
     done.stdout.decode()
 
 
-def test_a_timeline_is_whole_or_what_was_there(snapshot: Path, tmp_path: Path) -> None:
+def test_a_timeline_is_written_whole_or_the_old_file_stays(snapshot: Path, tmp_path: Path) -> None:
     for name in ("t.html", "t.png"):
         target, link = tmp_path / f"real-{name}", tmp_path / name
         target.write_bytes(b"old")
@@ -147,7 +148,7 @@ def test_a_timeline_is_whole_or_what_was_there(snapshot: Path, tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_picture_takes_any_name(tmp_path: Path) -> None:
+def test_a_picture_can_show_any_name(tmp_path: Path) -> None:
     data = Training().snapshot()
     for annotation in data["external_annotations"]:
         annotation["name"] = "$x$ \\frac{ 注意力"
@@ -172,7 +173,9 @@ def test_a_picture_takes_any_name(tmp_path: Path) -> None:
         (["--min-size", "1TiB"], UsageError),
     ],
 )
-def test_usage_errors(snapshot: Path, arguments: list[str], error: type[Exception]) -> None:
+def test_a_wrong_option_or_an_empty_selection_is_a_usage_error(
+    snapshot: Path, arguments: list[str], error: type[Exception]
+) -> None:
     assert isinstance(run(snapshot, *arguments).exception, error)
 
 
@@ -180,7 +183,7 @@ def test_a_bad_size_is_a_usage_error(snapshot: Path) -> None:
     assert run(snapshot, "--min-size", "much").exit_code == 2
 
 
-def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert isinstance(run(tmp_path).exception, RunError)
 
 
@@ -211,7 +214,7 @@ def test_equal_allocations_share_a_line_and_the_lines_that_are_hidden_are_added_
     assert ("22 smaller places" in rest) == (style not in ("json", "csv"))
 
 
-def test_an_oom_dump_gets_its_verdict() -> None:
+def test_a_dump_at_an_out_of_memory_error_gets_a_verdict() -> None:
     out = run(capture("oom.pickle")).stdout
     assert "Out of memory 1 time" in out
     assert "capacity" in out
@@ -219,19 +222,18 @@ def test_an_oom_dump_gets_its_verdict() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(SnapshotError), pickle.dumps([1])])
-def test_bad_files_exit_1_with_one_line(tmp_path: Path, content: bytes) -> None:
+def test_a_bad_file_exits_1_with_one_line(tmp_path: Path, content: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.pickle"
     path.write_bytes(content)
-    done = subprocess.run(
-        [sys.executable, "-m", "profkit", "memory", str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert str(path) in done.stderr
+    with pytest.raises(SystemExit) as raised:
+        main(["memory", str(path)])
+    out, err = capfd.readouterr()
+    assert (raised.value.code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert str(path) in err
 
 
-def test_it_loads_neither_torch_nor_pandas(snapshot: Path) -> None:
+def test_the_command_loads_neither_torch_nor_pandas(snapshot: Path) -> None:
     code = "import sys; from profkit.cli import main\ntry: main(['memory', sys.argv[1]])\nexcept SystemExit: pass\n"
     code += "sys.exit(' '.join({'torch', 'pandas', 'matplotlib', 'sqlite_utils'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code, str(snapshot)], capture_output=True, text=True, check=False)
@@ -244,7 +246,7 @@ def test_reading_does_not_change_the_file(snapshot: Path) -> None:
     assert (snapshot.read_bytes(), snapshot.stat().st_mtime_ns, sorted(snapshot.parent.iterdir())) == before
 
 
-def test_bytes_for_people() -> None:
+def test_bytes_and_times_are_shown_in_fitting_units() -> None:
     shown = [format_bytes(size) for size in (0, 999, 1000, 2**20, 1018 * 2**20, 2_867_200_000, -(2**30))]
     assert shown == ["0 B", "999 B", "0.977 KiB", "1.000 MiB", "0.994 GiB", "2.670 GiB", "-1.000 GiB"]
     assert [format_after(5_000_000, 0), format_after(1500, 0), format_after(None, 0)] == ["5.000 s", "1.500 ms", "—"]

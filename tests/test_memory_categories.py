@@ -1,0 +1,115 @@
+"""Categories of allocations, with the evidence for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit import read_snapshot
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.stacks import StackFacts
+from tests.allocator_reference import MIB
+from tests.captures import capture
+from tests.memory_captures import Training
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> OpenedSnapshot:
+    return read_snapshot(Training().write(tmp_path))
+
+
+def sizes(result: MemoryResult) -> dict[str, int]:
+    return {row.category: row.bytes for row in result.composition.by_category}
+
+
+def assert_books_close(result: MemoryResult) -> None:
+    at = result.composition
+    assert sum(row.bytes for row in at.by_category) == at.allocated_bytes
+    assert sum(row.bytes for row in at.by_stack) == at.allocated_bytes
+    assert sum(row.count for row in at.by_stack) == sum(row.count for row in at.by_category)
+    for row in at.by_category:
+        assert sum(row.evidence.values()) in (row.bytes, 0)
+
+
+def test_a_real_training_run_has_the_expected_categories() -> None:
+    """By hand: 128,625,408 fp32 parameters are 514,501,632 B without padding, and AdamW keeps two moments of each."""
+    found = sizes(read_snapshot(capture("small.pickle")).memory())
+    assert 514_501_632 <= found["parameters"] < 1.05 * 514_501_632
+    assert 2 * 514_501_632 <= found["optimizer state"] < 2.1 * 514_501_632
+    assert found["workspace"] == 2 * 32 * MIB
+    assert found["temporaries"] == 2 * 40 * MIB  # the logits' gradient and the log-softmax's, [4, 256, 10000] each
+
+
+def test_native_stacks_identify_the_workspace() -> None:
+    rows = read_snapshot(capture("small_forward_cpp_stacks.pickle")).memory().composition.by_category
+    (workspace,) = [row for row in rows if row.category == "workspace"]
+    assert workspace.evidence == {"stack": 32 * MIB}
+
+
+def test_a_stack_of_compiled_code_has_no_user_frames(tmp_path: Path) -> None:
+    training = Training(steps=1)
+    training.mark("START", "step 1")
+    training.mark("START", "backward")
+    training.malloc(32 * MIB, "generated")
+    training.mark("END", "backward")
+    training.mark("END", "step 1")
+    training.step(2, False)
+    result = read_snapshot(training.write(tmp_path)).memory()
+    assert sizes(result)["workspace"] == 32 * MIB
+    (row,) = [row for row in result.composition.by_stack if row.bytes == 32 * MIB]
+    assert row.label == "train.py:12 forward (cymh4uh5….py:90 call)"
+
+
+def test_a_frame_of_profkits_own_hooks_is_never_the_users_line() -> None:
+    stack = StackFacts((("_init_group", "torch/optim/adam.py", 7), ("annotated", "/src/profkit/capture/hooks.py", 364)))
+    assert stack.user == ()
+    stack = StackFacts((*stack.frames, ("train", "/src/profkit/models/__main__.py", 54)))
+    assert stack.label == "__main__.py:54 train (adam.py:7 _init_group)"
+
+
+def test_file_names_of_compiled_code_by_the_installed_torch_are_recognised() -> None:
+    codecache = pytest.importorskip("torch._inductor.codecache")
+    for path in (f"/cache/{codecache.code_hash('call')}.py", "<eval_with_key>.3"):
+        assert StackFacts((("call", path, 90), ("forward", "train.py", 12))).user == (("forward", "train.py", 12),)
+
+
+def test_a_training_step_gets_its_categories_from_stack_and_lifetime(opened: OpenedSnapshot) -> None:
+    result = opened.memory()
+    assert_books_close(result)
+    assert result.composition.phase == "backward"
+    assert sizes(result) == {
+        "activations": 12 * MIB,
+        "optimizer state": 16 * MIB,
+        "parameters": 8 * MIB,
+        "gradients": 8 * MIB,
+        "temporaries": 4 * MIB,  # 3 MiB, in a gap of 4 that leaves too little to split off
+        "inputs": 3072,
+    }
+    evidence = {row.category: set(row.evidence) for row in result.composition.by_category}
+    assert evidence["optimizer state"] == evidence["parameters"] == {"stack"}
+    assert evidence["gradients"] == evidence["activations"] == {"lifetime"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "owner"), [("profkit:backward:layers.3", "layers.3"), ("mine", "mine"), ({"a": "b"}, "a=b")]
+)
+def test_metadata_names_the_owner(tmp_path: Path, metadata: Any, owner: str) -> None:
+    training = Training()
+    for event in training.allocator.events:
+        if event["action"] == "alloc" and not event["frames"]:
+            event["user_metadata"] = metadata
+    result = read_snapshot(training.write(tmp_path)).memory()
+    rows = {row.category: row for row in result.composition.by_category}
+    assert rows["gradients"].evidence == {"metadata": 8 * MIB}
+    assert {row.owner for row in result.composition.largest if row.category == "gradients"} == {owner}
+
+
+def test_without_phases_an_alloc_without_frames_belongs_to_backward(tmp_path: Path) -> None:
+    training = Training()
+    training.annotations = [one for one in training.annotations if one["name"].startswith("Optimizer")]
+    found = sizes(read_snapshot(training.write(tmp_path)).memory())
+    assert found["gradients"] == 8 * MIB
+    assert found["activations"] == 12 * MIB

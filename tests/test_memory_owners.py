@@ -1,0 +1,77 @@
+"""Recorded owners name allocations, and the allocator's own peaks check the replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from profkit import read_snapshot
+from profkit.analysis.memory.owners import find_capacity
+from profkit.errors import SnapshotError
+from profkit.report.document import render
+from profkit.report.memory import build_memory_document
+from profkit.run.directory import OWNERS
+from tests.memory_captures import Training
+
+
+def test_recorded_owners_name_the_allocations_and_the_allocators_peaks_agree(tmp_path: Path) -> None:
+    result = read_snapshot(Training().write_run(tmp_path)).memory()
+    rows = {row.category: row for row in result.composition.by_category}
+    assert set(rows["parameters"].evidence) == set(rows["gradients"].evidence) == {"identity"}
+    owners = {row.owner for row in read_snapshot(tmp_path).memory(stack="w1").composition.largest}
+    assert owners == {"w1"}
+    assert result.allocator_check is not None
+    assert result.allocator_check.agrees
+    assert result.allocator_check.unmatched_entries == 0
+
+
+def test_the_run_records_the_earlier_peak_and_the_capacity(tmp_path: Path) -> None:
+    training = Training()
+    training.allocator.max_entries = 60
+    training.step(3, False)
+    training.ledger.append({**training.figures(), "moment": "start", "allocated_peak_bytes": 777})
+    opened = read_snapshot(training.write_run(tmp_path))
+    check = opened.memory().allocator_check
+    assert check is not None
+    assert check.agrees
+    assert check.earlier_peak_bytes == 777
+    shown = render(build_memory_document(opened.memory()), "table")
+    assert "Before recording began PyTorch's own peak was 777 B" in shown
+    assert find_capacity(opened.device().recorded, 0) == 2**34
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"kind": "header", "version": 99}', "newer profkit"),
+        ('{"kind": "owned"}', ":1: not a line"),
+        ("[1]", ":1: not a line"),
+        ("nonsense", ":1: not a line"),
+    ],
+)
+def test_a_damaged_file_of_owners_is_refused(tmp_path: Path, line: str, says: str) -> None:
+    run = Training().write_run(tmp_path)
+    (run / OWNERS).write_text(f'{line}\n{{"kind": "later"}}\n')
+    with pytest.raises(SnapshotError, match=says):
+        read_snapshot(run)
+
+
+def test_a_file_of_owners_cut_off_in_its_last_line_is_read(tmp_path: Path) -> None:
+    run = Training().write_run(tmp_path)
+    (run / OWNERS).write_text((run / OWNERS).read_text()[:-30])
+    assert read_snapshot(run).memory().allocator_check is None
+
+
+def test_peaks_that_differ_from_the_allocators_own_fail_the_account(tmp_path: Path) -> None:
+    run = Training().write_run(tmp_path)
+    lines = (run / OWNERS).read_text().splitlines()
+    figures = json.loads(lines[-1])
+    figures["allocated_peak_bytes"] += 512
+    stray = {**json.loads(lines[1]), "address": 5}
+    (run / OWNERS).write_text("\n".join([*lines[:-1], json.dumps(stray), json.dumps(figures)]))
+    result = read_snapshot(run).memory()
+    assert result.allocator_check is not None
+    assert result.allocator_check.allocated_difference_bytes == -512
+    assert {"ledger-disagrees", "ledger-unmatched"} <= {warning.code for warning in result.warnings}
