@@ -1,0 +1,238 @@
+"""The events of a Chrome trace: bytes, JSON, times and fields, damaged ones too."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from profkit import read_trace
+from profkit.errors import TraceError
+from profkit.trace.kineto import read_kineto
+from profkit.trace.kineto_events import load_chrome_trace, parse_microseconds
+from tests.kineto_builder import (
+    PID,
+    TID,
+    backward_events,
+    kernel,
+    launch,
+    read,
+    row,
+    work_names,
+    written,
+)
+
+
+def test_an_end_beyond_a_century_is_impossible(tmp_path: Path) -> None:
+    trace = read(tmp_path, [launch(1, 1), kernel("k", 2, 5, 1), kernel("h", 4 * 10**15, 4 * 10**15, 0)])
+    assert work_names(trace) == ["k"]
+    assert [diagnostic.severity for diagnostic in trace.diagnostics] == ["error"]
+
+
+def test_a_mark_of_utf8_may_stand_first(tmp_path: Path) -> None:
+    path = written(tmp_path, [row("cpu_op", "aten::mm", 1, 5)])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_trace(path).kernels().kernel_count == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4336530559579.979", 4336530559579979),
+        ("1700000000000000.123", 1700000000000000123),  # as a double it would end in .125
+        ("0.5", 500),
+        ("2.1", 2100),
+        ("7", 7000),
+        ("-3.25", -3250),
+        ("1.5e3", 1_500_000),
+        ("0.0004", 0),
+        ("0.0005", 0),  # half to even
+        ("12.34567", 12346),
+        (17, 17000),
+        ("NaN", None),
+        ("Infinity", None),
+        ("1e999999999", None),
+        ("1e-999999999", 0),
+        ("sNaN", None),
+        ("9" * 30, None),
+        (2**70, None),
+        ("soon", None),
+        ("", None),
+        ("1.", 1000),
+        ("²", None),
+        (None, None),
+        ([], None),
+    ],
+)
+def test_a_time_in_microseconds_becomes_integer_nanoseconds_or_nothing(text: object, expected: int | None) -> None:
+    assert parse_microseconds(text) == expected
+
+
+@given(st.integers(0, 2**61))
+def test_microseconds_are_exact(ns: int) -> None:
+    assert parse_microseconds(f"{ns // 1000}.{ns % 1000:03d}") == ns
+
+
+def test_times_come_through_the_file_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(
+        '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1700000000000000.123,'
+        ' "dur": 2.049, "args": {"memory bandwidth (GB/s)": inf, "x": -nan}}]}'
+    )
+    trace = read_kineto(path)
+    assert trace.work.start_ns.tolist() == [1700000000000000123]
+    assert trace.work.duration_ns.tolist() == [2049]
+
+
+def test_rows_of_unexpected_shape_are_ignored(tmp_path: Path) -> None:
+    odd = [
+        row("Trace", "PyTorch Profiler (0)", 0, 100, "PyTorch Profiler", pid="Spans"),
+        {"ph": "i", "name": "Iteration Start", "pid": "Traces", "tid": "Trace", "ts": 1},
+        row("user_annotation", "nowhere", 1, 5, pid="Spans"),
+        {"ph": "X", "cat": "user_annotation", "name": "timeless", "pid": PID, "tid": TID},
+        {"ph": "M", "name": "thread_name", "pid": PID, "tid": TID, "args": None},
+        {"ph": "f", "cat": "fwdbwd", "id": [], "pid": PID, "tid": TID},
+        {"cat": 3},
+        7,
+        None,
+    ]
+    trace = read(tmp_path, [*odd, launch(1, 1), kernel("k", 5, 1, 1)])
+    assert (work_names(trace), len(trace.ranges), trace.diagnostics) == (["k"], 0, ())
+
+
+@pytest.mark.parametrize(
+    ("ts", "dur"), [(5, -1), (5, None), (None, 5), ("NaN", 5), (5, "NaN"), (0, 0), ("5", "Infinity")]
+)
+def test_impossible_work_is_left_out_with_a_diagnostic(tmp_path: Path, ts: object, dur: object) -> None:
+    trace = read(tmp_path, [launch(1, 1), kernel("good", 5, 1, 1), kernel("bad", ts, dur, 1)])
+    assert work_names(trace) == ["good"]
+    (diagnostic,) = trace.diagnostics
+    assert diagnostic.severity == "error"
+    assert "1 row of kernels with impossible times left out, the first named 'bad'" in diagnostic.text
+    cpu = read(tmp_path, [row("cpu_op", "good", 5, 1), row("cpu_op", "bad", ts, dur)])
+    assert work_names(cpu) == ["good"]
+    assert "CPU operators" in cpu.diagnostics[0].text
+
+
+def test_names_that_cannot_be_printed_are_made_printable(tmp_path: Path) -> None:
+    trace = read(tmp_path, [launch(1, 1), kernel("bad \ud800 name", 5, 1, 1), kernel("", 7, 1, 1)])
+    for name in trace.names:
+        name.encode()
+    assert work_names(trace) == ["bad ? name", "(unnamed)"]
+
+
+def test_gzip_is_known_by_its_bytes_and_garbage_collection_stays_on(tmp_path: Path) -> None:
+    events = [row("cpu_op", "aten::mm", 1, 2)]
+    plain = read_kineto(written(tmp_path, events))
+    packed = written(tmp_path, events, "trace.json.gz")
+    assert work_names(read_kineto(packed.rename(tmp_path / "renamed.json"))) == work_names(plain)
+    assert gc.isenabled()
+
+
+def test_a_bare_list_of_events_is_a_trace_too(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([row("cpu_op", "aten::mm", 1, 2)]))
+    assert work_names(read_kineto(path)) == ["aten::mm"]
+
+
+WHOLE = json.dumps({"traceEvents": [row("cpu_op", "aten::mm", 1, 2.5), kernel("k", 5, 1.5, 1)]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "an empty file"),
+        (b" \n", "an empty file"),
+        (gzip.compress(b"", mtime=0), "an empty file"),
+        (b"SQLite format 3\0" + bytes(100), "not JSON"),
+        (b"\x80\x04\x95 pickle", "not JSON"),
+        (WHOLE[:-1], "cut off"),
+        (WHOLE[:100], "cut off"),
+        (WHOLE[: WHOLE.index(b"aten") + 2], "cut off"),
+        (gzip.compress(WHOLE, mtime=0)[:-20], "the gzip file is cut off"),
+        (gzip.compress(WHOLE, mtime=0)[:40] + b"\0" * 40, "the gzip file is damaged"),
+        (WHOLE.replace(b'"cat"', b"cat", 1), "not JSON (line 1, column"),
+        (b'{"a": 1}', "no list traceEvents"),
+        (b'{"traceEvents": {}}', "no list traceEvents"),
+        (b'"text"', "no list traceEvents"),
+        (b"null", "no list traceEvents"),
+        (b"[" * 100_000, "cannot be parsed"),
+        (b'{"traceEvents": []}', "holds no operator, kernel or annotation"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "toplevel", "ts": 1, "dur": 2}]}', "holds no operator"),
+        (b'{"traceEvents": [' + b"9" * 5000 + b"]}", "cannot be parsed"),
+    ],
+)
+def test_bad_input_gets_one_line(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError) as raised:
+        read_kineto(path)
+    assert says in str(raised.value)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert "\n" not in str(raised.value)
+    assert gc.isenabled()
+
+
+def test_a_file_that_cannot_be_opened_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TraceError, match="No such file"):
+        read_kineto(tmp_path / "none.json")
+    with pytest.raises(TraceError, match="Is a directory"):
+        read_kineto(tmp_path)
+
+    def deny(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", deny)  # root may open anything
+    with pytest.raises(TraceError, match="Permission denied"):
+        read_kineto(tmp_path / "trace.json")
+
+
+def test_a_file_that_grows_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b" " * 40 * 2**20, mtime=0))
+    with pytest.raises(TraceError, match=r"more than 0\.0312 GiB of JSON"):
+        load_chrome_trace(path, size_limit_bytes=32 * 2**20)
+
+
+@given(st.data())
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_no_damaged_file_crashes_the_reader(tmp_path: Path, data: st.DataObject) -> None:
+    content = bytearray(json.dumps({"traceEvents": backward_events()}).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "trace.json"
+    path.write_bytes(content[: data.draw(st.sampled_from([len(content), len(content) - 30]))])
+    with suppress(TraceError):
+        read_kineto(path)
+
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=4), st.lists(st.none()),
+    st.dictionaries(st.text(max_size=1), st.none()), st.sampled_from([PID, 7, 0, "stream 7", "100", {}]),
+)  # fmt: skip
+KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cpu_op", "user_annotation", "fwdbwd")
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"ph": st.sampled_from("XXXXsfM"), "cat": st.sampled_from(KINDS)},
+            optional=dict.fromkeys(("name", "pid", "tid", "ts", "dur", "id", "args"), values),
+        ),
+        max_size=8,
+    )
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_no_strange_event_crashes_the_reader(tmp_path: Path, events: list[dict[str, Any]]) -> None:
+    try:
+        trace = read(tmp_path, events, deviceProperties=[1, {}], distributedInfo={"rank": []}, schemaVersion="x")
+    except TraceError:
+        return
+    assert (trace.work.duration_ns >= 0).all()
