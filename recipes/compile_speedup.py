@@ -1,7 +1,7 @@
-"""How much faster is compiled code, how many kernels fewer does it launch, and what was fused into what?
+"""How much faster is compiled code, how many fewer kernels does it launch, and what was fused into what?
 
-``python -m recipes.compile_speedup --device cpu``. Attention written out, and profkit's whole transformer, forward
-alone and the full step, eager against compiled: timed without a profiler; then one step more, with one.
+``python -m recipes.compile_speedup --device cpu``. Written-out attention and profkit's transformer, forward
+alone and the full step, eager against compiled: timed without a profiler, then one more step with one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from recipes.whole_model.cells import SIZES, leave_out_bounds
 
 STEPS: dict[GridName, int] = {"reports": 10, "small": 5, "full": 10}
 BRIEF = frozenset({*KEYS[:7], "step_ms", "speedup", "kernel_ms", "kernel_speedup", "kernel_share", "kernels", "status"})
-WORDS = ("what", "size", "passes", "dtype", "mode", "device", "measure", "status", "reason")
 MEASURED = (
     *("step_ms", "step_mean_ms", "step_std_ms", "forward_ms", "backward_ms", "optimizer_ms"),
     *("speedup", "speedup_low", "speedup_high", "forward_speedup", "backward_speedup", "optimizer_ratio"),
@@ -44,44 +43,44 @@ MEASURED = (
 
 
 def measure(cell: Cell, device: Device) -> Row:
-    """Measure a cell; torch is loaded in its process alone."""
+    """Measure a cell; only its own process loads torch."""
     from recipes.compilation.measure import measure_cell
 
     return measure_cell(cell, device)
 
 
 def predict(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell asks for at its peak, or a lower bound."""
+    """Return the bytes that a cell needs at its peak, or a lower bound."""
     from recipes.compilation.measure import predict_bytes
 
     return predict_bytes(cell, device)
 
 
 def choose_cases(grid: GridName, given: dict[str, Sequence[Any]]) -> list[Case]:
-    """Return what to measure: of the write-ups' cases those with the values given, else the product with them.
+    """Return the cases to measure: the write-ups' cases with the given values, or their product.
 
     Raises:
-        UsageError: nothing is left.
+        UsageError: no case is left.
     """
     axes = FULL if grid == "full" else SMALL
     cases = restrict(of_reports(), given) if grid == "reports" else of_product({**axes, **given})
     if not cases:
         raise UsageError(
-            f"--grid {grid}: nothing has all of these values; attention has passes forward and forward-backward, the "
-            "model forward and train, and --grid reports fp32 alone"
+            f"--grid {grid}: no case has all of these values; attention has passes forward and forward-backward, the "
+            "model has forward and train, and --grid reports has only fp32"
         )
     return cases
 
 
 def derive(rows: Sequence[Row]) -> None:
-    """Add how much faster what is compiled is, and leave out what was predicted and is no prediction."""
+    """Add how much faster compiled rows are, and drop predictions that are only lower bounds."""
     add_speedups(rows)
     leave_out_bounds(rows)
 
 
 RECIPE = Recipe(
     name="compile_speedup",
-    question="How much faster is compiled code, how many kernels fewer does it launch, and what was fused into what?",
+    question="How much faster is compiled code, how many fewer kernels does it launch, and what was fused into what?",
     columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
     measure=measure,
@@ -101,7 +100,7 @@ RECIPE = Recipe(
 @click.option("--seq-len", type=Numbers(), help="Attention's sequence lengths, instead of the grid's.")
 @click.option("--size", type=Names(SIZES), help="Sizes of the model, instead of the grid's.")
 @click.option("--context", type=Numbers(), help="The model's contexts, instead of the grid's.")
-@click.option("--steps", type=click.IntRange(min=2), help="Timed steps a cell  [default: 10; 5 with --grid small]")
+@click.option("--steps", type=click.IntRange(min=2), help="Timed steps per cell  [default: 10; 5 with --grid small]")
 def main(options: Options, steps: int | None, **given: Sequence[int] | Sequence[str] | None) -> int:
     axes = {axis: values for axis, values in given.items() if values is not None}
     cases = choose_cases(options.grid, axes)

@@ -35,7 +35,6 @@ STEPS: dict[GridName, int] = {"reports": 10, "small": 5, "full": 10}
 BRIEF = frozenset(
     {*KEYS[:6], "parameters", "forward_ms", "backward_ms", "optimizer_ms", "step_ms", "peak_MiB", "mfu", "status"}
 )
-WORDS = ("size", "passes", "dtype", "mode", "device", "status", "reason")
 MEASURED = (
     "parameters",
     *(f"{part}{statistic}_ms" for part in PARTS for statistic in ("", "_mean", "_std", "_min")),

@@ -34,7 +34,6 @@ from recipes.model_memory.predict import predict_memory
 from recipes.model_memory.report import add_columns, report
 from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, PASSES
 
-WORDS = ("size", "passes", "dtype", "device", "peak_phase", "predicted_phase", "status", "reason")
 MEASURED = (
     *("parameters", "peak_GiB", "peak_phase", "reserved_GiB", "requested_GiB", "predicted_GiB"),
     *("allocated_peak_bytes", "reserved_peak_bytes", "replay_difference_bytes"),

@@ -22,7 +22,6 @@ from recipes.common.recipe import Cell, Device, Recipe, Row, Together
 from recipes.nsight.cells import CAPTURES, GRIDS, KEYS, KINETO, NSYS, PROFILERS, SIZES, STEPS, TOGETHER, build_cells
 from recipes.nsight.report import report
 
-WORDS = ("size", "passes", "profiler", "device", "top_kernel", "both_top_kernel", "self_check", "status", "reason")
 BRIEF = frozenset({*KEYS[:3], "profiler", "forward_recorded_ms", "forward_clean_ms", "backward_recorded_ms",
                    "backward_clean_ms", "top_share", "gemm_step_share", "status"})  # fmt: skip
 MEASURED = (

@@ -1,1 +1,1 @@
-"""What compile_speedup does: pairs of cells, eager and compiled; their times, their kernels, what fused into what."""
+"""Compiled against eager code: the cells, how one is measured, pairs of cells, the report."""

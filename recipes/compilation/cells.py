@@ -1,4 +1,4 @@
-"""The cells of compile_speedup: attention or the whole model, each eager and compiled, side by side; no torch."""
+"""The cells of compile_speedup: attention or the whole model, each eager and compiled, side by side. Loads no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = ("what", "d_model", "size", "length", "passes", "dtype", "mode", "batch",
 
 Axes = Mapping[str, Sequence[Any]]
 Case = tuple[str, int, str | None, int, str, str]
-"""A pair of cells, without what both share: the first six keys."""
+"""What the two cells of a pair share: the first six keys."""
 
 _LARGE = ("small", "medium", "large", "xl", "2.7B")
 _PRINTED_AT = 256
@@ -42,7 +42,7 @@ FULL: Axes = {
 
 
 def of_product(axes: Axes) -> list[Case]:
-    """Return every combination: attention, then the model, each by what it has."""
+    """Return every combination: attention, then the model."""
     cases: list[Case] = []
     for what, dtype in product(axes["what"], axes["dtype"]):
         passes = [each for each in PASSES[what] if each in axes["passes"]]
@@ -55,9 +55,9 @@ def of_product(axes: Axes) -> list[Case]:
 
 
 def of_reports() -> list[Case]:
-    """Return what stands for the write-ups' tables, the most telling first.
+    """Return the cases that stand for the write-ups' tables, the most informative first.
 
-    Of attention's table the corners and the middle, forward and backward; ``attention_sweep`` has all of it.
+    Of attention's table the corners and the middle; ``attention_sweep`` measures all of it.
     """
     return list(_printed())
 
@@ -86,7 +86,7 @@ def _of_model(size: str, context: int, passes: str, dtype: str = "fp32") -> Case
 
 
 def restrict(cases: Iterable[Case], wanted: Axes) -> list[Case]:
-    """Return the cases whose values are all among the wanted ones; an axis that is not there excludes none."""
+    """Return the cases with only wanted values; an axis that is not named excludes none."""
 
     def keeps(case: Case) -> bool:
         what, d_model, size, length, passes, dtype = case
@@ -98,7 +98,7 @@ def restrict(cases: Iterable[Case], wanted: Axes) -> list[Case]:
 
 
 def build_cells(cases: Iterable[Case], steps: int) -> list[Cell]:
-    """Return the cells of some cases in their order, both modes of one beside each other."""
+    """Return the cells of some cases in their order, both modes of a case together."""
     cells: list[Cell] = []
     for case, mode in product(cases, MODES):
         batch = BATCH if case[0] == ATTENTION else MODEL_BATCH

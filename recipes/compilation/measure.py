@@ -31,21 +31,21 @@ _QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13 prints two lines a recording
 
 
 class Steps(Protocol):
-    """What is repeated and timed: each call of ``run`` is one step, on a device that has done what came before."""
+    """Steps to time: each call of ``run`` is one step, on a device that has finished the one before."""
 
     @property
     def phase(self) -> str:
-        """The phase that runs, or that ran last."""
+        """The phase that is running, or that ran last."""
 
     def build(self) -> None:
-        """Make what the steps need; nothing runs yet."""
+        """Make the data of the steps; nothing runs yet."""
 
     def run(self) -> dict[str, float]:
-        """Run a step, and return the milliseconds of its phases and of the ``step``."""
+        """Run a step; return the milliseconds of its phases and of the ``step``."""
 
 
 class AttentionSteps:
-    """Passes over written-out attention; forward alone is without autograd, as the model's is."""
+    """Passes over written-out attention; forward alone runs without autograd, as in the model."""
 
     def __init__(self, cell: Cell, device: Device) -> None:
         own = as_attention_cell(cell)
@@ -73,25 +73,25 @@ class AttentionSteps:
 
 
 def predict_bytes(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell asks for at its peak; for compiled code a lower bound."""
+    """Return the bytes that a cell needs at its peak; for compiled code a lower bound."""
     if cell["what"] == ATTENTION:
         return predict_attention_bytes(as_attention_cell(cell), device)
     return predict_model_bytes(as_model_cell(cell), device)
 
 
 def measure_cell(cell: Cell, device: Device) -> Row:
-    """Return times, and the kernels of one step; or the phase in which the memory ended.
+    """Return times, and the kernels of one step; or the phase in which memory ran out.
 
-    The timed steps run without a profiler, after a warm-up in which all is compiled, from an empty cache: what the
-    first step took then holds all of that. One more step runs under torch.profiler; its times are the kernels' alone.
+    The timed steps run without a profiler, after a warm-up that compiles everything from an empty cache: the first
+    step's time includes all of that. One more step runs under torch.profiler; only its kernel times are used.
     """
     steps: Steps = (
         AttentionSteps(cell, device) if cell["what"] == ATTENTION else Training(work_of(as_model_cell(cell)), device)
     )
     found: Row = {}
-    # Inductor's own processes may still hold files there, which are nothing to fail for.
+    # Inductor's own processes may still hold files there, which is no reason to fail.
     temporary = TemporaryDirectory(prefix="compile_speedup.", ignore_cleanup_errors=True)
-    # A cell that is given up is ended by SIGTERM, and would leave what it has compiled there.
+    # A cell that is given up is ended by SIGTERM, and would leave its compiled code there.
     with sigterm_raises(), temporary as directory, compiling_anew(Path(directory)):
         if device == "cpu" and cell["mode"] == COMPILED:
             name_generated_operators()
@@ -129,7 +129,7 @@ def is_aten_operator(name: str) -> bool:
 
 
 def name_generated_operators() -> None:
-    """Let Inductor's C++ code tell the profiler of its kernels, as its GPU kernels are told of anyway."""
+    """Let Inductor's C++ code report its kernels to the profiler, as GPU kernels always are."""
     import torch._inductor.config as inductor
 
     inductor.cpp.enable_kernel_profile = True
@@ -137,7 +137,7 @@ def name_generated_operators() -> None:
 
 @contextmanager
 def compiling_anew(directory: Path) -> Iterator[None]:
-    """Let Inductor and Triton keep what they compile in a new directory; others' would save them time."""
+    """Let Inductor and Triton compile into a new directory, so that no earlier cache saves them time."""
     wanted = {name: str(directory / folder) for name, folder in _CACHES.items()} | _QUIET
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

@@ -1,4 +1,4 @@
-"""An eager cell and the compiled one of the same case: how much faster, and what took the place of what."""
+"""An eager cell and the compiled one of the same case: how much faster it is, and which kernels replaced which."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from profkit.analysis.compare.bootstrap import bootstrap_differences
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER
-from recipes.common.recipe import LAUNCH_BOUND as BUSY
 from recipes.common.recipe import OK, Row, identify
 from recipes.compilation.cells import KEYS
-from recipes.compilation.work import Kernel, kernels_of, launchers_of, total
+from recipes.compilation.work import Kernel, Totals, kernels_of, launchers_of, total
 from recipes.whole_model.cells import COMPILED, EAGER
 
 _CASE = tuple(key for key in KEYS if key != "mode")
 PHASES = (FORWARD, BACKWARD)
-"""Those that speedups are told of; loss and optimizer are outside of what is compiled."""
+"""The phases with a speedup; loss and optimizer are not compiled."""
 _ON_GPU = "gpu-kernel"
 _IN_PLACE = re.compile(r"^aten::(\w+?)_?$")
 _ZEROS = ("zeros", "zeros_like", "new_zeros", "slice_backward", "select_backward")
-# How Inductor calls what these operators launch when they run one by one.
+# Inductor's names for what these operators launch when they run one by one.
 _ALIASES = {
     "copy": ("clone", "_to_copy", "copy", "contiguous"),
     "cat": ("cat", "stack"),
     "index_select": ("embedding", "index_select"),
     "gather": ("embedding", "gather"),
-    # Zeros are filled too.
     "fill": ("fill", "full", "full_like", "ones", "ones_like", *_ZEROS),
     "zero": ("full", *_ZEROS),
     # The maximum and the sum of a softmax, in one pass over its row.
@@ -38,13 +36,13 @@ _ALIASES = {
     "sum": ("sum", "prepare_softmax_online"),
 }
 
-Totals = tuple[int, int]
-"""Launches, and their nanoseconds."""
+_FEWEST, _RESAMPLES = 5, 4000
+"""The fewest samples per side that give an interval, and how often they are resampled."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two rows that differ in the mode alone, both measured."""
+    """Two measured rows that differ only in the mode."""
 
     eager: dict[str, Any]
     compiled: dict[str, Any]
@@ -52,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times as fast compiled code is, by medians, and the 95 % interval, if there are samples enough."""
+    """How many times as fast compiled code is, by medians, and the 95 % interval if there are enough samples."""
 
     times: float
     low: float | None
@@ -60,19 +58,18 @@ class Speedup:
 
     @property
     def is_measurable(self) -> bool:
-        """Whether the interval leaves out 1."""
+        """Whether the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """The work of one phase of a step, before and after; matrix products and the rest sum to the whole."""
+    """The work of one phase of a step, eager and compiled; products and the rest add up to the whole."""
 
     phase: str
     eager: Totals
     compiled: Totals
-    eager_products: Totals
-    compiled_products: Totals
+    products: tuple[Totals, Totals]
     eager_rest: Totals
     generated: Totals
     compiled_rest: Totals
@@ -80,7 +77,7 @@ class PhaseChange:
 
 @dataclass(frozen=True)
 class Fused:
-    """An operator of which compiled code launches less: ``left`` of it still by itself, the rest within ``kernels``."""
+    """An operator that launches less in compiled code: ``left`` by itself, the rest inside generated ``kernels``."""
 
     operator: str
     eager: Totals
@@ -89,7 +86,7 @@ class Fused:
 
 
 def find_pairs(rows: Sequence[Row]) -> list[Pair]:
-    """Return the pairs of which both rows were measured, in the order of the rows."""
+    """Return the pairs with both rows measured, in the order of the rows."""
     cases: dict[tuple[object, ...], dict[object, Row]] = {}
     for row in rows:
         if row["status"] == OK:
@@ -98,10 +95,10 @@ def find_pairs(rows: Sequence[Row]) -> list[Pair]:
 
 
 def add_speedups(rows: Sequence[Row]) -> None:
-    """Add to each row how much of its step kernels fill, and to the compiled row of each pair how much faster it is.
+    """Add the share of the step that kernels fill, and to compiled rows how much faster they are than eager.
 
-    That is the step with its interval, forward and backward, the time of its kernels alone; and, for comparison, the
-    optimizer, which is not compiled.
+    These are the step with its interval, forward, backward, kernel time alone, and for comparison the optimizer, which
+    is not compiled.
     """
     for row in rows:
         row["kernel_share"] = share_of_kernels(row)
@@ -116,46 +113,56 @@ def add_speedups(rows: Sequence[Row]) -> None:
 
 
 def is_of_gpu(row: Mapping[str, Any]) -> bool:
-    """Return whether a row counts a GPU's kernels, and not a CPU's operators."""
+    """Return whether a row counts the kernels of a GPU, not the operators of a CPU."""
     return row.get("measure") == _ON_GPU
 
 
 def share_of_kernels(row: Mapping[str, Any]) -> float | None:
     """Return the kernel time of one step, with a profiler, over the median step without; None without a GPU.
 
-    It is over 1 where the profiled step was a long one: kernels do not overlap here.
+    It is above 1 if the profiled step was a long one: kernels do not overlap here.
     """
     return row["kernel_ms"] / row["step_ms"] if is_of_gpu(row) and row.get("step_ms") else None
 
 
 def measure_kernel_speedup(pair: Pair) -> float | None:
-    """Return the eager step's kernel time over the compiled one's; None without a GPU, or where it was not measured."""
+    """Return the eager step's kernel time over the compiled one's; None without a GPU or a measurement."""
     if not (is_of_gpu(pair.eager) and is_of_gpu(pair.compiled)) or not pair.compiled["kernel_ms"]:
         return None
     return float(pair.eager["kernel_ms"] / pair.compiled["kernel_ms"])
 
 
-def is_launch_bound(row: Mapping[str, Any]) -> bool:
-    """Return whether kernels are known to fill too little of a step for its wall time to be theirs."""
-    share = share_of_kernels(row)
-    return share is not None and share < BUSY
-
-
 def measure_speedup(pair: Pair, part: str = "step") -> Speedup | None:
-    """Return the eager median over the compiled one; None where the passes lack the part.
-
-    The interval is of the difference of the medians' logarithms, by bootstrap.
-    """
+    """Return the eager median over the compiled one; None if the passes lack the part."""
     if not pair.eager.get(f"{part}_samples_ms"):
         return None
-    sides = [np.log(np.array(row[f"{part}_samples_ms"]))[:, None] for row in (pair.compiled, pair.eager)]
-    interval = bootstrap_differences(sides[0], sides[1], "median")
-    low, high = (None, None) if interval is None else (math.exp(float(end[0])) for end in interval)
+    sides = [np.array(row[f"{part}_samples_ms"]) for row in (pair.eager, pair.compiled)]
+    low, high = _interval(*sides) or (None, None)
     return Speedup(pair.eager[f"{part}_ms"] / pair.compiled[f"{part}_ms"], low, high)
 
 
+def _interval(eager: npt.NDArray[np.float64], compiled: npt.NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the ratio of the medians, by Efron's percentile bootstrap; None of few samples.
+
+    Both sides are resampled separately, always by the same two sequences of draws. In half of the resamples the sides
+    exchange them, so that exchanging the sides inverts the interval exactly.
+    """
+    if min(len(eager), len(compiled)) < _FEWEST:
+        return None
+
+    def medians(samples: npt.NDArray[np.float64], seeds: tuple[int, int]) -> npt.NDArray[np.float64]:
+        draws = [
+            np.random.default_rng(seed).integers(0, len(samples), (_RESAMPLES // 2, len(samples))) for seed in seeds
+        ]
+        return np.asarray(np.median(np.log(samples)[np.concatenate(draws)], axis=1))
+
+    differences = medians(eager, (1, 0)) - medians(compiled, (0, 1))
+    tail = (1 - 0.95) / 2
+    return math.exp(np.quantile(differences, tail)), math.exp(-np.quantile(-differences, tail))
+
+
 def steps_to_break_even(pair: Pair) -> int | None:
-    """Return after how many steps compiled code has made up for its longer first one; None if it is not faster."""
+    """Return after how many steps compiled code has made up for its longer first step; None if it is not faster."""
     speedup = measure_speedup(pair)
     saved_ms = pair.eager["step_ms"] - pair.compiled["step_ms"]
     if speedup is None or not speedup.is_measurable or saved_ms <= 0:
@@ -164,7 +171,7 @@ def steps_to_break_even(pair: Pair) -> int | None:
 
 
 def compare_phases(pair: Pair) -> list[PhaseChange]:
-    """Return what each phase of a step ran, before and after."""
+    """Return the work of each phase of a step, eager and compiled."""
     before, after = kernels_of(pair.eager), kernels_of(pair.compiled)
     return [
         _compare_phase(phase, [each for each in before if each.phase == phase], [e for e in after if e.phase == phase])
@@ -173,7 +180,7 @@ def compare_phases(pair: Pair) -> list[PhaseChange]:
 
 
 def outside_phases(row: Mapping[str, Any]) -> Totals:
-    """Return what a step ran between its phases: with theirs it is all that ran."""
+    """Return the work between a step's phases; together with theirs it is the whole step's."""
     count, total_ns = total(kernels_of(row))
     return row["kernels"] - count, round(row["kernel_ms"] * 1e6) - total_ns
 
@@ -183,8 +190,10 @@ def _compare_phase(phase: str, before: Sequence[Kernel], after: Sequence[Kernel]
         phase=phase,
         eager=total(before),
         compiled=total(after),
-        eager_products=total(each for each in before if each.is_matrix_product),
-        compiled_products=total(each for each in after if each.is_matrix_product),
+        products=(
+            total(each for each in before if each.is_matrix_product),
+            total(each for each in after if each.is_matrix_product),
+        ),
         eager_rest=total(each for each in before if not each.is_matrix_product),
         generated=total(each for each in after if each.is_generated),
         compiled_rest=total(each for each in after if not (each.is_matrix_product or each.is_generated)),
@@ -192,7 +201,7 @@ def _compare_phase(phase: str, before: Sequence[Kernel], after: Sequence[Kernel]
 
 
 def list_fused(pair: Pair, phase: str) -> list[Fused]:
-    """Return the operators of which compiled code launches less in a phase, those of the most eager time first."""
+    """Return the operators that launch less in compiled code in a phase, those with the most eager time first."""
     before, after = (_by_operator(row, phase) for row in (pair.eager, pair.compiled))
     generated = [each for each in kernels_of(pair.compiled) if each.phase == phase and each.is_generated]
     found = []
@@ -206,7 +215,7 @@ def list_fused(pair: Pair, phase: str) -> list[Fused]:
 
 
 def _by_operator(row: Mapping[str, Any], phase: str) -> dict[str, Totals]:
-    """Return what each operator launched in a phase; one in place counts as the one that is not."""
+    """Return what each operator launched in a phase; an in-place operator counts as its other form."""
     found: dict[str, Totals] = {}
     for each in launchers_of(row):
         if each.phase == phase:

@@ -41,7 +41,7 @@ def draw_speedups(pairs: Sequence[Pair]) -> Figure:
 
 
 def _draw_model(panel: Any, pairs: Sequence[Pair]) -> None:
-    """Draw a bar a size and kind of step."""
+    """Draw a bar for each size and kind of step."""
     sizes = sorted({str(pair.eager["size"]) for pair in pairs}, key=SIZES.index)
     series = list(dict.fromkeys(_series(pair) for pair in pairs))
     width = 0.8 / max(len(series), 1)
@@ -65,20 +65,20 @@ def _draw_model(panel: Any, pairs: Sequence[Pair]) -> None:
                 "no figure", (place, 0), (0, 4), textcoords="offset points", ha="center", fontsize=8, rotation=90
             )
     panel.set_xticks(range(len(sizes)), sizes)
-    panel.set_xlim(-0.5, len(sizes) - 0.5)
+    panel.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
     panel.margins(y=0.12)
 
 
 def _draw_attention(panel: Any, pairs: Sequence[Pair]) -> None:
-    """Draw a line a width and kind of pass, over the sequence length."""
+    """Draw a line for each width and kind of pass, over the sequence length."""
     names = list(dict.fromkeys((pair.eager["d_model"], _series(pair)) for pair in pairs))
     lengths = sorted({pair.eager["length"] for pair in pairs})
-    # A little beside each other, so that those at one length are told apart.
+    # Shifted a little, so that points at one length do not overlap.
     beside = [_BESIDE ** (number - (len(names) - 1) / 2) for number in range(len(names))]
     for number, name in enumerate(names):
         own = [pair for pair in pairs if (pair.eager["d_model"], _series(pair)) == name]
         by_length = {pair.eager["length"]: _speedup(pair) for pair in own}
-        # A length that another width has, and this one not, breaks the line.
+        # A length that only other widths have breaks the line.
         speedups = [by_length.get(length, Speedup(math.nan, None, None)) for length in lengths]
         places, colour = [length * beside[number] for length in lengths], COLOURS[number % len(COLOURS)]
         panel.errorbar(
@@ -100,7 +100,7 @@ def _draw_attention(panel: Any, pairs: Sequence[Pair]) -> None:
 
 
 def _draw_kernel_times(panel: Any, places: Sequence[float], pairs: Sequence[Pair], colour: str) -> None:
-    """Draw how many times as fast the kernels alone are; nothing where there are none."""
+    """Draw how many times as fast the kernels alone are, where that is known."""
     found = [
         (place, times) for place, pair in zip(places, pairs, strict=True) if (times := measure_kernel_speedup(pair))
     ]
@@ -109,7 +109,7 @@ def _draw_kernel_times(panel: Any, places: Sequence[float], pairs: Sequence[Pair
 
 
 def draw_kernels(pairs: Sequence[Pair]) -> Figure:
-    """Draw what a step launches before and after, by kind: a pair of bars a pair."""
+    """Draw what a step launches by kind: two bars for each pair."""
     on_gpu = all(is_of_gpu(pair.eager) for pair in pairs)
     noun = "Kernels" if on_gpu else "Operators"
     drawn = [(what, [pair for pair in pairs if pair.eager["what"] == what]) for what in (MODEL, ATTENTION)]
@@ -164,7 +164,7 @@ def _speedup(pair: Pair) -> Speedup:
 
 
 def _errors(speedups: Sequence[Speedup]) -> list[list[float]]:
-    """Return how far the intervals reach below and above the medians; 0 where there is none."""
+    """Return how far the intervals reach below and above the medians; 0 without an interval."""
     return [
         [max(each.times - (each.low or each.times), 0.0) for each in speedups],
         [max((each.high or each.times) - each.times, 0.0) for each in speedups],

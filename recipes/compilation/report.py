@@ -1,4 +1,4 @@
-"""What compile_speedup says about its pairs: how much faster, how many kernels, what fused into what."""
+"""What compile_speedup shows: how much faster each pair is, the kernels of a step, what was fused into what."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from profkit.names import OPTIMIZER
-from profkit.report.formats import render_markdown
-from profkit.report.units import format_count, format_ns, four_digits
-from recipes.common.old_tables import build_pivot
-from recipes.common.recipe import LAUNCH_BOUND as BUSY
-from recipes.common.recipe import OK, Report, Row
-from recipes.common.tables import listed
+from recipes.common.recipe import LAUNCH_BOUND, OK, Report, Row
+from recipes.common.tables import Table, listed, markdown, pivot, show_digits, show_share
 from recipes.compilation.cells import ATTENTION, KEYS, MODEL
-from recipes.compilation.fusions import tell_fusions
 from recipes.compilation.pairs import (
     PHASES,
     Pair,
-    PhaseChange,
-    Speedup,
     compare_phases,
     find_pairs,
-    is_launch_bound,
     is_of_gpu,
+    list_fused,
     measure_kernel_speedup,
     measure_speedup,
     outside_phases,
@@ -30,168 +23,31 @@ from recipes.compilation.pairs import (
     steps_to_break_even,
 )
 from recipes.compilation.pictures import draw_kernels, draw_speedups
-from recipes.compilation.splits import tell_splits
-from recipes.compilation.words import name_pair, name_row, noun_of, show_totals
-from recipes.detectors.inspect import inspect_tables
-from recipes.detectors.tables import build_table as build_benchmark
-from recipes.whole_model.cells import COMPILED
+from recipes.compilation.work import Kernel, Totals, kernels_of
+from recipes.detectors.inspect import inspect_rows
+from recipes.whole_model.cells import COMPILED, FORWARD_ONLY
 
 _SHOWN_TO_DETECTORS = (*KEYS, *(f"{part}_{kind}_ms" for part in (*PHASES, OPTIMIZER) for kind in ("mean", "std")))
+_MOST_LINES = 15
 
 
-def report(rows: Sequence[Row], machine: Mapping[str, Any]) -> Report:
-    """Return sentences and tables on the pairs that were measured, what to know of them, and the pictures."""
+def report(rows: Sequence[Row], _machine: Mapping[str, Any]) -> Report:
+    """Return the tables of the pairs that were measured, the findings, and the pictures."""
     pairs = find_pairs(rows)
-    noun = noun_of(pairs[0]) if pairs else "kernel"
-    sections = [
-        *_pivots(rows),
-        "## How much faster",
-        *_how_to_read(pairs),
-        listed([say_speed(pair) for pair in pairs]) or "No pair was measured.",
-        *_say_control(pairs),
-        f"## {noun.capitalize()}s of a step, before and after",
-        listed([say_kernels(pair) for pair in pairs]) or "No pair was measured.",
-        *tell_splits(pairs),
-        *_say_command(pairs, machine.get("device")),
-        *tell_fusions(pairs),
-        "## What the detectors say",
-        listed(remark(rows)) or "Nothing.",
-    ]
-    pictures = {"speedup.png": draw_speedups(pairs), "kernels.png": draw_kernels(pairs)}
-    return Report([*filter(None, sections)], pictures)
-
-
-def _how_to_read(pairs: Sequence[Pair]) -> Iterator[str]:
+    blocks = [*_pivots(rows), "## Each pair", *(_speedups(pairs) if pairs else ["No pair was measured."])]
     if pairs:
-        yield (
-            "Ratios of wall time are of medians, and their intervals of the steps of one process: what differs from "
-            "one process to the next is not in them."
-        )
-    if any(is_of_gpu(pair.eager) for pair in pairs):
-        yield (
-            "Kernel time is of one more step, under a profiler; a share is that over the median step without one, and "
-            f"above 100 % where the profiled step was a long one. Where kernels fill less than {BUSY * 100:.0f}"
-            " % a step is launch-bound: its wall time is the host's, and varies from process to process and from "
-            "machine to machine, and so does the ratio of wall times."
-        )
+        blocks += ["## The kernels of a step, by phase", *_kernels(pairs), *_fusions(pairs)]
+    blocks += ["## Findings of the detectors", listed(remark(rows)) or "None."]
+    return Report(blocks, {"speedup.png": draw_speedups(pairs), "kernels.png": draw_kernels(pairs)})
 
 
-def say_speed(pair: Pair) -> str:
-    """Return how long a step takes before and after, its kernels too, and after how many steps compiling has paid."""
-    eager, compiled = pair.eager, pair.compiled
-    speedup = measure_speedup(pair)
-    assert speedup is not None
-    parts = [(phase, found) for phase in PHASES if (found := measure_speedup(pair, phase)) is not None]
-    told = ", ".join(f"{phase} {found.times:.2f}{_doubt(found)}" for phase, found in parts)
-    phases = f"; {told}" if len(parts) > 1 else ""
-    interval = "too few steps for an interval"
-    if speedup.low is not None and speedup.high is not None:
-        interval = f"95 % interval {speedup.low:.2f} to {speedup.high:.2f}"
-        interval += "" if speedup.is_measurable else ", no measurable difference"
-    counts = " and ".join(str(len(row["step_samples_ms"])) for row in (eager, compiled))
-    return (
-        f"{name_pair(pair)}: {four_digits(eager['step_ms'])} ms a step eager, {four_digits(compiled['step_ms'])} ms "
-        f"compiled (medians of {counts} steps without a profiler), {speedup.times:.2f} times as fast ({interval})"
-        f"{phases}. {_say_kernel_time(pair)}{_say_first_step(pair)}"
-    )
-
-
-def _doubt(speedup: Speedup) -> str:
-    return "" if speedup.low is None or speedup.is_measurable else " (no measurable difference)"
-
-
-def _say_kernel_time(pair: Pair) -> str:
-    """Return how much faster the kernels alone are and how much of a step they fill; nothing where there are none."""
-    times = measure_kernel_speedup(pair)
-    if times is None:
-        return ""
-    sides = (("eager", pair.eager), ("compiled", pair.compiled))
-    spent = ", ".join(f"{four_digits(row['kernel_ms'])} ms {mode}" for mode, row in sides)
-    filled = ", ".join(
-        f"{share * 100:.0f} % {mode}{' (launch-bound)' if is_launch_bound(row) else ''}"
-        for mode, row in sides
-        if (share := share_of_kernels(row)) is not None
-    )
-    return f"Kernel time is {spent}, {times:.2f} times as fast; of the step kernels fill {filled}. "
-
-
-def _say_first_step(pair: Pair) -> str:
-    eager, compiled = (four_digits(row["first_step_s"]) for row in (pair.eager, pair.compiled))
-    steps = steps_to_break_even(pair)
-    paid = "no step being measurably faster" if steps is None else f"made up for after {steps:,} steps"
-    if steps is not None and (is_launch_bound(pair.eager) or is_launch_bound(pair.compiled)):
-        paid += " at this host's speed"
-    return f"The first step took {eager} s eager and {compiled} s compiled, {paid}."
-
-
-def _say_control(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Yield how far the optimizer's times differ, where there are any: nothing was done to it."""
-    found = [(pair, ratio.times) for pair in pairs if (ratio := measure_speedup(pair, OPTIMIZER)) is not None]
-    told = "; ".join(f"{abs(times - 1) * 100:.1f} % ({name_pair(pair)})" for pair, times in found)
-    if found:
-        yield f"The optimizer, which is not compiled, differs between the eager and the compiled process by {told}."
-
-
-def _say_command(pairs: Sequence[Pair], device: object) -> Iterator[str]:
-    if pairs:
-        counts = {pair.eager["steps"] for pair in pairs}
-        steps = counts.pop() if len(counts) == 1 else "STEPS"
-        command = f"python -m recipes.compile_speedup --device {device} --grid full -o DIRECTORY"
-        options = {
-            MODEL: "--what model --size SIZE --context CONTEXT",
-            ATTENTION: "--what attention --d-model D_MODEL --seq-len SEQUENCE",
-        }
-        told = " or ".join(f"`{options[what]}`" for what in dict.fromkeys(pair.eager["what"] for pair in pairs))
-        yield f"Each is measured again by `{command} --passes PASSES --dtype DTYPE --steps {steps}` with {told}."
-
-
-def say_kernels(pair: Pair) -> str:
-    """Return what a step launches before and after, phase by phase."""
-    noun = noun_of(pair)
-    before, after = (
-        f"{format_count(row['kernels'], noun)} of {format_ns(round(row['kernel_ms'] * 1e6))}"
-        for row in (pair.eager, pair.compiled)
-    )
-    phases = "; ".join([*(_say_phase(change, noun) for change in compare_phases(pair)), *_say_rest(pair)])
-    whole = f"{before} in a step eager, {after} compiled, one step each"
-    return f"{name_pair(pair)}: {whole}. {phases}."
-
-
-def _say_rest(pair: Pair) -> Iterator[str]:
-    before, after = outside_phases(pair.eager), outside_phases(pair.compiled)
-    if before[0] or after[0]:
-        yield f"between the phases: {show_totals(before)}, then {show_totals(after)}"
-
-
-def _say_phase(change: PhaseChange, noun: str) -> str:
-    whole = f"{change.phase}: {show_totals(change.eager, noun)}, then {show_totals(change.compiled)}"
-    if change.eager[0] == change.compiled[0] and not change.generated[0]:
-        return whole
-    products = f"matrix products {show_totals(change.eager_products)}, then {show_totals(change.compiled_products)}"
-    rest = f"the other {show_totals(change.eager_rest)} became {show_totals(change.generated)} generated by Inductor"
-    left = f" and {show_totals(change.compiled_rest)} others" if change.compiled_rest[0] else ""
-    return f"{whole}: {products}; {rest}{left}"
-
-
-def remark(rows: Sequence[Row]) -> list[str]:
-    """Return what to know when reading the table, mistakes first."""
-    shown = [{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows]
-    found = [finding.message for finding in inspect_tables([build_benchmark("this table", shown)])]
-    return [*_doubts(rows), *found]
-
-
-def _doubts(rows: Sequence[Row]) -> Iterator[str]:
-    measured = [row for row in rows if row["status"] == OK]
-    for key, said in (
-        ("compiled_graphs", "graphs were compiled within the timed steps: the times hold compilation"),
-        ("allocator_retries", "allocations were tried again after the cache was freed: the memory was all but full"),
-    ):
-        found = [f"{row[key]} at {name_row(row)}" for row in measured if row.get(key)]
-        if found:
-            yield f"{said}; in {len(found)} of {len(measured)} rows: {'; '.join(found[:3])}"
-    for row in measured:
-        for failure in row.get("trace_failures") or ():  # type: ignore[attr-defined]
-            yield f"{name_row(row)}: the trace failed its check, its kernels are not to be trusted: {failure}"
+def name_case(row: Mapping[str, Any]) -> str:
+    """Return what a row measures, eager or compiled."""
+    if row["what"] == ATTENTION:
+        size = f"d_model {row['d_model']}, sequence {row['length']}"
+    else:
+        size = f"{row['size']}, context {row['length']}"
+    return f"{row['what']} {size}, batch {row['batch']}, {row['passes']}, {row['dtype']}"
 
 
 def _pivots(rows: Sequence[Row]) -> Iterator[str]:
@@ -202,7 +58,126 @@ def _pivots(rows: Sequence[Row]) -> Iterator[str]:
         some = [row for row in rows if (row["what"], row["mode"]) == (what, COMPILED)]
         if some:
             yield f"## {what}: how many times as fast as eager, wall time of the whole step"
-            yield render_markdown(build_pivot(some, down, across, "speedup", digits=3))
+            yield markdown(pivot(some, down, across, "speedup", digits=3))
             if any(row.get("kernel_speedup") for row in some):
                 yield "Its kernel time alone:"
-                yield render_markdown(build_pivot(some, down, across, "kernel_speedup", digits=3))
+                yield markdown(pivot(some, down, across, "kernel_speedup", digits=3))
+
+
+def _speedups(pairs: Sequence[Pair]) -> Iterator[str]:
+    yield (
+        "Times are medians of the steps of one process, without a profiler; intervals are of these steps and do not "
+        "include the difference between processes. The optimizer is not compiled: its ratio shows how far two "
+        "processes differ. A compiled first step is made up for after the last column's number of steps."
+    )
+    headings = ["case", "eager ms", "compiled ms", "times as fast", "95 % interval", "forward", "backward", "optimizer"]
+    lines = []
+    for pair in pairs:
+        parts = [measure_speedup(pair, part) for part in ("step", *PHASES, OPTIMIZER)]
+        whole = parts[0]
+        assert whole is not None
+        interval = "too few steps" if whole.low is None else f"{whole.low:.2f} to {whole.high:.2f}"
+        interval += ", no measurable difference" * (whole.low is not None and not whole.is_measurable)
+        steps = [show_digits(row["step_ms"], 4) for row in (pair.eager, pair.compiled)]
+        ratios = [None if part is None else f"{part.times:.2f}" for part in parts]
+        first = [show_digits(row["first_step_s"], 4) for row in (pair.eager, pair.compiled)]
+        line = [name_case(pair.eager), *steps, ratios[0], interval, *ratios[1:]]
+        lines.append([*line, *first, steps_to_break_even(pair)])
+    yield markdown(Table([*headings, "first step eager s", "compiled s", "made up for after"], lines))
+    if any(measure_kernel_speedup(pair) for pair in pairs):
+        yield (
+            "Kernel time is of one more step, under a profiler; the share of the step is over the median step without "
+            f"one. Below {LAUNCH_BOUND:.0%} launches limit the step: its wall time depends on the host, and so does "
+            "the ratio of wall times."
+        )
+        yield markdown(Table(
+            ["case", "kernels eager ms", "compiled ms", "times as fast", "share of the step, eager", "compiled"],
+            [[name_case(pair.eager), *(show_digits(row["kernel_ms"], 4) for row in (pair.eager, pair.compiled)),
+              f"{measure_kernel_speedup(pair):.2f}",
+              *(show_share(share_of_kernels(row)) for row in (pair.eager, pair.compiled))]
+             for pair in pairs if measure_kernel_speedup(pair)],
+        ))  # fmt: skip
+
+
+def _kernels(pairs: Sequence[Pair]) -> Iterator[str]:
+    noun = "kernels" if is_of_gpu(pairs[0].eager) else "operators, by self time"
+    yield f"Counts and times of {noun} of one profiled step; Inductor makes generated ones."
+    headings = ["case", "phase", "eager", "compiled", "products eager", "products compiled", "others eager"]
+    lines: list[list[object]] = []
+    for pair in pairs:
+        for change in compare_phases(pair):
+            parts = (change.eager, change.compiled, *change.products, change.eager_rest, change.generated)
+            lines.append([name_case(pair.eager), change.phase, *map(_show, (*parts, change.compiled_rest))])
+        outside = [outside_phases(row) for row in (pair.eager, pair.compiled)]
+        if outside != [(0, 0), (0, 0)]:
+            lines.append([name_case(pair.eager), "between the phases", *map(_show, outside), *[None] * 5])
+    yield markdown(Table([*headings, "generated", "others compiled"], lines))
+
+
+def _fusions(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Yield the tables of one pair of attention and one of the model: the first of each with a backward pass."""
+    for what in (ATTENTION, MODEL):
+        own = [pair for pair in pairs if pair.eager["what"] == what]
+        pair = next((pair for pair in own if pair.eager["passes"] != FORWARD_ONLY), next(iter(own), None))
+        if pair is None:
+            continue
+        noun = "kernel" if is_of_gpu(pair.eager) else "operator"
+        made = sorted((each for each in kernels_of(pair.compiled) if each.is_generated), key=lambda one: -one.total_ns)
+        yield f"## What was fused into what: {name_case(pair.eager)}"
+        yield f"The generated {noun}s with most time, with the operators that their names contain ({len(made)} in all):"
+        headings = ["phase", f"generated {noun}", "times", "total", "contains"]
+        yield markdown(Table(headings, [
+            [each.phase, shorten(each), each.count, show_ns(each.total_ns), ", ".join(each.fused) or None]
+            for each in made[:_MOST_LINES]
+        ]))  # fmt: skip
+        changes = compare_phases(pair)
+        found = [(one.phase, each) for one in changes for each in list_fused(pair, one.phase) if each.kernels]
+        found.sort(key=lambda entry: -entry[1].eager[1])
+        yield (
+            f"The operators with fewer {noun}s in compiled code, and the generated {noun}s that contain them "
+            f"({len(found)} in all). One {noun} may contain several operators, so times do not add up:"
+        )
+        headings = ["phase", "operator", f"{noun}s eager", "compiled, by itself", f"in generated {noun}s"]
+        lines = []
+        for phase, each in found[:_MOST_LINES]:
+            names = [f"{kernel.count} × {shorten(kernel)}" for kernel in each.kernels[:2]]
+            names += [f"{len(each.kernels) - 2} more"] if len(each.kernels) > 2 else []
+            lines.append([phase, each.operator, _show(each.eager), _show(each.left), ", ".join(names)])
+        yield markdown(Table(headings, lines))
+
+
+def shorten(kernel: Kernel) -> str:
+    """Return a generated kernel's name without the operators: ``triton_poi_…_0``."""
+    head, _, rest = kernel.name.partition("fused_")
+    return f"{head}…_{rest.rpartition('_')[2]}" if rest else kernel.name
+
+
+def _show(totals: Totals) -> str:
+    return f"{totals[0]:,}, {show_ns(totals[1])}" if totals[0] else "none"
+
+
+def show_ns(value: int) -> str:
+    """Return a duration with four digits in the unit that fits: ``34.50 ms``."""
+    size, unit = next(((value / scale, unit) for scale, unit in ((1e6, "ms"), (1e3, "µs")) if value >= 0.99995 * scale),
+                      (float(value), "ns"))  # fmt: skip
+    return f"{show_digits(size, 4)} {unit}"
+
+
+def remark(rows: Sequence[Row]) -> list[str]:
+    """Return what a reader of the tables must know, mistakes first."""
+    findings = inspect_rows([{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows])
+    return [*_doubts(rows), *(finding.message for finding in findings)]
+
+
+def _doubts(rows: Sequence[Row]) -> Iterator[str]:
+    measured = [row for row in rows if row["status"] == OK]
+    for key, what in (
+        ("compiled_graphs", "the times include compilation: graphs were compiled in the timed steps"),
+        ("allocator_retries", "memory was almost full: allocations were retried in the timed steps"),
+    ):
+        found = [f"{row[key]} at {name_case(row)}, {row['mode']}" for row in measured if row.get(key)]
+        if found:
+            yield f"{what} in {len(found)} of {len(measured)} rows: {'; '.join(found[:3])}"
+    for row in measured:
+        for failure in row.get("trace_failures") or ():  # type: ignore[attr-defined]
+            yield f"{name_case(row)}, {row['mode']}: the trace failed its check, do not trust its kernels: {failure}"

@@ -1,6 +1,6 @@
-"""What one profiled step ran: its kernels by phase, by who launched them, and what is fused in them.
+"""The work of one profiled step: its kernels by phase, who launched them, and what is fused in them.
 
-On a CPU the same of operators, by self time.
+On a CPU these are operators, by self time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from profkit import read_trace
 from recipes.common.recipe import Row
 
 _MATRIX_PRODUCTS = ("gemm", "attention")
-# Inductor: triton_poi_fused_add_mul_0; of its C++ graph_0_cpp_fused_add_mul_0, where that is told to the profiler.
+# Inductor's names: triton_poi_fused_add_mul_0; for C++ graph_0_cpp_fused_add_mul_0, if the profiler sees it.
 _GENERATED = re.compile(r"^(?:graph_\d+_)?(?:triton|cpp)_")
-# What Inductor itself adds to ATen's operators, and makes a kernel of (torch/_inductor/inductor_prims.py).
+# Operators that Inductor adds to ATen's (torch/_inductor/inductor_prims.py).
 _PRIMITIVES = (("prepare", "softmax", "online"),)
 _FUSED = re.compile(r"^(?:graph_\d+_)?(?:triton|cpp)_(?:\w+?_)?fused_(\w+?)_\d+$")
+
+
+Totals = tuple[int, int]
+"""Launches, and their nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Kernel:
     count: int
     total_ns: int
     fused: tuple[str, ...] = ()
-    """The operators in it, if Inductor made it."""
+    """The operators inside, if Inductor made it."""
 
     @property
     def is_generated(self) -> bool:
@@ -60,11 +64,11 @@ def is_generated(name: str) -> bool:
 
 
 def split_operators(name: str, is_operator: Callable[[str], bool]) -> tuple[str, ...]:
-    """Return the operators that a kernel of Inductor's says it fused: ``triton_poi_fused_mul_silu_0`` mul and silu.
+    """Return the operators in the name of a generated kernel: mul and silu for ``triton_poi_fused_mul_silu_0``.
 
-    Inductor joins the names of the operators with underscores, which names have too (``get_fused_kernel_name`` in
-    ``torch/_inductor/utils.py``): at each place the longest name that there is counts, and what is none is a word by
-    itself. Other kernels have none.
+    Inductor joins operators with underscores, which their names contain too (``get_fused_kernel_name`` in
+    ``torch/_inductor/utils.py``): at each place the longest known name counts, and an unknown word stands by itself.
+    Other kernels have none.
     """
     found = _FUSED.match(name)
     words, operators = found[1].split("_") if found else [], list[str]()
@@ -77,7 +81,7 @@ def split_operators(name: str, is_operator: Callable[[str], bool]) -> tuple[str,
 
 
 def _join_primitives(words: Iterable[str]) -> tuple[str, ...]:
-    """Return operators with the words that are one primitive of Inductor's put together: ``prepare_softmax_online``."""
+    """Return the operators with the words of one Inductor primitive joined: ``prepare_softmax_online``."""
     operators = list(words)
     for primitive in _PRIMITIVES:
         for start in reversed(range(len(operators))):
@@ -87,7 +91,7 @@ def _join_primitives(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_work(path: Path, phases: Sequence[str], is_operator: Callable[[str], bool]) -> Row:
-    """Return what ran in a trace of one step: each phase's, the whole, and what speaks against the trace."""
+    """Return the work in a trace of one step, by phase and in all, and why the trace cannot be trusted, if so."""
     opened = read_trace(path)
     whole = opened.kernels()
     work: list[dict[str, Any]] = []
@@ -112,7 +116,7 @@ def read_work(path: Path, phases: Sequence[str], is_operator: Callable[[str], bo
 
 def kernels_of(row: Mapping[str, Any]) -> list[Kernel]:
     """Return the kernels that a row holds."""
-    # Rows of earlier runs may hold the words of a primitive one by one.
+    # Rows of earlier runs may hold the words of a primitive separately.
     return [Kernel(**{**each, "fused": _join_primitives(each["fused"])}) for each in row.get("work") or ()]
 
 
@@ -121,7 +125,7 @@ def launchers_of(row: Mapping[str, Any]) -> list[Launcher]:
     return [Launcher(**each) for each in row.get("launchers") or ()]
 
 
-def total(work: Iterable[Kernel | Launcher]) -> tuple[int, int]:
-    """Return how many launches, and their nanoseconds."""
+def total(work: Iterable[Kernel | Launcher]) -> Totals:
+    """Return the number of launches and their nanoseconds."""
     entries = list(work)
     return sum(each.count for each in entries), sum(each.total_ns for each in entries)
