@@ -195,7 +195,7 @@ def test_a_run_whose_ranks_left_a_trace_each_is_read_as_one(profkit: Run, tmp_pa
     (tmp_path / "trace.json.gz").unlink()
     assert read_trace(tmp_path).ranks.numbers == (2, 10), "rank 0 may have died"
     done = profkit("kernels", tmp_path, "-o", tmp_path / "trace.rank2.json.gz")
-    assert (done.returncode, "a part of its run" in done.stderr) == (2, True)
+    assert (done.returncode, "belongs to the run" in done.stderr) == (2, True)
 
 
 def test_the_ranks_of_a_real_run(captures: Path) -> None:

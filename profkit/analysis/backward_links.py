@@ -1,17 +1,18 @@
 """Backward work of forward ranges that only torch.profiler's links show: paths such as ``backward/layer 3``.
 
-torch.profiler draws a link from each forward operator to its backward operator. The forward operator lay in
-``step / forward / layer 3``; its backward operator runs in ``step / backward``, where nobody opened a range for the
-layer. Here each such forward range gets a *mirror*: a range in the tree of ranges, under the range that backward ran
-in, that holds the work which the links lead to. A mirror was never open, so it has no time of its own on the host, and
-it is no forward range: neither's work counts in the other.
+torch.profiler draws a link from each forward operator to its backward operator. If the forward operator ran in
+``step / forward / layer 3``, its backward operator runs in ``step / backward``, where the program opened no range for
+the layer. Each such forward range gets a *mirror*: a range in the tree, under the range in which backward ran, that
+holds the linked work. A mirror was never open, so it has no Python time. It is not the forward range: the work of one
+never counts in the other.
 
-- Work whose innermost range is a range named ``backward`` goes under it. Work in ranges of its own within ``backward``
-  has a place already, and keeps it.
-- Where the program opened no range named ``backward``: work in a range next to the forward one (``bwd`` after
-  ``fwd``) goes under that one, and work directly in the range around both goes under a mirror named ``backward``.
-- Of the forward operator's ranges those count that do not enclose the backward work too, below the phase. Without a
-  phase among them, the outermost stands next to the backward work's own range and is left out.
+- If the innermost range of the work is named ``backward``, its mirrors go under that range. Work that has other ranges
+  around it inside ``backward`` keeps its place.
+- If the program opened no range named ``backward``: for work in a range next to the forward one (``bwd`` after
+  ``fwd``) the mirrors go under that range; for work directly in the range around both they go under a mirror named
+  ``backward``.
+- Mirrored are those ranges of the forward operator that lie below its phase and do not enclose the backward work too.
+  If none of them is a phase, the outermost is the counterpart of the backward work's own range and is left out.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ NO_MIRRORS = Mirrors(1 << 62, empty_ints(), empty_ints(), empty_ints())
 
 @dataclass(frozen=True)
 class _Mirror:
-    """``parent`` and ``model`` are ranges (``parent`` perhaps a mirror); ``model`` None stands for ``backward``."""
+    """``parent`` and ``model`` are ranges (``parent`` may be a mirror); ``model`` None means ``backward`` itself."""
 
     parent: int
     model: int | None
@@ -72,7 +73,7 @@ def mirror_forward_ranges(
     """Return the trace with mirrors behind its ranges, the ranges' parents, and the mirrors.
 
     Args:
-        trace: one whose work has links.
+        trace: the capture.
         timelines: of its threads.
         parent: of each range.
         around: the innermost range of each row of work, or `NO_RANGE`.

@@ -84,7 +84,7 @@ def intersect(one: Stretches, other: Stretches) -> Stretches:
 
 
 def subtract(one: Stretches, other: Stretches) -> Stretches:
-    """Return the time that is in the first set and not in the other."""
+    """Return the time that is in the first set but not in the other."""
     return intersect(one, _complement(other))
 
 

@@ -1,4 +1,4 @@
-"""Which range is innermost on a thread at a time, and which ranges enclose which, thread by thread."""
+"""Which range is innermost on a thread at a time, and which range encloses which, for each thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_RANGE = -1
 class Timeline:
     """One thread's ranges as a step function: from ``time_ns[i]`` on, ``innermost[i]`` is the innermost open range.
 
-    The first entry stands for all time before the first range.
+    The first entry covers all time before the first range.
     """
 
     time_ns: Ints
@@ -78,7 +78,7 @@ def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) ->
 
 
 def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> Timeline | None:
-    """Sweep ranges that lie one within another, as pushes and pops do; None where some do not."""
+    """Sweep ranges that nest, as pushes and pops do; None if some do not."""
     times, innermost = [-(1 << 62)], [NO_RANGE]
     stack, ends = [NO_RANGE], [1 << 62]
     parents = []
@@ -106,7 +106,7 @@ def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> Timeline | Non
 def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Timeline:
     """Sweep ranges that may cross, and that may have begun or ended on another thread."""
     times, innermost = [-(1 << 62)], [NO_RANGE]
-    stack: list[int] = []  # by opening; a range that ended under others stays until it surfaces
+    stack: list[int] = []  # in order of opening; a range that ended below others stays until it is on top
     ends: list[tuple[int, int]] = []
     open_now: set[int] = set()
     reach: dict[int, tuple[int, list[int]]] = {}

@@ -101,8 +101,8 @@ class OpenedTrace:
 
         Raises:
             TraceError: there is no GPU work, or there are no ranges to choose from.
-            UsageError: an unknown range (the nearest names are in the message), process, device or instance, or
-                ``by`` the operator in a trace that does not tell it.
+            UsageError: an unknown range (the message has the nearest names), process, device or instance, or ``by`` is
+                the operator and the trace does not record it.
         """
         wanted = KernelFilter(range, exclude, instance, process, device, self.rank)
         return summarize_kernels(self.attribution, wanted, self.ranks, by=by, per_instance=per_instance)

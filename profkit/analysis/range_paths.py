@@ -1,10 +1,10 @@
 """How ranges are named in a request and in a tree: names, globs, kinds and paths, and the tree of all ranges by path.
 
-A name that exists is meant exactly. Else a kind that the tree of ranges shows (``layer *`` for ``layer 0`` and
-``layer 1``) is just those, and any other glob (``l*``) matches whole names. A path (``forward/layer 3``) names
-consecutive ancestors, the last being the range itself; each part is a name or a glob, ``\\/`` is a slash that belongs
-to a name, and a leading slash begins at the top. Mirrors of forward ranges (`profkit.analysis.backward_links`) were
-never open: only a path that names what they lie under means them (``backward/layer 3``).
+A name that exists means exactly that name. A kind that the tree of ranges shows (``layer *`` for ``layer 0`` and
+``layer 1``) means those ranges, and any other glob (``l*``) matches whole names. A path (``forward/layer 3``) names
+consecutive ancestors and, last, the range itself; each part is a name or a glob, ``\\/`` is a slash that belongs to a
+name, and a leading slash begins at the top. Mirrors of forward ranges (`profkit.analysis.backward_links`) were never
+open: only a path that starts above them selects them (``backward/layer 3``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def join_path(parts: Iterable[str]) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return ``layer *`` for ``layer 3``: names that differ in numbers that stand alone or end them are one kind."""
+    """Return ``layer *`` for ``layer 3``: names that differ only in a number, alone or at their end, are one kind."""
     return _NUMBER.sub("*", name)
 
 
@@ -82,7 +82,7 @@ def explain_no_ranges(trace: Trace) -> str:
     """Return why a trace may hold no ranges, in one line."""
     if trace.has_invisible_ranges:
         return (
-            f"{trace.path}: NVTX domains were recorded but not one range: this nsys cannot see the ranges of the"
+            f"{trace.path}: NVTX domains were recorded but no range: this nsys cannot see the ranges of the"
             " `nvtx` package ≥ 0.2.12; install 'nvtx<0.2.12' or use nsys 2025.3 or newer"
         )
     if trace.source == "kineto":
@@ -115,7 +115,7 @@ def _match(attribution: Attribution, request: str) -> Bools:
 
 
 def _nameable(attribution: Attribution) -> Bools:
-    """Return which ranges a bare name may mean: those that were open, and mirrors that stand for all of backward."""
+    """Return which ranges a bare name may select: those that were open, and mirrors named ``backward``."""
     names, is_mirror = attribution.trace.names, attribution.is_mirror
     backward = np.array([name.lower() == BACKWARD for name in names], dtype=np.bool_)[attribution.trace.ranges.name]
     is_outer = attribution.parent < attribution.mirrors.first
@@ -123,7 +123,7 @@ def _nameable(attribution: Attribution) -> Bools:
 
 
 def _match_names(names: list[str], used: list[int], pattern: str) -> list[int]:
-    """Return the names meant: the exact one, else those of a kind that the tree shows, else what the glob matches."""
+    """Return the matching names: the exact one, else those of a kind that the tree shows, else by the glob."""
     exact = [index for index in used if names[index] == pattern]
     if exact:
         return exact
@@ -205,7 +205,7 @@ def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
     parents: list[int] = []
     labels: list[tuple[str, str]] = []
     parent, name, domain = attribution.parent.tolist(), ranges.name.tolist(), ranges.domain.tolist()
-    # Within equal starts the longer range is the outer one, so a parent is always seen before its children.
+    # Of two that start together the longer is the outer one, so a parent is always seen before its children.
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         above = int(node[parent[index]]) if parent[index] != NO_RANGE else NO_RANGE
         key = (above, name[index], domain[index])
@@ -230,7 +230,7 @@ def kind_paths(attribution: Attribution) -> list[str]:
 def _join_kinds(parents: list[int], labels: list[tuple[str, str]]) -> tuple[Ints, list[int], list[tuple[str, str]]]:
     """Put siblings of one kind under one node; returns each node's new one, and the new nodes as `build_nodes` does.
 
-    One that has no sibling of its kind keeps its name: a single ``conv2`` is no ``conv*``.
+    A node without a sibling of its kind keeps its name: a single ``conv2`` does not become ``conv*``.
     """
     children = _children(parents)
     joined = np.full(len(parents), NO_RANGE, dtype=np.int64)

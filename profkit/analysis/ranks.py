@@ -1,4 +1,4 @@
-"""The ranks of a distributed run: which process of a trace is which, by what evidence, and how they compare."""
+"""The ranks of a distributed run: which process is which rank, how that is known, and how the ranks compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMMUNICATION = "communication"
 class Ranks:
     """The ranks in rank order: each one's number and its process; ``evidence`` says how that is known.
 
-    Without ranks (one process of which nothing says that it is one) there are no members, and no evidence.
+    A trace of one process without a known rank has no members and no evidence.
     """
 
     members: tuple[tuple[int, int], ...] = ()

@@ -1,4 +1,4 @@
-"""What a request takes in: a range, less another, one instance, some processes and devices."""
+"""Which work a request selects: under a range, not under another, of one instance, process or device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work, dist
 
 @dataclass(frozen=True)
 class KernelFilter:
-    """What to count: a range, less another, one instance, some processes (by pid) and devices; None is no limit.
+    """What to count: the work under a range, not under another, of one instance, process (pid) or device; None: any.
 
     ``rank`` is the one rank that the trace holds, if it was limited to one.
     """
@@ -64,14 +64,14 @@ class Instances:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Which rows of work and of copies a request takes in, and the instances of its range, if it names one."""
+    """Which rows of work and of copies a request selects, and the instances of its range, if it names one."""
 
     rows: Bools
     copies: Bools
     instances: Instances | None
 
     def sum_evidence(self, duration_ns: Ints) -> RangeEvidence | None:
-        """Return how the chosen work came under the range, None without one."""
+        """Return how the selected work came under the range, None without one."""
         if self.instances is None:
             return None
         kinds = (DIRECT, INFERRED, SEQUENCE)
@@ -79,7 +79,7 @@ class Chosen:
 
 
 def choose_work(attribution: Attribution, wanted: KernelFilter) -> Chosen:
-    """Return what a request takes in.
+    """Return what a request selects.
 
     Raises:
         TraceError: a range is asked of a trace without ranges.
@@ -107,7 +107,7 @@ def choose_work(attribution: Attribution, wanted: KernelFilter) -> Chosen:
         present = ~lies_within(attribution, without)[members]
     if wanted.device is not None:
         present &= _has_work(attribution, members, rows)
-    # What a waiting thread or a link places here keeps its range, though that may lie in an excluded one.
+    # Work that a waiting thread or a link places here keeps its range, even if that lies in an excluded one.
     present[of_row[rows]] = True
     top = outermost(trace.ranges, members[present])
     wall_ns = int((trace.ranges.end_ns[top] - trace.ranges.start_ns[top]).sum())

@@ -1,19 +1,21 @@
-"""Who works for whom: the threads that launch on behalf of another thread's ranges.
+"""Which thread works for which: launches that belong to the ranges of another thread, which waits.
 
-PyTorch runs the backward pass on threads of its own (``pt_autograd_0`` for device 0, …) while the thread that called
-``backward()`` waits, blocked, inside its range. The helper's launches belong to that range. No record in an nsys
-export says so; the evidence is silence: a thread that waits makes no CUDA call. So of the threads of the same process
-that have a range open and also launch kernels, the host is the one that is silent meanwhile. Two or more such threads
-are ambiguous, and none is no host.
+PyTorch runs the backward pass on threads of its own (``pt_autograd_0`` for device 0, …), while the thread that called
+``backward()`` waits inside its range. The helper's launches belong to that range. No record in an nsys export says
+so; the evidence is that a waiting thread makes no CUDA call. The candidates are the threads of the same process that
+have a range open and also launch kernels. The host is the one candidate that is silent in that time; if two or more
+are silent, the work is ambiguous; if none is, the helper has no host.
 
-*Meanwhile* is judged on the host's current step of nesting (between two of its range events). It is silent when it
-makes no CUDA call between the helper's first and last call in that step. Where it does (gradient accumulation under
-one wide range: the host works, waits, works, waits), the silence between its two neighbouring calls must hold several
-of the helper's calls: two for an autograd thread, which never runs but for a caller that waits; eight for any other.
-Any other thread may also work on its own next to a busy host, as a prefetcher does. So its host's silence
-must be unusual (ten times the usual spacing of the host's calls), and it must be a helper throughout: of its calls
-while some candidate has a range open, nine in ten must fall into a candidate's silence. One that also works while
-nobody waits works for itself, and what it launches while somebody happens to wait is nobody's.
+*In that time* means the host's current step of nesting, between two of its range events. The host is silent if it makes
+no CUDA call between the helper's first and last call in that step. If it does make calls (gradient accumulation in one
+wide range: the host works, waits, works, waits), the gap between its two neighbouring calls must hold several calls of
+the helper: two for an autograd thread, which runs only while a caller waits, and eight for any other thread.
+
+A thread that is not PyTorch's autograd may also work on its own next to a busy host, as a prefetcher does. So two more
+conditions hold for it. The host's gap must be unusual: ten times the usual spacing of the host's calls. And the thread
+must be a helper throughout: of its calls while some candidate has a range open, nine in ten must fall into a gap of a
+candidate. A thread that also works while nobody waits works for itself, and what it launches while another thread
+happens to wait belongs to no range.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from profkit.analysis.nesting import NO_RANGE, Timeline
 from profkit.trace.columns import Bools, Calls, Ints, Trace, empty_ints, rows_by_value
 
 AMBIGUOUS = -2
-"""The host range of a launch that two or more waiting threads could claim."""
+"""The host range of a launch for which two or more threads may have waited."""
 
 _AUTOGRAD = "pt_autograd"
 _CALLS_IN_SILENCE = 8
@@ -38,7 +40,7 @@ _HELPER_THROUGHOUT = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Hosts:
-    """The answer for one helper thread at some times: the host's innermost range (or `NO_RANGE`, `AMBIGUOUS`)."""
+    """The host of one helper thread at some times, and its innermost range then (or `NO_RANGE`, `AMBIGUOUS`)."""
 
     range: Ints
     thread: Ints
@@ -59,11 +61,11 @@ class WaitingThreads:
         self._process_of |= dict(zip(ranges.thread.tolist(), ranges.process.tolist(), strict=True))
 
     def is_autograd(self, thread: int) -> bool:
-        """Return whether the thread is one of PyTorch's autograd engine, by the name it gave itself."""
+        """Return whether the thread belongs to PyTorch's autograd engine, by its name."""
         return self._trace.thread_names.get(thread, "").startswith(_AUTOGRAD)
 
     def may_help(self, thread: int) -> bool:
-        """Return whether the thread may work for another: any but the one in which the process began."""
+        """Return whether the thread may work for another: any but the main thread of its process."""
         return self.is_autograd(thread) or thread not in self._trace.main_threads
 
     def find_hosts(self, helper: int, process: int, time_ns: Ints) -> Hosts:
@@ -91,7 +93,7 @@ class WaitingThreads:
         return Hosts(found, thread), in_range
 
     def _helps_throughout(self, helper: int, process: int) -> bool:
-        """Return whether a thread without a telling name calls CUDA only while somebody waits."""
+        """Return whether a thread that is not named after autograd calls CUDA only while another thread waits."""
         if helper not in self._throughout:
             mine = self._calls.get(helper)
             times = mine.start_ns if mine is not None else empty_ints()
@@ -151,7 +153,7 @@ class _ThreadCalls:
     def silence_around(self, time_ns: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
         """Return the longest stretch around each time, within begin and end, in which no call is under way.
 
-        Where a call is under way at that very time, the stretch begins after the time: empty before it.
+        If a call is under way at that time, the stretch begins after it.
         """
         next_call = np.searchsorted(self.start_ns, time_ns, side="right")
         previous_end = np.concatenate([[-(1 << 62)], self.end_ns])[next_call]
@@ -160,7 +162,7 @@ class _ThreadCalls:
 
 
 def _span_of_calls(calls: _ThreadCalls, begin: Ints, end: Ints, time_ns: Ints) -> tuple[Ints, Ints]:
-    """Return the starts of the first and last call from begin to end, widened to include the time asked about."""
+    """Return the starts of the first and last call from begin to end, widened to include ``time_ns``."""
     low = np.searchsorted(calls.start_ns, begin, side="left")
     high = np.searchsorted(calls.start_ns, end, side="left") - 1
     some = high >= low
