@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import click
 from click.core import ParameterSource
@@ -19,11 +18,9 @@ from profkit.errors import UsageError
 from profkit.reading import open_snapshot
 from profkit.report.document import Format
 from profkit.report.memory import TOP_STACKS, build_memory_document
+from profkit.report.timeline_page import STACKINGS, Stacking, write_page
 from profkit.run.directory import Run
 from profkit.snapshot.unpickler import collector_off
-
-Stacking = Literal["category", "stack", "allocation"]
-STACKINGS: tuple[Stacking, ...] = ("category", "stack", "allocation")
 
 _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
 
@@ -121,8 +118,6 @@ def _check_timeline(path: Path | None, by: Stacking) -> None:
 
 def _draw(path: Path, memory: DeviceMemory, result: MemoryResult, by: Stacking, wanted: Filter) -> None:
     if path.suffix.lower() == ".html" or by == "allocation":
-        from profkit.report.timeline_page import write_page
-
         write_page(path, memory, result, by=by, wanted=wanted)
         return
     from profkit.report.timeline_picture import write_picture  # loads Matplotlib

@@ -204,7 +204,7 @@ def _oom_lines(oom: OomVerdict, start_us: int | None) -> Lines:
             f" {format_bytes(candidate.bytes)}{usable}{pinned}"
         )
     times = format_count(oom.count, "time")
-    return Lines(lines, "head", title=f"Out of memory {times}, last at {format_after(oom.time_us, start_us)}:")
+    return Lines(lines, title=f"Out of memory {times}, last at {format_after(oom.time_us, start_us)}:")
 
 
 def _leak_table(check: LeakCheck) -> Table:

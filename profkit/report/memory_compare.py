@@ -7,14 +7,14 @@ from typing import Any
 
 from profkit.analysis.memory.compare import Comparison, Part
 from profkit.report.document import Column, Document, Lines, Table
-from profkit.report.units import BYTES, COUNT, TEXT, Unit, format_bytes, format_count
+from profkit.report.units import COUNT, TEXT, Unit, format_bytes, format_count
 
 TOP_PARTS = 15
 
 _SIZE = Unit(lambda value: f"{'+' if value > 0 else ''}{format_bytes(value)}")
 _KIND = Unit(lambda kind: "lost to rounding" if kind == "padding" else kind, right=False)
 _COLUMNS = (
-    Column("bytes", "bytes", BYTES),
+    Column("bytes", "change", _SIZE),
     Column("kind", "kind", _KIND),
     Column("count", "count", COUNT),
     Column("stack", "tensor, or your line", TEXT, flexible=True),

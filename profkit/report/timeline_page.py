@@ -27,6 +27,7 @@ from profkit.snapshot.columns import Ints
 from profkit.version import __version__
 
 Stacking = Literal["category", "stack", "allocation"]
+STACKINGS: tuple[Stacking, ...] = ("category", "stack", "allocation")
 
 CATEGORY_COLOURS = {
     "parameters": "#0072B2",
