@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from profkit.analysis.memory.composition import DeviceMemory, Filter
+from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
 from profkit.cli.options import output_options

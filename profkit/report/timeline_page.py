@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
-from profkit.analysis.memory.composition import NOT_SELECTED, DeviceMemory, Filter
+from profkit.analysis.memory.composition import NOT_SELECTED
+from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.files import write_whole
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from profkit.analysis.memory.bins import bin_history
-from profkit.analysis.memory.composition import DeviceMemory, Filter
+from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.text import make_visible, shorten

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.memory.categories import CATEGORIES
-from profkit.analysis.memory.composition import NOT_SELECTED, DeviceMemory, Filter
+from profkit.analysis.memory.composition import NOT_SELECTED
+from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.snapshot.columns import Ints
 
 BIN_COUNT = 8192

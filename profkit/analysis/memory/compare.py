@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.memory.categories import Named
-from profkit.analysis.memory.composition import DeviceMemory
+from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.owners import read_metadata
 from profkit.findings import Finding
 

@@ -6,32 +6,18 @@ allocator charged, with the bytes lost to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
-from profkit.allocator.history import History, replay_history
-from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim, Classifier
-from profkit.analysis.memory.owners import Owner, match_owners
-from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
-from profkit.analysis.memory.stacks import StackBook
-from profkit.run.owners import Owners
-from profkit.snapshot.columns import INACTIVE, Device, Settings
+from profkit.allocator.history import History
+from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
+from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.snapshot.columns import INACTIVE
 
 NOT_SELECTED = "(not selected)"
 
 LARGEST_COUNT = 10
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Which allocations are shown; the others are added up as one line, so that the sums stay whole."""
-
-    stack: str | None = None
-    """Text that must occur in a frame of the stack (``file:line function``) or in the owner's name."""
-    min_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,18 +80,6 @@ class Composition:
 
 
 @dataclass(frozen=True)
-class PhasePeak:
-    """The highest allocated memory in any instance of a phase."""
-
-    name: str
-    instances: int
-    peak_bytes: int
-    time_us: int
-    moment: int
-    """Where on the curves it is."""
-
-
-@dataclass(frozen=True)
 class Fragmentation:
     """Reserved memory that is not allocated, at one moment; the ``end_`` figures describe the dump."""
 
@@ -125,163 +99,108 @@ class Fragmentation:
     """What ``empty_cache()`` would give back: segments without a live block (for expandable ones, an estimate)."""
 
 
-class DeviceMemory:
-    """One device's history and what is known about its allocations, computed on first use."""
+def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None = None) -> Composition:
+    """Return what was allocated at a moment on the curves; ``what`` is the moment as the user named it."""
+    wanted = wanted or Filter()
+    curves, replay = memory.history.curves, memory.history.replay
+    rows = memory.live_rows(moment)
+    chosen = [
+        (row, memory.classifier.claim_of(row))
+        for row, is_wanted in zip(rows, memory.selects(rows, wanted), strict=True)
+        if is_wanted
+    ]
+    total = int(curves.allocated[moment])
+    rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
+    is_pending = (replay.freed < moment) & (replay.completed >= moment)
+    live = np.array(rows, dtype=np.int64)
+    ordered = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))
+    return Composition(
+        what=what,
+        moment=moment,
+        time_us=memory.history.time_us(moment),
+        phase=memory.timeline.phase_at(moment - 1),
+        allocated_bytes=total,
+        requested_bytes=int(replay.requested_bytes[live].sum()),
+        reserved_bytes=int(curves.reserved[moment]),
+        pending_bytes=int(replay.size_bytes[is_pending].sum()),
+        by_category=_by_category(memory, chosen, total, rest),
+        by_stack=_by_stack(memory, chosen, total, rest),
+        largest=tuple(_large_row(memory, *one) for one in ordered[:LARGEST_COUNT]),
+        largest_groups=_largest_groups(memory, ordered),
+        evidence=_by_evidence(memory, chosen),
+    )
 
-    def __init__(
-        self, device: Device, settings: Settings, recorded: Owners | None = None, named: Mapping[str, str] | None = None
-    ) -> None:
-        self.device = device
-        self.recorded = recorded
-        self.history: History = replay_history(device, settings)
-        steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
-        self.timeline: Timeline = find_timeline(device, named, steps)
 
-    @cached_property
-    def stacks(self) -> StackBook:
-        """The stacks of the allocations, interned on first use."""
-        return StackBook(self.device, self.history.replay)
-
-    @cached_property
-    def classifier(self) -> Classifier:
-        """Finds the category of an allocation."""
-        return Classifier(self.history, self.timeline, self.stacks, self._owners[0])
-
-    @cached_property
-    def unmatched_entries(self) -> int:
-        """How many recorded owners on this device match no allocation of the history."""
-        return self._owners[1]
-
-    def live_rows(self, moment: int) -> list[int]:
-        """Return the allocations (rows of the replay) that were live at a moment on the curves."""
-        replay = self.history.replay
-        return np.flatnonzero((replay.birth < moment) & (replay.freed >= moment)).tolist()
-
-    def compose(self, what: str, moment: int, wanted: Filter | None = None) -> Composition:
-        """Return what was allocated at a moment."""
-        wanted = wanted or Filter()
-        curves, replay = self.history.curves, self.history.replay
-        rows = self.live_rows(moment)
-        chosen = [
-            (row, self.classifier.claim_of(row))
-            for row, is_wanted in zip(rows, self.selects(rows, wanted), strict=True)
-            if is_wanted
-        ]
-        total = int(curves.allocated[moment])
-        rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
-        is_pending = (replay.freed < moment) & (replay.completed >= moment)
-        live = np.array(rows, dtype=np.int64)
-        ordered = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))
-        return Composition(
-            what=what,
-            moment=moment,
-            time_us=self.history.time_us(moment),
-            phase=self.timeline.phase_at(moment - 1),
-            allocated_bytes=total,
-            requested_bytes=int(replay.requested_bytes[live].sum()),
-            reserved_bytes=int(curves.reserved[moment]),
-            pending_bytes=int(replay.size_bytes[is_pending].sum()),
-            by_category=self._by_category(chosen, total, rest),
-            by_stack=self._by_stack(chosen, total, rest),
-            largest=tuple(self._large_row(*one) for one in ordered[:LARGEST_COUNT]),
-            largest_groups=self._largest_groups(ordered),
-            evidence=self._by_evidence(chosen),
+def _by_category(
+    memory: DeviceMemory, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
+) -> tuple[CategoryRow, ...]:
+    sizes: dict[str, dict[str, int]] = {}
+    counts: dict[str, int] = {}
+    for row, claim in chosen:
+        evidence = sizes.setdefault(claim.category, {})
+        evidence[claim.evidence] = evidence.get(claim.evidence, 0) + int(memory.history.replay.size_bytes[row])
+        counts[claim.category] = counts.get(claim.category, 0) + 1
+    found = [
+        CategoryRow(
+            category,
+            sum(evidence.values()),
+            _share(sum(evidence.values()), total),
+            counts[category],
+            {kind: evidence[kind] for kind in EVIDENCE if kind in evidence},
         )
+        for category, evidence in sizes.items()
+    ]
+    found.sort(key=lambda one: (-one.bytes, CATEGORIES.index(one.category)))
+    if rest[1]:
+        found.append(CategoryRow(NOT_SELECTED, rest[0], _share(rest[0], total), rest[1], {}))
+    return tuple(found)
 
-    def selects(self, rows: list[int], wanted: Filter) -> list[bool]:
-        """Return for each allocation whether a filter wants it."""
-        sizes, text = self.history.replay.size_bytes, wanted.stack
-        return [int(sizes[row]) >= wanted.min_bytes and (text is None or self._mentions(row, text)) for row in rows]
 
-    def phase_peaks(self) -> tuple[PhasePeak, ...]:
-        """Return each phase's peak, in the order in which they first occur."""
-        found: dict[str, PhasePeak] = {}
-        allocated = self.history.curves.allocated
-        for phase in self.timeline.phases:
-            first, last = self.timeline.moments_of(phase)
-            moment = first + int(allocated[first : last + 1].argmax())
-            one = PhasePeak(
-                phase.name, 1, int(allocated[moment]), self.history.time_us(moment) or phase.start_us, moment
-            )
-            old = found.get(phase.name, one)
-            higher = one if one.peak_bytes > old.peak_bytes else old
-            found[phase.name] = replace(higher, instances=old.instances + (phase.name in found))
-        return tuple(found.values())
+def _by_stack(
+    memory: DeviceMemory, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
+) -> tuple[StackRow, ...]:
+    found = [
+        StackRow(size, _share(size, total), count, stack.user_first, stack.label)
+        for stack, size, count in memory.stacks.sum_by_stack([row for row, _ in chosen])
+    ]
+    found.sort(key=lambda one: (-one.bytes, one.label))
+    if rest[1]:
+        found.append(StackRow(rest[0], _share(rest[0], total), rest[1], (), NOT_SELECTED))
+    return tuple(found)
 
-    def _mentions(self, row: int, text: str) -> bool:
-        owner = self.classifier.claim_of(row).owner or ""
-        return text in owner or any(text in frame for frame in self.stacks.of(row).user_first)
 
-    @cached_property
-    def _owners(self) -> tuple[dict[int, Owner], int]:
-        if self.recorded is None:
-            return {}, 0
-        return match_owners(self.recorded, self.device.index, self.history.replay, self.timeline)
+def _largest_groups(memory: DeviceMemory, ordered: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
+    """Return the largest allocations with equal ones as one row; ``ordered`` are all, the largest first."""
+    groups: dict[LargeRow, int] = {}
+    for row, claim in ordered:
+        one = _large_row(memory, row, claim)
+        if len(groups) >= LARGEST_COUNT and one.bytes < next(reversed(groups)).bytes:
+            break
+        groups[one] = groups.get(one, 0) + 1
+    found = [replace(one, count=count) for one, count in groups.items()]
+    return tuple(sorted(found, key=lambda one: (-one.bytes, -one.count))[:LARGEST_COUNT])
 
-    def _by_category(
-        self, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
-    ) -> tuple[CategoryRow, ...]:
-        sizes: dict[str, dict[str, int]] = {}
-        counts: dict[str, int] = {}
-        for row, claim in chosen:
-            evidence = sizes.setdefault(claim.category, {})
-            evidence[claim.evidence] = evidence.get(claim.evidence, 0) + int(self.history.replay.size_bytes[row])
-            counts[claim.category] = counts.get(claim.category, 0) + 1
-        found = [
-            CategoryRow(
-                category,
-                sum(evidence.values()),
-                _share(sum(evidence.values()), total),
-                counts[category],
-                {kind: evidence[kind] for kind in EVIDENCE if kind in evidence},
-            )
-            for category, evidence in sizes.items()
-        ]
-        found.sort(key=lambda one: (-one.bytes, CATEGORIES.index(one.category)))
-        if rest[1]:
-            found.append(CategoryRow(NOT_SELECTED, rest[0], _share(rest[0], total), rest[1], {}))
-        return tuple(found)
 
-    def _by_stack(self, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]) -> tuple[StackRow, ...]:
-        found = [
-            StackRow(size, _share(size, total), count, stack.user_first, stack.label)
-            for stack, size, count in self.stacks.sum_by_stack([row for row, _ in chosen])
-        ]
-        found.sort(key=lambda one: (-one.bytes, one.label))
-        if rest[1]:
-            found.append(StackRow(rest[0], _share(rest[0], total), rest[1], (), NOT_SELECTED))
-        return tuple(found)
+def _large_row(memory: DeviceMemory, row: int, claim: Claim) -> LargeRow:
+    replay, stack = memory.history.replay, memory.stacks.of(row)
+    birth = int(replay.birth[row])
+    return LargeRow(
+        bytes=int(replay.size_bytes[row]),
+        requested_bytes=int(replay.requested_bytes[row]),
+        category=claim.category,
+        phase=memory.timeline.phase_at(birth),
+        owner=claim.owner,
+        stack=stack.user_first,
+        label=stack.label,
+        is_from_before=birth < 0,
+    )
 
-    def _largest_groups(self, ordered: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
-        """Return the largest allocations with equal ones as one row; ``ordered`` are all, the largest first."""
-        groups: dict[LargeRow, int] = {}
-        for row, claim in ordered:
-            one = self._large_row(row, claim)
-            if len(groups) >= LARGEST_COUNT and one.bytes < next(reversed(groups)).bytes:
-                break
-            groups[one] = groups.get(one, 0) + 1
-        found = [replace(one, count=count) for one, count in groups.items()]
-        return tuple(sorted(found, key=lambda one: (-one.bytes, -one.count))[:LARGEST_COUNT])
 
-    def _large_row(self, row: int, claim: Claim) -> LargeRow:
-        replay, stack = self.history.replay, self.stacks.of(row)
-        birth = int(replay.birth[row])
-        return LargeRow(
-            bytes=int(replay.size_bytes[row]),
-            requested_bytes=int(replay.requested_bytes[row]),
-            category=claim.category,
-            phase=self.timeline.phase_at(birth),
-            owner=claim.owner,
-            stack=stack.user_first,
-            label=stack.label,
-            is_from_before=birth < 0,
-        )
-
-    def _by_evidence(self, chosen: list[tuple[int, Claim]]) -> dict[str, int]:
-        found = dict.fromkeys(EVIDENCE, 0)
-        for row, claim in chosen:
-            found[claim.evidence] += int(self.history.replay.size_bytes[row])
-        return found
+def _by_evidence(memory: DeviceMemory, chosen: list[tuple[int, Claim]]) -> dict[str, int]:
+    found = dict.fromkeys(EVIDENCE, 0)
+    for row, claim in chosen:
+        found[claim.evidence] += int(memory.history.replay.size_bytes[row])
+    return found
 
 
 def _share(part: int, whole: int) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.memory.composition import DeviceMemory
+from profkit.analysis.memory.device import DeviceMemory
 
 _REPEATS = 2
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from profkit.allocator.free_blocks import FreeBlock, find_free_blocks
 from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, segment_size_bytes
-from profkit.analysis.memory.composition import DeviceMemory
+from profkit.analysis.memory.device import DeviceMemory
 from profkit.snapshot.columns import OOM
 
 _CONTEXT_BYTES = 2**30

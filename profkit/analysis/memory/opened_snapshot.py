@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from profkit.analysis.memory.composition import DeviceMemory, Filter, measure_fragmentation
+from profkit.analysis.memory.composition import compose, measure_fragmentation
+from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.leaks import check_leaks
 from profkit.analysis.memory.oom import judge_oom
 from profkit.analysis.memory.owners import check_with_allocator, find_capacity
@@ -87,7 +88,7 @@ class OpenedSnapshot:
         """
         memory = self.device(device)
         moment = find_moment(memory, at)
-        composition = memory.compose(at, moment, Filter(stack, min_bytes))
+        composition = compose(memory, at, moment, Filter(stack, min_bytes))
         if composition.allocated_bytes and not composition.largest:
             words = [] if stack is None else [f"has {stack!r} in its stack or its tensor's name"]
             words += [f"is of {min_bytes:,} B or more"] if min_bytes else []

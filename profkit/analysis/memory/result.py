@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from profkit.allocator.history import History
-from profkit.analysis.memory.composition import Composition, DeviceMemory, Fragmentation, PhasePeak
+from profkit.analysis.memory.composition import Composition, Fragmentation
+from profkit.analysis.memory.device import DeviceMemory, PhasePeak
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.owners import AllocatorCheck

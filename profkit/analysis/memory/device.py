@@ -1,0 +1,101 @@
+"""One device's memory: its history, and what is known about each of its allocations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from profkit.allocator.history import History, replay_history
+from profkit.analysis.memory.categories import Classifier
+from profkit.analysis.memory.owners import Owner, match_owners
+from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
+from profkit.analysis.memory.stacks import StackBook
+from profkit.run.owners import Owners
+from profkit.snapshot.columns import Device, Settings
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which allocations are shown; the others are added up as one line, so that the sums stay whole."""
+
+    stack: str | None = None
+    """Text that must occur in a frame of the stack (``file:line function``) or in the owner's name."""
+    min_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The highest allocated memory in any instance of a phase."""
+
+    name: str
+    instances: int
+    peak_bytes: int
+    time_us: int
+    moment: int
+    """Where on the curves it is."""
+
+
+class DeviceMemory:
+    """One device's history and what is known about its allocations, computed on first use."""
+
+    def __init__(
+        self, device: Device, settings: Settings, recorded: Owners | None = None, named: Mapping[str, str] | None = None
+    ) -> None:
+        self.device = device
+        self.recorded = recorded
+        self.history: History = replay_history(device, settings)
+        steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
+        self.timeline: Timeline = find_timeline(device, named, steps)
+
+    @cached_property
+    def stacks(self) -> StackBook:
+        """The stacks of the allocations, interned on first use."""
+        return StackBook(self.device, self.history.replay)
+
+    @cached_property
+    def classifier(self) -> Classifier:
+        """Finds the category of an allocation."""
+        return Classifier(self.history, self.timeline, self.stacks, self._owners[0])
+
+    @cached_property
+    def unmatched_entries(self) -> int:
+        """How many recorded owners on this device match no allocation of the history."""
+        return self._owners[1]
+
+    def live_rows(self, moment: int) -> list[int]:
+        """Return the allocations (rows of the replay) that were live at a moment on the curves."""
+        replay = self.history.replay
+        return np.flatnonzero((replay.birth < moment) & (replay.freed >= moment)).tolist()
+
+    def selects(self, rows: list[int], wanted: Filter) -> list[bool]:
+        """Return for each allocation whether a filter wants it."""
+        sizes, text = self.history.replay.size_bytes, wanted.stack
+        return [int(sizes[row]) >= wanted.min_bytes and (text is None or self._mentions(row, text)) for row in rows]
+
+    def phase_peaks(self) -> tuple[PhasePeak, ...]:
+        """Return each phase's peak, in the order in which they first occur."""
+        found: dict[str, PhasePeak] = {}
+        allocated = self.history.curves.allocated
+        for phase in self.timeline.phases:
+            first, last = self.timeline.moments_of(phase)
+            moment = first + int(allocated[first : last + 1].argmax())
+            one = PhasePeak(
+                phase.name, 1, int(allocated[moment]), self.history.time_us(moment) or phase.start_us, moment
+            )
+            old = found.get(phase.name, one)
+            higher = one if one.peak_bytes > old.peak_bytes else old
+            found[phase.name] = replace(higher, instances=old.instances + (phase.name in found))
+        return tuple(found.values())
+
+    def _mentions(self, row: int, text: str) -> bool:
+        owner = self.classifier.claim_of(row).owner or ""
+        return text in owner or any(text in frame for frame in self.stacks.of(row).user_first)
+
+    @cached_property
+    def _owners(self) -> tuple[dict[int, Owner], int]:
+        if self.recorded is None:
+            return {}, 0
+        return match_owners(self.recorded, self.device.index, self.history.replay, self.timeline)
