@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import profkit
+from profkit import read_snapshot
 from profkit.errors import RunError
 from profkit.names import FORWARD
 from recipes.common.grid import sigterm_raises
@@ -100,7 +100,7 @@ def read_recorded(path: Path, work: Work) -> Row:
 
     ``replay_difference_bytes`` is the replayed peak less the allocator's own; None if no run recorded that.
     """
-    opened = profkit.read_snapshot(path)
+    opened = read_snapshot(path)
     result = opened.memory()
     totals, peak, check = result.totals, result.composition, result.allocator_check
     return {
