@@ -33,6 +33,9 @@ KNOWN = [
     ("graph_nodes.nsys2023", "optimizer", 2, 112, 5_691_161),
     ("hooks.nsys2025", "forward", 2, 20, 77_856),
     ("hooks.nsys2025", "backward", 2, 39, 109_311),
+    ("two_gpus.nsys2025", "forward", 2, 32, 11_179_508),
+    ("two_gpus.nsys2025", "backward", 2, 70, 20_949_205),
+    ("two_gpus.nsys2025", "optimizer", 2, 32, 1_465_839),
 ]
 
 
@@ -85,7 +88,9 @@ def _slow_account(path: Path, name: str) -> tuple[int, int]:
     return count, total
 
 
-@pytest.mark.parametrize("capture", ["small.nsys2025", "ddp.nsys2025", "graph_nodes.nsys2023", "hooks.nsys2025"])
+@pytest.mark.parametrize(
+    "capture", ["small.nsys2025", "ddp.nsys2025", "graph_nodes.nsys2023", "hooks.nsys2025", "two_gpus.nsys2025"]
+)
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_one_working_thread_a_process_agrees_with_the_slow_account(captures: Path, capture: str, name: str) -> None:
     path = captures / f"{capture}.sqlite"
@@ -95,7 +100,7 @@ def test_one_working_thread_a_process_agrees_with_the_slow_account(captures: Pat
 
 def test_the_tree_and_the_selection_agree_on_every_path(captures: Path) -> None:
     """Two routes to the same books: parents in the tree, and stretches of time in the selection."""
-    for capture in ("small.nsys2023", "ddp.nsys2025", "graph_nodes.nsys2023", "hooks.nsys2025"):
+    for capture in ("small.nsys2023", "ddp.nsys2025", "graph_nodes.nsys2023", "hooks.nsys2025", "two_gpus.nsys2025"):
         opened = read_trace(captures / f"{capture}.sqlite")
         rows = opened.ranges(numbered=False).ranges
         for row in rows:
@@ -144,6 +149,33 @@ def test_a_range_on_the_autograd_thread_lies_inside_the_waiting_threads_range(tm
     assert opened.kernels("backward").kernel_time_ns == 16
     # The launching thread had a range of its own open, so the ledger's line for it is `direct`.
     assert opened.attribution.ledger == Ledger(13, 10, 0, 0, 0, 23)
+
+
+def test_the_tree_of_two_gpus_in_one_process_sums_to_all_kernel_time(captures: Path) -> None:
+    """Module ranges on the second autograd thread stayed open past `backward`, into the next step."""
+    rows = read_trace(captures / "two_gpus.nsys2025.sqlite").ranges(numbered=False).ranges
+    assert [(row.path, row.kernel_time_ns) for row in rows if "/" not in row.path] == [("step *", 33_695_255)]
+    under = {row.path: row.kernel_count for row in rows}
+    assert under["step */backward/model/a"] + under["step */backward/model/b"] == 62
+
+
+@pytest.mark.parametrize(("call", "last"), [("backward", "step 0/backward/model"), ("bwd", "step 0/model")])
+def test_a_range_on_an_autograd_thread_ends_with_the_backward_call(tmp_path: Path, call: str, last: str) -> None:
+    builder = NsysBuilder()
+    for number, begin in enumerate((0, 1000)):
+        builder.range(f"step {number}", begin, begin + 500)
+        builder.kernel(begin + 20, 7)
+        builder.range(call, begin + 100, begin + 300)
+        builder.range("model", begin + 110, None if number else begin + 1105, tid=AUTOGRAD)
+        for launch in (120, 130, 140):
+            builder.kernel(begin + launch, 10, tid=AUTOGRAD)
+        builder.kernel(begin + 400, 3)
+    builder.call(2000, name="cudaDeviceSynchronize_v3020")
+    opened = _open(builder, tmp_path)
+    totals = {row.path: row.kernel_time_ns for row in opened.ranges().ranges}
+    assert {path: total for path, total in totals.items() if "/" not in path} == {"step 0": 40, "step 1": 40}
+    assert totals[last] == totals[last.replace("step 0", "step 1")] == 30
+    assert not opened.attribution.trace.ranges.is_open.any()
 
 
 def test_two_waiting_threads_are_ambiguous(tmp_path: Path) -> None:

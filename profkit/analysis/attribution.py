@@ -23,7 +23,7 @@ import numpy as np
 from profkit.analysis.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.nesting import NO_RANGE, Timeline, build_timelines
-from profkit.analysis.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads
+from profkit.analysis.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import (
@@ -264,6 +264,11 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
     waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
     if not thread_only and trace.measure == "gpu-kernel":
         waiting = WaitingThreads(trace, timelines)
+        ended = end_with_backward(trace, timelines, parent, waiting)
+        if ended is not trace:
+            trace = ended
+            timelines, parent = build_timelines(trace.ranges)
+            waiting = WaitingThreads(trace, timelines)
         _adopt_top_ranges(trace, timelines, parent, adopter, waiting)
     own, hosts = _place(trace.work, timelines, adopter, waiting)
     own_copies, copy_hosts = _place(trace.copies, timelines, adopter, waiting)

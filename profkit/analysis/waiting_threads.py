@@ -16,16 +16,20 @@ conditions hold for it. The host's gap must be unusual: ten times the usual spac
 must be a helper throughout: of its calls while some candidate has a range open, nine in ten must fall into a gap of a
 candidate. A thread that also works while nobody waits works for itself, and what it launches while another thread
 happens to wait belongs to no range.
+
+An autograd thread works for one ``backward`` call at a time, so no range of its own can outlast that call. Hooks may
+still leave one open: PyTorch runs the callback at the end of the graph on the calling thread alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from profkit.analysis.nesting import NO_RANGE, Timeline
+from profkit.analysis.nesting import NO_RANGE, Timeline, ancestors
+from profkit.names import BACKWARD
 from profkit.trace.columns import Bools, Calls, Ints, Trace, empty_ints, rows_by_value
 
 AMBIGUOUS = -2
@@ -126,6 +130,33 @@ class WaitingThreads:
             quiet &= gap_end - gap_begin >= _UNUSUAL_SILENCE * theirs.usual_spacing_ns
         between = mine.count_between(gap_begin, gap_end) >= enough
         return (innermost != NO_RANGE) & quiet & (silent | between), innermost
+
+
+def end_with_backward(trace: Trace, timelines: dict[int, Timeline], parent: Ints, waiting: WaitingThreads) -> Trace:
+    """Return the trace with no range of an autograd thread open for longer than the backward call it works for.
+
+    That call lies in the innermost range named ``backward`` that the waiting thread had open when the range began,
+    or, where there is none of this name, in the outermost of its ranges. A range that is cut counts as ended.
+    """
+    ranges = trace.ranges
+    end_ns = ranges.end_ns.copy()
+    is_backward = np.array([name.lower() == BACKWARD for name in trace.names], dtype=np.bool_)
+    for thread in timelines:
+        if not waiting.is_autograd(thread):
+            continue
+        mine = np.flatnonzero((ranges.thread == thread) & (ranges.end_thread == thread))
+        if not len(mine):
+            continue
+        hosts = waiting.find_hosts(thread, int(ranges.process[mine[0]]), ranges.start_ns[mine])
+        for host, which in rows_by_value(hosts.range).items():
+            if host >= 0:
+                around = ancestors(parent, host)
+                call = next((index for index in around if is_backward[ranges.name[index]]), around[-1])
+                end_ns[mine[which]] = np.minimum(end_ns[mine[which]], ranges.end_ns[call])
+    is_cut = end_ns < ranges.end_ns
+    if not is_cut.any():
+        return trace
+    return replace(trace, ranges=replace(ranges, end_ns=end_ns, is_open=ranges.is_open & ~is_cut))
 
 
 @dataclass(frozen=True, eq=False)
