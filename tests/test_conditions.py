@@ -56,11 +56,10 @@ def test_the_times_of_either_kind_of_run_are_judged() -> None:
     steps = tuple({"step_ns": ns} for ns in (20, 10, 10, 10))
     clean = Manifest(clean=Samples(steps), profiled=Samples((), {"compiled_graphs": 1}))
     assert [text.partition(" steps")[0] for text in warn_of_run(clean)] == [
-        "the times of the unprofiled",
         "the first of the 4 unprofiled",
         "1 graph was compiled within the recorded",
     ]
-    assert "of the 4 unrecorded steps" in warn_of_run(Manifest(attached=Samples(steps)))[1]
+    assert "of the 4 unrecorded steps" in warn_of_run(Manifest(attached=Samples(steps)))[0]
     assert warn_of_run(Manifest()) == []
 
 

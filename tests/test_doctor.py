@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.launch import doctor_trial
+from profkit.launch import doctor
 from profkit.launch.doctor import (
     Finding,
     Machine,
@@ -386,20 +386,20 @@ def _fake(path: Path, ranges: int) -> Nsys:
 class TestTrial:
     @pytest.mark.parametrize(("ranges", "state"), [(10, "ok"), (9, "failed"), (0, "failed")])
     def test_counts_the_ranges(self, tmp_path: Path, ranges: int, state: str) -> None:
-        finding = doctor_trial.try_nsys(_fake(tmp_path / "nsys", ranges))
+        finding = doctor.try_nsys(_fake(tmp_path / "nsys", ranges))
         assert finding.state == state
         assert (f"{ranges} of 10" in finding.found) == (state == "failed")
 
     def test_no_report_tells_the_last_line(self, tmp_path: Path) -> None:
         nsys = Nsys(_file(tmp_path / "nsys", "#!/bin/sh\necho first\necho no way\nexit 4\n", executable=True), "1.0")
-        finding = doctor_trial.try_nsys(nsys)
+        finding = doctor.try_nsys(nsys)
         assert finding.state == "failed"
         assert finding.found == f"{nsys.path} left no report (exit status 4); its last line: no way"
 
     def test_leaves_nothing_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "t").mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
-        doctor_trial.try_nsys(_fake(tmp_path / "nsys", 10))
+        doctor.try_nsys(_fake(tmp_path / "nsys", 10))
         assert list((tmp_path / "t").iterdir()) == []
 
     @pytest.mark.nsys

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from profkit.errors import RunError, ToolError, UsageError
-from profkit.launch import export, importer, manifest
-from profkit.launch.export import export_report
+from profkit.launch import importer, manifest, nsys_run
 from profkit.launch.importer import find_importer, import_raw, missing_libraries
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, parse_version
-from profkit.launch.ranks import build_rank_argv
-from profkit.launch.targets import parse_target, target_kind
+from profkit.launch.nsys_run import export_report
+from profkit.launch.targets import build_rank_argv, parse_target, target_kind
 from profkit.models.presets import PRESETS
 from profkit.run.directory import make_run_directory, node_suffix
 
@@ -299,7 +298,7 @@ for a in "$@"; do case $a in --output=*) echo exported > "${a#*=}"; echo x >> "$
         assert list((tmp_path / "cache" / "profkit" / "exports").iterdir()) == []
 
     def test_without_nsys_says_how_elsewhere(self, report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(export, "find_nsys", lambda environment: None)
+        monkeypatch.setattr(nsys_run, "find_nsys", lambda environment: None)
         with pytest.raises(ToolError, match=r"run `nsys export --type=sqlite .*a.nsys-rep` where it is"):
             export_report(report)
 

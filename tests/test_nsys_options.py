@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from profkit.errors import ToolError, UsageError
-from profkit.launch.nsys import Nsys, build_nsys_argv
-from profkit.launch.nsys_options import (
+from profkit.launch.nsys import (
     Abilities,
+    Nsys,
     NsysOptions,
+    build_nsys_argv,
     check_abilities,
     parse_abilities,
     parse_extra,

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from profkit.errors import ToolError
-from profkit.launch import export, nsys_run, record
+from profkit.launch import nsys_run, record
 from profkit.launch.importer import _PACKAGES, lacking_libraries
-from profkit.launch.nsys import Nsys
-from profkit.launch.nsys_options import NsysOptions
+from profkit.launch.nsys import Nsys, NsysOptions
 from profkit.launch.passes import Pass, Target
 from profkit.launch.record import Recorded, record_run
 from profkit.run.manifest import Conditions, Process, Workload
@@ -266,7 +265,7 @@ def test_where_there_is_no_room_nsys_is_not_started(
 def test_a_disk_that_fills_up_meanwhile_fails_the_run(
     tmp_path: Path, start: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch, leave: str, said: str
 ) -> None:
-    monkeypatch.setattr(export, "_FULL_BYTES", 2**80)
+    monkeypatch.setattr(nsys_run, "_FULL_BYTES", 2**80)
     with pytest.raises(ToolError, match=f"run: the disk is full.*{said}"):
         start(leave)
     assert "trace.sqlite" not in _names(tmp_path)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from profkit.launch.timing_warnings import warn_of_gain, warn_of_gpus, warn_of_times
+from profkit.launch.conditions import warn_of_gain, warn_of_gpus, warn_of_times
 from profkit.run.manifest import Gpu
 
 MS = 1_000_000
@@ -22,23 +22,6 @@ def _steps(*times_ms: float, **more: int) -> list[dict[str, int]]:
 def test_even_steps_are_not_doubted() -> None:
     assert warn_of_times(_steps(10, 11, 10.5, 10, 12), {"compiled_graphs": 0}, "unprofiled") == []
     assert warn_of_times([], {}, "unprofiled") == []
-
-
-def test_steps_that_vary_by_a_third_are_named() -> None:
-    (warning,) = warn_of_times(_steps(10, 11, 10, 30, 10, 11, 30), {}, "unprofiled")
-    assert "the times of the unprofiled steps vary widely (standard deviation over mean: step 60%)" in warning
-    assert warn_of_times(_steps(10, 14, 18, 12), {}, "unprofiled") == [], "30 % of the mean are not passed"
-
-
-def test_a_phase_that_varies_is_named_if_it_is_a_good_part_of_the_step() -> None:
-    steps = _steps(10, 10, 10, 10)
-    for step, time_ms in zip(steps, (1.0, 0.1, 0.1, 0.1), strict=True):
-        step["loss_ns"] = round(time_ms * MS)
-        step["forward_event_ns"] = step["loss_ns"]
-    assert warn_of_times(steps, {}, "unprofiled") == []
-    for step in steps:
-        step["loss_ns"] *= 5
-    assert "mean: loss" in warn_of_times(steps, {}, "unprofiled")[0]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def _find() -> Nsys | str | None:
 def _try(nsys: Nsys | str | None) -> Finding:
     if not isinstance(nsys, Nsys):
         return Finding("trial", "failed", "there is no nsys to try", "install nsight-systems-cli or name one in $NSYS")
-    from profkit.launch.doctor_trial import try_nsys
+    from profkit.launch.doctor import try_nsys
 
     with shown_after_a_second("recording a second of a Python process"):
         return try_nsys(nsys)

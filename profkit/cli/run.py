@@ -25,11 +25,10 @@ from profkit.cli.run_options import (
     step_options,
 )
 from profkit.errors import UsageError
-from profkit.launch.nsys_options import GraphTrace
+from profkit.launch.nsys import GraphTrace
 from profkit.launch.passes import Target, callable_passes, command_passes, model_passes
-from profkit.launch.ranks import build_rank_argv
 from profkit.launch.record import Recorded, record_run, require_torch
-from profkit.launch.targets import command_name, parse_target, target_kind
+from profkit.launch.targets import build_rank_argv, command_name, parse_target, target_kind
 from profkit.models.options import Device, TrainingOptions
 from profkit.names import context_range
 from profkit.run.manifest import Workload

@@ -11,11 +11,12 @@ import click
 from click.core import ParameterSource
 
 from profkit.errors import ToolError, UsageError
-from profkit.launch.nsys import Nsys, find_nsys
-from profkit.launch.nsys_options import (
+from profkit.launch.nsys import (
     GraphTrace,
+    Nsys,
     NsysOptions,
     check_abilities,
+    find_nsys,
     parse_extra,
     parse_traces,
     read_abilities,

@@ -1,13 +1,138 @@
-"""The conditions of a run, from outside its processes: the GPUs before and after, and harmless variables."""
+"""The conditions of a run, from outside its processes, and what makes its times doubtful: each in one sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 
 from profkit.launch.gpu_state import GpuState, read_gpu_state, used_gpus
-from profkit.launch.timing_warnings import warn_of_counted, warn_of_gain, warn_of_gpus, warn_of_times
-from profkit.run.manifest import Gpus, Manifest, Process
+from profkit.run.manifest import Gpu, Gpus, Manifest, Process
 from profkit.run.samples import Samples
+
+# A first step counts as not warmed up if it is this much longer than the later ones, and stands out of their spread.
+_LONGER = 1.2
+_SPREADS = 5
+_FEWEST_TO_TELL_FIRST = 4
+
+_SLOWDOWNS = frozenset(
+    {"sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
+)
+
+# Recorded steps may come out this much faster by chance.
+_FASTER = 0.90
+
+Steps = Sequence[Mapping[str, int]]
+
+_COUNTED = {
+    "compiled_graphs": ("graph was compiled", "graphs were compiled", "raise --warmup, or see TORCH_LOGS=recompiles"),
+    "allocator_retries": (
+        "cudaMalloc call had to be tried again",
+        "cudaMalloc calls had to be tried again",
+        "the memory is nearly full, and freeing the cache takes milliseconds",
+    ),
+    "out_of_memory_errors": (
+        "out-of-memory error fell",
+        "out-of-memory errors fell",
+        "steps after it are not the same",
+    ),
+}
+
+
+def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[str]:
+    """Return what is odd about the times of ``steps``.
+
+    Args:
+        steps: each step's ``<phase>_ns`` and ``step_ns``; with several contexts also its ``context``.
+        during: how often each thing that makes a step slow happened in them (`profkit.capture.conditions`).
+        where: what these steps are called, such as ``unprofiled``.
+    """
+    found = []
+    for context in dict.fromkeys(step.get("context") for step in steps):
+        mine = [step for step in steps if step.get("context") == context]
+        called = f"{where} steps" + ("" if context is None else f" (context {context})")
+        found += _warn_of_first(mine, called)
+    return [*found, *warn_of_counted(during, where)]
+
+
+def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
+    """Say if steps took less time while they were recorded, by their medians: that shows what the others suffered."""
+    found = []
+    for context in dict.fromkeys(step.get("context") for step in steps):
+        alone, with_it = (
+            [step["step_ns"] for step in some if step.get("context") == context] for some in (steps, recorded)
+        )
+        if not with_it or median(with_it) >= _FASTER * median(alone):
+            continue
+        called = f"{where} ones" + ("" if context is None else f" (context {context})")
+        found.append(
+            f"recorded steps were faster than {called}, {median(with_it) / 1e6:.4g} ms against"
+            f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}): no profiler speeds a step up,"
+            " so something slowed those down; measure again"
+        )
+    return found
+
+
+def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
+    """Return what happened within the steps called ``where`` that does not belong into a measurement."""
+    found = []
+    for name, (one, many, advice) in _COUNTED.items():
+        count = during.get(name, 0)
+        if count:
+            found.append(f"{count:,} {one if count == 1 else many} within the {where} steps; {advice}")
+    return found
+
+
+def _warn_of_first(steps: Steps, where: str) -> list[str]:
+    """Say if the first steps stand out: longer than the median of the later half by a fifth and by five of its MADs.
+
+    And longer than each step of that half: times that come in two kinds are no warm-up.
+    """
+    times = [step["step_ns"] for step in steps]
+    if len(times) < _FEWEST_TO_TELL_FIRST:
+        return []
+    later = times[len(times) // 2 :]
+    usual = median(later)
+    spread = median(abs(one - usual) for one in later)
+    limit = max(_LONGER * usual, usual + _SPREADS * spread, *later)
+    first = next((number for number, one in enumerate(times) if one <= limit), len(times))
+    if not first:
+        return []
+    what = "first" if first == 1 else f"first {first}"
+    return [
+        f"the {what} of the {len(times)} {where} took up to {max(times[:first]) / usual:.1f} times as long as the"
+        " later ones: too little warm-up; raise --warmup"
+    ]
+
+
+def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
+    """Return what disturbed the GPUs that a run used."""
+    earlier = {gpu.uuid: gpu for gpu in before}
+    pairs = [(earlier[gpu.uuid], gpu) for gpu in after if gpu.uuid in earlier]
+    return [
+        text for first, last in pairs for text in (_warn_of_others(first, last), _warn_of_clocks(first, last)) if text
+    ]
+
+
+def _warn_of_others(first: Gpu, last: Gpu) -> str | None:
+    """Say that other compute processes are on the GPU: before the run and after it none is the run's own."""
+    count = max(first.process_count or 0, last.process_count or 0)
+    held = max(first.process_bytes or 0, last.process_bytes or 0)
+    if not count:
+        return None
+    others = f"{count:,} other {'process is' if count == 1 else 'processes are'} on it"
+    size = f", with {held / 1024**3:.1f} GiB" if held else ""
+    return f"GPU {last.index} was not this run's alone: {others}{size}; the times may include waiting for them"
+
+
+def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
+    """Say for how long the clocks were held down, where the driver counts that; else that they were at the end."""
+    slowed = {reason: us - first.throttled_us.get(reason, us) for reason, us in last.throttled_us.items()}
+    if any(us > 0 for us in slowed.values()):
+        reasons = ", ".join(f"{reason} {us / 1e6:.3g} s" for reason, us in slowed.items() if us > 0)
+        return f"GPU {last.index}'s clocks were held down during the run ({reasons}): it was slower than it can be"
+    bad = sorted(set(last.throttle_reasons or ()) & _SLOWDOWNS)
+    return f"GPU {last.index}'s clocks were held down when the run ended ({', '.join(bad)})" if bad else None
+
 
 HARMLESS = (
     "CUBLASLT_WORKSPACE_SIZE",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from profkit.launch.ranks import build_rank_argv
+from profkit.launch.targets import build_rank_argv
 from profkit.models.options import TrainingOptions
 from profkit.run.directory import KINETO_TRACE, NSYS_EXPORT, Run
 from profkit.run.manifest import Kind, Process, Workload
