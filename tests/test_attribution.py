@@ -51,7 +51,7 @@ def test_real_captures_give_their_known_figures(
     assert result.range_evidence.direct_ns + result.range_evidence.inferred_ns == total_ns
 
 
-def test_a_per_thread_account_loses_the_backward_pass(captures: Path) -> None:
+def test_thread_only_places_the_backward_pass_in_no_range(captures: Path) -> None:
     """What `nsys stats -r nvtx_gpu_proj_sum` says of this file, operation for operation."""
     result = read_trace(captures / "small.nsys2023.sqlite", thread_only=True).kernels("backward")
     assert (result.kernel_count, result.kernel_time_ns) == (2, 1664)
@@ -92,7 +92,7 @@ def _slow_account(path: Path, name: str) -> tuple[int, int]:
     "capture", ["small.nsys2025", "ddp.nsys2025", "graph_nodes.nsys2023", "hooks.nsys2025", "two_gpus.nsys2025"]
 )
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_one_working_thread_a_process_agrees_with_the_slow_account(captures: Path, capture: str, name: str) -> None:
+def test_one_launching_thread_per_process_agrees_with_a_slow_account(captures: Path, capture: str, name: str) -> None:
     path = captures / f"{capture}.sqlite"
     result = read_trace(path).kernels(name)
     assert (result.kernel_count, result.kernel_time_ns) == _slow_account(path, name)
@@ -190,7 +190,7 @@ def test_two_waiting_threads_are_ambiguous(tmp_path: Path) -> None:
     assert [warning.code for warning in result.warnings] == ["ambiguous"]
 
 
-def test_of_two_threads_the_silent_one_is_worked_for(tmp_path: Path) -> None:
+def test_of_two_threads_the_silent_one_is_the_host(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _train_step(builder)
     builder.range("forward", 95, 210, tid=OTHER)
@@ -237,7 +237,7 @@ def test_a_sparse_prefetcher_stays_outside_densely_annotated_work(tmp_path: Path
     assert opened.kernels("forward").kernel_count == 500
 
 
-def test_an_independent_thread_is_nobodys_helper_even_while_main_waits(tmp_path: Path) -> None:
+def test_an_independent_thread_has_no_host_even_while_main_waits(tmp_path: Path) -> None:
     """It launches at all times; main's wait in backward holds some of its launches, and autograd's."""
     builder = NsysBuilder()
     for step in range(5):
@@ -255,7 +255,7 @@ def test_an_independent_thread_is_nobodys_helper_even_while_main_waits(tmp_path:
     assert opened.attribution.ledger.outside_ns == 5 * 20 * 3
 
 
-def test_any_thread_without_ranges_works_for_the_one_that_waits(tmp_path: Path) -> None:
+def test_a_thread_without_ranges_works_for_the_thread_that_waits(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("forward", 0, 1000)
     builder.kernel(10, 1)
@@ -287,7 +287,7 @@ def test_a_main_thread_never_falls_into_a_helpers_range(tmp_path: Path) -> None:
     assert opened.attribution.ledger.outside_ns == 48
 
 
-def test_gradient_accumulation_under_one_wide_range(tmp_path: Path) -> None:
+def test_gradient_accumulation_in_one_wide_range_finds_its_host(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("step 0", 0, 10_000)
     for micro in range(4):
@@ -301,7 +301,7 @@ def test_gradient_accumulation_under_one_wide_range(tmp_path: Path) -> None:
     assert opened.kernels("step 0").kernel_count == 280
 
 
-def test_other_processes_do_not_lend_their_ranges(tmp_path: Path) -> None:
+def test_work_never_lies_under_a_range_of_another_process(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("backward", 100, 200, pid=300, tid=300)
     builder.kernel(101, 1, pid=300, tid=300)
@@ -322,7 +322,7 @@ def test_a_start_end_range_across_threads_is_open_on_both(tmp_path: Path) -> Non
     assert (result.instances, result.kernel_time_ns, result.wall_ns) == (1, 7, 90)
 
 
-def test_a_range_that_wanders_from_autograd_to_main_does_not_enclose_itself(tmp_path: Path) -> None:
+def test_a_range_from_autograd_to_main_does_not_enclose_itself(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("handed over", 10, 500, tid=AUTOGRAD, end_tid=MAIN)
     builder.range("backward", 10, 400)
@@ -335,7 +335,7 @@ def test_a_range_that_wanders_from_autograd_to_main_does_not_enclose_itself(tmp_
     assert opened.self_check.findings == ()
 
 
-def test_start_end_ranges_that_cross_are_told_apart(tmp_path: Path) -> None:
+def test_start_end_ranges_that_cross_hold_their_own_work_each(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("a", 0, 50, end_tid=MAIN)
     builder.range("b", 30, 90, end_tid=MAIN)
@@ -397,7 +397,7 @@ KERNELS = st.lists(
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ranges=RANGES, kernels=KERNELS)
-def test_the_books_close_on_any_trace(
+def test_the_ledger_adds_up_on_any_trace(
     tmp_path_factory: pytest.TempPathFactory, ranges: list[tuple], kernels: list[tuple]
 ) -> None:
     builder = NsysBuilder()

@@ -126,13 +126,13 @@ def test_evidence_sums_to_the_range_and_the_ledger_to_the_capture(tmp_path: Path
         ("back*/lay*", 150_000),
     ],
 )
-def test_only_a_path_that_names_the_backward_range_means_linked_work(
+def test_only_a_path_through_the_backward_range_selects_linked_work(
     tmp_path: Path, request_: str, total_ns: int
 ) -> None:
     assert _model(("forward", "backward")).open(tmp_path).kernels(request_).kernel_time_ns == total_ns
 
 
-def test_a_path_through_mirrors_alone_names_nothing(tmp_path: Path) -> None:
+def test_a_path_of_mirrors_only_matches_nothing(tmp_path: Path) -> None:
     builder = _model(("forward", "backward"))
     builder.annotate("attention", 25, 60)
     opened = builder.open(tmp_path)
@@ -154,7 +154,7 @@ def test_a_trace_without_a_backward_range_gets_one_for_linked_work(tmp_path: Pat
     assert opened.attribution.ledger.outside_ns == 100_000
 
 
-def test_work_in_ranges_of_its_own_within_backward_keeps_them(tmp_path: Path) -> None:
+def test_work_with_ranges_of_its_own_inside_backward_keeps_them(tmp_path: Path) -> None:
     builder = _model(("forward", "backward"))
     builder.annotate("layer 0", 695, 720, AUTOGRAD)
     opened = builder.open(tmp_path)
@@ -163,7 +163,7 @@ def test_work_in_ranges_of_its_own_within_backward_keeps_them(tmp_path: Path) ->
     assert (result.range_evidence.direct_ns, result.range_evidence.sequence_ns) == (100_000, 0)
 
 
-def test_ranges_beside_backward_without_a_phase_around_them_are_kept(tmp_path: Path) -> None:
+def test_ranges_next_to_backward_without_a_phase_around_them_are_kept(tmp_path: Path) -> None:
     builder = KinetoBuilder()
     builder.annotate("step 0", 0, 1000)
     builder.annotate("layer 0", 20, 100)

@@ -35,7 +35,7 @@ def kernels_of(name: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("measure", "rule", "category", "name"), EXAMPLES, ids=lambda v: str(v)[:40])
-def test_every_example_falls_to_the_rule_it_stands_under(measure: str, rule: str, category: str, name: str) -> None:
+def test_every_example_gets_the_rule_it_is_listed_under(measure: str, rule: str, category: str, name: str) -> None:
     found = categorize(name, measure)  # type: ignore[arg-type]
     assert (found.rule, found.name) == (rule, category)
 
@@ -45,7 +45,7 @@ def test_every_example_falls_to_the_rule_it_stands_under(measure: str, rule: str
     [(m, r["rule"], name) for m, r in RULES for name in r.get("counterexamples", [])],
     ids=lambda v: str(v)[:40],
 )
-def test_no_counterexample_falls_to_the_rule_it_stands_under(measure: str, rule: str, name: str) -> None:
+def test_no_counterexample_gets_the_rule_it_is_listed_under(measure: str, rule: str, name: str) -> None:
     found = categorize(name, measure)  # type: ignore[arg-type]
     assert found.rule != rule
     assert found != OTHER
@@ -64,7 +64,7 @@ def test_no_counterexample_falls_to_the_rule_it_stands_under(measure: str, rule:
         "small.kineto.json.gz",
     ],
 )
-def test_hardly_any_time_of_the_shared_captures_is_other(capture: str) -> None:
+def test_almost_no_time_of_the_shared_captures_is_other(capture: str) -> None:
     times = {name: ns for name, (ns, _) in kernels_of(capture).items()}
     other = {name: ns for name, ns in times.items() if categorize(name).name == "other"}
     assert sum(other.values()) < 0.01 * sum(times.values()), other
@@ -97,11 +97,11 @@ def test_both_demanglers_spellings_get_one_verdict() -> None:
         ("spawn_pool_thread_kernel", "other"),
     ],
 )
-def test_what_no_rule_knows_is_other(name: str, category: str) -> None:
+def test_a_name_without_a_rule_is_other(name: str, category: str) -> None:
     assert categorize(name).name == category
 
 
-def test_rules_are_named_once_and_give_known_categories() -> None:
+def test_each_rule_has_its_own_name_and_a_known_category() -> None:
     for measure in read_rules():
         names = [rule["rule"] for m, rule in RULES if m == measure]
         assert len(names) == len(set(names))
@@ -112,7 +112,7 @@ def test_rules_are_named_once_and_give_known_categories() -> None:
         assert rule["examples"], rule["rule"]
 
 
-def test_the_rules_are_read_when_first_asked() -> None:
+def test_the_rules_are_read_only_when_they_are_needed() -> None:
     code = (
         "import sys; from profkit.analysis.categories import categorize, _compiled_rules\n"
         "assert _compiled_rules.cache_info().currsize == 0\n"

@@ -32,7 +32,7 @@ from tests.kineto_builder import (
 )
 
 
-def test_the_shared_capture() -> None:
+def test_the_shared_capture_has_its_known_figures() -> None:
     path = capture("small.kineto.json.gz")
     before = path.read_bytes()
     trace = read_kineto(path)
@@ -114,13 +114,13 @@ def test_launches_through_runtime_and_driver_and_graphs(tmp_path: Path) -> None:
     )
 
 
-def test_of_a_runtime_and_a_driver_row_with_one_id_the_outer_launched(tmp_path: Path) -> None:
+def test_of_a_runtime_and_a_driver_call_with_one_id_the_outer_one_counts(tmp_path: Path) -> None:
     trace = read(tmp_path, [launch(2, 1, name="cuLaunchKernel"), launch(1, 1), kernel("k", 9, 1, 1)])
     assert trace.work.launch_ns.tolist() == [1000]
     assert trace.calls.has_work.all()
 
 
-def test_processes_that_share_correlation_ids_claim_nothing(tmp_path: Path) -> None:
+def test_work_with_a_correlation_id_of_two_processes_has_no_launch(tmp_path: Path) -> None:
     trace = read(
         tmp_path,
         [launch(1, 1), launch(2, 1, pid=200, tid=200), launch(3, 2, pid=200, tid=200),
@@ -262,7 +262,7 @@ def test_kernels_of_impossible_times_alone_leave_the_operators_to_measure(tmp_pa
     assert "1 row of kernels with impossible times" in trace.diagnostics[0].text
 
 
-def test_a_range_that_rounding_let_outlive_the_one_around_it_lies_within(tmp_path: Path) -> None:
+def test_a_range_that_outlives_its_parent_by_rounding_lies_within_it(tmp_path: Path) -> None:
     rows = [row("user_annotation", "forward", 0, 100), row("user_annotation", "layer", 50, 51)]
     path = written(tmp_path, [*rows, row("cpu_op", "aten::mm", 60, 5)])
     assert [line.path for line in read_trace(path).ranges().ranges] == ["forward", "forward/layer"]

@@ -36,7 +36,7 @@ def test_an_end_beyond_a_century_is_impossible(tmp_path: Path) -> None:
     assert [diagnostic.severity for diagnostic in trace.diagnostics] == ["error"]
 
 
-def test_a_mark_of_utf8_may_stand_first(tmp_path: Path) -> None:
+def test_a_file_with_a_utf8_mark_is_read(tmp_path: Path) -> None:
     path = written(tmp_path, [row("cpu_op", "aten::mm", 1, 5)])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert read_trace(path).kernels().kernel_count == 1
@@ -80,7 +80,7 @@ def test_microseconds_are_exact(ns: int) -> None:
     assert parse_microseconds(f"{ns // 1000}.{ns % 1000:03d}") == ns
 
 
-def test_times_come_through_the_file_exactly(tmp_path: Path) -> None:
+def test_times_of_a_file_are_exact(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(
         '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1700000000000000.123,'

@@ -30,7 +30,7 @@ def test_launch_and_kernel_match_by_correlation_and_process(tmp_path: Path) -> N
     assert trace.process_ids == {process_of(100) >> 24: 100, process_of(200) >> 24: 200}
 
 
-def test_work_without_a_launch_record_says_so(tmp_path: Path) -> None:
+def test_work_without_a_launch_record_has_no_launching_thread(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.kernel(None, 50, start=5)
     builder.kernel(10, 50)
@@ -49,7 +49,7 @@ def test_nested_calls_that_share_a_correlation_id_both_have_work(tmp_path: Path)
     assert trace.notes == ()
 
 
-def test_ids_that_come_round_again_go_to_the_last_call_before_the_work(tmp_path: Path) -> None:
+def test_a_reused_id_goes_to_the_last_call_before_the_work(tmp_path: Path) -> None:
     builder = NsysBuilder()
     for time in (10, 210):
         builder.call(time, correlation=7)
@@ -70,7 +70,7 @@ def test_sparse_correlation_ids_are_found_too(tmp_path: Path) -> None:
     assert trace.work.launch_thread.tolist()[3] == -1
 
 
-def test_correlation_ids_of_null_and_nought_match_nothing(tmp_path: Path) -> None:
+def test_correlation_ids_of_null_and_0_match_nothing(tmp_path: Path) -> None:
     builder = NsysBuilder()
     for number in (0, None):
         builder.add(
@@ -97,7 +97,7 @@ def test_correlation_ids_of_null_and_nought_match_nothing(tmp_path: Path) -> Non
     assert trace.work.launch_thread.tolist() == [-1, -1]
 
 
-def test_ornaments_may_be_missing_and_strings_in_any_encoding(tmp_path: Path) -> None:
+def test_optional_columns_may_be_missing_and_strings_in_any_encoding(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("forward", 0, 100, registered=True)
     builder.kernel(10, 50, name="kern")
@@ -127,7 +127,7 @@ def _replace_table(path: Path, table: str, sql: str) -> None:
 
 
 @pytest.mark.parametrize("table", ["CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"])
-def test_a_view_is_not_taken_for_absence(tmp_path: Path, table: str) -> None:
+def test_a_view_in_place_of_a_table_is_refused(tmp_path: Path, table: str) -> None:
     builder = NsysBuilder()
     builder.range("forward", 0, 100)
     builder.kernel(10, 50)
@@ -146,13 +146,13 @@ def test_a_link_to_an_unfinished_export_is_refused_too(tmp_path: Path) -> None:
         read_nsys(link)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(TraceError, match="not a regular file"):
         read_nsys(tmp_path / "pipe")
 
 
-def test_odd_paths_are_paths(tmp_path: Path) -> None:
+def test_a_path_with_odd_characters_is_read(tmp_path: Path) -> None:
     for name in ("a b%20?#.sqlite", os.fsdecode(b"\xff.sqlite")):
         builder = NsysBuilder()
         builder.kernel(10, 50)
@@ -205,7 +205,7 @@ def test_an_open_range_ends_with_the_capture(tmp_path: Path) -> None:
     assert trace.ranges.is_open.tolist() == [True]
 
 
-def test_domains_without_ranges_are_the_print_of_an_invisible_nvtx(tmp_path: Path) -> None:
+def test_domains_without_ranges_show_an_nvtx_that_nsys_cannot_see(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.domain(1, "profkit")
     assert read_nsys(builder.write(tmp_path / "t.sqlite")).has_invisible_ranges
@@ -213,7 +213,7 @@ def test_domains_without_ranges_are_the_print_of_an_invisible_nvtx(tmp_path: Pat
     assert not read_nsys(builder.write(tmp_path / "u.sqlite")).has_invisible_ranges
 
 
-def test_nvtx_alone_is_a_good_capture(tmp_path: Path) -> None:
+def test_a_capture_of_nvtx_only_is_read(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("forward", 0, 10)
     trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
@@ -247,7 +247,7 @@ def test_a_missing_column_that_is_needed_is_named(tmp_path: Path) -> None:
         read_nsys(path)
 
 
-def test_without_demangled_names_short_ones_stand_in(tmp_path: Path) -> None:
+def test_without_demangled_names_short_ones_are_used(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.kernel(10, 50, name="gemm")
     path = builder.write(tmp_path / "t.sqlite", drop_columns={"CUPTI_ACTIVITY_KIND_KERNEL": {"demangledName"}})
@@ -366,7 +366,7 @@ def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pyt
     assert correlation.tolist() == list(range(1, 201))
 
 
-def test_row_numbers_may_lie_far_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_numbers_far_apart_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profkit.trace.sqlite._CHUNK_ROWS", 7)
     path = tmp_path / "t.sqlite"
     _good(path)
@@ -379,7 +379,7 @@ def test_row_numbers_may_lie_far_apart(tmp_path: Path, monkeypatch: pytest.Monke
     assert trace.work.start_ns.tolist() == [10 * i + 10 for i in range(200) if (i + 1) % 3]
 
 
-def test_times_near_the_ends_of_64_bits_survive(tmp_path: Path) -> None:
+def test_times_near_the_limits_of_64_bits_are_exact(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.kernel(None, 5, start=-1167841969)
     builder.kernel(None, 5, start=(1 << 62) - 10)

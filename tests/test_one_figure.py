@@ -68,7 +68,7 @@ def _check_samples(opened: OpenedTrace, paths: set[str]) -> None:
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
-def test_the_rows_under_a_range_are_those_of_a_slow_account(path: Path) -> None:
+def test_the_rows_under_a_range_equal_those_of_a_slow_account(path: Path) -> None:
     """Row by row in Python: a range holds what was launched while it was open on the row's thread or its host's."""
     opened = read_trace(path)
     attribution = attribute_work(opened.trace)

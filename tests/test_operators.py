@@ -60,7 +60,7 @@ def test_self_times_sum_to_top_level_time(tmp_path: Path, threads: list[list[tup
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30), st.integers(0, 1)), max_size=30))
-def test_self_times_close_where_rounding_lets_children_stick_out(rows: list[tuple[int, int, int]]) -> None:
+def test_self_times_add_up_where_rounding_makes_a_child_outlive_its_parent(rows: list[tuple[int, int, int]]) -> None:
     start, duration, thread = (np.array([r[i] for r in rows], dtype=np.int64) for i in range(3))
     forest = OperatorForest(start, start + duration, thread)
     assert (forest.self_ns >= 0).all()

@@ -39,7 +39,7 @@ def _rank(folder: Path, number: int, durations: list[int]) -> Trace:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 1000), max_size=5), min_size=1, max_size=4))
-def test_what_each_did_stays_its_own(durations: list[list[int]]) -> None:
+def test_combined_traces_keep_the_work_of_each_process_apart(durations: list[list[int]]) -> None:
     with TemporaryDirectory() as folder:
         traces = [_rank(Path(folder), number, some) for number, some in enumerate(durations)]
     whole = combine_traces(traces, "all")
@@ -76,7 +76,7 @@ def _kineto(path: Path, rank: int, base: int, first_us: float) -> Trace:
     return read_kineto(path)
 
 
-def test_times_are_put_on_one_clock_and_backward_finds_its_own_forward(tmp_path: Path) -> None:
+def test_combined_times_are_on_one_clock_and_links_stay_within_a_process(tmp_path: Path) -> None:
     first = _kineto(tmp_path / "0.json.gz", 0, base=5_000_000, first_us=100)
     second = _kineto(tmp_path / "1.json.gz", 1, base=5_700_000, first_us=100)
     whole = combine_traces([first, second], "all")
@@ -91,7 +91,7 @@ def test_times_are_put_on_one_clock_and_backward_finds_its_own_forward(tmp_path:
     assert [whole.names[name] for name in whole.work.operator] == ["bwd", "bwd"]
 
 
-def test_kernels_and_operators_make_no_common_sum(tmp_path: Path) -> None:
+def test_a_trace_of_kernels_and_one_of_operators_are_not_combined(tmp_path: Path) -> None:
     trace = _kineto(tmp_path / "0.json.gz", 0, 0, 1)
     with pytest.raises(TraceError, match=r"0\.json\.gz: holds cpu-operators"):
         combine_traces([trace, replace(trace, measure="cpu-operator")], "all")

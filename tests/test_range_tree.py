@@ -41,7 +41,7 @@ def test_a_range_that_has_ended_holds_nothing_launched_later(tmp_path: Path) -> 
         assert opened.kernels(row.path).kernel_time_ns == row.kernel_time_ns
 
 
-def test_a_helpers_range_that_outlives_its_host_lies_in_what_encloses_it(tmp_path: Path) -> None:
+def test_an_autograd_range_that_outlives_its_backward_call_ends_with_it(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.name_thread("pt_autograd_0", AUTOGRAD)
     builder.range("step", 0, 1000)
@@ -55,7 +55,7 @@ def test_a_helpers_range_that_outlives_its_host_lies_in_what_encloses_it(tmp_pat
         "step": (51, 3),
         "step/forward": (1, 1),
         "step/backward": (50, 2),
-        "step/nccl": (50, 2),
+        "step/backward/nccl": (50, 2),
     }
 
 
@@ -77,7 +77,7 @@ def _siblings(tmp_path: Path, names: list[str]) -> OpenedTrace:
     return _opened(builder, tmp_path)
 
 
-def test_a_kind_is_what_selects_it(tmp_path: Path) -> None:
+def test_a_kind_shown_in_the_tree_selects_its_ranges(tmp_path: Path) -> None:
     opened = _siblings(tmp_path, ["layer 0", "layer 1", "layer norm", "h.0.mlp", "h.1.mlp", "x[0]", "x[1]"])
     assert _figures(opened, numbered=False) == {
         "layer *": (11, 2),
@@ -131,7 +131,7 @@ def traces(draw: st.DrawFn) -> NsysBuilder:
 
 @settings(max_examples=150, deadline=None)
 @given(builder=traces())
-def test_the_tree_agrees_with_range_path(builder: NsysBuilder) -> None:
+def test_each_path_of_the_tree_selects_the_work_it_shows(builder: NsysBuilder) -> None:
     with tempfile.TemporaryDirectory() as folder:
         opened = _opened(builder, Path(folder))
     for numbered in (True, False):

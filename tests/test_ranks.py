@@ -77,7 +77,7 @@ def test_ranks_are_compared_and_the_slowest_is_named(profkit: Run, two: Path) ->
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_the_json_has_a_row_a_rank_and_its_part_of_every_kernel(profkit: Run, two: Path) -> None:
+def test_json_has_a_row_per_rank_and_each_ranks_part_of_every_kernel(profkit: Run, two: Path) -> None:
     data = json.loads(profkit("kernels", two, "--range", "backward", "--format", "json").stdout)
     assert data["ranks"][1] == {
         "rank": 1,
@@ -107,7 +107,7 @@ def test_one_rank_is_a_trace_of_its_own(profkit: Run, two: Path) -> None:
     assert "100 % = 60.01 µs of kernels of rank 1" in done.stdout
 
 
-def test_a_rank_that_is_not_there(profkit: Run, two: Path, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_exist_is_refused_with_those_that_do(profkit: Run, two: Path, tmp_path: Path) -> None:
     for command in ("kernels", "ranges"):
         done = profkit(command, two, "--rank", "7")
         assert (done.returncode, done.stdout) == (2, "")
@@ -127,7 +127,7 @@ def test_a_rank_that_the_others_wait_for_is_named_even_if_another_computes_longe
     assert "but the others wait for rank 1: it communicates the shortest time, 2.000 µs" in text
 
 
-def test_of_many_ranks_the_table_has_the_least_the_median_and_the_most(profkit: Run, tmp_path: Path) -> None:
+def test_with_many_ranks_the_table_shows_the_least_the_median_and_the_most(profkit: Run, tmp_path: Path) -> None:
     pids = range(10, 16)
     path = _write(tmp_path / "t.sqlite", {pid: pid for pid in pids}, {pid: pid - 10 for pid in pids})
     text = profkit("kernels", path, "--range", "backward").stdout
@@ -138,7 +138,7 @@ def test_of_many_ranks_the_table_has_the_least_the_median_and_the_most(profkit: 
     assert "Ranks: 150,000 ns = 6 ranks 150,000" in text
 
 
-def test_where_gpus_are_numbered_alike_the_processes_order_stands_in(tmp_path: Path) -> None:
+def test_processes_on_one_gpu_number_are_ranked_by_pid(tmp_path: Path) -> None:
     path = _write(tmp_path / "t.sqlite", {200: 50, 201: 20}, {200: 0, 201: 0})
     ranks = read_trace(path).ranks
     assert (ranks.evidence, ranks.numbers) == (BY_PID, (0, 1))
@@ -159,7 +159,7 @@ def test_the_manifest_proves_the_ranks_of_a_run(profkit: Run, two: Path, tmp_pat
     assert read_trace(run).ranks.numbers == (8,)
 
 
-def test_pids_of_two_machines_that_coincide_prove_nothing(two: Path) -> None:
+def test_equal_pids_of_two_machines_prove_no_rank(two: Path) -> None:
     trace = read_nsys(two)
     same = dict.fromkeys(trace.process_ids, 200)
     from dataclasses import replace
@@ -198,7 +198,7 @@ def test_a_run_whose_ranks_left_a_trace_each_is_read_as_one(profkit: Run, tmp_pa
     assert (done.returncode, "belongs to the run" in done.stderr) == (2, True)
 
 
-def test_the_ranks_of_a_real_run(captures: Path) -> None:
+def test_a_real_run_of_two_ranks_has_its_known_figures(captures: Path) -> None:
     opened = read_trace(captures / "ddp.nsys2025.sqlite")
     result = opened.kernels("backward")
     assert [(row.rank, row.device, row.kernel_time_ns) for row in result.ranks] == [

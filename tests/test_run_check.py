@@ -54,14 +54,14 @@ def _failed(check: SelfCheck) -> list[str]:
         ("tiny-train-cpu.nsys2023.sqlite", "tiny"),
     ],
 )
-def test_runs_of_profkits_own_pass(tmp_path: Path, trace: str, preset: str) -> None:
+def test_runs_of_built_in_models_pass(tmp_path: Path, trace: str, preset: str) -> None:
     check = read_trace(_run(tmp_path, TRACES / trace, _manifest(preset))).self_check
     assert not check.failed, check.of("failed")
     assert not check.of("warning")
 
 
 @pytest.mark.parametrize("capture", ["small.nsys2023", "small.nsys2025", "graph_nodes.nsys2023"])
-def test_captures_of_such_a_model_pass(captures: Path, tmp_path: Path, capture: str) -> None:
+def test_captures_of_a_known_model_pass(captures: Path, tmp_path: Path, capture: str) -> None:
     check = read_trace(_run(tmp_path, captures / f"{capture}.sqlite", _manifest())).self_check
     assert not check.failed, check.of("failed")
     assert "unknown-products" not in [finding.code for finding in check.findings]
@@ -86,7 +86,7 @@ def _lose(run: Path, per_step: dict[int, int], like: str = "%gemm%execute_kernel
         base.commit()
 
 
-def test_products_missing_from_every_step_alike_fail(tmp_path: Path) -> None:
+def test_products_missing_from_every_step_fail(tmp_path: Path) -> None:
     trace = TRACES / "small-train.nsys2025.sqlite"
     run = _run(tmp_path, trace, _manifest())
     _lose(run, {0: 3, 1: 3})
@@ -96,7 +96,7 @@ def test_products_missing_from_every_step_alike_fail(tmp_path: Path) -> None:
     assert not read_trace(run / "trace.sqlite").self_check.failed, "the capture alone looks whole"
 
 
-def test_it_heads_the_output_and_strict_exits_3(tmp_path: Path, profkit: Callable[..., Any]) -> None:
+def test_a_failed_run_check_heads_the_output_and_strict_exits_3(tmp_path: Path, profkit: Callable[..., Any]) -> None:
     run = _run(tmp_path, TRACES / "small-train.nsys2025.sqlite", _manifest(steps=3))
     done = profkit("kernels", run, "--strict", "--top", "1")
     assert done.returncode == 3
@@ -174,7 +174,7 @@ def _model_of_no_layer(place: Path, kernels: list[str], steps: int = 1, **worklo
         ([GEMM, GEMM], ["warning"]),
     ],
 )
-def test_what_counts_as_a_product(tmp_path: Path, kernels: list[str], verdict: list[str]) -> None:
+def test_each_matrix_product_counts_once(tmp_path: Path, kernels: list[str], verdict: list[str]) -> None:
     found = _model_of_no_layer(tmp_path, ["void vectorized_elementwise_kernel<4>", *kernels]).findings
     assert [finding.verdict for finding in found] == verdict
 
@@ -187,11 +187,11 @@ def test_what_counts_as_a_product(tmp_path: Path, kernels: list[str], verdict: l
         ({"status": "complete", "workload": {"steps": 3, "annotate": False}}, UNKNOWN_RUN),
     ],
 )
-def test_what_is_not_known_is_not_checked(manifest: dict[str, Any], known: object) -> None:
+def test_a_run_with_unknown_steps_is_not_checked(manifest: dict[str, Any], known: object) -> None:
     assert know_run(decode(Manifest, manifest)) == known
 
 
-def test_what_is_known_of_a_command_and_of_an_older_run() -> None:
+def test_a_command_and_an_older_run_are_known_only_in_part() -> None:
     script = know_run(decode(Manifest, {"status": "complete", "workload": {"steps": 3, "annotate": True}}))
     assert (script.steps, script.layers, script.even) == (3, None, False)
     old = _manifest()
@@ -204,7 +204,7 @@ def test_what_is_known_of_a_command_and_of_an_older_run() -> None:
     assert know_run(decode(Manifest, _manifest(compile_mode="reduce-overhead", warmup_steps=3))).even
 
 
-def test_products_of_the_presets() -> None:
+def test_each_preset_has_its_number_of_products() -> None:
     assert {name: products_per_forward(preset.num_layers) for name, preset in PRESETS.items()} == {
         "tiny": 19,
         "small": 109,

@@ -148,14 +148,14 @@ class TestMadeExport:
         data = (tmp_path / "clean.sqlite").read_bytes()
         assert [secret for secret in SECRETS if secret in data] == []
 
-    def test_the_events_are_the_same(self, export: Path, tmp_path: Path) -> None:
+    def test_the_copy_has_the_same_events(self, export: Path, tmp_path: Path) -> None:
         scrub_export(export, tmp_path / "clean.sqlite")
         _assert_same_events(export, tmp_path / "clean.sqlite")
         assert _said("kernels", export, "--range", "forward") == _said(
             "kernels", tmp_path / "clean.sqlite", "--range", "forward"
         )
 
-    def test_what_was_taken_is_told(self, export: Path, tmp_path: Path) -> None:
+    def test_the_result_names_what_was_removed(self, export: Path, tmp_path: Path) -> None:
         result = scrub_export(export, tmp_path / "clean.sqlite")
         assert set(result.taken) >= {
             Taken("environment", "TARGET_INFO_SYSTEM_ENV", 1),
@@ -176,7 +176,7 @@ class TestMadeExport:
             Taken("strings that no row refers to", "StringIds", 4),
         }
 
-    def test_the_rest_stays(self, export: Path, tmp_path: Path) -> None:
+    def test_other_texts_stay(self, export: Path, tmp_path: Path) -> None:
         clean = tmp_path / "clean.sqlite"
         result = scrub_export(export, clean)
         assert _rows(clean, "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'CpuCores'") == [("32",)]
@@ -195,7 +195,7 @@ class TestMadeExport:
         assert (hashlib.sha256(export.read_bytes()).digest(), export.stat().st_mtime_ns) == before
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a.sqlite", "clean.sqlite"]
 
-    def test_a_second_time_nothing_is_left_to_take(self, export: Path, tmp_path: Path) -> None:
+    def test_scrubbing_a_copy_removes_nothing_more(self, export: Path, tmp_path: Path) -> None:
         scrub_export(export, tmp_path / "clean.sqlite")
         assert scrub_export(tmp_path / "clean.sqlite", tmp_path / "again.sqlite").taken == ()
 
@@ -222,7 +222,7 @@ class TestMadeExport:
             ("CREATE TRIGGER t AFTER DELETE ON PROCESSES BEGIN SELECT 1; END", "holds triggers"),
         ],
     )
-    def test_what_is_no_export_is_refused(self, export: Path, tmp_path: Path, sql: str, message: str) -> None:
+    def test_a_file_that_is_no_export_is_refused(self, export: Path, tmp_path: Path, sql: str, message: str) -> None:
         connection = sqlite3.connect(export)
         connection.execute(sql)
         connection.commit()
@@ -265,7 +265,7 @@ class TestRules:
             ("", ""),
         ],
     )
-    def test_text(self, text: str, cleaned: str) -> None:
+    def test_a_text_loses_paths_environments_and_identifiers(self, text: str, cleaned: str) -> None:
         assert clean_text(text, None)[0] == cleaned
         assert (clean_text(text, None)[1] is None) == (cleaned == text)
 
@@ -283,10 +283,10 @@ class TestRules:
             ("OsDescription", None),
         ],
     )
-    def test_names(self, name: str, what: str | None) -> None:
+    def test_a_name_says_which_data_its_value_holds(self, name: str, what: str | None) -> None:
         assert what_is_named(name) == what
 
-    def test_people_and_hosts_are_words(self) -> None:
+    def test_names_of_users_and_hosts_are_found_as_whole_words(self) -> None:
         words = people_and_hosts([("EXPORT_HOST", "vm"), ("", "A=1\0USER=al.x\0B=2")])
         assert clean_text("vm, kvm and al.x; alox", words)[0] == f"{TAKEN}, kvm and {TAKEN}; alox"
         assert people_and_hosts([("EXPORT_USER", "")]) is None
@@ -351,7 +351,7 @@ class TestCommand:
         assert done.stderr.count("\n") == 1
 
     @pytest.mark.parametrize("output", ["no/c.sqlite", "a.sqlite/c.sqlite"])
-    def test_a_place_that_cannot_be_written_is_one_line(
+    def test_an_output_that_cannot_be_written_gets_one_line(
         self, profkit: Callable, export: Path, tmp_path: Path, output: str
     ) -> None:
         done = profkit("scrub", export, "-o", output, cwd=tmp_path)
@@ -372,7 +372,7 @@ NSYS_CAPTURES = (
 
 
 @pytest.mark.parametrize("name", NSYS_CAPTURES)
-def test_a_real_capture_says_the_same_before_and_after(captures: Path, tmp_path: Path, name: str) -> None:
+def test_a_real_capture_has_the_same_events_after_scrubbing(captures: Path, tmp_path: Path, name: str) -> None:
     path, clean = captures / f"{name}.sqlite", tmp_path / "clean.sqlite"
     result = scrub_export(path, clean)
     assert {taken.what for taken in result.taken} >= {"command line", "host name", "other processes' names", "paths"}

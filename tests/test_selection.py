@@ -52,7 +52,9 @@ def opened(tmp_path: Path) -> OpenedTrace:
         ("step 0/loss a\\/b", 1, 3),
     ],
 )
-def test_requests(opened: OpenedTrace, request_: str, instances: int, total_ns: int) -> None:
+def test_a_name_a_glob_or_a_path_selects_its_ranges(
+    opened: OpenedTrace, request_: str, instances: int, total_ns: int
+) -> None:
     result = opened.kernels(request_)
     assert (result.instances, result.kernel_time_ns) == (instances, total_ns)
 
@@ -62,7 +64,7 @@ def test_a_path_skips_no_ancestor(opened: OpenedTrace) -> None:
         opened.kernels("forward/attention")
 
 
-def test_an_existing_name_is_meant_exactly_even_if_it_reads_as_a_glob(tmp_path: Path) -> None:
+def test_an_existing_name_is_exact_even_if_it_looks_like_a_glob(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("layer *", 0, 10)
     builder.range("layer 1", 20, 30)
@@ -73,7 +75,7 @@ def test_an_existing_name_is_meant_exactly_even_if_it_reads_as_a_glob(tmp_path: 
     assert opened.kernels("layer ?").kernel_time_ns == 3
 
 
-def test_an_unknown_name_gets_the_nearest(opened: OpenedTrace) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_names(opened: OpenedTrace) -> None:
     with pytest.raises(UsageError, match=r"no range 'forwrad'; nearest: 'forward'") as caught:
         opened.kernels("forwrad")
     assert caught.value.exit_code == 2
@@ -81,7 +83,7 @@ def test_an_unknown_name_gets_the_nearest(opened: OpenedTrace) -> None:
         opened.kernels("Attention")
 
 
-def test_instances_are_counted_from_nought(opened: OpenedTrace) -> None:
+def test_instances_are_counted_from_0(opened: OpenedTrace) -> None:
     assert opened.kernels("forward", instance=0).wall_ns == 390
     assert opened.kernels("step *", instance=1).kernel_time_ns == 1113
     with pytest.raises(UsageError, match="3 instances, counted from 0"):
@@ -99,11 +101,11 @@ def test_warmup_is_counted_and_can_be_excluded(opened: OpenedTrace) -> None:
     assert without.warnings == ()
 
 
-def test_the_warmup_range_itself_is_no_instance_within_warmup(opened: OpenedTrace) -> None:
+def test_the_warmup_range_itself_does_not_lie_within_warmup(opened: OpenedTrace) -> None:
     assert opened.kernels("warmup").warnings == ()
 
 
-def test_excluding_takes_a_part_out_of_a_range(opened: OpenedTrace) -> None:
+def test_an_excluded_range_is_removed_from_the_range_around_it(opened: OpenedTrace) -> None:
     assert opened.kernels("step 0", exclude="attention").kernel_time_ns == 3
     assert opened.kernels(exclude="attention").kernel_time_ns == 9
 
@@ -117,7 +119,7 @@ def test_per_instance_rows_sum_to_the_table(opened: OpenedTrace) -> None:
         opened.kernels(per_instance=True)
 
 
-def test_process_and_device(tmp_path: Path) -> None:
+def test_a_process_and_a_device_limit_the_work(tmp_path: Path) -> None:
     builder = NsysBuilder()
     for pid, device in ((100, 0), (200, 1)):
         builder.range("forward", 0, 100, pid=pid, tid=pid)
@@ -149,7 +151,7 @@ def test_a_trace_without_ranges_or_without_kernels_says_why(tmp_path: Path) -> N
     assert [warning.code for warning in tree.warnings] == ["no-kernels"]
 
 
-def test_an_empty_range_is_said_to_be_empty(tmp_path: Path) -> None:
+def test_a_range_without_kernels_gives_a_warning(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("idle", 0, 5)
     builder.kernel(10, 5)
@@ -158,14 +160,14 @@ def test_an_empty_range_is_said_to_be_empty(tmp_path: Path) -> None:
     assert [warning.code for warning in result.warnings] == ["empty-range"]
 
 
-def test_to_pandas_is_the_table(opened: OpenedTrace) -> None:
+def test_to_pandas_returns_the_table(opened: OpenedTrace) -> None:
     frame = opened.kernels("forward").to_pandas()
     assert frame["total_ns"].sum() == 330
     assert list(frame.columns)[:3] == ["name", "category", "count"]
     assert opened.ranges().to_pandas()["path"].iloc[0] == "warmup"
 
 
-def test_excluding_and_counting_instances_go_together(opened: OpenedTrace) -> None:
+def test_an_instance_number_counts_excluded_instances_too(opened: OpenedTrace) -> None:
     result = opened.kernels("forward", exclude="warmup", per_instance=True)
     assert result.per_instance is not None
     assert [(row.instance, row.start_ns, row.kernel_time_ns) for row in result.per_instance] == [
@@ -185,7 +187,7 @@ def test_excluding_everything_leaves_an_empty_range(opened: OpenedTrace) -> None
     assert [warning.code for warning in result.warnings] == ["empty-range"]
 
 
-def test_warmup_is_warned_of_whatever_else_is_excluded(opened: OpenedTrace) -> None:
+def test_a_warning_of_warmup_stays_when_another_range_is_excluded(opened: OpenedTrace) -> None:
     warnings = opened.kernels("forward", exclude="layer 0").warnings
     assert [warning.code for warning in warnings] == ["warmup"]
 
@@ -243,7 +245,7 @@ def test_with_a_device_the_instances_are_those_with_work_there(tmp_path: Path) -
     assert opened.kernels("forward").instances == 4
 
 
-def test_by_range_says_why_work_has_no_range(tmp_path: Path) -> None:
+def test_lines_by_range_name_the_reason_where_work_has_none(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.name_thread("pt_autograd_0", 103)
     for tid in (100, 102):

@@ -36,7 +36,7 @@ def test_healthy_captures_pass(captures: Path, capture: str) -> None:
     assert not check.failed, check.of("failed")
 
 
-def test_the_lossy_captures_fail(captures: Path) -> None:
+def test_lossy_captures_fail(captures: Path) -> None:
     check = read_trace(captures / "lossy.nsys2023.sqlite").self_check
     assert _codes(check, "failed") == ["launch-without-kernel", "idle-instances"]
     assert "thin" in _codes(check, "warning")
@@ -45,7 +45,7 @@ def test_the_lossy_captures_fail(captures: Path) -> None:
     assert "244 of 244" in check.of("failed")[0].message
 
 
-def test_a_whole_capture_has_nothing_to_say(tmp_path: Path) -> None:
+def test_a_whole_capture_gives_no_finding(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _steps(builder, [3, 3])
     assert _check(builder, tmp_path).findings == ()
@@ -75,7 +75,7 @@ def test_a_launch_without_its_kernel_fails_unless_the_call_itself_failed(tmp_pat
         "cudaLaunchKernel_ptsz_v7000",
     ],
 )
-def test_every_kind_of_launch_is_known(tmp_path: Path, name: str) -> None:
+def test_every_launch_call_without_a_kernel_fails(tmp_path: Path, name: str) -> None:
     builder = NsysBuilder()
     _steps(builder, [2])
     builder.call(500, name=name)
@@ -83,7 +83,7 @@ def test_every_kind_of_launch_is_known(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cudaLaunchHostFunc_v10000", "cuKernelGetName", "cudaMemcpyAsync_v3020"])
-def test_other_calls_owe_no_kernel(tmp_path: Path, name: str) -> None:
+def test_other_calls_need_no_kernel(tmp_path: Path, name: str) -> None:
     builder = NsysBuilder()
     _steps(builder, [2])
     builder.call(500, name=name)
@@ -100,7 +100,7 @@ def test_graph_launches_need_graph_rows_or_kernels(tmp_path: Path) -> None:
     assert _codes(_check(builder, tmp_path), "failed") == ["graph-launch-without-graph"]
 
 
-def test_diagnostics(tmp_path: Path) -> None:
+def test_a_diagnostic_fails_warns_or_is_a_note_by_its_text(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _steps(builder, [2])
     for severity, text in (
@@ -126,7 +126,7 @@ def test_diagnostics(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_said_of_a_process_that_left_nothing_names_it(tmp_path: Path) -> None:
+def test_a_diagnostic_about_a_silent_process_names_it(tmp_path: Path) -> None:
     """Inductor's compilers are processes too, and CUDA is not started in them."""
     builder = NsysBuilder()
     _steps(builder, [2])
@@ -141,7 +141,7 @@ def test_what_is_said_of_a_process_that_left_nothing_names_it(tmp_path: Path) ->
     assert [(f.verdict, f.message) for f in known.findings if f.code == "diagnostic"] == [said[0], ("note", silent)]
 
 
-def test_the_importers_log_is_read(tmp_path: Path) -> None:
+def test_a_loss_in_the_importers_log_fails(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _steps(builder, [2])
     check = _check(builder, tmp_path, "Processing...\nErrors occurred while processing the raw events.\n")
@@ -181,7 +181,7 @@ def test_kernels_without_their_launches_fail(tmp_path: Path) -> None:
     assert "10 of 10 kernels" in check.of("failed")[0].message
 
 
-def test_unequal_steps_warn_but_warm_ones_do_not_count(tmp_path: Path) -> None:
+def test_unequal_steps_warn_but_warmup_steps_do_not_count(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _steps(builder, [9, 3, 3])
     check = _check(builder, tmp_path)
@@ -214,7 +214,7 @@ def test_instances_without_any_call_warn(tmp_path: Path) -> None:
     assert "1 of 2 instances of 'ffn'" in check.of("warning")[0].message
 
 
-def test_launches_that_a_stream_capture_recorded_owe_no_kernel(tmp_path: Path) -> None:
+def test_launches_inside_a_stream_capture_need_no_kernel(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _steps(builder, [3, 3])
     builder.call(3000, name="cudaStreamBeginCapture_v10000")
@@ -253,7 +253,7 @@ def test_a_skipped_optimizer_step_only_warns(tmp_path: Path) -> None:
     assert not _check(builder, tmp_path).failed
 
 
-def test_a_step_whose_work_went_to_no_range_is_not_empty(tmp_path: Path) -> None:
+def test_a_step_with_work_in_no_range_is_not_empty(tmp_path: Path) -> None:
     builder = NsysBuilder()
     for start, tid in ((0, 100), (1000, 200)):
         builder.range("backward", start, start + 900)
@@ -261,7 +261,7 @@ def test_a_step_whose_work_went_to_no_range_is_not_empty(tmp_path: Path) -> None
     assert not _check(builder, tmp_path).failed
 
 
-def test_each_process_is_asked_for_its_own_calls(tmp_path: Path) -> None:
+def test_calls_of_another_process_do_not_fill_an_idle_instance(tmp_path: Path) -> None:
     builder = NsysBuilder()
     for pid in (100, 200):
         builder.range("ffn", 0, 100, pid=pid, tid=pid)
@@ -280,7 +280,7 @@ def test_a_kernel_that_outlasts_the_capture_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("duration", [2**61, 2**62])
-def test_durations_whose_sum_would_wrap_are_refused(tmp_path: Path, duration: int) -> None:
+def test_durations_with_a_sum_beyond_64_bits_are_refused(tmp_path: Path, duration: int) -> None:
     builder = NsysBuilder()
     _steps(builder, [2])
     for _ in range(4):

@@ -55,7 +55,7 @@ def _by_sqlite(path: Path, columns: Sequence[int], nulls: Sequence[int]) -> list
     columns=st.sampled_from([(0,), (1, 3), (0, 1, 2, 3), (2,)]),
     page_bytes=st.sampled_from([512, 1024, 4096, 65536]),
 )
-def test_any_integers_are_the_same(
+def test_any_integers_are_decoded_as_sqlite_reads_them(
     tmp_path_factory: pytest.TempPathFactory, rows: list, columns: tuple[int, ...], page_bytes: int
 ) -> None:
     path = tmp_path_factory.mktemp("pages") / "t.sqlite"
@@ -65,7 +65,7 @@ def test_any_integers_are_the_same(
 
 
 @pytest.mark.parametrize("page_bytes", [512, 4096])
-def test_many_pages_many_levels_and_small_batches(
+def test_tables_of_many_pages_and_levels_are_decoded_as_sqlite_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_bytes: int
 ) -> None:
     monkeypatch.setattr(sqlite, "_BATCH_BYTES", 3 * page_bytes)
@@ -91,7 +91,7 @@ def test_an_empty_table_has_no_rows(tmp_path: Path) -> None:
         "ALTER TABLE t ADD COLUMN e INTEGER",
     ],
 )
-def test_what_is_not_plain_is_declined(tmp_path: Path, more: str) -> None:
+def test_a_table_with_other_values_is_left_to_sqlite(tmp_path: Path, more: str) -> None:
     path = tmp_path / "t.sqlite"
     _write(path, [(i, i, i, i) for i in range(100)], more=more)
     columns = (4,) if "ALTER" in more else (1, 2)

@@ -32,7 +32,7 @@ def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return events
 
 
-def test_names_of_numbered_ranges() -> None:
+def test_numbered_ranges_have_their_number_in_the_name() -> None:
     assert step_range(3) == "step 3"
     assert layer_range(11) == "layer 11"
 
@@ -63,7 +63,7 @@ def test_flops_of_a_decorated_call_come_from_its_arguments(nvtx_events: list[Any
 
 
 def test_flops_as_a_function_are_refused_around_a_block(nvtx_events: list[Any]) -> None:
-    with pytest.raises(TypeError, match="give `with` a number"), annotate("work", flops=lambda: 1):
+    with pytest.raises(TypeError, match="give `with` a value"), annotate("work", flops=lambda: 1):
         pass
     assert nvtx_events == []
 
@@ -111,7 +111,7 @@ def test_torch_profiler_sees_the_ranges() -> None:
     assert _names_seen_by_torch(run) == ["profkit test inner", "profkit test outer", "profkit test outer"]
 
 
-def test_record_functions_open_only_while_someone_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_functions_open_only_under_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     opened: list[str] = []
 
