@@ -204,6 +204,42 @@ def test_steps_of_different_contexts_need_not_be_equal(tmp_path: Path) -> None:
     assert "from 3 to 4" in _check(builder, tmp_path).of("warning")[0].message
 
 
+def _micro_steps(builder: NsysBuilder, steps: list[list[int]]) -> None:
+    """Add steps of several backward passes each, with these numbers of kernels."""
+    for step, counts in enumerate(steps):
+        builder.range(f"step {step}", 1000 * step, 1000 * step + 900)
+        for part, count in enumerate(counts):
+            begin = 1000 * step + 100 * part + 10
+            builder.range("backward", begin, begin + 90)
+            builder.range("scale", begin + 1, begin + 80)
+            for kernel in range(count):
+                builder.kernel(begin + 5 + 5 * kernel, 2)
+
+
+def test_parts_of_a_step_are_compared_with_the_same_parts_of_other_steps(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _micro_steps(builder, [[3, 5, 0], [3, 5, 0]])
+    assert _check(builder, tmp_path).findings == ()
+
+
+def test_a_loss_in_the_second_backward_of_a_step_is_found(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _micro_steps(builder, [[3, 5], [3, 4], [3, 5]])
+    messages = [finding.message for finding in _check(builder, tmp_path).of("warning")]
+    assert [message.split(" over")[0] for message in messages] == [
+        "step: kernels per instance range from 7 to 8",
+        "backward (number 2 in its step): kernels per instance range from 4 to 5",
+    ]
+
+
+def test_a_second_part_without_calls_in_one_step_alone_is_found(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _micro_steps(builder, [[3, 5], [3, 0], [3, 5]])
+    check = _check(builder, tmp_path)
+    assert _codes(check, "failed") == ["empty-steps"]
+    assert sorted(_codes(check, "warning")) == ["idle-instances", "unequal-steps"]
+
+
 def test_instances_without_any_call_warn(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("ffn", 0, 100)

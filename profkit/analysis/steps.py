@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.nesting import mark_nested
+from profkit.analysis.nesting import NO_RANGE, mark_nested
 from profkit.names import CONTEXT, PHASES, STEP, WARMUP
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
@@ -50,6 +50,28 @@ def count_steps(attribution: Attribution, rows: Bools) -> int | None:
     used = steps[distinct_values(under.member[inside])]
     counts = {len(mine) for mine in rows_by_value(attribution.trace.ranges.process[used]).values()}
     return counts.pop() if len(counts) == 1 else None
+
+
+def number_in_step(attribution: Attribution, members: Ints, label: Ints) -> Ints:
+    """Return for each member which of its label it is in its step, counted from 0 by start; 0 outside all steps."""
+    steps = measured_ranges(attribution).get(STEP)
+    if steps is None:
+        return np.zeros(len(members), dtype=np.int64)
+    step, above = np.full(len(attribution.parent), NO_RANGE, dtype=np.int64), attribution.parent
+    step[steps] = steps
+    # Each round looks twice as far up as the one before.
+    while (above != NO_RANGE).any():
+        step = np.where((step == NO_RANGE) & (above != NO_RANGE), step[above], step)
+        above = np.where(above != NO_RANGE, above[above], NO_RANGE)
+    step = step[members]
+    order = np.lexsort((attribution.trace.ranges.start_ns[members], label, step))
+    is_first = np.ones(len(members), dtype=np.bool_)
+    is_first[1:] = (step[order][1:] != step[order][:-1]) | (label[order][1:] != label[order][:-1])
+    position = np.arange(len(members))
+    number = np.empty(len(members), dtype=np.int64)
+    number[order] = position - np.maximum.accumulate(np.where(is_first, position, 0))
+    number[step == NO_RANGE] = 0
+    return number
 
 
 def find_contexts(attribution: Attribution) -> Ints:

@@ -16,7 +16,7 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.range_paths import explain_no_ranges
-from profkit.analysis.steps import find_contexts, measured_ranges
+from profkit.analysis.steps import find_contexts, measured_ranges, number_in_step
 from profkit.findings import Finding, Verdict
 from profkit.names import BACKWARD, FORWARD, STEP
 from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
@@ -277,17 +277,20 @@ def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
 
 
 def _check_idle_instances(attribution: Attribution) -> list[Finding]:
-    """Find names of which some instances launched work and others made not one CUDA call.
+    """Find names of which some instances launched work and others, of other steps, made not one CUDA call.
 
     A whole capture may have such names too (a branch not taken); in a thin capture it means loss.
     """
     trace, was_open = attribution.trace, ~attribution.is_mirror
     if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(trace.ranges):
         return []
-    name = trace.ranges.name
-    silent = _without_calls(trace) & was_open
-    every, idle = (np.bincount(name[which], minlength=len(trace.names)) for which in (was_open, silent))
-    idle[idle == every] = 0
+    opened = np.flatnonzero(was_open)
+    name, silent = trace.ranges.name[opened], _without_calls(trace)[opened]
+    number = number_in_step(attribution, opened, name)
+    _, alike = np.unique(name * (number.max() + 1) + number, return_inverse=True)
+    count, without = np.bincount(alike), np.bincount(alike[silent], minlength=int(alike.max()) + 1)
+    is_mixed = (without > 0) & (without < count)
+    every, idle = (np.bincount(which, minlength=len(trace.names)) for which in (name, name[silent & is_mixed[alike]]))
     worst = int(np.argmax(idle))
     if not idle[worst]:
         return []
@@ -305,42 +308,52 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
 def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding]:
     """Compare the kernel counts of steps and phases outside ``warmup``, of each process and each context apart.
 
+    The first backward call of a step is compared with the first ones of the other steps, the second with the second:
+    steps of several micro-batches, models or optimizers are alike as wholes, but their parts are not.
+
     Args:
         even: every step is known to do the same work, so that a difference is loss.
     """
     trace = attribution.trace
-    labels = measured_ranges(attribution)
-    if not labels:
-        return []
+    of_gpu = trace.measure == "gpu-kernel"
     findings = []
-    for label, members in labels.items():
+    for label, members in measured_ranges(attribution).items():
         counts = attribution.work.count(members)
-        for process, which in _alike(attribution, members):
+        uneven: dict[int, list[tuple[bool, int, Ints, int]]] = {}
+        for process, number, which in _alike(attribution, members):
             some = counts[which]
-            if len(some) < 2 or some.min() == some.max():
+            if some.min() == some.max():
                 continue
-            pid = trace.process_ids.get(process, process)
             empty = members[which][some == 0]
-            of_gpu = trace.measure == "gpu-kernel"
             is_empty = of_gpu and label in _NEVER_EMPTY and bool(_without_launches(trace, empty).any())
+            uneven.setdefault(process, []).append((is_empty, int(some.max() - some.min()), some, number))
+        for process, found in uneven.items():
+            is_empty, _, some, number = max(found, key=lambda one: one[:2])
+            pid = trace.process_ids.get(process, process)
+            which_of_step = f" (number {number + 1} in its step)" if number else ""
             lost = is_empty or (of_gpu and even)
             findings.append(
                 Finding(
                     "empty-steps" if is_empty else "unequal-steps",
-                    f"{label}: kernels per instance range from {some.min():,} to {some.max():,} over {len(some)}"
-                    f" instances of process {pid}" + (": kernels are missing" if lost else ""),
+                    f"{label}{which_of_step}: kernels per instance range from {some.min():,} to {some.max():,} over"
+                    f" {len(some)} instances of process {pid}" + (": kernels are missing" if lost else ""),
                     "failed" if lost else "warning",
                 )
             )
     return findings
 
 
-def _alike(attribution: Attribution, members: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield which of ``members`` (rows of ranges) did the same work, with their process: those of one context."""
-    ranges, context = attribution.trace.ranges, find_contexts(attribution)
+def _alike(attribution: Attribution, members: Ints) -> Iterator[tuple[int, int, Ints]]:
+    """Yield which ``members`` (ranges of one label) should do the same work, with their process and number in the step.
+
+    They are of one process and one context, and each is the k-th in its step.
+    """
+    ranges, context = attribution.trace.ranges, find_contexts(attribution)[members]
+    number = number_in_step(attribution, members, np.zeros(len(members), dtype=np.int64))
     for process, mine in rows_by_value(ranges.process[members]).items():
-        for some in rows_by_value(context[members[mine]]).values():
-            yield process, mine[some]
+        for together in rows_by_value(context[mine]).values():
+            for k, some in rows_by_value(number[mine[together]]).items():
+                yield process, k, mine[together[some]]
 
 
 def _without_calls(trace: Trace) -> Bools:
