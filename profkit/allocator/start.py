@@ -65,7 +65,8 @@ def find_start(device: Device, settings: Settings) -> Start:
     plain, stretches = find_regions(device, start.contradictions)
     start.reserved_bytes = sum(plain.values()) + sum(end - begin for begin, end in stretches)
     start.fences = set(plain)
-    found = _first_blocks(device, start.contradictions)
+    # Where nothing was reserved nothing was live, and the events need not be sorted by address.
+    found = _first_blocks(device, start.contradictions) if start.reserved_bytes else []
     rounded = round_sizes(np.array([requested for _, requested, _, _ in found], dtype=np.int64), settings).tolist()
     for (address, requested, is_pending, final), size in zip(found, rounded, strict=True):
         start.address.append(address)
