@@ -1,1 +1,1 @@
-"""Recipes: each answers one question about training on a GPU, checked against arithmetic; see README.md beside this."""
+"""Recipes: each answers one question about training on a GPU; see README.md in this folder."""

@@ -15,10 +15,10 @@ _SHRINKS = 0.02
 
 
 def find_zero_memory(table: BenchmarkTable) -> Iterator[Finding]:
-    """Yield columns of memory that are 0 in every row: not measured, and printed as if it were."""
+    """Yield columns of memory that are 0 in every row: memory that was not measured."""
     zero = [name for name in _memory(table) if len(table.rows) > 1 and set(table.values(name)) == {0.0}]
     if zero:
-        said = f"{', '.join(zero)}: 0 in every row, which is no measurement; leave it empty"
+        said = f"{', '.join(zero)}: 0 in every row, which is no measurement; leave the cells empty"
         yield Finding("zero-memory", table.name, said)
 
 
@@ -32,15 +32,15 @@ def find_negative_memory(table: BenchmarkTable) -> Iterator[Finding]:
                 "negative-memory",
                 table.name,
                 f"{heading} is negative in {len(below)} of {len(values)} rows, as at {table.describe(below[0])}: "
-                "a difference of two readings between which more was freed than taken",
+                "a difference of two readings, between which more was freed than allocated",
             )
 
 
 def find_carried_over(table: BenchmarkTable) -> Iterator[Finding]:
-    """Yield memory of an earlier cell that is still there in later ones.
+    """Yield memory of an earlier cell that is still allocated in later ones.
 
-    Either the first cell alone has less than the line through the cells after it says, which are on one line; or memory
-    falls where a size grows.
+    Either the first cell lies below the line through all later cells, which fit a line; or memory falls where a size
+    grows.
     """
     axes = [*table.columns("length"), *table.columns("width")]
     for heading in _memory(table):
@@ -54,9 +54,9 @@ def find_carried_over(table: BenchmarkTable) -> Iterator[Finding]:
 
 
 def find_swapped_axes(table: BenchmarkTable) -> Iterator[Finding]:
-    """Yield memory that follows the square of the width, and hardly the sequence length.
+    """Yield memory that grows with the square of the width, and hardly with the sequence length.
 
-    In attention it is the length that squares. Sizes tell too: sequences are longer than a head is wide.
+    In attention it grows with the square of the length. Sizes show it too: sequences are longer than a head is wide.
     """
     lengths, widths = table.columns("length"), table.columns("width")
     if not lengths or not widths or _greatest(table, lengths[0]) >= _greatest(table, widths[0]):
@@ -68,15 +68,15 @@ def find_swapped_axes(table: BenchmarkTable) -> Iterator[Finding]:
                 "swapped-axes",
                 table.name,
                 f"{heading} grows with {widths[0]} to the power of {by_width:.2f}, with {lengths[0]} to the power of "
-                f"{by_length:.2f}; in attention it is the sequence length that squares: the two axes are swapped",
+                f"{by_length:.2f}; in attention it grows with the square of the length: the two axes are swapped",
             )
             return
 
 
 def last_exponent(table: BenchmarkTable, heading: str, axis: str) -> float | None:
-    """Return the power of ``axis`` that ``heading`` follows between its two greatest values, the median over the rest.
+    """Return the power of ``axis`` that ``heading`` follows between its two greatest values, the median of all lines.
 
-    The two greatest, because what is constant weighs least there.
+    Between the two greatest, because constants weigh least there.
     """
     slopes = []
     for line in _lines(table, heading, axis):
@@ -96,7 +96,7 @@ def _greatest(table: BenchmarkTable, heading: str) -> float:
 
 
 def _lines(table: BenchmarkTable, heading: str, axis: str) -> list[list[tuple[float, Number, int]]]:
-    """Return the rows that differ in ``axis`` alone, line by line, by rising ``axis``: (size, number, row)."""
+    """Return lines of rows that differ only in ``axis``, by rising ``axis``: (size, number, row)."""
     found: dict[tuple[str, ...], list[tuple[float, Number, int]]] = {}
     for row, (size, number) in enumerate(zip(table.values(axis), table.numbers[heading], strict=True)):
         if size is not None and number is not None:
@@ -116,7 +116,7 @@ def _first_lies_low(table: BenchmarkTable, heading: str, axis: str) -> str | Non
         return None
     return (
         f"{heading} begins with {first[1].value:g} at {table.describe(0)}, then follows a line on which {expected:.4g} "
-        f"would be due there: about {expected - first[1].value:.4g} of the first cell is left in all the next ones"
+        f"would be expected there: about {expected - first[1].value:.4g} of the first cell is left in all later ones"
     )
 
 
@@ -147,12 +147,12 @@ _EIGHTH = 8
 
 
 def find_binary_under_decimal_label(table: BenchmarkTable) -> Iterator[Finding]:
-    """Yield columns labelled MB (10⁶) whose values are whole eighths far too often: they are MiB (2²⁰)."""
+    """Yield columns labelled MB (10⁶) with whole eighths far too often: they are MiB (2²⁰)."""
     for heading in table.columns("memory"):
         unit = table.roles[heading].unit
         if unit in DECIMAL_BYTES and is_binary(table, heading):
             right = unit.upper()[0] + "iB"
-            yield Finding("unit-label", table.name, f"{heading}: these are {right}, for they fall on eighths of one")
+            yield Finding("unit-label", table.name, f"{heading}: these are {right}, as their eighths show")
 
 
 def find_wrong_factor(table: BenchmarkTable) -> Iterator[Finding]:

@@ -13,21 +13,21 @@ from recipes.detectors.tables import BenchmarkTable, Finding, Phase, phase_of
 from recipes.detectors.times import LARGER, LAUNCH_BOUND_S, Line, lines_by_size, seconds_by_phase
 
 _SAME: tuple[Phase, ...] = ("forward", "backward")
-"""What both kinds of step do alike: the work is the same, and so should the time be."""
+"""The phases that both kinds of step share: the same work should take the same time."""
 _DISAGREES = 1.25
-"""How many times as long is no longer the same: launches make that, or a disturbance; alike kernels stay within 1 %."""
+"""The ratio from which times differ. The same kernels stay within 1 %; launches or a disturbance cause more."""
 _TRAINING = {"train", "training", "optimizer"}
 
 _Kind = Literal["forward-backward", "train"]
 _Different = list[tuple[float, str]]
-"""By phase that differs: how many times the shorter the longer is, and both in words."""
+"""For each phase that differs: the ratio of the longer to the shorter time, and both times in words."""
 
 
 def find_disagreeing_passes(table: BenchmarkTable) -> Iterator[Finding]:
-    """Note rows alike but for the kind of step whose forward or backward differs by more than 25 % of the shorter.
+    """Note pairs of rows that differ only in the kind of step, with forward or backward over 25 % apart.
 
-    Compared are steps of forward and backward with whole training steps: forward alone runs without autograd, and may
-    be shorter. Phases under 1 ms in both are left out: launches are likely to bound them.
+    This compares steps of forward and backward with whole training steps; forward alone runs without autograd and may
+    be shorter. Phases under 1 ms in both rows are left out: launches probably limit them.
     """
     column = _find_column(table)
     if column is None:
@@ -37,22 +37,22 @@ def find_disagreeing_passes(table: BenchmarkTable) -> Iterator[Finding]:
     for row, other in pairs:
         different = _differences(table, row, other)
         if different:
-            told = ", ".join(said for _, said in different)
-            found.append((max(different)[0], f"{told} at {table.describe(row, without=[column])}"))
+            times = ", ".join(pair for _, pair in different)
+            found.append((max(different)[0], f"{times} at {table.describe(row, without=[column])}"))
     if found:
         worst = "; ".join(said for _, said in sorted(found, reverse=True)[:3])
         names = " and in ".join(table.rows[row][column].strip() for row in pairs[0])
         yield Finding(
             "disagreeing-passes",
             table.name,
-            f"a phase takes other times in {names}, by over {_DISAGREES - 1:.0%} in {len(found)} of {len(pairs)} pairs "
-            f"of rows alike but for {column}, most: {worst}; launches bound it, or something disturbed one of the two",
+            f"a phase takes different times in {names}, by over {_DISAGREES - 1:.0%} in {len(found)} of {len(pairs)} "
+            f"pairs of rows that differ only in {column}, most: {worst}; launches limit one, or something disturbed it",
             is_note=True,
         )
 
 
 def _find_column(table: BenchmarkTable) -> str | None:
-    """Return the column that names both kinds of step, whatever its heading."""
+    """Return the column that names both kinds of step, under any heading."""
     for heading, role in table.roles.items():
         if role.quantity == "label" and len({_kind_of(row[heading]) for row in table.rows} - {None}) == 2:
             return heading
@@ -67,7 +67,7 @@ def _kind_of(cell: str) -> _Kind | None:
 
 
 def _pairs(table: BenchmarkTable, column: str) -> Iterator[tuple[int, int]]:
-    """Yield the rows that agree in all labels but ``column``: one of forward and backward, one that trains."""
+    """Yield pairs of rows that agree in all labels except ``column``: forward and backward, and training."""
     alike: dict[tuple[str, ...], dict[_Kind, list[int]]] = {}
     for row, cells in enumerate(table.rows):
         kind = _kind_of(cells[column])
@@ -93,14 +93,14 @@ def _differences(table: BenchmarkTable, row: int, other: int) -> _Different:
 
 _NARROW, _WIDE = {"bf16", "bfloat16"}, {"fp32", "float32", "tf32"}
 _SLOWER = 1.05
-"""How many times as long is slower: what kernels bound differs by up to 1 % between processes alike, on an H200."""
+"""The ratio from which a time is slower: on an H200 equal kernels differ by up to 1 % between processes."""
 _BOUND = 0.5
-"""The power of a size below which time follows launches: work that fills the device grows with the size itself."""
+"""Below this power of the size, time follows launches: work that fills the device grows with the size itself."""
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A row with its seconds by phase, and whether it is of TF32."""
+    """A row with its seconds by phase, and whether it uses TF32."""
 
     table: BenchmarkTable
     row: int
@@ -110,14 +110,11 @@ class _Timed:
 
 Labels = tuple[tuple[str, str], ...]
 _Slower = dict[Phase, tuple[float, bool]]
-"""By phase: the seconds that a wider type takes, and whether that is TF32."""
+"""By phase: the seconds of a wider type, and whether that is TF32."""
 
 
 def find_slower_in_bf16(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
-    """Note rows that are over 5 % slower in bf16 than in float32, or else than in TF32, phase by phase, and why.
-
-    A phase that takes as long in both within that is not told of, though another of its row is.
-    """
+    """Note phases that are over 5 % slower in bf16 than in float32, or otherwise than in TF32, and why."""
     narrow, wide = _split_by_dtype(tables)
     lines = {id(table): list(lines_by_size(table)) for table in tables}
     for labels, mine in narrow:
@@ -125,13 +122,13 @@ def find_slower_in_bf16(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
         if not slower:
             continue
         dtype = _dtype_of(mine.table)
-        told = ", ".join(
+        times = ", ".join(
             f"{phase} {mine.seconds[phase] * 1e3:.4g} ms against {seconds * 1e3:.4g} ms"
             for phase, (seconds, _) in slower.items()
         )
         where = mine.table.describe(mine.row, without=[dtype] if dtype else [])
         why = _say_bound(mine, slower, lines[id(mine.table)]) or _say_casts(slower)
-        yield Finding("bf16-slower", mine.table.name, f"slower in bf16 at {where}: {told}: {why}", is_note=True)
+        yield Finding("bf16-slower", mine.table.name, f"slower in bf16 at {where}: {times}: {why}", is_note=True)
 
 
 def _split_by_dtype(
@@ -160,7 +157,7 @@ def _dtype_of(table: BenchmarkTable) -> str | None:
 
 
 def _compare(mine: _Timed, others: Sequence[_Timed]) -> _Slower:
-    """Return the phases that are slower than in a wider type: than in float32, or else than in TF32."""
+    """Return the phases that are slower than in float32, or otherwise than in TF32."""
     found: _Slower = {}
     for phase, seconds in mine.seconds.items():
         faster = [
@@ -176,7 +173,7 @@ def _compare(mine: _Timed, others: Sequence[_Timed]) -> _Slower:
 
 
 def _say_bound(mine: _Timed, slower: _Slower, lines: Sequence[Line]) -> str | None:
-    """Return the pair of sizes that shows best that a row waits for its launches, if one does."""
+    """Return the pair of sizes that shows best that a row waits for its launches, if there is one."""
     found = []
     for line in lines:
         size = next((size for size, row in line.points if row == mine.row), None)
@@ -197,5 +194,5 @@ def _say_bound(mine: _Timed, slower: _Slower, lines: Sequence[Line]) -> str | No
 
 def _say_casts(slower: _Slower) -> str:
     if any(is_tf32 for _, is_tf32 in slower.values()):
-        return "the baseline is TF32, which has the same tensor cores, and autocast casts the weights each time"
-    return "autocast casts the weights each time, and launches for it; no other size tells whether launches bound it"
+        return "the baseline is TF32, which uses the same tensor cores, and autocast casts the weights each time"
+    return "autocast casts the weights each time and launches kernels for it; no other size shows if launches limit it"

@@ -54,7 +54,7 @@ _PER_SQUARE = re.compile(
 
 @dataclass(frozen=True)
 class Role:
-    """What a column holds. ``base`` is its heading without unit and statistic: what belongs together has the same."""
+    """What a column holds. ``base`` is its heading without unit and statistic, the same for columns of one quantity."""
 
     quantity: Quantity
     unit: str | None = None
@@ -65,12 +65,12 @@ class Role:
 
     @property
     def is_label(self) -> bool:
-        """Whether the column says which row it is; what is measured does not, nor what was worked out from that."""
+        """Whether the column identifies the row; measured and computed columns do not."""
         return self.quantity in ("length", "width", "label")
 
     @property
     def seconds(self) -> float:
-        """How many seconds the unit is; 1 where none is given: proportions hold in any."""
+        """The unit in seconds; 1 if the table gives none, as ratios hold in any unit."""
         return SECONDS.get(self.unit or "", 1.0)
 
 
@@ -80,7 +80,7 @@ def recognize(heading: str) -> Role:
     plain = " ".join(words)
     if plain in _LENGTHS or plain in _WIDTHS:
         return Role("length" if plain in _LENGTHS else "width", base=tuple(words))
-    # A pivot's column is called by a value, such as a model's size: in 2.7B no bytes are meant.
+    # A pivot's column has a value as heading, such as a model's size: 2.7B are no bytes.
     is_value = re.fullmatch(r"[\d.]+[a-z]?", heading.strip(), re.IGNORECASE) is not None
     unit = words[-1] if len(words) > 1 and words[-1] in {*SECONDS, *BYTES} and not is_value else None
     rest = [word for word in words if word != unit]
@@ -114,7 +114,7 @@ def phase_of(words: set[str]) -> Phase | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake that the numbers give away; a note says what to know when reading them, and is no mistake."""
+    """A mistake that the numbers reveal; a note is no mistake, but helps to read them."""
 
     code: str
     table: str
@@ -128,7 +128,7 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _LEAST = 1e-24
-"""What is smaller, or larger than one by it, measures nothing: arithmetic need not provide for it."""
+"""Smaller numbers, and larger ones than its inverse, measure nothing and would break arithmetic."""
 _NOTHING = {"", "-", "–", "—", "n/a", "not run"}
 _RULE = re.compile(r":?-+:?")
 _CELL_END = re.compile(r"(?<!\\)\|")
@@ -136,7 +136,7 @@ _CELL_END = re.compile(r"(?<!\\)\|")
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it was printed: ``0.37 ± 0.71``, ``3.8 GB``; ``ulp`` is one unit of its last digit."""
+    """A printed number: ``0.37 ± 0.71``, ``3.8 GB``; ``ulp`` is one unit of its last digit."""
 
     value: float
     deviation: float | None
@@ -150,14 +150,14 @@ class Number:
 
 @dataclass(frozen=True)
 class BenchmarkTable:
-    """A table with what stands above it; ``rows`` hold the cells as they were printed, by heading."""
+    """A table with its caption; ``rows`` hold the printed cells by heading."""
 
     name: str
     headings: tuple[str, ...]
     rows: tuple[Mapping[str, str], ...]
     caption: str = ""
     text: str = field(default="", repr=False)
-    """All that the document says around its tables: claims and formulas."""
+    """The text of the document around its tables: claims and formulas."""
 
     @cached_property
     def roles(self) -> dict[str, Role]:
@@ -165,9 +165,9 @@ class BenchmarkTable:
         for heading, role in found.items():
             numbers = [number for number in self.numbers[heading] if number is not None]
             if role.quantity == "parameters" and len(numbers) <= self._filled(heading) / 2:
-                # Not how many: their dtype, or a name.
+                # No count: a dtype, or a name.
                 found[heading] = replace(role, quantity="label")
-            # Sizes of models are words, and so is 2.7B among them; a time is one though the memory ended in a row.
+            # Sizes of models are words, 2.7B among them; times stay numbers although memory ran out in some row.
             if role.quantity != "label" or len(numbers) <= self._filled(heading) / 2:
                 continue
             units = {number.unit for number in numbers if number.unit}
@@ -198,7 +198,7 @@ class BenchmarkTable:
         return [None if number is None else number.value for number in self.numbers[heading]]
 
     def deviation_of(self, heading: str, row: int) -> float | None:
-        """Return the deviation that is printed with a value, or in the column of deviations that belongs to it."""
+        """Return the deviation printed with a value, or in its column of deviations."""
         number = self.numbers[heading][row]
         if number is not None and number.deviation is not None:
             return number.deviation
@@ -210,7 +210,7 @@ class BenchmarkTable:
         return None
 
     def labels(self, row: int, without: Sequence[str] = ()) -> dict[str, str]:
-        """Return what identifies a row: all that is no measurement, and no bare row number; empty where it has none."""
+        """Return what identifies a row: all columns but measurements and bare row numbers; empty cells are ''."""
         return {
             heading: "" if is_nothing(self.rows[row][heading]) else self.rows[row][heading].strip()
             for heading, role in self.roles.items()
@@ -218,7 +218,7 @@ class BenchmarkTable:
         }
 
     def describe(self, row: int, without: Sequence[str] = ()) -> str:
-        """Return a row's labels in words: those that it has and that differ between the rows."""
+        """Return a row's labels in words: those that are not empty and differ between the rows."""
         shown = [
             f"{heading} {value}"
             for heading, value in self.labels(row, without).items()
@@ -283,7 +283,7 @@ def build_table(name: str, rows: Sequence[Mapping[str, object]]) -> BenchmarkTab
 
 
 def is_nothing(cell: str) -> bool:
-    """Return whether a cell says that nothing is there, in whatever way tables do."""
+    """Return whether a cell says in any usual way that it has no value."""
     return cell.strip().strip("*").strip().lower() in _NOTHING
 
 
@@ -311,7 +311,7 @@ def _body(lines: Iterator[tuple[int, str]], prose: list[str]) -> Iterator[list[s
 
 
 def _split(line: str) -> list[str] | None:
-    """Return the cells of a table's line, or None if it is none."""
+    """Return the cells of a line of a table, or None for other lines."""
     stripped = line.strip()
     if not _CELL_END.search(stripped):
         return None

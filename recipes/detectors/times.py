@@ -12,16 +12,16 @@ from recipes.detectors.tables import BenchmarkTable, Finding, Phase
 SPREAD = 0.3
 RATIO = (1.2, 3.0)
 LAUNCH_BOUND_S = 1e-3
-"""A shorter forward pass is likely to wait for its launches: what it takes says little about the work."""
+"""A shorter forward pass probably waits for its launches: its time says little about the work."""
 JUDGED_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
 LARGER = 1.5
-"""How many times as large a size must be for its time to say something."""
+"""The least ratio of two sizes that are compared."""
 _FASTER = 0.9
 _ABOUT_ONE = (0.7, 1.3)
 
 
 def find_negative_times(table: BenchmarkTable) -> Iterator[Finding]:
-    """Yield times below zero, and how they came about where the other columns tell."""
+    """Yield times below zero, and how they came about if the other columns show it."""
     for heading in table.columns("time"):
         for row, value in enumerate(table.values(heading)):
             if value is not None and value < 0:
@@ -30,7 +30,7 @@ def find_negative_times(table: BenchmarkTable) -> Iterator[Finding]:
 
 
 def find_spread(table: BenchmarkTable) -> Iterator[Finding]:
-    """Yield columns whose standard deviation is over 30 % of the mean somewhere, with the worst rows."""
+    """Yield columns with a standard deviation over 30 % of the mean somewhere, with the worst rows."""
     for heading in _means(table):
         wide = [(_relative(table, heading, row), row) for row in range(len(table.rows))]
         over = sorted(((share, row) for share, row in wide if share is not None and share > SPREAD), reverse=True)
@@ -47,7 +47,7 @@ def find_spread(table: BenchmarkTable) -> Iterator[Finding]:
 def find_ratio(table: BenchmarkTable) -> Iterator[Finding]:
     """Yield a median of backward over forward outside 1.2 to 3, over rows with a forward pass of 1 ms and more.
 
-    Backward does two matrix products for each of forward's. Rows under 1 ms are noted, never judged.
+    Backward does two matrix products for each one of forward. Rows under 1 ms are noted, never judged.
     """
     ratios = ratios_by_row(table)
     short = [row for row, (_, seconds) in ratios.items() if seconds < LAUNCH_BOUND_S]
@@ -55,7 +55,7 @@ def find_ratio(table: BenchmarkTable) -> Iterator[Finding]:
         yield Finding(
             "launch-bound",
             table.name,
-            f"forward is under 1 ms in {len(short)} of {len(ratios)} rows: launches may bound them; not in the ratio",
+            f"forward is under 1 ms in {len(short)} of {len(ratios)} rows: launches may limit them; not in the ratio",
             is_note=True,
         )
     counted = [ratio for ratio, seconds in ratios.values() if seconds >= LAUNCH_BOUND_S]
@@ -69,13 +69,13 @@ def find_ratio(table: BenchmarkTable) -> Iterator[Finding]:
 
 
 def find_subtraction(table: BenchmarkTable) -> Iterator[Finding]:
-    """Note that backward was never timed: it is the difference of two means to the last digit, in every row."""
+    """Note that backward was never timed: in every row it is the difference of two means to the last digit."""
     pairs = [_difference(table, row) for row in range(len(table.rows))]
     if len(pairs) > 1 and all(pairs):
         yield Finding(
             "subtracted",
             table.name,
-            "backward is forward+backward less forward to the last digit in every row: a difference, not timed",
+            "backward is forward+backward minus forward to the last digit in every row: a difference, not timed",
             is_note=True,
         )
 
@@ -93,9 +93,9 @@ def find_identical_columns(table: BenchmarkTable) -> Iterator[Finding]:
 
 
 def find_falling_times(table: BenchmarkTable) -> Iterator[Finding]:
-    """Note times that fall by over 10 % to the next row that is half as large again and more in one size alone.
+    """Note times that fall by over 10 % where only one size grows, by half or more.
 
-    Times under 1 ms on both sides are left out: launches are likely to bound them whatever the size.
+    Times under 1 ms are left out: launches probably limit them, whatever the size.
     """
     for heading in (name for phase in JUDGED_PHASES for name in table.columns("time", phase)[:1]):
         pairs = list(_pairs_by_size(table, heading))
@@ -106,18 +106,18 @@ def find_falling_times(table: BenchmarkTable) -> Iterator[Finding]:
             if before >= least and after < _FASTER * before
         )
         if found:
-            told = "; ".join(said for _, said in found[:3])
+            worst = "; ".join(pair for _, pair in found[:3])
             yield Finding(
                 "falls-with-size",
                 table.name,
                 f"{heading} falls as a size grows, in {len(found)} of {len(pairs)} pairs of rows that differ in it "
-                f"alone, most: {told}; launches bound the smaller one, or something disturbed it",
+                f"alone, most: {worst}; launches limit the smaller one, or something disturbed it",
                 is_note=True,
             )
 
 
 def _pairs_by_size(table: BenchmarkTable, heading: str) -> Iterator[tuple[int, float, str, float]]:
-    """Yield each row and its time with the size and the time of the next row that is large enough beside it."""
+    """Yield each row and its time, with the size and time of the next row that is large enough."""
     values = table.values(heading)
     for line in lines_by_size(table):
         timed = [(size, row, value) for size, row in line.points if (value := values[row]) is not None and value > 0]
@@ -128,7 +128,7 @@ def _pairs_by_size(table: BenchmarkTable, heading: str) -> Iterator[tuple[int, f
 
 
 def seconds_by_phase(table: BenchmarkTable, row: int) -> dict[Phase, float]:
-    """Return what forward, backward and the step of a row take, of those that it has, in seconds."""
+    """Return the seconds of forward, backward and the step, as far as the row has them."""
     found: dict[Phase, float] = {}
     for phase in JUDGED_PHASES:
         for heading in table.columns("time", phase)[:1]:
@@ -153,9 +153,9 @@ def ratios_by_row(table: BenchmarkTable) -> dict[int, tuple[float, float]]:
 
 
 def differs_at_first(samples: Sequence[float]) -> bool:
-    """Return whether the first of some samples is an outlier: a warm-up that was missing or too short.
+    """Return whether the first sample is an outlier, as after a warm-up that was missing or too short.
 
-    It lies further from the others' median than five times their median absolute deviation, and than 30 % of it.
+    It lies farther from the median of the others than five times their median absolute deviation and 30 % of it.
     """
     if len(samples) < 4:
         return False
@@ -165,7 +165,7 @@ def differs_at_first(samples: Sequence[float]) -> bool:
 
 
 def _means(table: BenchmarkTable) -> list[str]:
-    """Return the columns of means; where there is none of its kind, what stands for it."""
+    """Return the columns of means; of a kind without a mean, the columns of its location."""
     times = table.columns("time")
     with_mean = {table.roles[heading].base for heading in times if table.roles[heading].is_mean}
     return [name for name in times if table.roles[name].is_mean or table.roles[name].base not in with_mean]
@@ -198,28 +198,28 @@ def _explain_difference(table: BenchmarkTable, heading: str, row: int) -> str:
     forward = table.columns("time", "forward")[0]
     share = _relative(table, forward, row)
     why = "" if share is None or share <= SPREAD else f", and forward spreads by {share:.0%}: it held the first pass"
-    return f"; it is forward+backward less forward, a difference of means{why}"
+    return f"; it is forward+backward minus forward, a difference of means{why}"
 
 
 _NAMES_OF_MODELS = {"size", "model", "preset", "layers", "heads", "ff", "hidden", "depth"}
-"""Words of headings of what a model is called and of what goes with its size."""
+"""Words in headings of a model's name and of what varies with its size."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Rows that agree in all labels but ``heading``, and in what goes with it: sizes and rows, by rising size."""
+    """Rows that agree in all labels except ``heading`` and what varies with it: sizes and rows, by rising size."""
 
     heading: str
     points: tuple[tuple[float, int], ...]
     named_by: str
-    """The column that calls the sizes: a model's name where ``heading`` counts its parameters."""
+    """The column that names the sizes: a model's name if ``heading`` counts its parameters."""
 
 
 def lines_by_size(table: BenchmarkTable) -> Iterator[Line]:
-    """Yield the rows that differ in one size alone, a line each, where there are two sizes and more.
+    """Yield lines of rows that differ only in one size, if there are two sizes or more.
 
-    Models differ in their name, width and number of layers at once: they are in the order of their parameters, or of
-    their width where these are not told.
+    Models differ in name, width and number of layers at once: they are ordered by their parameters, or by their width
+    if the table lacks parameters.
     """
     roles = table.roles
     models = [name for name, role in roles.items() if role.quantity == "width" or _names_model(table, name)]
@@ -243,9 +243,9 @@ def _names_model(table: BenchmarkTable, heading: str) -> bool:
 
 
 def find_forward_in_backward(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
-    """Yield tables whose backward holds the forward pass: backward over forward is by 1 higher than elsewhere.
+    """Yield tables with a forward pass inside backward: backward over forward is higher by 1 than in another table.
 
-    Compared are cells of the same length and width with a forward pass of 1 ms and more; eager where a table says so.
+    This compares cells of the same length and width with a forward pass of 1 ms and more, eager if a table says so.
     """
     by_cell = [_ratios_by_cell(table) for table in tables]
     for (table, mine), (other, theirs) in permutations(zip(tables, by_cell, strict=True), 2):

@@ -42,11 +42,11 @@ CLEAN = (
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_a_clean_table_raises_no_alarm(name: str) -> None:
+def test_a_clean_table_has_no_mistakes(name: str) -> None:
     assert _mistakes(name) == []
 
 
-def test_the_clean_tables_together_raise_none() -> None:
+def test_the_clean_tables_together_have_no_mistakes() -> None:
     assert _mistakes(*CLEAN) == []
 
 
@@ -78,7 +78,7 @@ def test_a_table_with_mistakes_shows_these_and_no_others(name: str, expected: se
     [
         (
             "model_cold.csv",
-            "back avg (sec) is -0.00274821 at model S: no time is negative; it is forward+backward less",
+            "back avg (sec) is -0.00274821 at model S: no time is negative; it is forward+backward minus",
         ),
         ("model_cold.csv", "and forward spreads by 224%: it held the first pass"),
         ("attention_plus_minus.csv", "0.37 ± 0.71 at d_model 16, seq_len 256"),
@@ -93,7 +93,7 @@ def test_a_table_with_mistakes_shows_these_and_no_others(name: str, expected: se
         ("formula.md", "73.7 GB for 55.8 (S 1024)"),
         ("attention_linear.md", "memory (GB) grows with seq_len to the power of 1.97"),
         ("attention_cuda.csv", "model mem begins with 1.125 at context_length 16, d_model 256, then follows a line on"),
-        ("attention_cuda.csv", "which 17.38 would be due there: about 16.25 of the first cell is left"),
+        ("attention_cuda.csv", "which 17.38 would be expected there: about 16.25 of the first cell is left"),
         (
             "attention_cuda.csv",
             "model mem grows with d_model to the power of 1.97, with context_length to the power of 0.04",
@@ -101,11 +101,11 @@ def test_a_table_with_mistakes_shows_these_and_no_others(name: str, expected: se
         ("shares.md", "4 of 4 shares of forward are those of shares.md, table 1, forward and backward"),
     ],
 )
-def test_a_mistake_is_named_with_its_figures(name: str, said: str) -> None:
+def test_a_mistake_is_reported_with_its_figures(name: str, said: str) -> None:
     assert any(said in message for _, message in _mistakes(name))
 
 
-def test_forward_inside_backward_shows_beside_another_table_of_the_same_cells() -> None:
+def test_forward_inside_backward_shows_against_another_table_of_the_same_cells() -> None:
     found = [message for code, message in _mistakes("attention_forward_inside.csv", "attention_clean.csv")
              if code == "forward-in-backward"]  # fmt: skip
     assert found == [
@@ -135,7 +135,7 @@ def test_slower_in_bf16_is_noted() -> None:
 
 
 @pytest.mark.parametrize(("ms", "told"), [(122.8, []), (123.6, []), (128.9, []), (129.0, ["backward"])])
-def test_slower_in_bf16_is_by_more_than_5_percent(ms: float, told: list[str]) -> None:
+def test_slower_in_bf16_means_by_more_than_5_percent(ms: float, told: list[str]) -> None:
     """As it was on an H200: 123.6 ms in bf16 against 122.8 ms is as long."""
     rows = [{"dtype": "fp32", "forward_ms": 63.5, "backward_ms": 122.8}]
     rows += [{"dtype": "bf16", "forward_ms": 53.1, "backward_ms": ms}]
@@ -143,7 +143,7 @@ def test_slower_in_bf16_is_by_more_than_5_percent(ms: float, told: list[str]) ->
     assert [note.partition(": ")[2].partition(" ")[0] for note in notes] == told
 
 
-def test_sizes_in_words_tell_rows_apart_though_one_looks_like_a_number() -> None:
+def test_sizes_in_words_identify_rows_although_one_looks_like_a_number() -> None:
     sizes = ("small", "medium", "large", "2.7B")
     wide = [{"size": size, "dtype": "fp32", "forward (s)": 0.1} for size in sizes]
     narrow = [{"size": size, "dtype": "bf16", "forward (s)": 0.15 if size == "small" else 0.05} for size in sizes]
@@ -162,7 +162,7 @@ def test_a_pivot_of_sizes_has_no_memory_in_its_column_of_2_7_billion() -> None:
     assert inspect_tables([table]) == []
 
 
-def test_slower_in_bf16_is_launch_bound_where_half_the_work_takes_as_long() -> None:
+def test_slower_in_bf16_is_launch_bound_if_half_the_work_takes_as_long() -> None:
     wide = [{"context": size, "dtype": "fp32", "forward (s)": 0.1} for size in (128, 256)]
     narrow = [{"context": size, "dtype": "bf16", "forward (s)": 0.15} for size in (128, 256)]
     notes = [found.message for found in inspect_tables([build_table("t", wide + narrow)])]
@@ -184,7 +184,7 @@ def _busy(**more: object) -> BenchmarkTable:
     return build_table("t", [{**dict(zip(keys, row, strict=True)), **more} for row in _BUSY])
 
 
-def test_sizes_in_words_are_in_the_order_of_their_parameters() -> None:
+def test_sizes_in_words_are_ordered_by_their_parameters() -> None:
     notes = [found.message for found in inspect_tables([_busy(kernels=645, tokens_per_s=1.5, batch=4, warmup=5)])]
     assert notes == [
         "slower in bf16 at size small: forward 25.44 ms against 14.66 ms, backward 31.29 ms against 26.77 ms: "
@@ -209,7 +209,7 @@ def test_a_time_that_falls_as_a_size_grows_is_noted() -> None:
             for context, ms in ((128, 21.97), (256, 14.66), (512, 20.6), (1024, 42.66))]  # fmt: skip
     assert _falling(build_table("t", rows)) == [
         "forward_ms falls as a size grows, in 1 of 3 pairs of rows that differ in it alone, most: 21.97 at context "
-        "128, 14.66 at context 256; launches bound the smaller one, or something disturbed it"
+        "128, 14.66 at context 256; launches limit the smaller one, or something disturbed it"
     ]
     # By 10 % or less it may be chance; under 1 ms another note says so of all rows.
     assert _falling(build_table("t", [{"context": c, "forward_ms": ms} for c, ms in ((128, 10.0), (256, 9.1))])) == []
@@ -220,7 +220,7 @@ def test_a_time_that_falls_as_a_size_grows_is_noted() -> None:
     assert _falling(build_table("t", [{"warmup": n, "forward_ms": ms} for n, ms in ((1, 10.0), (5, 5.0))])) == []
 
 
-def test_a_model_half_as_large_again_is_compared_by_its_parameters() -> None:
+def test_models_are_compared_by_their_parameters() -> None:
     rows = [{"size": size, "d_ff": count // 3, "parameters": count, "mode": mode, "forward_ms": ms, "kernels": count}
             for size, count, ms in (("large", 969, 27.9), ("xl", 1998, 26.5), ("2.7B", 3407, 22.9))
             for mode in ("eager", "compiled")]  # fmt: skip
@@ -246,12 +246,12 @@ def _disagreeing(table: BenchmarkTable) -> list[str]:
     return [found.message for found in inspect_tables([table]) if found.code == "disagreeing-passes" and found.is_note]
 
 
-def test_a_phase_that_the_kind_of_step_changes_is_noted() -> None:
+def test_a_phase_that_depends_on_the_kind_of_step_is_noted() -> None:
     assert _disagreeing(_of_passes(_PASSES)) == [
-        "a phase takes other times in forward-backward and in train, by over 25% in 2 of 2 pairs of rows alike but for "
-        "passes, most: forward 57.87 ms and 44.54 ms, backward 130.1 ms and 64.03 ms at size 2.7B; forward 71.18 ms "
-        "and 54.3 ms, backward 123.6 ms and 72.54 ms at size large; launches bound it, or something disturbed one of "
-        "the two"
+        "a phase takes different times in forward-backward and in train, by over 25% in 2 of 2 pairs of rows that "
+        "differ only in passes, most: forward 57.87 ms and 44.54 ms, backward 130.1 ms and 64.03 ms at size 2.7B; "
+        "forward 71.18 ms and 54.3 ms, backward 123.6 ms and 72.54 ms at size large; "
+        "launches limit one, or something disturbed it"
     ]
 
 
@@ -263,11 +263,11 @@ def test_a_phase_that_the_kind_of_step_changes_is_noted() -> None:
         ("mode", ("fwd/back", "train")),
     ],
 )
-def test_kinds_of_step_are_told_by_their_names_in_any_column(kind: str, names: tuple[str, str]) -> None:
+def test_kinds_of_step_are_recognized_in_any_column(kind: str, names: tuple[str, str]) -> None:
     both, train = names
     table = _of_passes([("s", both, 0.1, 0.2), ("s", train, 0.1, 0.26)], kind, "s")
     (said,) = _disagreeing(table)
-    assert f"in {both} and in {train}, by over 25% in 1 of 1 pairs of rows alike but for {kind}, " in said
+    assert f"in {both} and in {train}, by over 25% in 1 of 1 pairs of rows that differ only in {kind}, " in said
     assert "most: backward 200 ms and 260 ms at row 1; " in said
 
 
@@ -288,7 +288,7 @@ def test_kinds_of_step_are_told_by_their_names_in_any_column(kind: str, names: t
         [("s", "100", 10.0, 20.0), ("s", "200", 20.0, 40.0)],
     ],
 )
-def test_passes_that_agree_are_left_alone(rows: list[tuple[object, ...]]) -> None:
+def test_passes_that_agree_are_not_noted(rows: list[tuple[object, ...]]) -> None:
     assert _disagreeing(_of_passes(rows)) == []
 
 
@@ -298,7 +298,7 @@ def test_no_passes_disagree_in_a_published_table(path: Path) -> None:
     assert "disagreeing-passes" not in codes
 
 
-def test_rows_without_a_value_count_nowhere() -> None:
+def test_rows_without_a_value_are_not_counted() -> None:
     rows = [{"n": n, "forward_mean_ms": 2.0 + n if n < 3 else None, "forward_std_ms": 1.5 if n < 3 else None,
              "peak_MiB": -1.5 if n == 0 else 2.5 if n < 3 else None} for n in range(10)]  # fmt: skip
     said = [found.message for found in inspect_tables([build_table("t", rows)])]
@@ -307,7 +307,7 @@ def test_rows_without_a_value_count_nowhere() -> None:
 
 
 @pytest.mark.parametrize("nothing", ["", "—", "-", "n/a", "not run"])
-def test_a_dash_is_nothing(nothing: str) -> None:
+def test_a_dash_is_no_value(nothing: str) -> None:
     """Markdown has a dash where CSV has an empty cell; what was measured in few rows is still a time."""
     lines = ["| size | batch | dtype | forward (ms) | mfu | status |", "|---|---|---|---|---|---|"]
     lines += [f"| small | {nothing} | {dtype} | {ms} | 0.{ms} | ok |" for dtype, ms in (("fp32", 10), ("bf16", 12))]
@@ -318,7 +318,7 @@ def test_a_dash_is_nothing(nothing: str) -> None:
     assert note.message.startswith("slower in bf16 at size small: forward 12 ms against 10 ms: ")
 
 
-def test_results_as_markdown_say_what_they_say_as_csv() -> None:
+def test_markdown_and_csv_of_one_table_have_the_same_findings() -> None:
     table = _busy(status="ok", reason=None)
     headings = table.headings
     lines = ["|".join(headings), "|".join("---" for _ in headings)]
@@ -328,7 +328,7 @@ def test_results_as_markdown_say_what_they_say_as_csv() -> None:
     assert [found.message for found in inspect_tables([other])] == [found.message for found in inspect_tables([table])]
 
 
-def test_mb_is_told_from_mib() -> None:
+def test_mib_labelled_mb_is_found() -> None:
     text = (TABLES / "attention_clean.csv").read_text().replace("MiB", "MB")
     codes = [found.code for found in inspect_tables([read_csv(text, "t.csv")[0]]) if not found.is_note]
     assert codes == ["unit-label", "unit-label"]
@@ -339,7 +339,7 @@ def test_true_megabytes_are_not_mistaken_for_mib() -> None:
     assert inspect_tables([build_table("t", rows)]) == []
 
 
-def test_two_units_of_one_thing_must_convert() -> None:
+def test_two_units_of_one_quantity_must_convert() -> None:
     right = [{"peak_MiB": 1024.0 * n, "peak_GiB": 1.0 * n} for n in (1, 2, 3)]
     wrong = [{"peak_MiB": 1024.0 * n, "peak_GiB": 1.024 * n} for n in (1, 2, 3)]
     assert inspect_tables([build_table("t", right)]) == []
@@ -349,12 +349,12 @@ def test_two_units_of_one_thing_must_convert() -> None:
     )  # fmt: skip
 
 
-def test_identical_columns() -> None:
+def test_identical_columns_are_found() -> None:
     rows = [{"forward_ms": n, "backward_ms": n} for n in (1.5, 2.5, 3.5)]
     assert "identical-columns" in {found.code for found in inspect_tables([build_table("t", rows)])}
 
 
-def test_what_was_not_measured_is_not_identical() -> None:
+def test_empty_columns_are_not_identical() -> None:
     counts = [{"compiled_graphs": n, "allocator_retries": n} for n in (0, 0, 0, None)]
     assert inspect_tables([build_table("t", counts)]) == []
     times = [{"forward_ms": n, "step_ms": n} for n in (1.5, 2.5, 3.5, None)]
@@ -368,31 +368,31 @@ def test_launch_bound_rows_are_never_judged() -> None:
     assert (note.code, note.is_note) == ("launch-bound", True)
 
 
-def test_attention_with_its_axes_right_is_left_alone() -> None:
+def test_attention_with_correct_axes_is_not_reported() -> None:
     rows = [{"d_model": d, "seq_len": s, "peak_MiB": 64 * s * s / 2**20 + d * s / 2**15}
             for d in (16, 32, 64) for s in (256, 512, 1024)]  # fmt: skip
     assert inspect_tables([build_table("t", rows)]) == []
 
 
-def test_a_claim_that_holds_is_left_alone() -> None:
+def test_a_claim_that_holds_is_not_reported() -> None:
     table = read_tables(TABLES / "attention_linear.md")[0]
     for text in ("Memory grows quadratically with the sequence length.", "Memory is not linear in sequence length."):
         other = BenchmarkTable(table.name, table.headings, table.rows, text=text)
         assert "exponent-claim" not in {found.code for found in inspect_tables([other])}
 
 
-def test_the_first_sample() -> None:
+def test_a_first_sample_far_from_the_others_is_an_outlier() -> None:
     assert differs_at_first([80.0, 10.0, 10.1, 9.9, 10.0])
     assert not differs_at_first([10.4, 10.0, 10.1, 9.9, 10.0])
     assert not differs_at_first([80.0, 10.0])
 
 
-def test_what_is_not_measured_is_no_number() -> None:
+def test_a_cell_without_a_number_is_none() -> None:
     rows = [{"seq_len": 256, "forward_ms": 1.5, "backward_ms": None, "status": "OOM(backward)"}] * 3
     assert inspect_tables([build_table("t", rows)]) == []
 
 
-def test_markdown_with_words_between_its_cells() -> None:
+def test_markdown_with_text_between_tables_is_read() -> None:
     text = "# Times\n\n| size | forward (ms) |\n|:--|--:|\n| a\\|b | **1.50** |\n| c | OOM |\n\nText | no table\n"
     (table,) = read_markdown(text, "t.md")
     assert (table.caption, table.values("forward (ms)")) == ("Times", [1.5, None])
@@ -436,12 +436,12 @@ def test_no_text_breaks_the_reader(text: str) -> None:
         assert all(set(row) == set(table.headings) for row in table.rows)
 
 
-def test_the_deviation_belongs_to_the_mean() -> None:
+def test_a_deviation_belongs_to_its_mean() -> None:
     rows = [{"forward_ms": 1.5, "forward_mean_ms": 100.0 + n, "forward_std_ms": 5.0} for n in range(3)]
     assert [found.code for found in inspect_tables([build_table("t", rows)]) if not found.is_note] == []
 
 
-def test_what_was_worked_out_is_no_label() -> None:
+def test_a_computed_column_is_no_label() -> None:
     rows = [{"seq_len": s, "d_model": 16, "saved_MiB": 64 * s * s / 2**20, "bytes_per_seq2": 64.0, "growth": s / 7}
             for s in (256, 512, 1024)]  # fmt: skip
     table = build_table("t", rows)
@@ -449,7 +449,7 @@ def test_what_was_worked_out_is_no_label() -> None:
     assert inspect_tables([table]) == []
 
 
-def test_a_row_is_called_by_the_labels_that_it_has() -> None:
+def test_a_row_is_described_by_its_own_labels() -> None:
     rows: list[dict[str, object]] = [{"what": "attention", "size": None}, {"what": "model", "size": "small"}]
     table = build_table("t", [{**row, "forward_ms": 1.5} for row in rows])
     assert [table.describe(row) for row in (0, 1)] == ["what attention", "what model, size small"]

@@ -199,7 +199,7 @@ def test_a_clean_table_has_no_remark() -> None:
             {"context": 256, "passes": "train"},
             [21.0, 21.1, 21.2, 21.4],
             [73.0, 73.3, 73.1, 73.9],
-            "25% in 1 of 1 pairs .* but for passes, most: backward 43.2 ms and 73.2 ms at context 256; ",
+            "25% in 1 of 1 pairs .* only in passes, most: backward 43.2 ms and 73.2 ms at context 256; ",
         ),
         ({"size": "tiny"}, [0.3, 0.31, 0.3, 0.32], [3.0, 3.1, 3.0, 3.2], "forward is under 1 ms in 1 of 4"),
     ],

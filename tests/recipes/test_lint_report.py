@@ -13,13 +13,13 @@ from recipes.lint_report import main
 from tests.recipes.test_detectors import TABLES
 
 
-def test_a_clean_table_is_0_and_a_note() -> None:
+def test_a_clean_table_exits_with_0() -> None:
     done = CliRunner().invoke(main, [str(TABLES / "model_warm.csv")], standalone_mode=False)
     assert done.return_value == 0
     assert done.stderr == "1 table, 0 mistakes, 1 note\n"
 
 
-def test_a_mistake_is_3_and_written_down(tmp_path: Path) -> None:
+def test_a_mistake_exits_with_3_and_is_written_to_files(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, [str(TABLES / "model_cold.csv"), "-o", str(tmp_path)], standalone_mode=False)
     assert done.return_value == 3
     assert done.stdout.startswith("mistake: negative-time: model_cold.csv: back avg (sec) is -0.00274821")
