@@ -100,7 +100,7 @@ def test_every_format_shows_leaks_if_asked(tmp_path: Path, style: str) -> None:
         ]
         assert sum(int(row[2]) for row in rows if row[6] == "step 1") == 1024 + 16 * MIB
     else:
-        assert "may leak: 1.000 KiB in 1 allocation per step" in asked
+        assert "May leak: 1.000 KiB in 1 allocation per step" in asked
     assert "left behind" not in plain
 
 

@@ -161,10 +161,10 @@ def _largest_table(result: MemoryResult) -> Table:
 def _notes(result: MemoryResult) -> Iterator[str]:
     at, history, check, some = result.composition, result.history, result.allocator_check, result.fragmentation
     if result.phases:
-        yield "peak by phase: " + ", ".join(f"{one.name} {format_bytes(one.peak_bytes)}" for one in result.phases)
+        yield "Peak by phase: " + ", ".join(f"{one.name} {format_bytes(one.peak_bytes)}" for one in result.phases)
     if at.allocated_bytes:
         shares = [(EVIDENCE_WORDS[kind], size / at.allocated_bytes) for kind, size in at.evidence.items() if size]
-        yield "how the categories are known: " + ", ".join(f"{words} {format_share(share)}" for words, share in shares)
+        yield "Categories are known from: " + ", ".join(f"{words} {format_share(share)}" for words, share in shares)
     when = "the peak" if at.what == PEAK else "this moment"
     yield (
         f"At {when} PyTorch held {format_bytes(some.reserved_bytes)} from CUDA, {format_bytes(some.free_bytes)} of it"
@@ -229,11 +229,11 @@ def _most(rows: tuple[Any, ...]) -> str:
 def _leak_lines(check: LeakCheck) -> Iterator[str]:
     """Return which lines may leak, that none does, or that there are too few steps."""
     if not check.steps:
-        yield "leaks: unknown, the history has fewer than two whole steps"
+        yield "Leaks: unknown, the history has fewer than two whole steps"
     elif not check.suspects:
-        yield "leaks: none; no lines left memory behind in each of the last two steps"
+        yield "Leaks: none; no lines left memory behind in each of the last two steps"
     for row in check.suspects:
-        yield f"may leak: {format_bytes(row.bytes)} in {format_count(row.count, 'allocation')} per step, {row.label}"
+        yield f"May leak: {format_bytes(row.bytes)} in {format_count(row.count, 'allocation')} per step, {row.label}"
 
 
 def _exact_table(result: MemoryResult, leaks: bool) -> Table:

@@ -70,7 +70,6 @@ class Composition:
     allocated_bytes: int
     requested_bytes: int
     reserved_bytes: int
-    pending_bytes: int
     by_category: tuple[CategoryRow, ...]
     by_stack: tuple[StackRow, ...]
     largest: tuple[LargeRow, ...]
@@ -111,7 +110,6 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
     ]
     total = int(curves.allocated[moment])
     rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
-    is_pending = (replay.freed < moment) & (replay.completed >= moment)
     live = np.array(rows, dtype=np.int64)
     ordered = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))
     return Composition(
@@ -122,7 +120,6 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
         allocated_bytes=total,
         requested_bytes=int(replay.requested_bytes[live].sum()),
         reserved_bytes=int(curves.reserved[moment]),
-        pending_bytes=int(replay.size_bytes[is_pending].sum()),
         by_category=_by_category(memory, chosen, total, rest),
         by_stack=_by_stack(memory, chosen, total, rest),
         largest=tuple(_large_row(memory, *one) for one in ordered[:LARGEST_COUNT]),
