@@ -32,8 +32,10 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
 @click.option("--process", type=int, metavar="PID", help="Only this process.")
 @click.option("--device", type=int, metavar="N", help="Only this GPU.")
-@click.option("--by", type=click.Choice(get_args(Grouping)), default="kernel", show_default=True)
-@click.option("--sort", type=click.Choice(SORTS), default="total", show_default=True)
+@click.option(
+    "--by", type=click.Choice(get_args(Grouping)), default="kernel", show_default=True, help="What one line stands for."
+)
+@click.option("--sort", type=click.Choice(SORTS), default="total", show_default=True, help="The order of the lines.")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N lines (default {_DEFAULT_TOP}).")
 @click.option("--explain", is_flag=True, help="Show the rule that gave each kernel its category.")
 @click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do.")
