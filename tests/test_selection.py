@@ -200,7 +200,7 @@ def test_the_warning_of_warmup_spells_its_name_as_the_trace_does(tmp_path: Path)
         builder.kernel(start + 20, 5)
     opened = read_trace(builder.write(tmp_path / "t.sqlite"))
     (warning,) = opened.kernels("forward").warnings
-    assert warning.message.endswith("lie inside `WarmUp`; leave them out with --exclude WarmUp")
+    assert warning.message.endswith("lie inside `WarmUp`; exclude 'WarmUp' to leave them out")
     assert opened.kernels("forward", exclude="WarmUp").warnings == ()
 
 

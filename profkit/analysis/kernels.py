@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -239,7 +238,7 @@ def _warn_of_instances(attribution: Attribution, instances: Instances | None, ro
             Finding(
                 "warmup",
                 f"{warm} of {len(members)} instances of {request!r} lie inside `{name}`;"
-                f" leave them out with --exclude {shlex.quote(name)}",
+                f" exclude {name!r} to leave them out",
             )
         )
     if not row_count:

@@ -149,7 +149,7 @@ class Run:
             peaks = self.manifest.recorded_peaks
             return max(found.items(), key=lambda item: (peaks.get(item[1].name, 0), -item[0]))[1]
         if rank not in found:
-            raise UsageError(f"--rank {rank}: this run holds no snapshot of it; there is {', '.join(map(str, found))}")
+            raise UsageError(f"no snapshot of rank {rank}: this run holds rank {', '.join(map(str, found))}")
         return found[rank]
 
 

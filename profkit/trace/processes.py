@@ -48,7 +48,7 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
     strange = next((trace for trace in traces if trace.measure != first.measure), None)
     if strange is not None:
         raise TraceError(
-            f"{strange.path}: holds {strange.measure}s and {first.path} {first.measure}s; name one rank with --rank"
+            f"{strange.path}: holds {strange.measure}s and {first.path} {first.measure}s; open one rank alone"
         )
     names: dict[str, int] = {}
     parts: list[Trace] = []
