@@ -334,7 +334,7 @@ def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
     assert "rank" not in first.stderr
     absent = run(sys.executable, "-m", "profkit", "memory", "run", "--rank", "2")
     assert absent.returncode == 2
-    assert absent.stderr == "profkit: --rank 2: this run holds no snapshot of it; there is 0, 1\n"
+    assert absent.stderr == "profkit: no snapshot of rank 2: this run holds rank 0, 1\n"
 
 
 def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: Run) -> None:
