@@ -52,6 +52,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
     from profkit.analysis.opened_trace import OpenedTrace
     from profkit.analysis.ranks import find_ranks
+    from profkit.trace.processes import separate_gpus
 
     path = Path(path)
     run = find_run(path)
@@ -60,7 +61,9 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         known, rank_of_pid = know_run(run.manifest), run.manifest.rank_of_pid
     else:
         trace, known, rank_of_pid = _read_trace(path), UNKNOWN_RUN, {}
-    opened = OpenedTrace(trace, thread_only=thread_only, run=run, known=known, ranks=find_ranks(trace, rank_of_pid))
+    ranks = find_ranks(trace, rank_of_pid)
+    trace = separate_gpus(trace, {process: number for number, process in ranks.members})
+    opened = OpenedTrace(trace, thread_only=thread_only, run=run, known=known, ranks=ranks)
     return opened if rank is None else opened.of_rank(rank)
 
 

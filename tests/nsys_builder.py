@@ -13,6 +13,7 @@ _TABLES = {
     "META_DATA_EXPORT": "name TEXT, value TEXT",
     "ThreadNames": "nameId INTEGER, priority INTEGER, globalTid INTEGER",
     "TARGET_INFO_GPU": "id INTEGER, name TEXT",
+    "TARGET_INFO_CUDA_DEVICE": "gpuId INTEGER, cudaId INTEGER NOT NULL, pid INTEGER NOT NULL",
     "DIAGNOSTIC_EVENT": "timestamp INTEGER, severity INTEGER, text TEXT, globalPid INTEGER",
     "NVTX_EVENTS": (
         "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, globalTid INTEGER,"

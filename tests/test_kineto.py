@@ -120,6 +120,14 @@ def test_of_a_runtime_and_a_driver_call_with_one_id_the_outer_one_counts(tmp_pat
     assert trace.calls.has_work.all()
 
 
+def test_a_correlation_id_may_be_any_64_bits_but_0(tmp_path: Path) -> None:
+    ids = (-1, 2**63 + 5, 2**62, "18446744073709551614")
+    rows: list[Any] = []
+    for at, one in enumerate(ids, start=1):
+        rows += [launch(at, one), kernel("k", 10 + at, 1, one)]  # type: ignore[arg-type]
+    assert read(tmp_path, rows).work.launch_ns.tolist() == [1000, 2000, 3000, 4000]
+
+
 def test_work_with_a_correlation_id_of_two_processes_has_no_launch(tmp_path: Path) -> None:
     trace = read(
         tmp_path,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from profkit import read_trace
 from profkit.errors import TraceError
 from profkit.trace.nsys import read_nsys
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
@@ -68,6 +69,45 @@ def test_sparse_correlation_ids_are_found_too(tmp_path: Path) -> None:
     trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
     assert trace.work.launch_ns.tolist() == [11, 10 + (1 << 20) % 7, 10 + ((1 << 31) + 5) % 7, 0]
     assert trace.work.launch_thread.tolist()[3] == -1
+
+
+def test_any_correlation_id_of_64_bits_but_0_is_an_id(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for number in (-(1 << 63), -1, (1 << 63) - 1):
+        builder.call(10, correlation=number)
+        builder.kernel(None, 20, correlation=number, start=100)
+    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
+    assert trace.work.launch_ns.tolist() == [10, 10, 10]
+    assert trace.calls.has_work.all()
+
+
+def test_a_global_id_with_its_highest_bit_set_is_a_thread_as_any_other(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("forward", 0, 50)
+    builder.kernel(10, 5)
+    for rows in builder.rows.values():
+        for row in rows:
+            row.update({key: row[key] - (1 << 63) for key in ("globalTid", "globalPid") if row.get(key)})
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    assert opened.kernels("forward").kernel_time_ns == 5
+    assert not opened.self_check.failed
+
+
+def test_each_process_counts_the_gpus_that_it_sees_and_the_report_tells_which_they_are(tmp_path: Path) -> None:
+    """Two ranks see one GPU each, both as 0: busy is 20 + 30 ns, though they run at the same time."""
+    builder = NsysBuilder()
+    for pid, gpu, duration in ((200, 1, 20), (201, 3, 30)):
+        builder.add("TARGET_INFO_CUDA_DEVICE", gpuId=gpu, cudaId=0, pid=pid)
+        builder.kernel(10, duration, pid=pid, tid=pid, start=100)
+        builder.add(
+            "CUPTI_ACTIVITY_KIND_MEMCPY",
+            **{"start": 300, "end": 310, "deviceId": 0, "streamId": 7, "correlationId": 0, "bytes": 8},
+            globalPid=process_of(pid),
+        )
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    assert opened.kernels().busy_ns == 50
+    assert opened.trace.work.device.tolist() == opened.trace.copies.device.tolist() == [1, 3]
+    assert [(row.rank, row.device) for row in opened.kernels().ranks] == [(0, 1), (1, 3)]
 
 
 def test_correlation_ids_of_null_and_0_match_nothing(tmp_path: Path) -> None:

@@ -138,6 +138,23 @@ def test_with_many_ranks_the_table_shows_the_least_the_median_and_the_most(profk
     assert "Ranks: 150,000 ns = 6 ranks 150,000" in text
 
 
+def test_ranks_that_run_nccl_on_one_gpu_number_have_a_gpu_each(tmp_path: Path) -> None:
+    opened = read_trace(_write(tmp_path / "t.sqlite", {200: 50, 201: 20}, {200: 0, 201: 0}))
+    result = opened.kernels("backward")
+    assert [(row.rank, row.process, row.device, row.busy_ns) for row in result.ranks] == [
+        (0, 200, 0, 60_000),
+        (1, 201, 1, 60_000),
+    ]
+    assert result.busy_ns == 120_000
+
+
+def test_processes_without_nccl_on_one_gpu_number_share_a_gpu(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for pid in (200, 201):
+        builder.kernel(10, 20, pid=pid, tid=pid, start=100)
+    assert read_trace(builder.write(tmp_path / "t.sqlite")).kernels().busy_ns == 20
+
+
 def test_processes_on_one_gpu_number_are_ranked_by_pid(tmp_path: Path) -> None:
     path = _write(tmp_path / "t.sqlite", {200: 50, 201: 20}, {200: 0, 201: 0})
     ranks = read_trace(path).ranks

@@ -24,6 +24,7 @@ from profkit.trace.kineto_events import (
     load_chrome_trace,
     name_of,
     parse_argument,
+    parse_id,
     parse_integer,
     parse_interval,
     parse_microseconds,
@@ -236,7 +237,7 @@ class _GpuReader:
 
     def __init__(self, reading: Reading, calls: HostRows) -> None:
         self._reading = reading
-        self.correlation = integers([parse_argument(event, "correlation") or 0 for event in calls.events])
+        self.correlation = integers([parse_id(event, "correlation") for event in calls.events])
         self._matched: set[int] = set()
         self._ambiguous_count = 0
         self._launches: dict[int, dict[int, tuple[int, int]]] = {}
@@ -304,7 +305,7 @@ class _GpuReader:
         processes = self._reading.processes()
         found = []
         for event in rows:
-            correlation = parse_argument(event, "correlation") or 0
+            correlation = parse_id(event, "correlation")
             launches = self._launches.get(correlation, {}) if correlation else {}
             if correlation:
                 self._matched.add(correlation)

@@ -51,6 +51,7 @@ _KINDS: dict[str, Kind] = {
 }
 _CALL_SUFFIXES = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, xpu_runtime, privateuse1_driver, …
 _INTEGER_LIMIT = 2**62
+_ID_LIMIT = 2**64
 
 
 def load_chrome_trace(path: Path, *, size_limit_bytes: int = SIZE_LIMIT_BYTES) -> tuple[dict[str, Any], list[Any]]:
@@ -285,6 +286,20 @@ def parse_argument(event: Event, name: str) -> int | None:
     """Return an integer from the event's ``args``, else ``None``."""
     arguments = event.get("args")
     return parse_integer(arguments.get(name)) if isinstance(arguments, dict) else None
+
+
+def parse_id(event: Event, name: str) -> int:
+    """Return a 64-bit id from the event's ``args``, written with or without a sign; 0, which is CUPTI's none, without.
+
+    Ids from 2⁶³ on come out negative, so that a signed column holds them.
+    """
+    arguments = event.get("args")
+    value = arguments.get(name) if isinstance(arguments, dict) else None
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}", value):
+        value = int(value)
+    if not isinstance(value, int) or not -_ID_LIMIT // 2 <= value < _ID_LIMIT:
+        return 0
+    return value - _ID_LIMIT if value >= _ID_LIMIT // 2 else value
 
 
 def integers(values: list[int]) -> Ints:

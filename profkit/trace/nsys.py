@@ -29,7 +29,7 @@ from profkit.trace.columns import (
     empty_ints,
     rows_by_value,
 )
-from profkit.trace.nsys_ranges import Names, has_invisible_ranges, read_ranges
+from profkit.trace.nsys_ranges import POSITIVE, Names, has_invisible_ranges, read_ranges
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -37,6 +37,7 @@ GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 SETS = "CUPTI_ACTIVITY_KIND_MEMSET"
 CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
+DEVICES = "TARGET_INFO_CUDA_DEVICE"
 
 # A serialized global id is vm·2⁴⁸ + pid·2²⁴ + tid: all above the thread names the process.
 _PID_SHIFT = 24
@@ -97,6 +98,7 @@ class _Reader:
     def read(self) -> Trace:
         requests = {name: self._request(name) for name in (CALLS, KERNELS, COPIES, SETS, GRAPHS) if name in self.tables}
         found = self._read_tables(requests)
+        self._number_gpus(found)
         calls = _sorted_by_start(found.pop(CALLS, None))
         process = calls["thread"] >> _PID_SHIFT
         launches = LaunchIndex(process, calls["correlation"], calls["start"], calls["thread"])
@@ -137,7 +139,7 @@ class _Reader:
 
     def _request(self, table: str) -> _Wanted:
         """Return the columns to read from a table: our name → its name there and our value for NULL."""
-        wanted = {"start": ("start", 0), "end": ("end", 0), "correlation": ("correlationId", -1)}
+        wanted = {"start": ("start", 0), "end": ("end", 0), "correlation": ("correlationId", 0)}
         if table == CALLS:
             wanted |= {"thread": ("globalTid", 0), "name": ("nameId", -1), "status": ("returnValue", 0)}
         else:
@@ -168,7 +170,9 @@ class _Reader:
             for ours in wanted.keys() - parts.keys():
                 parts[ours] = np.full(len(columns[0]), wanted[ours][1], dtype=np.int64)
             if "process" in parts:
-                parts["process"] >>= _PID_SHIFT
+                parts["process"] = (parts["process"] & POSITIVE) >> _PID_SHIFT
+            if "thread" in parts:
+                parts["thread"] &= POSITIVE
             found[table] = parts
         return found
 
@@ -188,6 +192,20 @@ class _Reader:
                 f" (export schema {self.schema}); export the report again with a newer nsys"
             )
         return there
+
+    def _number_gpus(self, found: dict[str, Columns]) -> None:
+        """Replace each process's own device numbers by the report's numbers of the GPUs.
+
+        A process counts the GPUs that it sees: each rank of a job may know its GPU as 0.
+        """
+        if not {"gpuId", "cudaId", "pid"} <= self.tables.get(DEVICES, frozenset()):
+            return
+        known = self.file.rows(f"SELECT pid, cudaId, gpuId FROM {DEVICES} WHERE gpuId IS NOT NULL AND gpuId != cudaId")
+        for columns in found.values() if known else ():
+            if "device" in columns:
+                device, pid = columns["device"].copy(), columns["process"] & _OS_PID_MASK
+                for owner, number, gpu in known:
+                    columns["device"][(pid == owner) & (device == number)] = gpu
 
     def _note_shared_ids(self, launches: LaunchIndex) -> None:
         if launches.shared_count:
@@ -264,7 +282,7 @@ class _Reader:
         if not {"ThreadNames", "StringIds"} <= self.tables.keys():
             return {}
         sql = "SELECT t.globalTid, s.value FROM ThreadNames t JOIN StringIds s ON s.id = t.nameId"
-        return {int(thread): str(name) for thread, name in self.file.rows(sql) if thread is not None}
+        return {int(thread) & POSITIVE: str(name) for thread, name in self.file.rows(sql) if thread is not None}
 
     def _gpus(self) -> tuple[str, ...]:
         if "TARGET_INFO_GPU" not in self.tables or "name" not in self.tables["TARGET_INFO_GPU"]:
@@ -320,7 +338,7 @@ class LaunchIndex:
     """Finds the call that launched a piece of work; ids alone are not unique across the processes of one report."""
 
     def __init__(self, process: Ints, correlation: Ints, start_ns: Ints, thread: Ints) -> None:
-        """Index calls that are sorted by time; an id of 0 or less means none."""
+        """Index calls that are sorted by time; CUPTI's id 0 means none."""
         self._start_ns, self._thread = start_ns, thread
         self._used = np.zeros(len(start_ns), dtype=np.bool_)
         self._processes = {p: self._index(rows, correlation) for p, rows in rows_by_value(process).items()}
@@ -351,7 +369,7 @@ class LaunchIndex:
     @staticmethod
     def _index(rows: Ints, correlation: Ints) -> _Process:
         ids = correlation[rows]
-        named = ids > 0
+        named = ids != 0
         if not named.all():
             rows, ids = rows[named], ids[named]
         if not len(ids):

@@ -21,6 +21,8 @@ _PAYLOADS = ("uint64Value", "int64Value", "doubleValue", "uint32Value", "int32Va
 _UNNAMED = "(unnamed)"
 _OPEN = -(1 << 62)
 _PID_SHIFT = 24
+POSITIVE = (1 << 63) - 1
+"""The highest bit of a serialized global id is a hardware number's: without it, no id is negative in 64 bits."""
 
 
 def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Names, end_of_capture: int) -> Ranges:
@@ -45,8 +47,10 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
         return _no_ranges()
     is_open = end == _OPEN
     last = max(end_of_capture, int(start.max()), int(end.max()))
-    process = thread >> _PID_SHIFT
     end_thread = found.get("endGlobalTid", thread)
+    end_thread = np.where(end_thread == -1, -1, end_thread & POSITIVE)
+    thread = thread & POSITIVE
+    process = thread >> _PID_SHIFT
     return Ranges(
         name=_range_names(file, columns, names, found.get("textId", np.full(len(start), -1)), where),
         domain=_domain_names(
@@ -91,8 +95,9 @@ def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, proce
     if "domainId" not in columns:
         return np.full(len(domain), names.intern(""), dtype=np.int64)
     text, text_id = (name if name in columns else "NULL" for name in ("text", "textId"))
+    process_id = f"(globalTid & {POSITIVE}) >> {_PID_SHIFT}"
     rows = file.rows(
-        f"SELECT globalTid >> {_PID_SHIFT}, domainId, {text}, {text_id} FROM {TABLE} WHERE eventType = {_DOMAIN_CREATE}"
+        f"SELECT {process_id}, domainId, {text}, {text_id} FROM {TABLE} WHERE eventType = {_DOMAIN_CREATE}"
     )
     registered = names.values([row[3] for row in rows if isinstance(row[3], int)])
     known = {(p, d): text if text is not None else registered.get(i, "") for p, d, text, i in rows}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Bools, Calls, Copies, Ints, Origins, Ranges, Trace, Work
+from profkit.trace.columns import Bools, Calls, Copies, Ints, Origins, Ranges, Trace, Work, distinct_values
 
 Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)
+
+_NCCL = ("ncclKernel", "ncclDevKernel")
 
 # A process keeps its number within its own trace, and no two traces share one.
 _PER_TRACE = 1 << 40
@@ -83,6 +85,28 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         notes=_each_once(trace.notes for trace in traces),
         ranks={process: rank for part in parts for process, rank in part.ranks.items()},
     )
+
+
+def separate_gpus(trace: Trace, rank_of: Mapping[int, int]) -> Trace:
+    """Return the trace with a number for each GPU, where several processes call different GPUs by one number.
+
+    Each rank of a job may see one GPU, as 0. NCCL never puts two ranks on one GPU, so processes that each run NCCL's
+    kernels on a device of one number have a GPU each: the first rank keeps the number, the others get free ones.
+    """
+    work, copies = trace.work, trace.copies
+    is_nccl = np.array([text.startswith(_NCCL) for text in trace.names] or [False], dtype=np.bool_)[work.name]
+    used = distinct_values(np.concatenate([work.device, copies.device])).tolist()
+    work_device, copy_device = work.device.copy(), copies.device.copy()
+    for device in used[:]:
+        processes = distinct_values(work.process[is_nccl & (work.device == device)]).tolist()
+        for process in sorted(processes, key=lambda one: rank_of.get(one, one))[1:]:
+            free = next(number for number in range(len(used) + 1) if number not in used)
+            used.append(free)
+            work_device[(work.process == process) & (work.device == device)] = free
+            copy_device[(copies.process == process) & (copies.device == device)] = free
+    if np.array_equal(work_device, work.device):
+        return trace
+    return replace(trace, work=replace(work, device=work_device), copies=replace(copies, device=copy_device))
 
 
 Item = TypeVar("Item")
