@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
+from tests.in_process import run_profkit
 
 pytest.importorskip("torch")
 
@@ -67,15 +66,7 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     (tmp_path / "pkg" / "needy.py").write_text("import no_such_module\n")
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            timeout=300,
-        )
+        return run_profkit("run", "-o", "run", *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT))
 
     return call
 

@@ -24,6 +24,7 @@ from profkit.models.presets import PRESETS
 from profkit.run.ceilings import read_ceilings
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
+from tests.in_process import run_profkit
 
 pytest.importorskip("torch")
 
@@ -31,15 +32,7 @@ FAST = ("model.tiny", "--batch", "2", "--context", "32", "--device", "cpu")
 
 
 def _profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "profkit", "run", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, **variables},
-        timeout=300,
-    )
+    return run_profkit("run", *arguments, cwd=cwd, **variables)
 
 
 def _manifest(run: Path) -> dict[str, Any]:

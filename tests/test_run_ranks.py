@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.in_process import run_profkit
 
 pytest.importorskip("torch")
 
@@ -46,15 +47,8 @@ def run(tmp_path: Path) -> Run:
     (tmp_path / "fails.py").write_text(FAILS)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", "--nproc-per-node", "2", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            timeout=300,
-        )
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return run_profkit("run", "-o", "run", "--nproc-per-node", "2", *arguments, cwd=tmp_path, **environment)
 
     return call
 

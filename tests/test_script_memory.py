@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 
 from profkit.run.owners import Owners, read_owners
 from tests.hooked_workloads import WORKLOADS
+from tests.in_process import run_profkit
 
 ROOT = Path(__file__).parent.parent
 WORKLOADS_SCRIPT = Path(__file__).parent / "hooked_workloads.py"
@@ -121,6 +122,9 @@ def _environment(**variables: str) -> dict[str, str]:
 @pytest.fixture
 def run(place: Path) -> Run:
     def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        if "profkit" in arguments:
+            here = arguments[arguments.index("profkit") + 1 :]
+            return run_profkit(*here, cwd=place, PYTHONPATH=str(ROOT), **variables)
         environment = _environment(**variables)
         return subprocess.run(
             arguments, capture_output=True, text=True, check=False, cwd=place, env=environment, timeout=300
