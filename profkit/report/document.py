@@ -175,7 +175,7 @@ def _failure_lines(document: Document) -> list[str]:
 
 def _render_screen(document: Document, full_names: bool, with_warnings: bool) -> str:
     width = screen_width()
-    blocks = ["\n".join(_failure_lines(document))]
+    blocks = ["\n".join(_wrap(line, width) for line in _failure_lines(document))]
     for part in document.parts:
         if isinstance(part, Table):
             blocks.append(render_table(part, full_names=full_names, width=width))
