@@ -69,6 +69,10 @@ class TestKinds:
     def test_what_a_target_is(self, words: list[str], kind: str) -> None:
         assert target_kind(words) == kind
 
+    def test_a_script_without_python_is_refused_with_the_command_to_type(self) -> None:
+        with pytest.raises(UsageError, match=r"put python before it: profkit run -- python train.py --lr 1"):
+            target_kind(["train.py", "--lr", "1"])
+
     @pytest.mark.parametrize("words", [["model.tiny", "x"], ["a:b", "x"]])
     def test_only_a_command_has_further_words(self, words: list[str]) -> None:
         with pytest.raises(UsageError, match=r"x: a .* takes options only"):

@@ -1,1 +1,1 @@
-"""Inside the workload's process: the training step, torch.profiler, memory recording. May import torch."""
+"""Inside the target's process: steps, hooks, ranges, times, torch.profiler, memory. May import torch."""

@@ -1,1 +1,1 @@
-"""Outside the workload's process: targets, Nsight Systems, the run directory. Never imports torch."""
+"""Outside the target's process: what a run does with it, Nsight Systems, the doctor. Never imports torch."""

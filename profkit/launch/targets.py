@@ -43,9 +43,11 @@ def target_kind(words: Sequence[str]) -> Kind:
     """Return what a target is; one word that is no callable and no program's name is meant as a model.
 
     Raises:
-        UsageError: further words after a built-in model or a callable, which take options only.
+        UsageError: a script without the Python that runs it, or further words after a built-in model or a callable.
     """
     first, *more = words
+    if first.endswith(".py") and shutil.which(first) is None:
+        raise UsageError(f"put python before it: profkit run -- python {' '.join(words)}")
     kind: Kind = "command" if more or (first not in PRESETS and shutil.which(first) is not None) else "model"
     if _CALLABLE.fullmatch(first):
         kind = "callable"

@@ -1,1 +1,1 @@
-"""The annotated transformer language model and its size presets."""
+"""The annotated transformer language model, its size presets, and its training script."""
