@@ -440,6 +440,21 @@ def test_step_count_is_known_if_all_ranges_lie_in_measured_steps(captures: Path)
     assert two.efficiency("step *").step_count == 2, "ranges on autograd threads included"
 
 
+def test_a_step_within_a_step_is_part_of_the_outer_one(tmp_path: Path) -> None:
+    """A program opens `step` and a recorder `step N` around it: two steps, with the work and the FLOPs of two."""
+    builder = NsysBuilder()
+    for step in (0, 1):
+        at = 10_000 * step
+        builder.range(f"step {step}", at, at + 1_000)
+        builder.range("step", at + 10, at + 900)
+        builder.range("forward", at + 20, at + 300, int64Value=3_000)
+        builder.kernel(at + 30, 50)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    result = opened.efficiency()
+    assert (len(result.steps), result.step_count, result.model_flops) == (2, 2, 3_000)
+    assert opened.self_check.findings == ()
+
+
 def test_a_range_that_mostly_waits_names_the_rank_that_it_waits_for(captures: Path) -> None:
     """Rank 1 arrives last: rank 0 waits for 51.6 of the 60.6 ms that both spend in all-reduces of the steps."""
     opened = read_trace(captures / "ddp.nsys2025.sqlite")

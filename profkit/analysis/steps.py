@@ -18,7 +18,10 @@ _CONTEXT = re.compile(rf"{CONTEXT} (\d+)")
 
 
 def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
-    """Return the ranges that are steps, forward passes, …, by label: those that ended, outside ``warmup``."""
+    """Return the ranges that are steps, forward passes, …, by label: those that ended, outside ``warmup``.
+
+    A step within another step, as where a program and a recorder each open one, is part of the outer one.
+    """
     trace = attribution.trace
     names = {i: trace.names[i] for i in distinct_values(trace.ranges.name).tolist()}
     label_of = {i: match[1].lower() for i, name in names.items() if (match := _LABEL.fullmatch(name))}
@@ -31,6 +34,9 @@ def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
     warm = np.zeros(len(trace.names), dtype=np.bool_)
     warm[[i for i, name in names.items() if is_warmup(name)]] = True
     measured = ~mark_nested(attribution.parent, warm[trace.ranges.name]) & ~trace.ranges.is_open
+    if STEP in labels:
+        is_step, parent = measured & (label == labels.index(STEP)), attribution.parent
+        measured &= ~(is_step & (parent != NO_RANGE) & mark_nested(parent, is_step)[parent])
     found = {name: np.flatnonzero(measured & (label == index)) for index, name in enumerate(labels)}
     return {name: found[name] for name in (STEP, *PHASES) if name in found}
 

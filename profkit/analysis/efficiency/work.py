@@ -139,9 +139,11 @@ class ModelFlops:
         """
         if self._facts.work is not None and self._context(step) is None:
             return self._facts.work.model_flops
-        trace = self._attribution.trace
-        inside = np.flatnonzero(self._attribution.parent == step)
-        passes = [i for i in inside.tolist() if trace.names[int(trace.ranges.name[i])] in (FORWARD, BACKWARD)]
+        trace, parent = self._attribution.trace, self._attribution.parent
+        name = {i: trace.names[int(trace.ranges.name[i])] for i in np.flatnonzero(parent == step).tolist()}
+        within = [i for i, text in name.items() if is_step(text)]
+        name |= {i: trace.names[int(trace.ranges.name[i])] for i in np.flatnonzero(np.isin(parent, within)).tolist()}
+        passes = [i for i, text in name.items() if text in (FORWARD, BACKWARD)]
         return self._works.total(np.array(passes, dtype=np.int64)).flops
 
     def _share(self, flops: int | None, context: int | None) -> float | None:
