@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from profkit.names import OPTIMIZER
-from recipes.common.recipe import LAUNCH_BOUND, OK, Report, Row
+from recipes.common.recipe import LAUNCH_BOUND, Report, Row
 from recipes.common.tables import Table, listed, markdown, pivot, show_digits, show_share
 from recipes.compilation.cells import ATTENTION, KEYS, MODEL
 from recipes.compilation.pairs import (
@@ -26,6 +26,7 @@ from recipes.compilation.pictures import draw_kernels, draw_speedups
 from recipes.compilation.work import Kernel, Totals, kernels_of
 from recipes.detectors.inspect import inspect_rows
 from recipes.whole_model.cells import COMPILED, FORWARD_ONLY
+from recipes.whole_model.report import find_slow_events
 
 _SHOWN_TO_DETECTORS = (*KEYS, *(f"{part}_{kind}_ms" for part in (*PHASES, OPTIMIZER) for kind in ("mean", "std")))
 _MOST_LINES = 15
@@ -166,18 +167,13 @@ def show_ns(value: int) -> str:
 def remark(rows: Sequence[Row]) -> list[str]:
     """Return what a reader of the tables must know, mistakes first."""
     findings = inspect_rows([{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows])
-    return [*_doubts(rows), *(finding.message for finding in findings)]
+    failed = [
+        f"{_name_row(row)}: the trace failed its check, do not trust its kernels: {failure}"
+        for row in rows
+        for failure in row.get("trace_failures") or ()  # type: ignore[attr-defined]
+    ]
+    return [*find_slow_events(rows, _name_row), *failed, *(finding.message for finding in findings)]
 
 
-def _doubts(rows: Sequence[Row]) -> Iterator[str]:
-    measured = [row for row in rows if row["status"] == OK]
-    for key, what in (
-        ("compiled_graphs", "the times include compilation: graphs were compiled in the timed steps"),
-        ("allocator_retries", "memory was almost full: allocations were retried in the timed steps"),
-    ):
-        found = [f"{row[key]} at {name_case(row)}, {row['mode']}" for row in measured if row.get(key)]
-        if found:
-            yield f"{what} in {len(found)} of {len(measured)} rows: {'; '.join(found[:3])}"
-    for row in measured:
-        for failure in row.get("trace_failures") or ():  # type: ignore[attr-defined]
-            yield f"{name_case(row)}, {row['mode']}: the trace failed its check, do not trust its kernels: {failure}"
+def _name_row(row: Row) -> str:
+    return f"{name_case(row)}, {row['mode']}"

@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass of each transformer block, counted as it is saved."""
+"""What autograd saves for the backward pass of each transformer block, counted as it is saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CAST = "ToCopy"
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that is kept: what made it, in which part of the block it was first saved, what it takes."""
+    """A saved tensor: the operator that made it, the part of the block that saved it first, its size."""
 
     made_by: str
     saved_in: str
@@ -31,9 +31,9 @@ class Part:
 
 @dataclass(frozen=True)
 class BlockAccount:
-    """One block: what is kept for its backward, and its output.
+    """One block: the tensors saved for its backward, and its output.
 
-    A block's input counts as the block's, for its norm saves it; its output is the next one's input.
+    A block's input counts as its own, because its norm saves it; its output is the next block's input.
     """
 
     parts: tuple[Part, ...]
@@ -48,9 +48,9 @@ class BlockAccount:
 
 @dataclass(frozen=True)
 class SavedAccount:
-    """What a forward pass keeps: by block, and outside of the blocks.
+    """What a forward pass saves, by block and outside of the blocks.
 
-    Each storage counts once, where it is saved first. Parameters, buffers and inputs do not: they are there anyway.
+    Each storage counts once, where it is saved first. Parameters, buffers and inputs do not count: they exist anyway.
     """
 
     blocks: tuple[BlockAccount, ...]
@@ -64,7 +64,7 @@ class SavedAccount:
 def count_saved(
     module: nn.Module, blocks: nn.ModuleList, inputs: Iterable[Tensor], forward: Callable[[], object]
 ) -> SavedAccount:
-    """Return what ``forward()``, which runs ``module`` with its ``blocks`` on ``inputs``, keeps for backward."""
+    """Return what ``forward()`` saves for backward; it runs ``module`` with its ``blocks`` on ``inputs``."""
     counter = _Counter(blocks, (*module.parameters(), *module.buffers(), *inputs))
     with counter.watching(), torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor):
         result = forward()
@@ -73,7 +73,7 @@ def count_saved(
 
 
 class _Counter:
-    """Knows which block and which part of it is running, and notes what is saved there."""
+    """Follows which part of which block is running, and notes what is saved there."""
 
     def __init__(self, blocks: nn.ModuleList, standing: Iterable[Tensor]) -> None:
         self._blocks = blocks
@@ -118,7 +118,7 @@ class _Counter:
         return end
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that is saved, unless it is noted already."""
+        """Note a saved tensor, unless its storage is noted already."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
@@ -128,12 +128,12 @@ class _Counter:
                 self._parts[number].append(part)
             else:
                 self._outside_bytes += storage.nbytes()
-        # The storage must stay, so that no other takes its place; but not the node, which would hold what it made.
+        # Keep the storage, so that no other takes its address; but not the node, which would hold its results.
         return tensor.detach()
 
 
 def _maker(tensor: Tensor) -> str:
-    """Return the operator that made a tensor, past the views of it; of what takes no gradient nobody knows."""
+    """Return the operator that made a tensor, ignoring views; unknown for tensors without a gradient."""
     node: Any = tensor.grad_fn
     names: list[str] = []
     while node is not None and len(names) < 2:

@@ -202,10 +202,12 @@ def _shares(rows: Sequence[Measured]) -> Iterator[str]:
         before, after = inference["gemm_step_share"], training["gemm_step_share"]
         without = share_without_optimizer(training)
         changes = [change for change in change_shares(inference, training) if change[0] != GEMM]
-        told = [", ".join(f"{name} {points:+.1f}" for name, points in changes[::sign] if points * sign >= _LEAST_POINTS)
-                or "none" for sign in (1, -1)]  # fmt: skip
+        sides = [
+            ", ".join(f"{name} {points:+.1f}" for name, points in changes[::sign] if points * sign >= _LEAST_POINTS)
+            for sign in (1, -1)
+        ]
         line = [training["size"], training["context"], show_share(before), show_share(after), _points(after - before)]
-        lines.append([*line, show_share(without), _points(without - before), *told])
+        lines.append([*line, show_share(without), _points(without - before), *(side or "none" for side in sides)])
     if lines:
         yield (
             "Shares of matrix products in inference, in a training step, and in that step without its optimizer. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def remark(rows: Sequence[Row]) -> list[str]:
     findings = inspect_rows([{key: row.get(key) for key in _SHOWN_TO_DETECTORS} for row in rows])
     mistakes = [finding.message for finding in findings if not finding.is_note]
     notes = [finding.message for finding in findings if finding.is_note]
-    return [*mistakes, *_first_samples(rows), *_happened_inside(rows), *notes]
+    return [*mistakes, *_first_samples(rows), *find_slow_events(rows, _name), *notes]
 
 
 def _times(rows: Sequence[Row]) -> Iterator[str]:
@@ -77,13 +77,14 @@ def _first_samples(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{outliers}: {shown}; {'; '.join(causes)}"
 
 
-def _happened_inside(rows: Sequence[Row]) -> Iterator[str]:
+def find_slow_events(rows: Sequence[Row], name: Callable[[Row], str]) -> Iterator[str]:
+    """Yield what happened in the timed steps that makes them slow, with the first rows, called by ``name``."""
     measured = sum(row["status"] == OK for row in rows)
     for key, what in (
         ("compiled_graphs", "the times include compilation: graphs were compiled in the timed steps"),
         ("allocator_retries", "memory was almost full: allocations were retried in the timed steps"),
     ):
-        found = [f"{row[key]} at {_name(row)}" for row in rows if row.get(key)]
+        found = [f"{row[key]} at {name(row)}" for row in rows if row.get(key)]
         if found:
             yield f"{what} in {len(found)} of {measured} rows: {'; '.join(found[:_WORST])}"
 
