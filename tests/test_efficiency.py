@@ -152,6 +152,15 @@ def test_mfu_uses_unprofiled_time_and_the_datasheets_peak(tmp_path: Path) -> Non
     assert (result.peaks.source, result.peaks.flops_per_s) == ("measured", {"bf16": 1e12})
 
 
+def test_mfu_of_one_process_on_several_gpus_is_of_all_of_them(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    with sqlite3.connect(run / "trace.sqlite") as database:
+        database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = correlationId % 2")
+    result = read_trace(run).efficiency()
+    assert {step.device for step in result.steps} == {0, 1}
+    assert result.mfu == _rows(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 2 * 989.5e12))
+
+
 def test_the_trace_file_in_a_run_directory_knows_its_run(tmp_path: Path) -> None:
     run = _run(tmp_path)
     assert read_trace(run / "trace.sqlite").efficiency().mfu == read_trace(run).efficiency().mfu

@@ -174,7 +174,15 @@ def _slow_window(attribution: Attribution, device: int) -> tuple[int, int]:
         if t.device[i] == device and t.start_ns[i] < first
     ]
     opened, closed = int(trace.ranges.start_ns[0]), int(trace.ranges.end_ns[0])
-    return min(first, max([opened, *earlier])), max(closed, last)
+    end = max(closed, last)
+    others = [end for one in (0, 1) for _, end in _own(attribution, one)]
+    while end < max(others) and not _begins_work(trace, device, end):
+        end += 1
+    return min(first, max([opened, *earlier])), end
+
+
+def _begins_work(trace: Trace, device: int, time: int) -> bool:
+    return any(((t.device == device) & (t.start_ns == time)).any() for t in (trace.work, trace.copies))
 
 
 def _slow_parts(trace: Trace, device: int, start: int, end: int) -> GpuParts:
@@ -277,6 +285,25 @@ def test_a_window_excludes_earlier_work_and_includes_idle_time_before_its_first_
         (0, 420),
         (420, 500),
         (600, 700),
+    ]
+
+
+def test_a_gpu_that_is_done_early_is_idle_until_the_others_are_or_until_it_has_other_work(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 100)
+    builder.kernel(10, 100, start=20, device=0)
+    builder.kernel(30, 400, start=120, device=1)  # until 520
+    builder.range("step 1", 200, 300)
+    builder.kernel(210, 100, start=220, device=0)
+    builder.kernel(220, 100, start=520, device=1)
+    trace = read_trace(builder.write(tmp_path / "t.sqlite")).trace
+    windows = find_windows(attribute_work(trace), np.arange(2), build_gpu_times(trace))
+    columns = (windows.device, windows.start_ns, windows.end_ns)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == [
+        (0, 0, 220),
+        (0, 200, 620),
+        (1, 0, 520),
+        (1, 520, 620),
     ]
 
 

@@ -19,7 +19,8 @@ launch work, launching goes before synchronising, and synchronising before outsi
 A range's kernels may run long after the range has closed, so its time on the host is not its time on the GPU. The
 *window* of one range on one GPU begins when the range opens; if the GPU is then still busy with earlier work, when that
 ends; but never after the range's own first kernel or copy. It ends when the range closes or its last kernel ends,
-whichever is later. Idle time before a range's first kernel is therefore the range's own unless the GPU had other work,
+whichever is later; a GPU that is done before the others of the range stays idle until they are, or until it begins
+other work. Idle time before a range's first kernel is therefore the range's own unless the GPU had other work,
 and the windows of ranges that follow one another on a stream do not overlap.
 """
 
@@ -142,6 +143,10 @@ class GpuTime:
         before = np.searchsorted(self.starts_ns, time_ns, side="left")
         return np.concatenate([[-(1 << 62)], self.reach_ns])[before]
 
+    def next_start_from(self, time_ns: Ints) -> Ints:
+        """Return when work begins next, at each time or after it; 2⁶² if none does."""
+        return np.append(self.starts_ns, NEVER)[np.searchsorted(self.starts_ns, time_ns, side="left")]
+
 
 @dataclass(frozen=True, eq=False)
 class HostTime:
@@ -190,8 +195,8 @@ def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTi
     trace = attribution.trace
     ranges = trace.ranges
     tables = ((trace.work, attribution.work), (trace.copies, attribution.copies))
-    found = []
-    for device, time in times.items():
+    extents: dict[int, tuple[Ints, Ints]] = {}
+    for device in times:
         first = np.full(len(members), NEVER, dtype=np.int64)
         last = np.full(len(members), -NEVER, dtype=np.int64)
         for rows, placed in tables:
@@ -200,11 +205,18 @@ def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTi
                 members, np.where(here, rows.start_ns, NEVER), np.where(here, rows.end_ns, -NEVER)
             )
             first, last = np.minimum(first, begun), np.maximum(last, ended)
+        extents[device] = first, last
+    last_of_all = np.max([last for _, last in extents.values()], axis=0, initial=-NEVER)
+    found = []
+    for device, time in times.items():
+        first, last = extents[device]
         some = np.flatnonzero(first < NEVER)
         opened, closed = ranges.start_ns[members[some]], ranges.end_ns[members[some]]
         first, last = first[some], last[some]
         start = np.minimum(first, np.maximum(opened, time.last_end_before(first)))
-        found.append((some, np.full(len(some), device, dtype=np.int64), start, np.maximum(closed, last)))
+        end = np.maximum(closed, last)
+        end = np.maximum(end, np.minimum(last_of_all[some], time.next_start_from(end)))
+        found.append((some, np.full(len(some), device, dtype=np.int64), start, end))
     if not found:
         return Windows(*(np.empty(0, dtype=np.int64) for _ in range(4)))
     return Windows(*(np.concatenate(column) for column in zip(*found, strict=True)))

@@ -6,7 +6,7 @@ whole number in NVTX's default domain: that is how `profkit.annotate` stores the
 
 Model FLOPs utilization is defined by Chowdhery et al. 2022 (PaLM), appendix B: the FLOPs of forward and backward as the
 model asks for them, however much is recomputed, over the time of the whole step, optimizer and data included. Here the
-time is unprofiled and the peak is the datasheet's.
+time is unprofiled and the peak is the datasheet's, of all GPUs on which the process ran its steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from profkit.analysis.range_paths import RangeNodes
 from profkit.analysis.steps import context_of, is_step, is_warmup, measured_ranges
 from profkit.names import BACKWARD, FORWARD, STEP
 from profkit.run.work import RangeWork
-from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints
+from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints, rows_by_value
 
 _UNKNOWN_DTYPE = "unknown"
 
@@ -118,14 +118,15 @@ class ModelFlops:
         self._facts = facts
         steps = measured_ranges(attribution).get(STEP, empty_ints())
         contexts = {self._context(step) for step in steps.tolist()}
+        self._gpu_counts = _count_gpus(attribution, steps)
         self.of_all = self.of_steps(steps)
         """FLOPs of each step; None if they are unknown or differ between steps."""
-        self.mfu_of_all = self._share(self.of_all, contexts.pop()) if len(contexts) == 1 else None
+        self.mfu_of_all = self._share(self.of_all, contexts.pop(), steps) if len(contexts) == 1 else None
 
     def mfu(self, members: Ints) -> float | None:
         """Return the MFU of some steps; None if they belong to several contexts or something is unknown."""
         contexts = {self._context(step) for step in members.tolist()}
-        return self._share(self.of_steps(members), contexts.pop()) if len(contexts) == 1 else None
+        return self._share(self.of_steps(members), contexts.pop(), members) if len(contexts) == 1 else None
 
     def of_steps(self, members: Ints) -> int | None:
         """Return the FLOPs that each of these steps asks for; None if they are unknown or differ."""
@@ -146,12 +147,25 @@ class ModelFlops:
         passes = [i for i, text in name.items() if text in (FORWARD, BACKWARD)]
         return self._works.total(np.array(passes, dtype=np.int64)).flops
 
-    def _share(self, flops: int | None, context: int | None) -> float | None:
+    def _share(self, flops: int | None, context: int | None, steps: Ints) -> float | None:
+        """Return the share of what all GPUs of a process could do; its steps count the work of all of them."""
+        processes = distinct_values(self._attribution.trace.ranges.process[steps]).tolist()
+        gpu_counts = {self._gpu_counts.get(process, 1) for process in processes}
         step_ns, sheet = self._facts.step_ns(context), self._facts.datasheet
         peak = sheet.flops_per_s.get(self._facts.dtype or "") if sheet is not None else None
-        if flops is None or not step_ns or peak is None:
+        if flops is None or not step_ns or peak is None or len(gpu_counts) != 1:
             return None
-        return flops / (step_ns / 1e9 * peak)
+        return flops / (step_ns / 1e9 * peak * gpu_counts.pop())
 
     def _context(self, step: int) -> int | None:
         return context_of(self._names[self._nodes.of_range[step]])
+
+
+def _count_gpus(attribution: Attribution, steps: Ints) -> dict[int, int]:
+    """Return on how many GPUs each process ran kernels in its steps."""
+    work = attribution.trace.work
+    rows = attribution.work.under(steps).rows
+    return {
+        process: len(distinct_values(work.device[rows[mine]]))
+        for process, mine in rows_by_value(work.process[rows]).items()
+    }
