@@ -370,9 +370,9 @@ def test_every_format_holds_the_verdicts(run: Path) -> None:
         (["--force", "--max-idle", "10%"], "--force needs a baseline"),
         (["--max-slowdown", "2%"], "--max-slowdown needs a baseline"),
         (["--max-idle", "120%"], "'120%' is not a percentage from 0% to 100%"),
-        (["--max-peak", "40XB"], "XB is no unit of size"),
-        (["--max-step-ms", "nan"], "'nan' is no number of milliseconds above 0"),
-        (["--max-share", "softmax"], "'softmax' is no NAME=PERCENT such as softmax=15%"),
+        (["--max-peak", "40XB"], "XB is not a unit of size"),
+        (["--max-step-ms", "nan"], "'nan' is not a number of milliseconds above 0"),
+        (["--max-share", "softmax"], "'softmax' is not NAME=PERCENT, such as softmax=15%"),
     ],
 )
 def test_a_wrong_request_exits_2(run: Path, options: list[str], message: str) -> None:

@@ -435,7 +435,7 @@ class TestCommand:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 3
-        assert done.stderr.startswith("profkit: nothing can be recorded here: it takes torch or an nsys that starts")
+        assert done.stderr.startswith("profkit: nothing can be recorded here: profkit needs torch or a working nsys")
 
     def test_torch_is_not_loaded(self, tmp_path: Path) -> None:
         code = (

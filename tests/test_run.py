@@ -162,7 +162,7 @@ def test_the_manifest_and_the_work_of_several_contexts_keep_them_apart(contexts_
     [
         (["--context", "8,x"], "'x' is not a valid integer"),
         (["--context", "8,0"], "0 is not in the range x>=1"),
-        (["--context", "8,8"], "a context twice"),
+        (["--context", "8,8"], "one context is there twice"),
         (["--context", "8,16", "--memory"], "--memory takes one --context"),
         (["--context", "1,2,3,4,5,6,7,8,9", "--compile", "default"], "--compile takes 8 values of --context at most"),
         (["--memory", "--device", "cpu"], "--device cpu uses none"),

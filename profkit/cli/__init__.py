@@ -23,13 +23,13 @@ _COMMANDS = {
     "efficiency": ("profkit.cli.efficiency", "Say how well the GPUs' time was used, and what limits each range."),
     "ceilings": (
         "profkit.cli.ceilings",
-        "Measure the most that this machine's GPU can do.",
+        "Measure the peaks of this machine's GPU: FLOP/s and memory bandwidth.",
     ),
     "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
-    "ranges": ("profkit.cli.ranges", "Show the tree of ranges: what can be passed to --range."),
+    "ranges": ("profkit.cli.ranges", "Show the tree of ranges: the names that --range accepts."),
     "compare": ("profkit.cli.compare", "Say what changed between two captures, and whether it is more than noise."),
     "check": ("profkit.cli.check", "Check a run against budgets or an earlier run: exit 3 if it fails."),
-    "doctor": ("profkit.cli.doctor", "Say what can be recorded on this machine, and what to do about the rest."),
+    "doctor": ("profkit.cli.doctor", "Say what this machine can record, and how to fix what it cannot."),
     "scrub": ("profkit.cli.scrub", "Copy an nsys export without environment, host, user and paths."),
     "help": ("profkit.cli.help", "Show a guide: scripts, ranges, attribution, efficiency, memory, …"),
 }

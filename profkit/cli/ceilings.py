@@ -25,14 +25,14 @@ from profkit.run.directory import CEILINGS, Run
     type=click.Choice(get_args(Device)),
     default="auto",
     show_default=True,
-    help="auto: CUDA if there is a GPU.",
+    help="auto: CUDA if there is a GPU, otherwise the CPU.",
 )
 @click.option(
-    "-o", "output", type=click.Path(path_type=Path), help=f"Also keep it: a file, or a run directory's {CEILINGS}."
+    "-o", "output", type=click.Path(path_type=Path), help=f"Also write to this file, or to {CEILINGS} of this run."
 )
 @click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
 def ceilings(device: Device, output: Path | None, style: Format) -> None:
-    """Measure what this machine's device can do at most: matrix products in fp32, TF32, BF16 and FP16, and a copy.
+    """Measure this machine's peaks: matrix products in fp32, TF32, BF16 and FP16, and a memory copy.
 
     It takes some seconds and needs the GPU for itself. The table also shows what NVIDIA's datasheet says of that GPU.
     """

@@ -16,10 +16,12 @@ from profkit.report.document import FORMATS, Format
 
 
 @click.command()
-@click.option("--try", "with_trial", is_flag=True, help="Record a second of a Python process with nsys and export it.")
+@click.option(
+    "--try", "with_trial", is_flag=True, help="Record a Python process with nsys for one second, and export it."
+)
 @click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
 def doctor(with_trial: bool, style: Format) -> None:
-    """Say what can be recorded on this machine, and the one thing to do where something cannot.
+    """Say what this machine can record, and the one thing to do for each part that it cannot.
 
     Looks at nsys, its version against the driver, its importer, nvtx, GPU, permission, torch, disk and cache; imports
     no torch. Exits 0 unless nothing can be recorded (neither an nsys that starts nor torch, or no room), or the trial
@@ -33,7 +35,7 @@ def doctor(with_trial: bool, style: Format) -> None:
         findings.append(_try(nsys))
     print_document(build_doctor_document(findings, can_record=possible, on_screen=style == "table"), style, None)
     if not possible:
-        raise CheckError("nothing can be recorded here: it takes torch or an nsys that starts, and room to write")
+        raise CheckError("nothing can be recorded here: profkit needs torch or a working nsys, and free disk space")
     if with_trial and findings[-1].state == "failed":
         raise CheckError("the trial failed: nsys records no ranges here")
 

@@ -11,7 +11,7 @@ from profkit.guides import TOPICS, read_guide, title_of
 @click.command()
 @click.argument("topic", required=False)
 def help(topic: str | None) -> None:
-    """Show a guide, or the help of a command; without a TOPIC, what there is to read."""
+    """Show a guide or the help of a command; without a TOPIC, list the guides."""
     root = click.get_current_context().find_root()
     group = root.command
     assert isinstance(group, click.Group)

@@ -42,7 +42,9 @@ _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline
 @click.option("--min-size", type=Size(), default=0, help="Show only allocations of at least this size, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Treat annotations matching GLOB as NAME.")
 @click.option("--capacity", type=Size(), help="The GPU's memory, to explain an out-of-memory error.")
-@click.option("--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: FILE.html or FILE.png.")
+@click.option(
+    "--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw memory over time: FILE.html or FILE.png."
+)
 @click.option(
     "--timeline-by",
     type=click.Choice(STACKINGS),

@@ -21,15 +21,15 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no size such as 512, 10MiB or 1.5GB")
+        raise ValueError(f"{text!r} is not a size such as 512, 10MiB or 1.5GB")
     unit, number = match["unit"].lower(), Fraction(match["number"])
     if unit in ("", "b"):
         if number.denominator != 1:
-            raise ValueError(f"{text!r} is no size: there are no parts of a byte")
+            raise ValueError(f"{text!r} is not a size: a byte cannot be divided")
         return int(number)
     power: int | None = _POWERS.get(unit[0])
     if power is None or unit[1:] not in ("", "b", "ib"):
-        raise ValueError(f"{text!r}: {match['unit']} is no unit of size; there are KiB, MiB, GiB, TiB, kB, MB, GB, TB")
+        raise ValueError(f"{text!r}: {match['unit']} is not a unit of size; use KiB, MiB, GiB, TiB, kB, MB, GB or TB")
     base = 1000 if unit[1:] == "b" else 1024
     return round(number * int(base**power))
 
@@ -56,7 +56,7 @@ def parse_milliseconds(text: str) -> int:
     """
     number = Fraction(text.strip()) if _NUMBER.fullmatch(text.strip()) else Fraction(0)
     if number <= 0:
-        raise ValueError(f"{text!r} is no number of milliseconds above 0, such as 120 or 0.5")
+        raise ValueError(f"{text!r} is not a number of milliseconds above 0, such as 120 or 0.5")
     return round(number * 1_000_000)
 
 
@@ -68,7 +68,7 @@ def parse_share(text: str) -> tuple[str, float]:
     """
     name, _, percent = text.rpartition("=")
     if not name.strip():
-        raise ValueError(f"{text!r} is no NAME=PERCENT such as softmax=15%")
+        raise ValueError(f"{text!r} is not NAME=PERCENT, such as softmax=15%")
     return name.strip(), parse_percent(percent)
 
 

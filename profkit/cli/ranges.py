@@ -18,7 +18,9 @@ from profkit.report.ranges import build_ranges_document
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
-@click.option("--numbered", is_flag=True, help="One line each for 'layer 0' and 'layer 1' (JSON and CSV always).")
+@click.option(
+    "--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines (JSON and CSV always do)."
+)
 @click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step.")
 @click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do.")
 @click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check.")

@@ -47,7 +47,7 @@ _KILLED = 128 + signal.SIGKILL
 
 @click.command(
     epilog="TARGET is a built-in model: model.tiny, model.small, model.medium, model.large, model.xl or model.2.7B; "
-    "package.module:name, a callable of yours that returns a step (a callable without arguments); "
+    "package.module:name, a callable that returns one step as a callable without arguments; "
     "or, after --, any command that starts Python: profkit run --nsys -- python train.py --lr 1e-3, "
     "-- python -m pkg.train, -- torchrun --nproc-per-node 2 train.py."
 )
@@ -60,7 +60,7 @@ _KILLED = 128 + signal.SIGKILL
 @command_options
 @ceiling_options
 @click.option(
-    "-o", "output", type=click.Path(path_type=Path), help="The run directory to make  [default: runs/TIME-TARGET]"
+    "-o", "output", type=click.Path(path_type=Path), help="The run directory to create  [default: runs/TIME-TARGET]"
 )
 def run(
     target: tuple[str, ...],
@@ -88,14 +88,15 @@ def run(
 ) -> int:
     """Run TARGET under a profiler and keep what it recorded in a run directory.
 
-    The steps of a built-in model, or of a callable of yours, run twice, each time in a process of their own: without a
-    profiler, to be timed, then recorded; with --memory a third time, first of all.
+    A built-in model, or a callable of yours, runs its steps twice, in separate processes: first unprofiled to time
+    them, then recorded. With --memory a third process records the allocator before the other two.
 
-    A command runs once: steps --warmup to --warmup + --steps - 1 are recorded, the ones before timed. A step ends with
-    the optimizer's; in a script without an optimizer it is an outermost call of a module. With --memory it runs twice,
-    to its end unless --stop: first its allocator is recorded, from the first use of CUDA to the last of these steps.
+    A command runs once: the first --warmup steps run unprofiled (profkit times all but the first of them), the next
+    --steps are recorded, and then the command finishes, unless --stop. A step ends when the optimizer's step ends;
+    without an optimizer each outermost call of a module is a step. With --memory the command runs twice: the first
+    run records the allocator, from the first use of CUDA to the last measured step.
 
-    In a callable's and a command's code ranges for phases and modules appear without an edit.
+    Callables and commands need no edit: profkit opens the ranges for phases and modules.
 
     The exit status is the target's.
     """
@@ -147,10 +148,10 @@ def _model(
     if len(contexts) > 1:
         if ranks > 1:
             raise UsageError(
-                "--nproc-per-node takes one --context: each would be a model of its own; run each by itself"
+                "--nproc-per-node takes one --context: each would be a separate model; run them one by one"
             )
         if memory is not None:
-            raise UsageError("--memory takes one --context: a snapshot is of one; run each by itself")
+            raise UsageError("--memory takes one --context: a snapshot holds one; run them one by one")
         if options["compile_mode"] != "none" and len(contexts) > _COMPILED_CONTEXTS:
             raise UsageError(
                 f"--compile takes {_COMPILED_CONTEXTS} values of --context at most, as torch.compile does: "

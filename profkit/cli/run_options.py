@@ -59,7 +59,7 @@ class _Contexts(click.ParamType):  # type: ignore[type-arg]  # generic in some v
             return value
         contexts = tuple(AT_LEAST_ONE(word.strip(), param, ctx) for word in str(value).split(","))
         if len(set(contexts)) < len(contexts):
-            self.fail(f"{value}: a context twice", param, ctx)
+            self.fail(f"{value}: one context is there twice", param, ctx)
         return contexts
 
 
@@ -72,14 +72,14 @@ def recorder_options(command: Command) -> Command:
             "with_nsys",
             default=False,
             help="Record with Nsight Systems, or with torch.profiler (the default). Nsight Systems copies the whole "
-            "environment of the process into its report: take secrets out of it before you share a report.",
+            "process environment into its report: remove secrets from the environment first.",
         ),
         click.option(
             "--trace",
             "traces",
             default=",".join(NsysOptions().traces),
             show_default=True,
-            help="With --nsys: the APIs to trace, nvtx among them; osrt, cublas, cudnn, … as nsys knows them.",
+            help="With --nsys: the APIs to trace, as nsys names them (osrt, cublas, cudnn, …); nvtx must be one.",
         ),
         click.option(
             "--cuda-graph-trace",
@@ -87,14 +87,14 @@ def recorder_options(command: Command) -> Command:
             type=click.Choice(get_args(GraphTrace)),
             default=NsysOptions().cuda_graph_trace,
             show_default=True,
-            help="With --nsys: node traces each kernel of a CUDA graph, so that ranges and tables see it, and slows "
-            "every graph launch; graph traces a launch as one, at little cost, and no kernel in it is named.",
+            help="With --nsys: node traces each kernel of a CUDA graph, so ranges and tables see it, but every graph "
+            "launch becomes slower; graph traces a whole launch as one row at little cost.",
         ),
-        click.option("--nsys-args", default="", help='Further flags for nsys, quoted: --nsys-args "--gpuctxsw=true".'),
+        click.option("--nsys-args", default="", help='More flags for nsys, quoted: --nsys-args "--gpuctxsw=true".'),
         click.option(
             "--keep-report/--no-keep-report",
             default=True,
-            help="With --nsys: keep the .nsys-rep beside its export. It holds the environment and cannot be scrubbed.",
+            help="With --nsys: keep the .nsys-rep next to its export. It holds the environment and cannot be scrubbed.",
         ),
     )
 
@@ -106,7 +106,7 @@ def ceiling_options(command: Command) -> Command:
         click.option(
             "--ceilings",
             is_flag=True,
-            help="Afterwards measure what the device can do at most, as `profkit ceilings` does, into the run.",
+            help="After the run also measure the device's peaks (`profkit ceilings`) and keep them in the run.",
         ),
     )
 
@@ -127,8 +127,8 @@ def step_options(command: Command) -> Command:
             type=AT_LEAST_ONE,
             default=1,
             metavar="N",
-            help="Start N processes on this machine with torch's own launcher; a built-in model is trained by "
-            "DistributedDataParallel, each rank with a batch of its own.",
+            help="Start N processes on this machine with torch's launcher. A built-in model is then trained with "
+            "DistributedDataParallel; each rank has its own batch.",
         ),
     )
 
@@ -137,28 +137,27 @@ def model_options(command: Command) -> Command:
     """Add what describes a built-in model's step."""
     return _with(
         command,
-        click.option("--batch", type=AT_LEAST_ONE, default=4, show_default=True, help="Sequences in a batch."),
+        click.option("--batch", type=AT_LEAST_ONE, default=4, show_default=True, help="Sequences per batch."),
         click.option(
             "--context",
             "contexts",
             type=_Contexts(),
             default="256",
             show_default=True,
-            help="Tokens in a sequence; of several (128,256,512) each has its steps, under a range 'context N'.",
+            help="Tokens per sequence. With several (128,256,512) each length runs its own steps, under 'context N'.",
         ),
         _choice("--passes", Passes, "train", "What a step does."),
-        _choice("--dtype", Dtype, "fp32", "tf32: matrix products of fp32 in TF32; bf16: autocast, fp32 weights."),
+        _choice("--dtype", Dtype, "fp32", "tf32: fp32 with matrix products in TF32; bf16: autocast with fp32 weights."),
         click.option(
             "--compile",
             "compile_mode",
             type=click.Choice(get_args(CompileMode)),
             default="none",
             show_default=True,
-            help="torch.compile's mode. Compiled code carries no ranges: the phases remain, layers and attention do "
-            "not.",
+            help="torch.compile's mode. Compiled code has no inner ranges: phases remain, layers and attention do not.",
         ),
-        click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the tokens."),
-        _choice("--device", Device, "auto", "auto: CUDA if there is a GPU."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the tokens."),
+        _choice("--device", Device, "auto", "auto: CUDA if there is a GPU, otherwise the CPU."),
     )
 
 
@@ -167,22 +166,24 @@ def memory_options(command: Command) -> Command:
     return _with(
         command,
         click.option(
-            "--memory", is_flag=True, help="Also record the CUDA allocator, in a process of its own: who held it."
+            "--memory", is_flag=True, help="Also record the CUDA allocator in a separate process: who held the memory."
         ),
         click.option(
             "--memory-only",
             is_flag=True,
-            help="Record a command's allocator and no trace: the command then runs once, with --memory twice.",
+            help="Record a command's allocator and no trace. The command then runs once; with --memory it runs twice.",
         ),
-        _choice("--memory-stacks", Stacks, "python", "Frames of each allocation; all: C++ too, which costs more."),
+        _choice(
+            "--memory-stacks", Stacks, "python", "Stack of each allocation: Python frames, or all with C++ (slower)."
+        ),
         click.option(
             "--memory-entries",
             type=AT_LEAST_ONE,
             default=MEMORY_ENTRIES,
             show_default=True,
-            help="Allocator events kept, some 300 B to 1 KB of host memory each; beyond it the oldest are lost.",
+            help="Keep at most this many allocator events (300 B to 1 KB of host memory each); older ones are lost.",
         ),
-        click.option("--memory-saved", is_flag=True, help="Also write down which tensors autograd saves for backward."),
+        click.option("--memory-saved", is_flag=True, help="Also record which tensors autograd saves for backward."),
     )
 
 
@@ -195,14 +196,18 @@ def hook_options(command: Command) -> Command:
             type=click.IntRange(min=0),
             default=3,
             show_default=True,
-            help="Modules of your model get a range if their dotted name has at most this many parts.",
+            help="A module of your model gets a range if its dotted name has at most this many parts.",
         ),
-        click.option("--annotate/--no-annotate", default=True, help="Your own ranges are shown in any case."),
+        click.option(
+            "--annotate/--no-annotate",
+            default=True,
+            help="Open ranges for phases and modules automatically, or not. Your own ranges always show.",
+        ),
         click.option(
             "--flops",
             is_flag=True,
-            help="Count what each range does, FLOPs and the bytes it must move, in the last step before the measured "
-            "ones: that one is slower, and not timed. A built-in model's work is known without.",
+            help="Count each range's FLOPs and the bytes it must move, in the last step before the measured ones. That "
+            "step is slower and is not timed. Built-in models do not need this.",
         ),
     )
 
@@ -211,9 +216,11 @@ def command_options(command: Command) -> Command:
     """Add what only makes sense for a command, which goes its own way."""
     return _with(
         command,
-        click.option("--stop", is_flag=True, help="End the command after the measured steps; else it goes on."),
         click.option(
-            "--step-on", metavar="CLASS", help="The optimizer whose steps count, where a command has several."
+            "--stop", is_flag=True, help="End the command after the measured steps instead of letting it finish."
+        ),
+        click.option(
+            "--step-on", metavar="CLASS", help="With several optimizers: the class of the one that ends a step."
         ),
     )
 
