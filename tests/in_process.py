@@ -10,6 +10,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 from profkit.cli import main
+from tests.conftest import call_main
+
+
+def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Return what ``profkit ARGUMENTS`` printed and its exit code, for a command that starts no process."""
+    return call_main([str(argument) for argument in arguments])
 
 
 def run_profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
