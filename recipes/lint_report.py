@@ -14,8 +14,8 @@ import click
 from profkit.files import write_whole
 from recipes.common.command import exit_with
 from recipes.common.tables import Table, csv_text, markdown
-from recipes.detectors.inspect import inspect_tables
-from recipes.detectors.tables import Finding, read_tables
+from recipes.detectors import Finding, inspect_tables
+from recipes.detectors.tables import read_tables
 
 MISTAKES = 3
 

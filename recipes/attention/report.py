@@ -15,7 +15,7 @@ from recipes.common.measuring import MIB
 from recipes.common.pictures import COLOURS, label_plainly, new_figure, with_gaps
 from recipes.common.recipe import OK, Report, Row, whole
 from recipes.common.tables import Table, listed, markdown, pivot
-from recipes.detectors.inspect import inspect_rows
+from recipes.detectors import inspect_rows
 
 Points = Sequence[tuple[float, float]]
 """Sequence lengths, each with a positive value."""

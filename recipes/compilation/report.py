@@ -24,7 +24,7 @@ from recipes.compilation.pairs import (
 )
 from recipes.compilation.pictures import draw_kernels, draw_speedups
 from recipes.compilation.work import Kernel, Totals, kernels_of
-from recipes.detectors.inspect import inspect_rows
+from recipes.detectors import inspect_rows
 from recipes.whole_model.cells import COMPILED, FORWARD_ONLY
 from recipes.whole_model.report import find_slow_events
 

@@ -1,42 +1,39 @@
-"""Detectors of mistakes in memory, and of units that do not convert."""
+"""Rules on the memory of one table, and on units that do not convert."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from statistics import linear_regression, median
 
-from recipes.detectors.tables import BINARY_BYTES, BYTES, DECIMAL_BYTES, SECONDS, BenchmarkTable, Finding, Number
+from recipes.detectors.tables import BINARY_BYTES, BYTES, DECIMAL_BYTES, SECONDS, BenchmarkTable, Number
 
 _LINE_FITS = 1e-3
 _CARRIED = 0.05
 _SHRINKS = 0.02
 
 
-def find_zero_memory(table: BenchmarkTable) -> Iterator[Finding]:
+def find_zero_memory(table: BenchmarkTable) -> Iterator[str]:
     """Yield columns of memory that are 0 in every row: memory that was not measured."""
     zero = [name for name in _memory(table) if len(table.rows) > 1 and set(table.values(name)) == {0.0}]
     if zero:
-        said = f"{', '.join(zero)}: 0 in every row, which is no measurement; leave the cells empty"
-        yield Finding("zero-memory", table.name, said)
+        yield f"{', '.join(zero)}: 0 in every row, which is no measurement; leave the cells empty"
 
 
-def find_negative_memory(table: BenchmarkTable) -> Iterator[Finding]:
+def find_negative_memory(table: BenchmarkTable) -> Iterator[str]:
     """Yield columns of memory that fall below zero."""
     for heading in _memory(table):
         values = [(row, value) for row, value in enumerate(table.values(heading)) if value is not None]
         below = [row for row, value in values if value < 0]
         if below:
-            yield Finding(
-                "negative-memory",
-                table.name,
+            yield (
                 f"{heading} is negative in {len(below)} of {len(values)} rows, as at {table.describe(below[0])}: "
-                "a difference of two readings, between which more was freed than allocated",
+                "a difference of two readings, between which more was freed than allocated"
             )
 
 
-def find_carried_over(table: BenchmarkTable) -> Iterator[Finding]:
+def find_carried_over(table: BenchmarkTable) -> Iterator[str]:
     """Yield memory of an earlier cell that is still allocated in later ones.
 
     Either the first cell lies below the line through all later cells, which fit a line; or memory falls where a size
@@ -44,16 +41,12 @@ def find_carried_over(table: BenchmarkTable) -> Iterator[Finding]:
     """
     axes = [*table.columns("length"), *table.columns("width")]
     for heading in _memory(table):
-        if any(value is not None and value < 0 for value in table.values(heading)):
-            continue
-        for axis in axes:
-            said = _first_lies_low(table, heading, axis) or _shrinks(table, heading, axis)
-            if said:
-                yield Finding("carried-over", table.name, said)
-                break
+        if all(value is None or value >= 0 for value in table.values(heading)):
+            found = (_first_lies_low(table, heading, axis) or _shrinks(table, heading, axis) for axis in axes)
+            yield from list(filter(None, found))[:1]
 
 
-def find_swapped_axes(table: BenchmarkTable) -> Iterator[Finding]:
+def find_swapped_axes(table: BenchmarkTable) -> Iterator[str]:
     """Yield memory that grows with the square of the width, and hardly with the sequence length.
 
     In attention it grows with the square of the length. Sizes show it too: sequences are longer than a head is wide.
@@ -64,11 +57,9 @@ def find_swapped_axes(table: BenchmarkTable) -> Iterator[Finding]:
     for heading in _memory(table):
         by_width, by_length = (last_exponent(table, heading, axis) for axis in (widths[0], lengths[0]))
         if by_width is not None and by_length is not None and by_width > 1.5 and by_length < 0.5:
-            yield Finding(
-                "swapped-axes",
-                table.name,
+            yield (
                 f"{heading} grows with {widths[0]} to the power of {by_width:.2f}, with {lengths[0]} to the power of "
-                f"{by_length:.2f}; in attention it grows with the square of the length: the two axes are swapped",
+                f"{by_length:.2f}; in attention it grows with the square of the length: the two axes are swapped"
             )
             return
 
@@ -108,15 +99,15 @@ def _lines(table: BenchmarkTable, heading: str, axis: str) -> list[list[tuple[fl
 def _first_lies_low(table: BenchmarkTable, heading: str, axis: str) -> str | None:
     line = next((line for line in _lines(table, heading, axis) if any(row == 0 for *_, row in line)), [])
     others = [(size, number) for size, number, row in line if row != 0]
-    first = next(((size, number) for size, number, row in line if row == 0), None)
-    if first is None or len(others) < 3:
+    if len(others) < 3:
         return None
-    expected = _on_line(others, first[0])
-    if expected is None or expected - first[1].value <= _CARRIED * expected:
+    size, first = next((size, number.value) for size, number, row in line if row == 0)
+    expected = _on_line(others, size)
+    if expected is None or expected - first <= _CARRIED * expected:
         return None
     return (
-        f"{heading} begins with {first[1].value:g} at {table.describe(0)}, then follows a line on which {expected:.4g} "
-        f"would be expected there: about {expected - first[1].value:.4g} of the first cell is left in all later ones"
+        f"{heading} begins with {first:g} at {table.describe(0)}, then follows a line on which {expected:.4g} "
+        f"would be expected there: about {expected - first:.4g} of the first cell is left in all later ones"
     )
 
 
@@ -146,26 +137,24 @@ _EXACT = 2e-3
 _EIGHTH = 8
 
 
-def find_binary_under_decimal_label(table: BenchmarkTable) -> Iterator[Finding]:
+def find_binary_under_decimal_label(table: BenchmarkTable) -> Iterator[str]:
     """Yield columns labelled MB (10⁶) with whole eighths far too often: they are MiB (2²⁰)."""
     for heading in table.columns("memory"):
         unit = table.roles[heading].unit
         if unit in DECIMAL_BYTES and is_binary(table, heading):
-            right = unit.upper()[0] + "iB"
-            yield Finding("unit-label", table.name, f"{heading}: these are {right}, as their eighths show")
+            yield f"{heading}: these are {unit.upper()[0]}iB, as their eighths show"
 
 
-def find_wrong_factor(table: BenchmarkTable) -> Iterator[Finding]:
+def find_wrong_factor(table: BenchmarkTable) -> Iterator[str]:
     """Yield a column of memory over squared length that was computed with 10⁶ for 2²⁰, or the other way round."""
-    lengths = table.columns("length")
-    for heading in table.columns("memory per square"):
-        for memory in table.columns("memory"):
-            said = lengths and _compare_factor(table, heading, memory, lengths[0])
-            if said:
-                yield Finding("unit-factor", table.name, said)
+    columns = (table.columns("memory per square"), table.columns("memory"), table.columns("length")[:1])
+    for heading, memory, length in product(*columns):
+        said = _compare_factor(table, heading, memory, length)
+        if said:
+            yield said
 
 
-def find_pairs_that_do_not_convert(table: BenchmarkTable) -> Iterator[Finding]:
+def find_pairs_that_do_not_convert(table: BenchmarkTable) -> Iterator[str]:
     """Yield two columns of one quantity in two units that are not the same values."""
     scales = {**BYTES, **SECONDS}
     measured = [(heading, role) for heading, role in table.roles.items() if role.unit in scales]
@@ -180,7 +169,7 @@ def find_pairs_that_do_not_convert(table: BenchmarkTable) -> Iterator[Finding]:
             due = left.value * factor
             if abs(due - right.value) > 0.5 * (right.ulp + left.ulp * factor) + _EXACT * abs(due):
                 said = f"{one} {left.value:g} is {due:g} in {second.unit}, and {other} says {right.value:g}"
-                yield Finding("unit-conversion", table.name, f"{said} ({table.describe(row)})")
+                yield f"{said} ({table.describe(row)})"
                 break
 
 

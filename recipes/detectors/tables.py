@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,19 +23,8 @@ BINARY_BYTES = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 DECIMAL_BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 BYTES = {"b": 1, "bytes": 1, **BINARY_BYTES, **DECIMAL_BYTES}
 
-_LENGTHS = {
-    "seq",
-    "seq len",
-    "seq length",
-    "sequence",
-    "sequence length",
-    "context",
-    "context length",
-    "length",
-    "s",
-    "n",
-    "t",
-}
+_LENGTHS = {"seq", "seq len", "seq length", "sequence", "sequence length", "context", "context length", "length"}
+_LENGTHS |= {"s", "n", "t"}
 _WIDTHS = {"d model", "dmodel", "width", "d", "head dim", "d head"}
 _FORWARD = {"fwd", "fws", "forward"}
 _BACKWARD = {"bwd", "back", "backward"}
@@ -110,16 +99,6 @@ def phase_of(words: set[str]) -> Phase | None:
     if forward or backward:
         return "forward+backward" if forward and backward else "forward" if forward else "backward"
     return "optimizer" if "optimizer" in words else "step" if words & {"step", "steps", "iteration"} else None
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A mistake that the numbers reveal; a note is no mistake, but helps to read them."""
-
-    code: str
-    table: str
-    message: str
-    is_note: bool = False
 
 
 _NUMBER = re.compile(
@@ -197,6 +176,13 @@ class BenchmarkTable:
     def values(self, heading: str) -> list[float | None]:
         return [None if number is None else number.value for number in self.numbers[heading]]
 
+    def seconds(self, phase: Phase) -> list[float | None]:
+        """Return each row's time of a phase, from the first column that holds it; None where there is none."""
+        for heading in self.columns("time", phase)[:1]:
+            unit = self.roles[heading].seconds
+            return [None if value is None else value * unit for value in self.values(heading)]
+        return [None] * len(self.rows)
+
     def deviation_of(self, heading: str, row: int) -> float | None:
         """Return the deviation printed with a value, or in its column of deviations."""
         number = self.numbers[heading][row]
@@ -249,17 +235,20 @@ def read_markdown(text: str, name: str) -> list[BenchmarkTable]:
     """Return the tables of a Markdown text; the caption of each is the nearest line of text above it."""
     prose: list[str] = []
     found: list[tuple[str, list[list[str]]]] = []
-    lines = iter(enumerate(text.splitlines()))
     previous: list[str] | None = None
-    for _, line in lines:
+    table: list[list[str]] | None = None
+    for line in text.splitlines():
         cells = _split(line)
-        if previous is not None and cells and all(_RULE.fullmatch(cell) for cell in cells):
-            found.append((next((said for said in reversed(prose) if said), ""), [previous, *_body(lines, prose)]))
-            previous = None
-            continue
-        previous = cells
         if cells is None:
             prose.append(line.strip().strip("#*`> "))
+            previous = table = None
+        elif table is not None:
+            table.append(cells)
+        elif previous is not None and all(_RULE.fullmatch(cell) for cell in cells):
+            table = [previous]
+            found.append((next((said for said in reversed(prose) if said), ""), table))
+        else:
+            previous = cells
     whole = "\n".join(prose)
     return [
         _build(f"{name}, table {number}" if len(found) > 1 else name, rows, caption, whole)
@@ -299,15 +288,6 @@ def parse_number(cell: str) -> Number | None:
     if float(digits) and not _LEAST <= abs(float(digits)) <= 1 / _LEAST:
         return None
     return Number(float(digits), deviation, match["unit"].lower() or None, decimals)
-
-
-def _body(lines: Iterator[tuple[int, str]], prose: list[str]) -> Iterator[list[str]]:
-    for _, line in lines:
-        cells = _split(line)
-        if cells is None:
-            prose.append(line.strip().strip("#*`> "))
-            return
-        yield cells
 
 
 def _split(line: str) -> list[str] | None:

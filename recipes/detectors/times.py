@@ -1,86 +1,103 @@
-"""Detectors of mistakes in the times of one table, and of a forward pass timed inside backward."""
+"""Rules on the times of one table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import product
 from statistics import median
 
-from recipes.detectors.tables import BenchmarkTable, Finding, Phase
+from recipes.detectors.tables import BenchmarkTable, Phase, phase_of
 
 SPREAD = 0.3
 RATIO = (1.2, 3.0)
 LAUNCH_BOUND_S = 1e-3
 """A shorter forward pass probably waits for its launches: its time says little about the work."""
-JUDGED_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
 LARGER = 1.5
 """The least ratio of two sizes that are compared."""
 _FASTER = 0.9
-_ABOUT_ONE = (0.7, 1.3)
+_DISAGREES = 1.25
+"""The ratio from which times differ. The same kernels stay within 1 %; launches or a disturbance cause more."""
+_JUDGED: tuple[Phase, ...] = ("forward", "backward", "step")
+_SAME: tuple[Phase, ...] = ("forward", "backward")
+"""The phases that both kinds of step share: the same work should take the same time."""
+_TRAINING = {"train", "training", "optimizer"}
+_NAMES_OF_MODELS = {"size", "model", "preset", "layers", "heads", "ff", "hidden", "depth"}
+"""Words in headings of a model's name and of what varies with its size."""
 
 
-def find_negative_times(table: BenchmarkTable) -> Iterator[Finding]:
+def find_negative_times(table: BenchmarkTable) -> Iterator[str]:
     """Yield times below zero, and how they came about if the other columns show it."""
     for heading in table.columns("time"):
         for row, value in enumerate(table.values(heading)):
-            if value is not None and value < 0:
-                said = f"{heading} is {table.rows[row][heading].strip()} at {table.describe(row)}: no time is negative"
-                yield Finding("negative-time", table.name, said + _explain_difference(table, heading, row))
+            if value is None or value >= 0:
+                continue
+            said = f"{heading} is {table.rows[row][heading].strip()} at {table.describe(row)}: no time is negative"
+            if table.roles[heading].phase == "backward" and _is_difference(table, row):
+                said += "; it is forward+backward minus forward, a difference of means"
+                share = _relative(table, table.columns("time", "forward")[0], row)
+                if share is not None and share > SPREAD:
+                    said += f", and forward spreads by {share:.0%}: it held the first pass"
+            yield said
 
 
-def find_spread(table: BenchmarkTable) -> Iterator[Finding]:
+def find_spread(table: BenchmarkTable) -> Iterator[str]:
     """Yield columns with a standard deviation over 30 % of the mean somewhere, with the worst rows."""
-    for heading in _means(table):
-        wide = [(_relative(table, heading, row), row) for row in range(len(table.rows))]
-        over = sorted(((share, row) for share, row in wide if share is not None and share > SPREAD), reverse=True)
+    times = table.columns("time")
+    with_mean = {table.roles[heading].base for heading in times if table.roles[heading].is_mean}
+    for heading in times:
+        if table.roles[heading].base in with_mean and not table.roles[heading].is_mean:
+            continue
+        shares = [(share, row) for row in range(len(table.rows))
+                  if (share := _relative(table, heading, row)) is not None]  # fmt: skip
+        over = sorted((entry for entry in shares if entry[0] > SPREAD), reverse=True)
+        worst = "; ".join(
+            f"{table.values(heading)[row]:g} ± {table.deviation_of(heading, row):g} at {table.describe(row)}"
+            for _, row in over[:3]
+        )
         if over:
-            worst = "; ".join(_show(table, heading, row) for _, row in over[:3])
-            counted = sum(share is not None for share, _ in wide)
-            said = (
-                f"{heading}: the standard deviation is over {SPREAD:.0%} of the mean in {len(over)} of {counted} rows"
+            yield (
+                f"{heading}: the standard deviation is over {SPREAD:.0%} of the mean in {len(over)} of {len(shares)} "
+                f"rows, most: {worst}; a first pass without warm-up, a compilation inside, or another user of the "
+                "device"
             )
-            why = "a first pass without warm-up, a compilation inside, or another user of the device"
-            yield Finding("spread", table.name, f"{said}, most: {worst}; {why}")
 
 
-def find_ratio(table: BenchmarkTable) -> Iterator[Finding]:
+def find_ratio(table: BenchmarkTable) -> Iterator[str]:
     """Yield a median of backward over forward outside 1.2 to 3, over rows with a forward pass of 1 ms and more.
 
-    Backward does two matrix products for each one of forward. Rows under 1 ms are noted, never judged.
+    Backward does two matrix products for each one of forward.
     """
-    ratios = ratios_by_row(table)
-    short = [row for row, (_, seconds) in ratios.items() if seconds < LAUNCH_BOUND_S]
-    if short:
-        yield Finding(
-            "launch-bound",
-            table.name,
-            f"forward is under 1 ms in {len(short)} of {len(ratios)} rows: launches may limit them; not in the ratio",
-            is_note=True,
-        )
-    counted = [ratio for ratio, seconds in ratios.values() if seconds >= LAUNCH_BOUND_S]
+    counted = [ratio for ratio, forward_s in ratios_by_row(table).values() if forward_s >= LAUNCH_BOUND_S]
     if counted and not RATIO[0] <= median(counted) <= RATIO[1]:
-        yield Finding(
-            "backward-ratio",
-            table.name,
+        yield (
             f"backward takes {median(counted):.2f} times as long as forward (median of {len(counted)} rows with "
-            f"forward of 1 ms and more); {RATIO[0]} to {RATIO[1]:g} is usual: did forward run again inside?",
+            f"forward of 1 ms and more); {RATIO[0]} to {RATIO[1]:g} is usual: did forward run again inside?"
         )
 
 
-def find_subtraction(table: BenchmarkTable) -> Iterator[Finding]:
+def find_launch_bound(table: BenchmarkTable) -> Iterator[str]:
+    """Note the rows that `find_ratio` does not judge."""
+    ratios = ratios_by_row(table)
+    short = sum(forward_s < LAUNCH_BOUND_S for _, forward_s in ratios.values())
+    if short:
+        yield f"forward is under 1 ms in {short} of {len(ratios)} rows: launches may limit them; not in the ratio"
+
+
+def ratios_by_row(table: BenchmarkTable) -> dict[int, tuple[float, float]]:
+    """Return backward over forward and forward in seconds, of the rows that have both, by row."""
+    pairs = enumerate(zip(table.seconds("forward"), table.seconds("backward"), strict=True))
+    return {row: (two / one, one) for row, (one, two) in pairs if one is not None and two is not None and one > 0}
+
+
+def find_subtraction(table: BenchmarkTable) -> Iterator[str]:
     """Note that backward was never timed: in every row it is the difference of two means to the last digit."""
-    pairs = [_difference(table, row) for row in range(len(table.rows))]
-    if len(pairs) > 1 and all(pairs):
-        yield Finding(
-            "subtracted",
-            table.name,
-            "backward is forward+backward minus forward to the last digit in every row: a difference, not timed",
-            is_note=True,
-        )
+    if len(table.rows) > 1 and all(_is_difference(table, row) for row in range(len(table.rows))):
+        yield "backward is forward+backward minus forward to the last digit in every row: a difference, not timed"
 
 
-def find_identical_columns(table: BenchmarkTable) -> Iterator[Finding]:
+def find_identical_columns(table: BenchmarkTable) -> Iterator[str]:
     """Yield columns of measurements that agree in every row, where the rows differ."""
     measured = [heading for heading, role in table.roles.items() if not role.is_label and role.statistic == "location"]
     for place, heading in enumerate(measured):
@@ -88,121 +105,36 @@ def find_identical_columns(table: BenchmarkTable) -> Iterator[Finding]:
         counted = [value for value in values if value is not None]
         for other in measured[place + 1 :]:
             if len(counted) > 2 and len(set(counted)) > 1 and values == table.values(other):
-                said = f"{heading} and {other} are identical in all {len(counted)} rows"
-                yield Finding("identical-columns", table.name, said)
+                yield f"{heading} and {other} are identical in all {len(counted)} rows"
 
 
-def find_falling_times(table: BenchmarkTable) -> Iterator[Finding]:
+def find_falling_times(table: BenchmarkTable) -> Iterator[str]:
     """Note times that fall by over 10 % where only one size grows, by half or more.
 
     Times under 1 ms are left out: launches probably limit them, whatever the size.
     """
-    for heading in (name for phase in JUDGED_PHASES for name in table.columns("time", phase)[:1]):
-        pairs = list(_pairs_by_size(table, heading))
-        least = LAUNCH_BOUND_S / table.roles[heading].seconds
-        found = sorted(
-            (after / before, f"{before:.4g} at {table.describe(row)}, {after:.4g} at {grown}")
-            for row, before, grown, after in pairs
-            if before >= least and after < _FASTER * before
-        )
+    for heading in (name for phase in _JUDGED for name in table.columns("time", phase)[:1]):
+        values, compared, found = table.values(heading), 0, []
+        for line in lines_by_size(table):
+            timed = [
+                (size, row, value) for size, row in line.points if (value := values[row]) is not None and value > 0
+            ]
+            for size, row, before in timed:
+                larger = next((each for each in timed if each[0] >= LARGER * size), None)
+                if larger is None:
+                    continue
+                compared += 1
+                _, other, after = larger
+                if before >= LAUNCH_BOUND_S / table.roles[heading].seconds and after < _FASTER * before:
+                    grown = f"{line.named_by} {table.rows[other][line.named_by].strip()}"
+                    said = f"{before:.4g} at {table.describe(row)}, {after:.4g} at {grown}"
+                    found.append((after / before, said))
         if found:
-            worst = "; ".join(pair for _, pair in found[:3])
-            yield Finding(
-                "falls-with-size",
-                table.name,
-                f"{heading} falls as a size grows, in {len(found)} of {len(pairs)} pairs of rows that differ in it "
-                f"alone, most: {worst}; launches limit the smaller one, or something disturbed it",
-                is_note=True,
+            worst = "; ".join(pair for _, pair in sorted(found)[:3])
+            yield (
+                f"{heading} falls as a size grows, in {len(found)} of {compared} pairs of rows that differ in it "
+                f"alone, most: {worst}; launches limit the smaller one, or something disturbed it"
             )
-
-
-def _pairs_by_size(table: BenchmarkTable, heading: str) -> Iterator[tuple[int, float, str, float]]:
-    """Yield each row and its time, with the size and time of the next row that is large enough."""
-    values = table.values(heading)
-    for line in lines_by_size(table):
-        timed = [(size, row, value) for size, row in line.points if (value := values[row]) is not None and value > 0]
-        for size, row, before in timed:
-            larger = next(((other, after) for grown, other, after in timed if grown >= LARGER * size), None)
-            if larger is not None:
-                yield row, before, f"{line.named_by} {table.rows[larger[0]][line.named_by].strip()}", larger[1]
-
-
-def seconds_by_phase(table: BenchmarkTable, row: int) -> dict[Phase, float]:
-    """Return the seconds of forward, backward and the step, as far as the row has them."""
-    found: dict[Phase, float] = {}
-    for phase in JUDGED_PHASES:
-        for heading in table.columns("time", phase)[:1]:
-            value = table.values(heading)[row]
-            if value is not None and value > 0:
-                found[phase] = value * table.roles[heading].seconds
-    return found
-
-
-def ratios_by_row(table: BenchmarkTable) -> dict[int, tuple[float, float]]:
-    """Return backward over forward and forward in seconds, of the rows that have both, by row."""
-    forward, backward = table.columns("time", "forward"), table.columns("time", "backward")
-    if not forward or not backward:
-        return {}
-    unit = table.roles[forward[0]].seconds
-    scale = table.roles[backward[0]].seconds / unit
-    found = {}
-    for row, (one, two) in enumerate(zip(table.values(forward[0]), table.values(backward[0]), strict=True)):
-        if one is not None and two is not None and one > 0:
-            found[row] = (two * scale / one, one * unit)
-    return found
-
-
-def differs_at_first(samples: Sequence[float]) -> bool:
-    """Return whether the first sample is an outlier, as after a warm-up that was missing or too short.
-
-    It lies farther from the median of the others than five times their median absolute deviation and 30 % of it.
-    """
-    if len(samples) < 4:
-        return False
-    middle = median(samples[1:])
-    deviation = median(abs(sample - middle) for sample in samples[1:])
-    return abs(samples[0] - middle) > max(5 * deviation, SPREAD * middle)
-
-
-def _means(table: BenchmarkTable) -> list[str]:
-    """Return the columns of means; of a kind without a mean, the columns of its location."""
-    times = table.columns("time")
-    with_mean = {table.roles[heading].base for heading in times if table.roles[heading].is_mean}
-    return [name for name in times if table.roles[name].is_mean or table.roles[name].base not in with_mean]
-
-
-def _relative(table: BenchmarkTable, heading: str, row: int) -> float | None:
-    value, deviation = table.values(heading)[row], table.deviation_of(heading, row)
-    return None if not value or value < 0 or deviation is None else deviation / value
-
-
-def _show(table: BenchmarkTable, heading: str, row: int) -> str:
-    value, deviation = table.values(heading)[row], table.deviation_of(heading, row)
-    return f"{value:g} ± {deviation:g} at {table.describe(row)}"
-
-
-def _difference(table: BenchmarkTable, row: int) -> bool:
-    """Return whether backward = forward+backward - forward within rounding."""
-    names = [table.columns("time", phase) for phase in ("forward", "backward", "forward+backward")]
-    if not all(names):
-        return False
-    one, two, both = (table.numbers[headings[0]][row] for headings in names)
-    if one is None or two is None or both is None:
-        return False
-    return abs(one.value + two.value - both.value) <= 0.5 * (one.ulp + two.ulp + both.ulp)
-
-
-def _explain_difference(table: BenchmarkTable, heading: str, row: int) -> str:
-    if table.roles[heading].phase != "backward" or not _difference(table, row):
-        return ""
-    forward = table.columns("time", "forward")[0]
-    share = _relative(table, forward, row)
-    why = "" if share is None or share <= SPREAD else f", and forward spreads by {share:.0%}: it held the first pass"
-    return f"; it is forward+backward minus forward, a difference of means{why}"
-
-
-_NAMES_OF_MODELS = {"size", "model", "preset", "layers", "heads", "ff", "hidden", "depth"}
-"""Words in headings of a model's name and of what varies with its size."""
 
 
 @dataclass(frozen=True)
@@ -221,62 +153,101 @@ def lines_by_size(table: BenchmarkTable) -> Iterator[Line]:
     Models differ in name, width and number of layers at once: they are ordered by their parameters, or by their width
     if the table lacks parameters.
     """
-    roles = table.roles
-    models = [name for name, role in roles.items() if role.quantity == "width" or _names_model(table, name)]
+    labels = {name: set(role.base) for name, role in table.roles.items() if role.quantity == "label"}
+    names = [name for name, words in labels.items() if words & _NAMES_OF_MODELS]
     by_model = table.columns("parameters") or table.columns("width")
-    batches = [name for name, role in roles.items() if role.quantity == "label" and "batch" in role.base]
+    batches = [name for name, words in labels.items() if "batch" in words]
     for heading in (*by_model, *table.columns("length"), *batches):
-        aside = [*models, heading] if heading in by_model else [heading]
-        named_by = next((name for name in models if heading in by_model and _names_model(table, name)), heading)
+        is_model = heading in by_model
+        aside = [*names, *table.columns("width"), heading] if is_model else [heading]
         found: dict[tuple[str, ...], list[tuple[float, int]]] = {}
         for row, size in enumerate(table.values(heading)):
             if size is not None and size > 0:
                 found.setdefault(tuple(table.labels(row, without=aside).values()), []).append((size, row))
         for points in found.values():
             if len({size for size, _ in points}) > 1:
-                yield Line(heading, tuple(sorted(points)), named_by)
+                yield Line(heading, tuple(sorted(points)), names[0] if is_model and names else heading)
 
 
-def _names_model(table: BenchmarkTable, heading: str) -> bool:
-    role = table.roles[heading]
-    return role.quantity == "label" and bool(_NAMES_OF_MODELS & set(role.base))
+def find_disagreeing_passes(table: BenchmarkTable) -> Iterator[str]:
+    """Note pairs of rows that differ only in the kind of step, with forward or backward over 25 % apart.
 
-
-def find_forward_in_backward(tables: Sequence[BenchmarkTable]) -> Iterator[Finding]:
-    """Yield tables with a forward pass inside backward: backward over forward is higher by 1 than in another table.
-
-    This compares cells of the same length and width with a forward pass of 1 ms and more, eager if a table says so.
+    This compares steps of forward and backward with whole training steps; forward alone runs without autograd and may
+    be shorter. Phases under 1 ms in both rows are left out: launches probably limit them.
     """
-    by_cell = [_ratios_by_cell(table) for table in tables]
-    for (table, mine), (other, theirs) in permutations(zip(tables, by_cell, strict=True), 2):
-        shared = [cell for cell in mine if cell in theirs]
-        if len(shared) < 3:
-            continue
-        more = median([mine[cell] - theirs[cell] for cell in shared])
-        if _ABOUT_ONE[0] <= more <= _ABOUT_ONE[1]:
-            last = shared[-1]
-            yield Finding(
-                "forward-in-backward",
-                table.name,
-                f"backward over forward is {mine[last]:.2f} at width {last[0]:g} and length {last[1]:g}, where "
-                f"{other.name} has {theirs[last]:.2f} ({more:.2f} more, median of {len(shared)} cells): forward was "
-                "timed inside backward",
-            )
-            return
+    both_kinds = {"forward-backward", "train"}
+    labels = [heading for heading, role in table.roles.items() if role.quantity == "label"]
+    kinds = ((heading, [_kind_of_step(row[heading]) for row in table.rows]) for heading in labels)
+    column, kind_by_row = next(((name, kinds) for name, kinds in kinds if both_kinds <= set(kinds)), (None, []))
+    if column is None:
+        return
+    alike: dict[tuple[str, ...], dict[str | None, list[int]]] = {}
+    for row, kind in enumerate(kind_by_row):
+        if any(phase in seconds_by_phase(table, row) for phase in _SAME):
+            key = tuple(table.labels(row, without=[column]).values())
+            alike.setdefault(key, {}).setdefault(kind, []).append(row)
+    pairs = [pair for rows in alike.values() for pair in product(*(rows.get(kind, []) for kind in sorted(both_kinds)))]
+    found = []
+    for row, other in pairs:
+        apart = _apart(seconds_by_phase(table, row), seconds_by_phase(table, other))
+        if apart:
+            said = ", ".join(times for _, times in apart)
+            found.append((max(apart)[0], f"{said} at {table.describe(row, without=[column])}"))
+    if found:
+        worst = "; ".join(said for _, said in sorted(found, reverse=True)[:3])
+        names = " and in ".join(table.rows[row][column].strip() for row in pairs[0])
+        yield (
+            f"a phase takes different times in {names}, by over {_DISAGREES - 1:.0%} in {len(found)} of {len(pairs)} "
+            f"pairs of rows that differ only in {column}, most: {worst}; launches limit one, or something disturbed it"
+        )
 
 
-def _ratios_by_cell(table: BenchmarkTable) -> dict[tuple[float, float], float]:
-    lengths, widths = table.columns("length"), table.columns("width")
-    if not lengths or not widths:
-        return {}
-    found = {}
-    for row, (ratio, forward_s) in ratios_by_row(table).items():
-        width, length = table.values(widths[0])[row], table.values(lengths[0])[row]
-        if forward_s >= LAUNCH_BOUND_S and width and length and _is_eager(table.rows[row]):
-            found[width, length] = ratio
+def _kind_of_step(cell: str) -> str | None:
+    words = set(re.findall(r"[a-z]+", cell.lower()))
+    if words & _TRAINING:
+        return "train"
+    return "forward-backward" if phase_of(words) == "forward+backward" else None
+
+
+def _apart(mine: dict[Phase, float], theirs: dict[Phase, float]) -> list[tuple[float, str]]:
+    """Return for each phase that differs the ratio of the longer to the shorter time, and both times in words."""
+    found = []
+    for phase in _SAME:
+        shorter, longer = sorted((mine.get(phase, 0.0), theirs.get(phase, 0.0)))
+        if shorter and longer >= LAUNCH_BOUND_S and longer > _DISAGREES * shorter:
+            found.append((longer / shorter, f"{phase} {mine[phase] * 1e3:.4g} ms and {theirs[phase] * 1e3:.4g} ms"))
     return found
 
 
-def _is_eager(row: Mapping[str, str]) -> bool:
-    compiled = next((value for key, value in row.items() if key.lower() in ("compile", "compiled", "mode")), "False")
-    return compiled.strip().lower() in ("false", "no", "none", "eager", "0")
+def seconds_by_phase(table: BenchmarkTable, row: int) -> dict[Phase, float]:
+    """Return the seconds of forward, backward and the step, as far as the row has them."""
+    seconds = {phase: table.seconds(phase)[row] for phase in _JUDGED}
+    return {phase: value for phase, value in seconds.items() if value is not None and value > 0}
+
+
+def differs_at_first(samples: Sequence[float]) -> bool:
+    """Return whether the first sample is an outlier, as after a warm-up that was missing or too short.
+
+    It lies farther from the median of the others than five times their median absolute deviation and 30 % of it.
+    """
+    if len(samples) < 4:
+        return False
+    middle = median(samples[1:])
+    deviation = median(abs(sample - middle) for sample in samples[1:])
+    return abs(samples[0] - middle) > max(5 * deviation, SPREAD * middle)
+
+
+def _relative(table: BenchmarkTable, heading: str, row: int) -> float | None:
+    """Return a standard deviation over its mean."""
+    value, deviation = table.values(heading)[row], table.deviation_of(heading, row)
+    return None if not value or value < 0 or deviation is None else deviation / value
+
+
+def _is_difference(table: BenchmarkTable, row: int) -> bool:
+    """Return whether backward = forward+backward - forward within rounding."""
+    headings = [table.columns("time", phase)[:1] for phase in ("forward", "backward", "forward+backward")]
+    numbers = [table.numbers[heading][row] for found in headings for heading in found]
+    one, two, both = [*numbers, None, None, None][:3]
+    if one is None or two is None or both is None:
+        return False
+    return abs(one.value + two.value - both.value) <= 0.5 * (one.ulp + two.ulp + both.ulp)

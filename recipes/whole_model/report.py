@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from recipes.common.pictures import COLOURS, label_plainly, new_figure, with_gaps
 from recipes.common.recipe import NOT_RUN, OK, Report, Row, whole
 from recipes.common.tables import listed, markdown, pivot
-from recipes.detectors.inspect import inspect_rows
+from recipes.detectors import inspect_rows
 from recipes.detectors.times import differs_at_first
 from recipes.whole_model.cells import COMPILED, EAGER, FORWARD_BACKWARD, FORWARD_ONLY, KEYS, SIZES, TRAIN
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.detectors.inspect import inspect_tables
+from recipes.detectors import inspect_tables
 from recipes.detectors.tables import BenchmarkTable, build_table, read_csv, read_markdown, read_tables
 from recipes.detectors.times import differs_at_first
 
