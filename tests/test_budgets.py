@@ -119,9 +119,9 @@ def test_a_name_that_can_mean_two_things_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("softmax", "no kernel is of category 'softmax', and no range has this name"),
+        ("softmax", "no kernel has category 'softmax', and no range has this name"),
         ("sofmax", "no category and no range is named 'sofmax'"),
-        ("range:elementwise", "no kernel is of category 'elementwise'"),
+        ("range:elementwise", "no kernel has category 'elementwise'"),
     ],
 )
 def test_the_share_of_an_unknown_name_fails(tmp_path: Path, name: str, reason: str) -> None:
@@ -177,7 +177,7 @@ def test_idle_is_judged_by_the_unprofiled_share_if_known(run: Path, monkeypatch:
     [
         ({"mfu": None, "model_flops": None}, "the FLOPs of a step are unknown"),
         ({"mfu": None, "twin": None}, "no unprofiled step times"),
-        ({"mfu": None}, "no datasheet peak of NVIDIA H200 in bf16, or the steps have several contexts"),
+        ({"mfu": None}, "no datasheet peak for NVIDIA H200 in bf16, or the steps have several contexts"),
     ],
 )
 def test_an_unknown_mfu_fails(
@@ -255,7 +255,7 @@ def test_without_unprofiled_steps_kernel_time_is_compared_with_the_baseline(tmp_
     assert found.detail.endswith("means of 8 and 8 profiled steps")
     few = [write_steps(tmp_path / f"few{at}.sqlite", varied(STEP, at)[:2]) for at in (1, 2)]
     found = line(few[0], Budgets(), baseline=few[1])
-    assert (found.held, "an interval needs 5 on both sides" in found.detail) == (False, True)  # though it is faster
+    assert (found.held, "an interval needs 5 on each side" in found.detail) == (False, True)  # though it is faster
 
 
 def test_a_higher_peak_than_the_baselines_fails(tmp_path: Path) -> None:

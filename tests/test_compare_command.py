@@ -59,9 +59,9 @@ unprofiled steps (own process), medians of 6 and 6
 times are per step: 8 steps before, 8 after
 kernels per step: 7 before, 7 after
 totals: 85,600 and 37,600 ns; sum of the changes: -6,000 ns
-not compared: 0 and 0 ns (warm-up, outside steps or outside the range)
-intervals: bootstrap over the steps of each side; variation from run to run is
-  not in them
+not compared: 0 and 0 ns (warm-up, or outside the steps or the range)
+intervals: bootstrap over the steps of each side; they do not include variation
+  from run to run
 """
 
 
@@ -180,7 +180,9 @@ def test_a_trace_compared_with_itself_has_no_change() -> None:
     assert "more" not in done.stdout
     assert "sum of the changes: 0 ns" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stderr == ("warning: 2 and 2 steps: an interval needs 5 on both sides; record more with --steps\n")
+    assert done.stderr == (
+        "warning: 2 steps before, 2 after: intervals need 5 on each side; record more with --steps\n"
+    )
 
 
 def test_a_run_compared_with_itself_has_no_change(runs: tuple[Path, Path]) -> None:
@@ -189,7 +191,7 @@ def test_a_run_compared_with_itself_has_no_change(runs: tuple[Path, Path]) -> No
     assert "\nno change in 4 kernels: each took equally long in both\n" in out
     assert "no measurable difference" not in out
     assert "intervals" not in out
-    assert out.endswith("(warm-up, outside steps or outside the range)\n")
+    assert out.endswith("(warm-up, or outside the steps or the range)\n")
 
 
 def test_renamed_kernels_are_a_change_even_if_no_time_changed(tmp_path: Path) -> None:

@@ -281,14 +281,13 @@ def test_phases_with_uneven_unprofiled_times_give_a_warning(tmp_path: Path) -> N
         found = [one for one in read_trace(run).efficiency().warnings if one.code.startswith("uneven")]
         assert [one.code for one in found] == expected
     assert found[0].message == (
-        "forward took 15.0 to 22.5 ms unprofiled (10th to 90th percentile); its verdict and idle share rest on the"
-        " median"
+        "forward took 15.0 to 22.5 ms unprofiled (10th to 90th percentile); its verdict and idle share use the median"
     )
     manifest["clean"] = {"steps": [one | {"backward_ns": 8 * one["forward_ns"]} for one in steps]}
     (run / "manifest.json").write_text(json.dumps(manifest))
     (both,) = [one for one in read_trace(run).efficiency().warnings if one.code.startswith("uneven")]
     assert both.message.startswith("forward took 15.0 to 22.5 ms, backward took 120 to 180 ms unprofiled (10th to 90th")
-    assert both.message.endswith("; their verdicts and idle shares rest on the median")
+    assert both.message.endswith("; their verdicts and idle shares use the median")
 
 
 def test_ceilings_of_another_gpu_are_refused(tmp_path: Path) -> None:
@@ -383,7 +382,7 @@ def test_a_real_trace_is_launch_bound_by_its_largest_part() -> None:
     }
     forward = rows["step */forward"]
     assert forward.flops == 2 * 257_320_550_400
-    assert forward.rule.startswith("the largest part, 75.4% of its time on the GPU, is idle while the host is launch")
+    assert forward.rule.startswith("the largest part, 75.4% of its time on the GPU, is idle while Python prepares k")
 
 
 def test_a_graph_traced_whole_is_one_launch_that_computes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from profkit.analysis.selection import Chosen
 from profkit.errors import UsageError
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
-PROVED, TOLD = "proved by the run's manifest", "told by the trace"
+PROVED, TOLD = "proved by the run's manifest", "named by the trace"
 BY_DEVICE, BY_PID = "guessed from the GPUs' order", "guessed from the processes' order"
 
 _COMMUNICATION = "communication"
@@ -60,7 +60,7 @@ class Ranks:
 def explain_no_rank(number: int, there: tuple[int, ...]) -> str:
     """Return why a rank cannot be had, in one line."""
     if not there:
-        return f"no rank {number}: this trace holds one process, and nothing says that it is one of several ranks"
+        return f"no rank {number}: this trace holds one process, and it does not say that there were several ranks"
     return f"no rank {number}: this trace holds rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
 
 

@@ -111,9 +111,9 @@ def _sums(time: TimeComparison) -> Iterator[str]:
     yield f"{noun}s per {unit}: {counts[0]:,} before, {counts[1]:,} after"
     yield f"totals{within}: {whole.before_ns:,} and {whole.after_ns:,} ns; sum of the changes: {whole.change_ns:,} ns"
     left_before, left_after = time.left_out_ns
-    yield f"not compared: {left_before:,} and {left_after:,} ns (warm-up, outside steps or outside the range)"
+    yield f"not compared: {left_before:,} and {left_after:,} ns (warm-up, or outside the steps or the range)"
     if whole.low_ns is not None and not _is_unchanged(time):
-        yield f"intervals: bootstrap over the {unit}s of each side; variation from run to run is not in them"
+        yield f"intervals: bootstrap over the {unit}s of each side; they do not include variation from run to run"
         by_chance = round((1 - LEVEL) * len(time.parts))
         if by_chance:
             yield f"if all {len(time.parts)} {noun}s were unchanged, about {by_chance} would look changed by chance"

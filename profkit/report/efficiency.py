@@ -94,7 +94,9 @@ def build_efficiency_document(
     data = result.to_dict()
     del data["warnings"]
     if evidence is not None:
-        parts.append(Lines(["Below: sums over the recording, in nanoseconds; moments by the capture's own clock."]))
+        parts.append(
+            Lines(["Below: sums over the recording, in nanoseconds. Points in time are on the capture's clock."])
+        )
         for row in result.ranges:
             lines = _explain(row, evidence.get(row.path), full_names=full_names)
             parts.append(Lines(lines, title=_verdict_line(row)))
@@ -184,7 +186,7 @@ def _head(result: EfficiencyResult) -> Iterator[str]:
         yield f"idle without a profiler (estimate): {format_share(result.clean_idle_share)}"
     if result.model_flops is not None:
         mfu = "unknown" if result.mfu is None else format_share(result.mfu)
-        yield f"{_flops_words(result.model_flops)} a step, MFU {mfu}"
+        yield f"{_flops_words(result.model_flops)} per step, MFU {mfu}"
 
 
 def _flops_words(flops: int) -> str:
@@ -210,7 +212,7 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     if any(row.clean_idle_share is not None for row in result.ranges):
         yield "Idle is scaled to the unprofiled step (estimate); other times are as recorded."
     if result.work_source is None:
-        yield "FLOPs are unknown: give a run directory of `profkit run --flops`, or of a built-in model."
+        yield "FLOPs are unknown: pass a run of `profkit run --flops`, or of a built-in model."
     else:
         yield f"TFLOP/s: per second of GPU busy; FLOPs are {_SOURCES[result.work_source]}."
         yield _peak_words(result)
@@ -222,7 +224,7 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     yield from _host_wait_line(result)
     yield from (_cost_words(one) for one in result.inflation if one.phase == STEP)
     if any(step.communication_ns for step in result.steps):
-        yield "comm.: communication, hidden behind computing or not. waiting: before the last rank had arrived."
+        yield "comm.: communication = not hidden + hidden behind computing. waiting: until the last rank arrived."
         if any(step.communication_ns and step.waiting_ns is None for step in result.steps):
             yield f"{UNKNOWN} in waiting: unknown, because the trace does not hold every rank's communication."
 
@@ -233,7 +235,7 @@ def _peak_words(result: EfficiencyResult) -> str:
     if result.peaks is None:
         return "% of peak is unknown: no measured ceilings and no datasheet of this GPU; run `profkit ceilings`."
     if result.dtype not in result.peaks.flops_per_s:
-        return f"% of peak is unknown: no {result.dtype} peak of this GPU."
+        return f"% of peak is unknown: no {result.dtype} peak is known for this GPU."
     peaks = result.peaks
     arithmetic, memory = four_digits(peaks.flops_per_s[result.dtype] / 1e12), four_digits(peaks.bytes_per_s / 1e9)
     gpu = peaks.gpu.removeprefix("NVIDIA ")
@@ -300,11 +302,11 @@ def _time_sums(row: EfficiencyRow) -> Iterator[str]:
         )
         yield (
             f"idle {gpu.idle_ns:,} = preparing kernels {gpu.launching_ns:,} + waiting for the GPU"
-            f" {gpu.synchronising_ns:,} + outside CUDA {gpu.outside_cuda_ns:,}"
+            f" {gpu.synchronising_ns:,} + without CUDA calls {gpu.outside_cuda_ns:,}"
         )
     if row.launch_count:
         each = row.busy_ns // row.launch_count
-        yield f"{row.launch_count:,} launches, GPU busy for {row.busy_ns:,}: {each:,} each"
+        yield f"{row.launch_count:,} launches, GPU busy for {row.busy_ns:,}: {each:,} per launch"
 
 
 def _work_rates(row: EfficiencyRow) -> Iterator[str]:
@@ -323,7 +325,7 @@ def _gap_words(gap: IdleGap, full_names: bool) -> str:
     parts = {
         "preparing kernels": gap.launching_ns,
         "waiting for the GPU": gap.synchronising_ns,
-        "outside CUDA": gap.outside_cuda_ns,
+        "without CUDA calls": gap.outside_cuda_ns,
     }
     host = " + ".join(f"{name} {ns:,}" for name, ns in parts.items() if ns)
     words = f"GPU {gap.device} idle {gap.end_ns - gap.start_ns:,} from {gap.start_ns:,} to {gap.end_ns:,}: {host}"

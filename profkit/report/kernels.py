@@ -257,7 +257,7 @@ def _rule_table(result: KernelsResult, rows: Sequence[KernelRow], *, full_names:
         Column("rule", "rule", TEXT, flexible=True),
         Column("name", "kernel", _name_unit(result, full_names), flexible=True),
     )
-    title = "Why each kernel has its category: the first rule that fits its full name"
+    title = "Why each kernel has its category: the first rule that matches its full name"
     return Table(columns, [_exact_row(result, row, explain=True) for row in rows], title)
 
 

@@ -231,7 +231,7 @@ def _leak_lines(check: LeakCheck) -> Iterator[str]:
     if not check.steps:
         yield "Leaks: unknown, the history has fewer than two whole steps"
     elif not check.suspects:
-        yield "Leaks: none; no lines left memory behind in each of the last two steps"
+        yield "Leaks: none; no line left memory behind in both of the last two steps"
     for row in check.suspects:
         yield f"May leak: {format_bytes(row.bytes)} in {format_count(row.count, 'allocation')} per step, {row.label}"
 

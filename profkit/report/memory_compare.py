@@ -62,7 +62,7 @@ def _head(comparison: Comparison) -> Lines:
         [
             f"before {format_bytes(comparison.before_peak_bytes):>11}  {PurePath(comparison.before).name}",
             f"after  {format_bytes(comparison.after_peak_bytes):>11}  {PurePath(comparison.after).name}",
-            f"{change}{'' if comparison.exact else '; not both peaks are proven'}",
+            f"{change}{'' if comparison.exact else '; at least one of the peaks is not proven'}",
         ],
         "head",
     )

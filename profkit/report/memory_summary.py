@@ -23,4 +23,5 @@ def render_memory_summary(run: Path) -> str:
     if not recorded or not clean:
         return text
     times = f"median step {median(recorded) / 1e6:.2f} ms, {median(clean) / 1e6:.2f} ms without"
-    return f"{text}\n\nrecording the allocator cost {median(recorded) / median(clean) - 1:+.1%} per step ({times})"
+    cost = median(recorded) / median(clean) - 1
+    return f"{text}\n\nrecording the allocator changed the step time by {cost:+.1%} ({times})"

@@ -56,7 +56,7 @@ def tree_name(row: Row) -> str:
 
 
 def _notes(result: RangesResult, numbered: bool, steps: int | None) -> list[str]:
-    lines = ["no GPU work was recorded: Python times alone"]
+    lines = ["no GPU work was recorded: only Python times are shown"]
     if result.total_ns:
         kind = "operator self time" if result.measure == "cpu-operator" else "kernels"
         whole = "in this capture" if result.rank is None else f"of rank {result.rank}"

@@ -49,7 +49,7 @@ def rank_head(result: KernelsResult, steps: int | None) -> list[str]:
     least = min(result.ranks, key=lambda row: row.own_ns)
     more = f"{format_share(slowest.own_ns / least.own_ns - 1)} more" if least.own_ns else "more"
     lines.append(
-        f"slowest is rank {slowest.rank}: {each(slowest.own_ns)} computing, {more} than rank {least.rank}"
+        f"the slowest is rank {slowest.rank}: {each(slowest.own_ns)} computing, {more} than rank {least.rank}"
         " (time in communication includes waiting for other ranks)"
     )
     awaited = min(result.ranks, key=lambda row: row.communication_ns)
@@ -57,7 +57,9 @@ def rank_head(result: KernelsResult, steps: int | None) -> list[str]:
     # straggler.
     if slowest.own_ns - awaited.own_ns < slowest.communication_ns - awaited.communication_ns:
         shortest = each(awaited.communication_ns)
-        lines.append(f"but the others wait for rank {awaited.rank}: it communicates the shortest time, {shortest}")
+        lines.append(
+            f"but the others wait for rank {awaited.rank}, which spends the least time in communication: {shortest}"
+        )
     return lines
 
 

@@ -135,7 +135,7 @@ def _compare_products(made: Ints, nameless: Ints, due: int) -> list[Finding]:
         return [Finding("missing-products", message, "failed")]
     if missing.any():
         message = f"{said}, and by their kernels' names they hold {made.min():,} to {made.max():,}"
-        return [Finding("unknown-products", f"{message}: some names are not known, or a helper's is", "warning")]
+        return [Finding("unknown-products", f"{message}: some kernel names are unknown or ambiguous", "warning")]
     return []
 
 

@@ -133,7 +133,9 @@ def _check_values(trace: Trace) -> list[Finding]:
         findings.append(Finding("negative-time", f"{backwards:,} rows end before they start", "failed"))
     too_long = _count_too_long(trace)
     if too_long:
-        findings.append(Finding("impossible-duration", f"{too_long:,} kernels outlast the capture itself", "failed"))
+        findings.append(
+            Finding("impossible-duration", f"{too_long:,} kernels last longer than the whole capture", "failed")
+        )
     launched = work.launch_thread >= 0
     early = int((launched & (work.start_ns < work.launch_ns - _CLOCK_TOLERANCE_NS)).sum())
     if early and trace.measure == "gpu-kernel":
@@ -260,7 +262,7 @@ def _check_density(trace: Trace) -> list[Finding]:
                 Finding(
                     "thin",
                     f"process {pid}: only {count:,} CUDA calls for {span:,} correlation ids ({count / span:.1%};"
-                    " whole captures have over 10 %): events may be missing",
+                    " healthy captures have over 10 %): events may be missing",
                     "warning",
                 )
             )
@@ -298,8 +300,8 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     return [
         Finding(
             "idle-instances",
-            f"{idle[worst]:,} of {every[worst]:,} instances of {trace.names[worst]!r} hold not one CUDA call while the"
-            " others do" + (": in a capture this thin, events were lost" if thin else ""),
+            f"{idle[worst]:,} of {every[worst]:,} instances of {trace.names[worst]!r} hold no CUDA call, while the"
+            " others do" + (": most CUDA calls are missing, so events were lost" if thin else ""),
             "failed" if thin else "warning",
         )
     ]

@@ -195,16 +195,16 @@ def _judge_idle(found: EfficiencyResult, limit: float) -> BudgetLine:
 def _judge_mfu(found: EfficiencyResult, limit: float) -> BudgetLine:
     if found.mfu is None:
         return _not_judged(MIN_MFU, "share", limit, _explain_no_mfu(found))
-    detail = f"{found.model_flops:,} model FLOPs a step over the median unprofiled step and the datasheet's peak"
+    detail = f"{found.model_flops:,} model FLOPs per step over the median unprofiled step and the datasheet's peak"
     return BudgetLine(MIN_MFU, None, found.mfu, limit, "share", found.mfu >= limit, detail)
 
 
 def _explain_no_mfu(found: EfficiencyResult) -> str:
     if found.model_flops is None:
-        return "the FLOPs of a step are unknown; `profkit run --flops` counts them (built-in models: always)"
+        return "the FLOPs of a step are unknown; `profkit run --flops` counts them (built-in models do not need it)"
     if found.twin is None:
         return "no unprofiled step times; a run directory of `profkit run` has them"
-    gpu = f"no datasheet peak of {found.gpu or 'this unnamed GPU'} in {found.dtype or 'an unknown precision'}"
+    gpu = f"no datasheet peak for {found.gpu or 'this unnamed GPU'} in {found.dtype or 'an unknown precision'}"
     return f"{gpu}, or the steps have several contexts"
 
 
@@ -277,7 +277,7 @@ def _name_similar_ranges(attribution: Attribution, category: str) -> str:
 
 def _explain_no_share(name: str) -> str:
     if name in CATEGORIES:
-        return f"no kernel is of category {name!r}, and no range has this name"
+        return f"no kernel has category {name!r}, and no range has this name"
     return f"no category and no range is named {name!r} (`profkit ranges` lists ranges)"
 
 
@@ -338,7 +338,7 @@ def _judge_change(
     before, after, change, low = sizes
     limit = round((1 + allowed) * before)
     if verdict == "unknown":
-        return _not_judged(BASELINE, "ns", limit, f"{counts}: an interval needs {FEWEST} on both sides", name)
+        return _not_judged(BASELINE, "ns", limit, f"{counts}: an interval needs {FEWEST} on each side", name)
     slower = verdict == "more" and low is not None and low > allowed * before
     words = {"more": "measurably slower", "less": "measurably faster"}.get(verdict, verdict)
     detail = f"{words} by {abs(change):,} ns" if verdict in ("more", "less") else words

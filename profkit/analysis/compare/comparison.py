@@ -151,9 +151,7 @@ def refuse_other_measure(before: OpenedCapture, after: OpenedCapture) -> None:
     if None not in measures and measures[0] != measures[1]:
         named = {"gpu-kernel": "the time of GPU kernels", "cpu-operator": "the self time of CPU operators"}
         first, second = (named[measure] for measure in measures if measure is not None)
-        raise UsageError(
-            f"{before.path} measures {first} and {after.path} {second}: they have nothing in common to compare"
-        )
+        raise UsageError(f"{before.path} measures {first} and {after.path} measures {second}: they cannot be compared")
 
 
 def refuse_disturbed(provenance: Provenance, before: OpenedCapture, after: OpenedCapture) -> None:
@@ -192,7 +190,7 @@ def _explain_nothing(before: OpenedCapture, after: OpenedCapture, range: str | N
     if range is not None:
         return f"range {range!r}: only the kernel times of two traces can be compared by range"
     holdings = [", ".join(_list_holdings(one)) or "nothing to compare" for one in (before, after)]
-    return f"{before.path} holds {holdings[0]}, {after.path} {holdings[1]}: they have nothing in common to compare"
+    return f"{before.path} holds {holdings[0]}, {after.path} holds {holdings[1]}: they cannot be compared"
 
 
 def _list_holdings(capture: OpenedCapture) -> list[str]:

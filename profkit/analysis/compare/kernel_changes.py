@@ -38,7 +38,7 @@ from profkit.trace.columns import Ints, Measure
 
 PartKind = Literal["same", "renamed", "replaced", "gone", "new"]
 
-IN_NO_RANGE = "(in no range within)"
+IN_NO_RANGE = "(in no inner range)"
 
 _FUSED = "triton_"
 """Inductor's names for the kernels that it generates begin so."""
@@ -299,7 +299,8 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
     elif min(before.size, after.size) < FEWEST:
         yield Finding(
             "few-steps",
-            f"{before.size} and {after.size} steps: an interval needs {FEWEST} on both sides; record more with --steps",
+            f"{before.size} steps before, {after.size} after: intervals need {FEWEST} on each side; record more"
+            " with --steps",
         )
     for name, side, other in (("before", before, after), ("after", after, before)):
         alone = sorted({join_path(key.path) for key in side.keys if key.path not in other.paths})
@@ -309,7 +310,8 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
             yield Finding("one-sided-ranges", message)
         if not side.even:
             yield Finding(
-                "uneven-steps", f"{name}: not all processes made equally many steps; the last steps lack some processes"
+                "uneven-steps",
+                f"{name}: the processes made different numbers of steps; the last steps lack some processes",
             )
         if side.has_contexts:
             yield Finding(

@@ -253,8 +253,8 @@ def _find_doubts(attribution: Attribution, rows: Sequence[EfficiencyRow], facts:
         found.append(
             Finding(
                 "no-clean-twin",
-                "the profiler slows each kernel launch, and the unprofiled step time is unknown: without a profiler,"
-                " ranges limited by kernel launches are less so or not at all; `profkit run` times both",
+                "the profiler slows each kernel launch, and the unprofiled step time is unknown: without it,"
+                " fewer ranges may be limited by kernel launches; `profkit run` also times unprofiled steps",
             )
         )
     return [*found, *find_uneven_times(facts), *facts.findings, *warn_of_placement(attribution)]

@@ -114,7 +114,7 @@ def find_uneven_times(facts: RunFacts) -> Iterator[Finding]:
             yield Finding(
                 "uneven-clean-steps",
                 f"{one.clean.count} unprofiled steps{_where(one)} vary widely: their standard deviation is"
-                f" {deviation:.0%} of their mean. Verdicts and MFU rest on their median;"
+                f" {deviation:.0%} of their mean. Verdicts and MFU use their median;"
                 " time more steps (`profkit run --warmup`)",
             )
     uneven = [one for one in facts.phases if _is_uneven(facts, one)]
@@ -122,8 +122,8 @@ def find_uneven_times(facts: RunFacts) -> Iterator[Finding]:
         ranges = ", ".join(
             f"{one.phase}{_where(one)} took {_ms(one.clean.p10)} to {_ms(one.clean.p90)} ms" for one in uneven
         )
-        rest = "its verdict and idle share rest" if len(uneven) == 1 else "their verdicts and idle shares rest"
-        yield Finding("uneven-clean-phases", f"{ranges} unprofiled (10th to 90th percentile); {rest} on the median")
+        rest = "its verdict and idle share use" if len(uneven) == 1 else "their verdicts and idle shares use"
+        yield Finding("uneven-clean-phases", f"{ranges} unprofiled (10th to 90th percentile); {rest} the median")
 
 
 def _is_uneven(facts: RunFacts, one: PhaseTimes) -> bool:

@@ -3,10 +3,10 @@
 Two questions, in this order.
 
 1. Where does the range's time on the GPU go? Its span (`profkit.analysis.efficiency.gpu_time`) has four parts, and the
-   largest decides: idle while the host launches → *launch-bound*; idle while the host synchronises or is outside CUDA →
-   *host-bound*; only communication runs, or the range launched only communication → *communication-bound*; anything
-   else runs → the second question. Profiling slows the host and hardly the GPU: if the unprofiled time of the phase is
-   known, idle time is scaled first (`profkit.analysis.efficiency.unprofiled`).
+   largest decides: idle while the host launches → *launch-bound*; idle while the host waits for the GPU or makes no
+   CUDA calls → *host-bound*; only communication runs, or the range launched only communication →
+   *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: if the
+   unprofiled time of the phase is known, idle time is scaled first (`profkit.analysis.efficiency.unprofiled`).
 2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): if its FLOPs at
    the peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak, it
    is *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel. So if most of its kernel time
@@ -103,7 +103,7 @@ def judge(
         mover_share: the share of `MOVERS` in its own kernel time, without communication.
     """
     if parts is None or not parts.span_ns:
-        return Verdict(None, "it launched no work on a GPU")
+        return Verdict(None, "it launched no GPU work")
     factor = 1.0 if idle_factor is None else idle_factor
     shares: dict[Word | None, float] = {
         "launch-bound": parts.launching_ns * factor,
@@ -127,8 +127,8 @@ def judge(
 
 
 _MEANING = {
-    "launch-bound": "idle while the host is launching",
-    "host-bound": "idle while the host synchronises or is outside CUDA",
+    "launch-bound": "idle while Python prepares kernels",
+    "host-bound": "idle while the host waits for the GPU or makes no CUDA calls",
     "communication-bound": "communication that is not hidden behind computing",
 }
 

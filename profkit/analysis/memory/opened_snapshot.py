@@ -49,7 +49,7 @@ class OpenedSnapshot:
             return max(self.devices.values(), key=lambda one: (one.history.allocated_peak_bytes, -one.device.index))
         if index not in self.devices:
             known = ", ".join(map(str, self.devices))
-            raise UsageError(f"device {index}: nothing was recorded of it, only of {known}")
+            raise UsageError(f"no device {index}: this snapshot recorded device {known}")
         return self.devices[index]
 
     def against(self, after: OpenedSnapshot, *, device: int | None = None) -> Comparison:

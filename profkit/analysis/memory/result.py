@@ -185,7 +185,7 @@ def _of_owners(check: AllocatorCheck | None) -> Iterator[Finding]:
     if check is not None and not check.agrees:
         yield Finding(
             "ledger-disagrees",
-            f"the allocator itself reported peaks of {check.allocated_peak_bytes:,} B allocated,"
+            f"PyTorch itself reported peaks of {check.allocated_peak_bytes:,} B allocated,"
             f" {check.reserved_peak_bytes:,} B reserved and {check.requested_peak_bytes:,} B requested",
             "failed",
         )
@@ -203,7 +203,9 @@ def _of_snapshot(snapshot: Snapshot, memory: DeviceMemory) -> Iterator[Finding]:
     if not snapshot.settings.is_recorded:
         yield Finding("no-settings", "the file records no allocator settings (torch before 2.2): defaults are assumed")
     if len(memory.device.events) and not memory.device.events.has_times:
-        yield Finding("no-times", "the file records no times (torch before 2.2): no phases, and moments are events")
+        yield Finding(
+            "no-times", "the file records no times (torch before 2.2): phases are unknown, and times are event numbers"
+        )
 
 
 def _of_purposes(composition: Composition) -> Iterator[Finding]:
