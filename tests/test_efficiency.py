@@ -203,8 +203,10 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     result = read_trace(_run(tmp_path)).efficiency()
     rows = _rows(result)
     assert rows["step */forward"].idle_factor == rows["step */forward/layer *"].idle_factor == pytest.approx(40 / 240)
-    # Not timed by itself, so the step's: 560 ns busy, 440 idle of 1,000 profiled; unprofiled 800 leave 240.
-    assert rows["step */backward"].idle_factor == pytest.approx(240 / 440)
+    # 560 ns busy, 440 idle of 1,000 profiled; unprofiled 800 leave 240.
+    assert rows["step *"].idle_factor == pytest.approx(240 / 440)
+    # Not timed by itself, so it has the rest of the step's idle time: 200 of 200.
+    assert rows["step */backward"].idle_factor == pytest.approx(1)
     assert rows["step */forward"].verdict == "compute-bound"
     # 240 ns idle beside 160 busy; unprofiled 40.
     assert rows["step */forward"].idle_share == pytest.approx(240 / 400)
@@ -219,6 +221,67 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     (one, step) = result.inflation
     assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)
     assert (step.phase, step.cost) == ("step", 0.25)
+
+
+def _micro_batches(folder: Path, *, devices: int = 1, **clean_ns: int) -> dict[str, EfficiencyRow]:
+    """Two steps of 1,000 ns on each GPU: work that no phase holds, two backward calls of 400 ns, work again.
+
+    ``clean_ns`` are unprofiled times of a step and of its phases. GPUs compute for half of the time.
+    """
+    builder = NsysBuilder()
+    for at in (0, 10_000):
+        builder.range("step", at, at + 1_000)
+        builder.range("train", at, at + 900)
+        for begin, name in ((0, "data"), (100, "backward"), (500, "backward"), (900, "log")):
+            length = 400 if name == "backward" else 100
+            builder.range(name, at + begin, at + begin + length)
+            for device in range(devices):
+                start = at + begin + length // 2
+                builder.kernel(at + begin + 1, length // 2, start=start, device=device)
+    times = {f"{phase}_ns" if phase == "step" else f"{phase}_event_ns": time for phase, time in clean_ns.items()}
+    manifest = {"status": "complete", "device": "cuda", "workload": {}, "clean": {"steps": [times] * 2}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    builder.write(folder / "trace.sqlite")
+    return _rows(read_trace(folder).efficiency())
+
+
+def _idle_ns(row: EfficiencyRow) -> float:
+    """Return the idle time a step without a profiler."""
+    assert row.gpu is not None
+    assert row.idle_factor is not None
+    return row.gpu.idle_ns * row.idle_factor / 2
+
+
+def test_a_phases_unprofiled_time_is_that_of_all_its_instances_in_a_step(tmp_path: Path) -> None:
+    """Backward: 400 ns busy and 400 idle a step; unprofiled 500 leave 100. The step: 500 idle, 200 left."""
+    rows = _micro_batches(tmp_path, step=700, backward=500)
+    left = {path: round(_idle_ns(row), 6) for path, row in rows.items()}
+    assert left == {
+        "step": 200,
+        "step/train": 150,
+        "step/train/data": 50,
+        "step/train/backward": 100,
+        "step/log": 50,
+    }
+
+
+def test_phases_that_would_keep_more_idle_time_than_their_step_are_cut_to_fit(tmp_path: Path) -> None:
+    """By its own clock backward would keep 300 ns of idle time, the step only 200."""
+    rows = _micro_batches(tmp_path, step=700, backward=700)
+    left = {path: round(_idle_ns(row), 6) for path, row in rows.items()}
+    assert left == {"step": 200, "step/train": 200, "step/train/data": 0, "step/train/backward": 200, "step/log": 0}
+
+
+def test_idle_time_without_a_profiler_is_unknown_if_one_time_does_not_fit_several_gpus(tmp_path: Path) -> None:
+    rows = _micro_batches(tmp_path, devices=2, step=2_000)
+    assert rows["step"].clean_idle_share is None
+    assert rows["step"].gpu is not None
+    assert rows["step"].idle_share == pytest.approx(0.5)
+
+
+def test_idle_time_without_a_profiler_is_estimated_for_each_of_several_gpus(tmp_path: Path) -> None:
+    rows = _micro_batches(tmp_path, devices=2, step=700)
+    assert rows["step"].clean_idle_share == pytest.approx(200 / 700)
 
 
 @pytest.mark.parametrize("kernel", ["gemm", _MOVER])

@@ -10,7 +10,7 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.nesting import NO_RANGE, mark_nested
 from profkit.names import CONTEXT, PHASES, STEP, WARMUP
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
 
 _LABEL = re.compile(rf"({'|'.join((STEP, *PHASES))})(?: \d+)?", re.I)
 _STEP = re.compile(rf"{STEP}( (\d+|\*))?", re.I)
@@ -58,18 +58,21 @@ def count_steps(attribution: Attribution, rows: Bools) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def number_in_step(attribution: Attribution, members: Ints, label: Ints) -> Ints:
-    """Return for each member which of its label it is in its step, counted from 0 by start; 0 outside all steps."""
-    steps = measured_ranges(attribution).get(STEP)
-    if steps is None:
-        return np.zeros(len(members), dtype=np.int64)
+def find_steps(attribution: Attribution) -> Ints:
+    """Return for each range the measured step that it is or lies in, `NO_RANGE` for none."""
     step, above = np.full(len(attribution.parent), NO_RANGE, dtype=np.int64), attribution.parent
-    step[steps] = steps
+    measured = measured_ranges(attribution).get(STEP, empty_ints())
+    step[measured] = measured
     # Each round looks twice as far up as the one before.
-    while (above != NO_RANGE).any():
+    while len(measured) and (above != NO_RANGE).any():
         step = np.where((step == NO_RANGE) & (above != NO_RANGE), step[above], step)
         above = np.where(above != NO_RANGE, above[above], NO_RANGE)
-    step = step[members]
+    return step
+
+
+def number_in_step(attribution: Attribution, members: Ints, label: Ints) -> Ints:
+    """Return for each member which of its label it is in its step, counted from 0 by start; 0 outside all steps."""
+    step = find_steps(attribution)[members]
     order = np.lexsort((attribution.trace.ranges.start_ns[members], label, step))
     is_first = np.ones(len(members), dtype=np.bool_)
     is_first[1:] = (step[order][1:] != step[order][:-1]) | (label[order][1:] != label[order][:-1])

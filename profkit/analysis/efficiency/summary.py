@@ -214,15 +214,15 @@ def measure_efficiency(
     nodes = numbered_nodes if numbered else build_nodes(attribution, numbered=False)
     waiting = find_waiting(trace, ranks)
     columns = _sum_columns(attribution, nodes, members, times, waiting)
-    ranges_of, names = rows_by_value(nodes.of_range[members]), nodes.names_above()
+    ranges_of, factors = rows_by_value(nodes.of_range[members]), unprofiled.factors(nodes, columns.parts)
     rows = []
     for at in nodes.depth_first():
         if at.node not in ranges_of:
             continue
         mine = members[ranges_of[at.node]]
         mfu = models.mfu(mine) if is_step(at.name) else None
-        factor = unprofiled.factor(names[at.node])
-        rows.append(_build_row(at, columns, works.total(mine), facts.peaks, idle_factor=factor, mfu=mfu))
+        amount = works.total(mine)
+        rows.append(_build_row(at, columns, amount, facts.peaks, idle_factor=factors[at.node], mfu=mfu))
     steps = summarize_steps(attribution, ranks, times, waiting)
     span_ns = sum(step.gpu.span_ns for step in steps)
     return EfficiencyResult(

@@ -2,21 +2,23 @@
 
 Profiling slows the host and hardly the GPU. If it is known how long a phase takes without a profiler, its busy time is
 kept and its idle time is scaled so that the two sum to the unprofiled time. Ranges within the phase are scaled alike.
+The step is timed too; what it keeps is divided among its phases and the rest of it, so that the parts sum to the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
+from profkit.analysis.attribution import Attribution, mark_members
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.efficiency.gpu_time import GpuParts, GpuTime, find_windows, sum_parts
+from profkit.analysis.nesting import NO_RANGE, mark_nested
 from profkit.analysis.range_paths import RangeNodes
 from profkit.analysis.step_times import PhaseTimes
-from profkit.analysis.steps import context_of, is_step, measured_ranges
+from profkit.analysis.steps import context_of, find_steps, is_step, measured_ranges
 from profkit.findings import Finding
 from profkit.names import PHASES, STEP
 from profkit.trace.columns import Ints, empty_ints
@@ -25,6 +27,8 @@ _WIDE = 0.3
 """Steps vary widely if their standard deviation is more than this share of their mean; `profkit run` agrees."""
 _APART = 1.4
 """A phase is uneven if its 90th percentile is more than this many times its 10th."""
+_FITS = 1.1
+"""An estimate of idle time may exceed the recorded idle time by this much: medians of different steps differ."""
 _PART = 0.1
 """A phase that is a smaller share of the step than this is not worth a warning."""
 
@@ -49,18 +53,34 @@ class UnprofiledIdle:
     def __init__(self, attribution: Attribution, times: dict[int, GpuTime], nodes: RangeNodes, facts: RunFacts) -> None:
         """Compare the phases' profiled and unprofiled times; ``nodes`` must be numbered."""
         self._factors: dict[tuple[str, int | None], float] = {}
+        self._rest: dict[int | None, float] = {}
         self._steps: list[tuple[GpuParts, float]] = []
-        measured = measured_ranges(attribution) if facts.phases else {}
-        names = nodes.names_above()
-        for one in facts.phases:
-            members = measured.get(one.phase, empty_ints())
-            mine = [i for i in members.tolist() if context_of(names[nodes.of_range[i]]) == one.context]
-            found = _scale_idle(attribution, times, np.array(mine, dtype=np.int64), one)
-            if found is None:
-                continue
-            self._factors[one.phase, one.context] = found[1]
-            if one.phase == STEP:
-                self._steps.append(found)
+        measured = _outermost_phases(attribution) if facts.phases else {}
+        steps, names = find_steps(attribution), nodes.names_above()
+        for context in dict.fromkeys(one.context for one in facts.phases):
+            found: dict[str, tuple[GpuParts, float]] = {}
+            for one in facts.phases:
+                members = measured.get(one.phase, empty_ints()) if one.context == context else empty_ints()
+                mine = [i for i in members.tolist() if context_of(names[nodes.of_range[i]]) == context]
+                scaled = _scale_idle(attribution, times, np.array(mine, dtype=np.int64), steps, one)
+                if scaled is not None:
+                    found[one.phase] = scaled
+            self._add(context, found)
+
+    def _add(self, context: int | None, found: dict[str, tuple[GpuParts, float]]) -> None:
+        """Keep the factors of one context, such that the phases keep no more idle time than their steps."""
+        step = found.pop(STEP, None)
+        idle_ns = sum(parts.idle_ns for parts, _ in found.values())
+        left_ns = sum(parts.idle_ns * factor for parts, factor in found.values())
+        fit = 1.0
+        if step is not None:
+            self._steps.append(step)
+            self._factors[STEP, context] = step[1]
+            whole_ns, whole_left_ns = step[0].idle_ns, step[0].idle_ns * step[1]
+            fit = min(1.0, whole_left_ns / left_ns) if left_ns else 1.0
+            rest_ns, rest_left_ns = whole_ns - idle_ns, whole_left_ns - left_ns * fit
+            self._rest[context] = min(1.0, rest_left_ns / rest_ns) if rest_ns > 0 else step[1]
+        self._factors |= {(phase, context): factor * fit for phase, (_, factor) in found.items()}
 
     @property
     def idle_share(self) -> float | None:
@@ -69,29 +89,69 @@ class UnprofiledIdle:
         whole_ns = idle_ns + sum(parts.busy_ns for parts, _ in self._steps)
         return idle_ns / whole_ns if whole_ns else None
 
-    def factor(self, names: Sequence[str]) -> float | None:
-        """Return the share of a range's idle time (0 to 1) that would be left; ``names`` lead to it from the outermost.
+    def factors(self, nodes: RangeNodes, parts: Mapping[int, GpuParts]) -> list[float | None]:
+        """Return for each node the share of its idle time (0 to 1) that would be left, None if that is unknown.
 
-        It is the factor of the nearest phase or step around the range that was timed unprofiled; None if there is none.
+        A range in a phase that was timed unprofiled has the factor of the phase. Any other range of a step keeps what
+        the phases in it keep, and of the rest of its idle time as large a share as the step does of its own rest.
         """
-        context = context_of(names)
-        around = (self._factors.get((STEP if is_step(name) else name.lower(), context)) for name in reversed(names))
-        return next((factor for factor in around if factor is not None), None)
+        idle_ns = [parts[node].idle_ns if node in parts else 0 for node in range(len(nodes))]
+        found: list[float | None] = [None] * len(nodes)
+        # What the phases in a range keep beyond the share of the rest; a parent is numbered before its children.
+        beyond_ns = [0.0] * len(nodes)
+        for node, names in reversed([*enumerate(nodes.names_above())]):
+            context = context_of(names)
+            keys = [(name.lower(), context) for name in names]
+            phase = next((at for at, key in enumerate(keys) if key[0] != STEP and key in self._factors), None)
+            step = next((at for at, name in enumerate(names) if is_step(name)), None)
+            rest = self._rest.get(context) if step is not None else None
+            if phase is not None:
+                found[node] = self._factors[keys[phase]]
+                if rest is not None and phase == len(names) - 1:
+                    beyond_ns[node] = (self._factors[keys[phase]] - rest) * idle_ns[node]
+            elif step == len(names) - 1:
+                found[node] = self._factors.get((STEP, context))
+            elif rest is not None:
+                found[node] = rest + (beyond_ns[node] / idle_ns[node] if idle_ns[node] else 0.0)
+            above = nodes.parent[node]
+            if above != NO_RANGE and (phase is None or phase == len(names) - 1):
+                beyond_ns[above] += beyond_ns[node]
+        return found
+
+
+def _outermost_phases(attribution: Attribution) -> dict[str, Ints]:
+    """Return the measured steps and phases by label, without phases in other phases: those count as the outer one."""
+    measured, parent = measured_ranges(attribution), attribution.parent
+    phases = [members for label, members in measured.items() if label != STEP]
+    if not phases:
+        return measured
+    inside = mark_nested(parent, mark_members(len(parent), np.concatenate(phases)))
+    nested = (parent != NO_RANGE) & inside[parent]
+    return {label: members if label == STEP else members[~nested[members]] for label, members in measured.items()}
 
 
 def _scale_idle(
-    attribution: Attribution, times: dict[int, GpuTime], members: Ints, phase: PhaseTimes
+    attribution: Attribution, times: dict[int, GpuTime], members: Ints, steps: Ints, phase: PhaseTimes
 ) -> tuple[GpuParts, float] | None:
-    """Return a phase's time on the GPUs, and its unprofiled over its profiled idle time; None if nothing was idle."""
+    """Return a phase's time on the GPUs, and its unprofiled over its profiled idle time; None if that is unknown.
+
+    The unprofiled time is that of all instances in a step together. A profiler can only lengthen the idle time: if the
+    estimate is longer, the recorded time stands, but on several GPUs nothing says that one time fits them all.
+    """
     windows = find_windows(attribution, members, times)
-    count = len(windows.member)
-    if not count:
+    if not len(windows.member):
         return None
-    parts = sum_parts(times, np.zeros(count, dtype=np.int64), windows.device, windows.start_ns, windows.end_ns)[0]
+    group = np.zeros(len(windows.member), dtype=np.int64)
+    parts = sum_parts(times, group, windows.device, windows.start_ns, windows.end_ns)[0]
     if not parts.idle_ns:
         return None
-    idle_ns = max(0.0, phase.clean.median - parts.busy_ns / count)
-    return parts, min(1.0, idle_ns / (parts.idle_ns / count))
+    own = members[windows.member]
+    step = np.where(steps[own] != NO_RANGE, steps[own], own)
+    count = np.unique(np.stack([step, windows.device]), axis=1).shape[1]
+    factor = max(0.0, phase.clean.median - parts.busy_ns / count) / (parts.idle_ns / count)
+    if factor > _FITS and count > len(np.unique(step)):
+        return None
+    return parts, min(1.0, factor)
 
 
 def profiling_costs(facts: RunFacts) -> tuple[ProfilingCost, ...]:
