@@ -17,6 +17,8 @@ from profkit.errors import ToolError
 
 _MARK = "PROFKIT_CHILD"
 _GRACE_S = 2.0
+_LOOKS = 10
+"""How often to look for a child whose start was interrupted: right after exec, Linux shows an empty environment."""
 
 
 def run_child(
@@ -93,6 +95,7 @@ def _run(
 
 def _end_all(child: subprocess.Popen[bytes] | None, mark: str) -> None:
     """Ask, then force; a second Ctrl-C meanwhile must not leave half of them alive."""
+    looks = 1 if child is not None else _LOOKS
     with uninterrupted():
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + _GRACE_S
@@ -103,7 +106,9 @@ def _end_all(child: subprocess.Popen[bytes] | None, mark: str) -> None:
                 if child is not None and child.poll() is None:
                     _send(os.killpg, child.pid, number)
                 elif not alive:
-                    return
+                    looks -= 1
+                    if looks <= 0:
+                        return
                 time.sleep(0.02)
 
 
