@@ -45,8 +45,18 @@ class ReferenceAllocator:
     """One device's allocator; ``events`` is what it recorded, once ``record`` is on."""
 
     def __init__(
-        self, expandable: bool = False, max_split: int | None = None, divisions: int = 0, max_entries: int | None = None
+        self,
+        expandable: bool = False,
+        max_split: int | None = None,
+        divisions: int = 0,
+        max_entries: int | None = None,
+        plain_private_pools: bool = False,
     ) -> None:
+        """``plain_private_pools``: as torch up to 2.4, which gives private pools no expandable segments.
+
+        A program may change ``expandable`` and ``max_split`` at any time.
+        """
+        self.plain_private_pools = plain_private_pools
         self.expandable, self.max_split, self.divisions, self.max_entries = (
             expandable,
             max_split,
@@ -136,6 +146,8 @@ class ReferenceAllocator:
             block
             for region in self.regions
             if (region.stream, region.pool, region.is_small) == (stream, pool, want <= MIB)
+            # blocks of expandable segments serve nothing while these are switched off
+            and (self.expandable or not region.is_expandable)
             for block in region.blocks
             if block.state == "inactive" and block.size >= want
         ]
@@ -146,7 +158,7 @@ class ReferenceAllocator:
         return None if is_too_large else best
 
     def _reserve(self, want: int, stream: int, pool: tuple[int, int]) -> Block:
-        if self.expandable:
+        if self.expandable and not (self.plain_private_pools and pool != (0, 0)):
             return self._expand(want, stream, pool)
         size = SMALL_PAGE if want <= MIB else LARGE_PAGE if want < 10 * MIB else -(-want // (2 * MIB)) * 2 * MIB
         for index, (begin, end) in enumerate(self.free_addresses):
@@ -168,7 +180,8 @@ class ReferenceAllocator:
         self._note("segment_free", block.address, block.size, region.stream)
 
     def _expand(self, want: int, stream: int, pool: tuple[int, int]) -> Block:
-        regions = [r for r in self.regions if (r.stream, r.pool, r.is_small) == (stream, pool, want <= MIB)]
+        wanted = (stream, pool, want <= MIB, True)
+        regions = [r for r in self.regions if (r.stream, r.pool, r.is_small, r.is_expandable) == wanted]
         if not regions:
             region = Region(stream, pool, want <= MIB, True)
             region.blocks.append(Block(self.next_reservation, RESERVATION, region, "unmapped"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +71,17 @@ SIZES = st.one_of(
     st.integers(MIB - 600, 12 * MIB),
     st.integers(9 * MIB, 70 * MIB),
 )
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("malloc"), SIZES, st.sampled_from([0, 0, 0, 7]), st.sampled_from([(0, 0), (0, 0), (0, 1)])),
-        st.tuples(st.just("malloc"), SIZES, st.just(0), st.just((0, 0))),
-        st.tuples(st.just("free"), st.integers(0, 10**6)),
-        st.tuples(st.just("free"), st.integers(0, 10**6)),
-        st.tuples(st.just("free_elsewhere"), st.integers(0, 10**6)),
-        st.tuples(st.just("complete"), st.integers(0, 10**6)),
-        st.tuples(st.just("empty_cache")),
-        st.tuples(st.just("collect")),
-    ),
-    min_size=1,
-    max_size=250,
+STEP = st.one_of(
+    st.tuples(st.just("malloc"), SIZES, st.sampled_from([0, 0, 0, 7]), st.sampled_from([(0, 0), (0, 0), (0, 1)])),
+    st.tuples(st.just("malloc"), SIZES, st.just(0), st.just((0, 0))),
+    st.tuples(st.just("free"), st.integers(0, 10**6)),
+    st.tuples(st.just("free"), st.integers(0, 10**6)),
+    st.tuples(st.just("free_elsewhere"), st.integers(0, 10**6)),
+    st.tuples(st.just("complete"), st.integers(0, 10**6)),
+    st.tuples(st.just("empty_cache")),
+    st.tuples(st.just("collect")),
 )
+STEPS = st.lists(STEP, min_size=1, max_size=250)
 ALLOCATORS = st.one_of(
     st.builds(ReferenceAllocator, divisions=st.sampled_from([0, 4, 8])),
     st.builds(ReferenceAllocator, max_split=st.sampled_from([25 * MIB, 64 * MIB]), divisions=st.sampled_from([0, 4])),
@@ -109,6 +107,10 @@ def drive(allocator: ReferenceAllocator, steps: list[Any], record_at: int) -> No
             allocator.empty_cache()
         elif what == "collect":
             allocator.collect()
+        elif what == "switch_expandable":
+            allocator.expandable = not allocator.expandable
+        elif what == "set_max_split":
+            allocator.max_split = arguments[0]
 
 
 @given(ALLOCATORS, STEPS)
@@ -139,6 +141,55 @@ def test_an_incomplete_history_is_exact_or_bounded(
     assert high is not None
     assert low <= allocated <= high <= low + len(history.replay) * MIB
     assert history.is_complete or allocator.at_event[0] != (0, 0, 0)
+
+
+@pytest.mark.parametrize("plain_private_pools", [False, True])
+@pytest.mark.parametrize("switches", [0, 1, 3])
+def test_settings_changed_in_mid_run_never_give_a_wrong_exact_peak(plain_private_pools: bool, switches: int) -> None:
+    """A replay that relied on the settings at the dump called every tenth such history exact with a wrong peak."""
+    exact = 0
+    for seed in range(60):
+        steps = random_steps(random.Random(seed), switches)
+        allocator = ReferenceAllocator(expandable=seed % 2 == 0, plain_private_pools=plain_private_pools)
+        drive(allocator, [("malloc", 1, 0, (0, 0)), *steps, ("malloc", 5, 0, (0, 0))], seed % 3 * 10)
+        history = replayed(allocator)
+        low, high = history.bounds or (history.allocated_peak_bytes, history.allocated_peak_bytes)
+        assert not history.contradictions
+        assert high is not None
+        assert low <= allocator.peaks()[0] <= high
+        exact += low == high
+    assert exact >= 10
+
+
+def random_steps(chance: random.Random, switches: int) -> list[Any]:
+    """Return what a program does that changes the allocator's settings ``switches`` times."""
+    steps: list[Any] = []
+    for _ in range(chance.randint(20, 200)):
+        size = chance.choice([3_000, MIB + 600, 12 * MIB, 70 * MIB])
+        pool = (0, int(chance.random() < 0.3))
+        malloc = ("malloc", chance.randint(1, size), chance.choice([0, 0, 0, 7]), pool)
+        kinds: list[Any] = [malloc] * 5 + [("free", chance.randrange(10**6))] * 4
+        kinds += [("free_elsewhere", chance.randrange(10**6)), ("complete", chance.randrange(10**6))]
+        steps.append(chance.choice([*kinds, ("empty_cache",) if chance.random() < 0.5 else malloc]))
+    for _ in range(switches):
+        steps.insert(chance.randrange(len(steps)), ("switch_expandable",))
+    return steps
+
+
+def test_a_split_that_the_limit_at_the_dump_forbids_bounds_the_other_sizes() -> None:
+    allocator = ReferenceAllocator()
+    allocator.record()
+    for _ in range(2):
+        allocator.free(allocator.malloc(40 * MIB, stream=_))
+    shown = allocator.malloc(30 * MIB)
+    allocator.malloc(9 * MIB)  # begins in the rest of 10 MiB, so that was split off
+    hidden = allocator.malloc(30 * MIB, stream=1)
+    peak = allocator.allocated.current
+    for block in (hidden, shown):
+        allocator.free(block)
+    allocator.max_split = 25 * MIB
+    history = replayed(allocator)
+    assert history.bounds == (peak, peak + 10 * MIB)
 
 
 # -- single rules -----------------------------------------------------------------------------------------------

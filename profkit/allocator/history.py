@@ -87,15 +87,25 @@ class History:
 
 
 def replay_history(device: Device, settings: Settings) -> History:
-    """Replay a device, check the replay against the state at the dump, and draw its curves."""
+    """Replay a device, check the replay against the state at the dump, and draw its curves.
+
+    A program can change the settings while it runs, and the snapshot holds only the last ones. Where the history
+    contradicts these, it is replayed once more without relying on them.
+    """
     replay = replay_device(device, settings)
+    contradictions = _find_contradictions(device, settings, replay)
+    if contradictions or replay.contradicts_settings:
+        other = replay_device(device, settings, is_settled=False)
+        others = _find_contradictions(device, settings, other)
+        if replay.contradicts_settings or not (others or _count_odd_segments(device, settings)):
+            replay, contradictions = other, others
     curves = Curves(
         allocated=_curve(replay, replay.freed, replay.size_bytes),
         requested=_curve(replay, replay.completed, replay.requested_bytes),
         reserved=replay.start_reserved_bytes + np.cumsum(np.concatenate([[0], reserved_changes(device)])),
         slack=_curve(replay, replay.freed, replay.slack_bytes),
     )
-    return History(device, settings, replay, curves, _find_contradictions(device, settings, replay))
+    return History(device, settings, replay, curves, contradictions)
 
 
 def _curve(replay: Replay, end: Ints, weight: Ints) -> Ints:
@@ -109,9 +119,10 @@ def _curve(replay: Replay, end: Ints, weight: Ints) -> Ints:
 def _find_contradictions(device: Device, settings: Settings, replay: Replay) -> dict[str, int]:
     """Return what speaks against the replay, and how often; empty when its figures are proven."""
     found = dict(replay.contradictions)
+    odd_segments = 0 if settings.is_recorded else _count_odd_segments(device, settings)
     for what, count in (
         ("blocks at the dump that the history does not lead to", _count_differences(device, replay)),
-        ("segments of a size that the default settings do not give", _count_odd_segments(device, settings)),
+        ("segments of a size that the default settings do not give", odd_segments),
     ):
         if count:
             found[what] = count
@@ -134,12 +145,10 @@ def _count_differences(device: Device, replay: Replay) -> int:
 
 
 def _count_odd_segments(device: Device, settings: Settings) -> int:
-    """Return how many segments a default allocator would have made of another size, where no settings are recorded.
+    """Return how many segments a default allocator would have made of another size.
 
     A segment is reserved for the alloc that follows it; one for 1 to 10 MiB may be of a size set by the user.
     """
-    if settings.is_recorded:
-        return 0
     action, address = device.events.action, device.events.address
     segments = np.flatnonzero((action[:-1] == SEGMENT_ALLOC) & (action[1:] == ALLOC) & (address[:-1] == address[1:]))
     rounded = round_sizes(device.events.size_bytes[segments + 1], settings)

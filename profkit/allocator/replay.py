@@ -19,12 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from profkit.allocator.rules import MIN_BLOCK_BYTES, round_sizes, smallest_rests
-from profkit.allocator.start import Start, find_start
+from profkit.allocator.rules import (
+    MIN_BLOCK_BYTES,
+    NEVER,
+    SMALL_BYTES,
+    depends_on_settings,
+    round_sizes,
+    smallest_rests,
+)
+from profkit.allocator.start import Start, find_expandable_ranges, find_start
 from profkit.snapshot.columns import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,
+    INACTIVE,
     OTHER,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
@@ -75,29 +83,46 @@ class Replay:
     """Free blocks after the last event: address → size."""
     contradictions: dict[str, int]
     """What the history says that no allocator could have done → how often."""
+    contradicts_settings: bool
+    """Whether an allocator with the same settings all the time would have done something else."""
 
     def __len__(self) -> int:
         return len(self.address)
 
 
-def replay_device(device: Device, settings: Settings) -> Replay:
-    """Return what the allocator did on ``device``, from the first recorded event to the last."""
+def replay_device(device: Device, settings: Settings, is_settled: bool = True) -> Replay:
+    """Return what the allocator did on ``device``, from the first recorded event to the last.
+
+    Args:
+        is_settled: whether the settings were the same all the time. If not, a rest that other settings would have
+            treated in another way counts as slack, unless a later event or the dump shows what became of it.
+    """
     events = device.events
-    start = find_start(device, settings)
+    start = find_start(device, settings, is_settled)
     births = np.flatnonzero(events.action == ALLOC)
     rounded = round_sizes(events.size_bytes[births], settings)
-    expandable = _expandable_ranges(device)
+    expandable = find_expandable_ranges(device)
     only_expandable = bool(expandable) and not start.fences and not np.any(events.action == SEGMENT_ALLOC)
+    has_both_kinds = bool(expandable) and not only_expandable
+    is_other_kind = settings.is_recorded and settings.expandable_segments != bool(expandable)
     heap = _Heap(start, expandable, events.address[births], rounded.tolist())
+    segments = device.segments
+    extents = zip(segments.address.tolist(), (segments.address + segments.size_bytes).tolist(), strict=True)
+    heap.private = [extent for extent, pool in zip(extents, segments.pool, strict=True) if pool != (0, 0)]
+    rests = smallest_rests(rounded, settings, only_expandable)
+    if not is_settled:
+        heap.final_sizes = _final_sizes(device, start.address + events.address[births].tolist())
+        rests = np.where(rounded > SMALL_BYTES, NEVER, rests)
     action = _join_frees(device)
-    rows = _run(heap, _chunks(device, action, births, rounded, smallest_rests(rounded, settings, only_expandable)))
+    rows = _run(heap, _chunks(device, action, births, rounded, rests))
     freed, completed = _time_frees(heap, action, rows, start.is_pending + [False] * len(births))
     heap.settle(events.address[births], np.searchsorted(births, freed))
+    heap.count_doubts()
     no_block = np.full(len(births), -1, dtype=np.int64)
     return Replay(
         address=heap.address,
         size_bytes=np.array(heap.size_bytes, dtype=np.int64),
-        slack_bytes=np.concatenate([np.array(heap.slack_bytes, dtype=np.int64), np.zeros_like(births)]),
+        slack_bytes=np.array(heap.slack_bytes, dtype=np.int64),
         requested_bytes=np.concatenate([np.array(start.requested_bytes, dtype=np.int64), events.size_bytes[births]]),
         birth=np.concatenate([np.full(heap.start_count, -1, dtype=np.int64), births]),
         freed=freed,
@@ -108,6 +133,7 @@ def replay_device(device: Device, settings: Settings) -> Replay:
         event_count=len(events),
         final_free=heap.free,
         contradictions=dict(heap.contradictions),
+        contradicts_settings=heap.contradicts_settings or has_both_kinds or is_other_kind,
     )
 
 
@@ -119,19 +145,13 @@ def reserved_changes(device: Device) -> Ints:
     return np.where(grows, size, np.where(shrinks, -size, 0))
 
 
-def _expandable_ranges(device: Device) -> list[tuple[int, int]]:
-    """Return where expandable segments ever had pages, joined: CUDA gives those addresses to nothing else."""
-    events, segments = device.events, device.segments
-    mapped = (events.action == SEGMENT_MAP) | (events.action == SEGMENT_UNMAP)
-    begins = np.concatenate([segments.address[segments.is_expandable], events.address[mapped]])
-    ends = begins + np.concatenate([segments.size_bytes[segments.is_expandable], events.size_bytes[mapped]])
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(zip(begins.tolist(), ends.tolist(), strict=True)):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return joined
+def _final_sizes(device: Device, addresses: list[int]) -> dict[int, int]:
+    """Return the size at the dump of each row that is still there; ``addresses`` are those of the rows."""
+    blocks = device.blocks
+    row_at = {address: row for row, address in enumerate(addresses)}
+    used = blocks.state != INACTIVE
+    found = zip(blocks.address[used].tolist(), blocks.size_bytes[used].tolist(), strict=True)
+    return {row_at[address]: size for address, size in found if address in row_at}
 
 
 def _join_frees(device: Device) -> Codes:
@@ -176,7 +196,7 @@ def _run(heap: _Heap, chunks: Iterator[Iterator[_Event]]) -> tuple[list[int], li
                 elif have == size:
                     start_of.pop(address + have, None)
                 else:
-                    sizes[born] = heap.take_whole(address, size, splits_from - size, have)
+                    sizes[born] = heap.take_whole(born, address, size, splits_from - size, have)
                 live[address] = born
                 born += 1
             elif action <= FREE_COMPLETED:  # or _FREE
@@ -250,9 +270,15 @@ class _Heap:
         self.start_count = len(start.address)
         self.address = np.concatenate([np.array(start.address, dtype=np.int64), addresses])
         self.size_bytes = start.size_bytes + sizes
-        self.slack_bytes = start.slack_bytes
+        self.slack_bytes = start.slack_bytes + [0] * len(sizes)
         self.contradictions = start.contradictions
         self._uncertain = start.uncertain
+        self.final_sizes: dict[int, int] | None = None
+        """Where the settings may have changed: size at the dump of the rows that are still there."""
+        self.contradicts_settings = False
+        self.private: list[tuple[int, int]] = []
+        """Segments of private pools at the dump: from, to."""
+        self._doubts: dict[int, int] = {}
         self._padded: dict[int, int] = {}
         self._expandable = expandable
 
@@ -274,7 +300,7 @@ class _Heap:
         self.free[begin] = end - begin
         self.start_of[end] = begin
 
-    def take_whole(self, address: int, want: int, least: int, have: int) -> int:
+    def take_whole(self, row: int, address: int, want: int, least: int, have: int) -> int:
         """Serve an alloc that does not cleanly split a free block; return what the allocator charged.
 
         ``have`` is the size of the free block that began at ``address`` and has been taken out of ``free``, 0 if there
@@ -285,7 +311,7 @@ class _Heap:
         rest = have - want
         if have == 0 or rest < 0:
             return self._take_impossible(address, want, have)
-        if rest >= least or (rest >= MIN_BLOCK_BYTES and self._is_expandable(address)):
+        if self._splits(row, address, want, rest, least):
             self.free[address + want] = rest
             self.start_of[address + have] = address + want
             return want
@@ -293,6 +319,23 @@ class _Heap:
         if rest:
             self._padded[address + want] = address
         return have
+
+    def _splits(self, row: int, address: int, want: int, rest: int, least: int) -> bool:
+        """Return whether the rest of a free block is split off, or counts as such; notes the doubt."""
+        if self.final_sizes is None:
+            return rest >= least or (rest >= MIN_BLOCK_BYTES and self._is_expandable(address))
+        if row in self.final_sizes:
+            return rest > 0 and self.final_sizes[row] == want
+        if not depends_on_settings(want, rest):
+            return rest >= MIN_BLOCK_BYTES
+        self._doubts[row] = rest
+        return False
+
+    def count_doubts(self) -> None:
+        """Count the rests that nothing has shown to be split off as slack."""
+        for row, rest in self._doubts.items():
+            self.size_bytes[row] -= rest
+            self.slack_bytes[row] = rest
 
     def do_segment(self, action: int, address: int, size: int) -> None:
         """Reserve or release a segment, or map or unmap pages of an expandable one."""
@@ -312,7 +355,7 @@ class _Heap:
                 self.fences.discard(address)
             else:
                 self.contradictions["segments released while in use"] += 1
-        elif not self._carve(address, size):
+        elif not self._carve(address, size) and not (self._reveal_around(address) and self._carve(address, size)):
             self.contradictions["pages unmapped while in use"] += 1
 
     def settle(self, address: Ints, first_free: Ints) -> None:
@@ -344,9 +387,7 @@ class _Heap:
         owner = self._padded.get(address)
         row = self.live.get(owner, -1) if owner is not None else -1
         if owner is not None and row >= 0 and owner + self.size_bytes[row] > address:
-            rest = owner + self.size_bytes[row] - address
-            self.size_bytes[row] -= rest
-            self.insert(address, rest)
+            self._split_after_all(row, address)
             return self.free.pop(address)
         for begin, row in self._uncertain.items():
             have = begin + self.free.get(begin, 0) - address
@@ -358,6 +399,24 @@ class _Heap:
                 self.slack_bytes[row] = 0
                 return have
         return 0
+
+    def _reveal_around(self, address: int) -> bool:
+        """Split off the rest that must be free because ``address`` lies in it; False if there is none."""
+        for begin, owner in self._padded.items():
+            row = self.live.get(owner, -1)
+            if row >= 0 and begin <= address < owner + self.size_bytes[row]:
+                self._split_after_all(row, begin)
+                return True
+        return False
+
+    def _split_after_all(self, row: int, address: int) -> None:
+        rest = int(self.address[row]) + self.size_bytes[row] - address
+        self.size_bytes[row] -= rest
+        self._doubts.pop(row, None)
+        self.insert(address, rest)
+        # The pool of a CUDA graph that is restored to a checkpoint splits exactly, whatever the settings.
+        at = bisect_right(self.private, (address, _FAR)) - 1
+        self.contradicts_settings |= at < 0 or address >= self.private[at][1]
 
     def _take_impossible(self, address: int, want: int, have: int) -> int:
         """Serve an alloc that no allocator could have served, as well as possible, and count it."""

@@ -22,6 +22,9 @@ SMALL_SEGMENT_BYTES = 2 * 2**20
 LARGE_SEGMENT_BYTES = 20 * 2**20
 MIN_LARGE_SEGMENT_REQUEST_BYTES = 10 * 2**20
 
+MIN_SPLIT_LIMIT_BYTES = 21 * 2**20
+"""``max_split_size_mb`` must be larger than 20."""
+
 NEVER = 2**62
 
 
@@ -54,6 +57,17 @@ def smallest_rests(rounded_bytes: Ints, settings: Settings, is_expandable: bool)
         return np.full(len(rounded_bytes), MIN_BLOCK_BYTES, dtype=np.int64)
     large = np.where(rounded_bytes < settings.max_split_size_bytes, SMALL_BYTES + MIN_BLOCK_BYTES, NEVER)
     return np.where(rounded_bytes <= SMALL_BYTES, MIN_BLOCK_BYTES, large)
+
+
+def depends_on_settings(size_bytes: int, rest_bytes: int) -> bool:
+    """Return whether other settings would have kept with a block a rest that these split off, or the reverse.
+
+    ``expandable_segments`` decides about rests of up to 1 MiB, in plain segments too; ``max_split_size_mb`` about rests
+    of blocks of that size, which are smaller than 20 MiB (a larger block would not have served the request).
+    """
+    if size_bytes <= SMALL_BYTES or rest_bytes < MIN_BLOCK_BYTES:
+        return False
+    return rest_bytes <= SMALL_BYTES or (size_bytes >= MIN_SPLIT_LIMIT_BYTES and rest_bytes < LARGE_SEGMENT_BYTES)
 
 
 def segment_size_bytes(rounded_bytes: int) -> int:

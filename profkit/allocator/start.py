@@ -19,7 +19,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, round_sizes
+from profkit.allocator.rules import (
+    LARGE_SEGMENT_BYTES,
+    MIN_BLOCK_BYTES,
+    MIN_SPLIT_LIMIT_BYTES,
+    SMALL_BYTES,
+    round_sizes,
+)
 from profkit.snapshot.columns import (
     ALLOC,
     ALLOCATED,
@@ -59,8 +65,8 @@ class Start:
     contradictions: Counter[str] = field(default_factory=Counter)
 
 
-def find_start(device: Device, settings: Settings) -> Start:
-    """Return the state before the first event of ``device``."""
+def find_start(device: Device, settings: Settings, is_settled: bool = True) -> Start:
+    """Return the state before the first event of ``device``; ``is_settled``: the settings never changed."""
     start = Start()
     plain, stretches = find_regions(device, start.contradictions)
     start.reserved_bytes = sum(plain.values()) + sum(end - begin for begin, end in stretches)
@@ -77,7 +83,7 @@ def find_start(device: Device, settings: Settings) -> Start:
         start.final_block.append(final)
     regions = [(begin, begin + size, False) for begin, size in plain.items()]
     regions += [(begin, end, True) for begin, end in stretches]
-    _lay_out(start, sorted(regions), settings)
+    _lay_out(start, sorted(regions), settings, is_settled)
     return start
 
 
@@ -132,6 +138,21 @@ def find_regions(
     return plain, mapped.ranges
 
 
+def find_expandable_ranges(device: Device) -> list[tuple[int, int]]:
+    """Return where expandable segments ever had pages, joined: CUDA gives those addresses to nothing else."""
+    events, segments = device.events, device.segments
+    mapped = (events.action == SEGMENT_MAP) | (events.action == SEGMENT_UNMAP)
+    begins = np.concatenate([segments.address[segments.is_expandable], events.address[mapped]])
+    ends = begins + np.concatenate([segments.size_bytes[segments.is_expandable], events.size_bytes[mapped]])
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(zip(begins.tolist(), ends.tolist(), strict=True)):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
 class _Stretches:
     """Disjoint address ranges, sorted, adjacent ones joined."""
 
@@ -164,7 +185,7 @@ class _Stretches:
         return True
 
 
-def _lay_out(start: Start, regions: list[tuple[int, int, bool]], settings: Settings) -> None:
+def _lay_out(start: Start, regions: list[tuple[int, int, bool]], settings: Settings, is_settled: bool) -> None:
     """Place the live blocks in their regions: fix their sizes, and make free blocks of the gaps between them."""
     row, count = 0, len(start.address)
     for begin, end, is_expandable in regions:
@@ -178,7 +199,10 @@ def _lay_out(start: Start, regions: list[tuple[int, int, bool]], settings: Setti
                 start.contradictions["live blocks that overlap"] += 1
             _add_free(start, at, address)
             limit = min(start.address[row + 1], end) if row + 1 < count else end
-            _pad(start, row, limit, is_expandable, settings)
+            if is_settled:
+                _pad(start, row, limit, is_expandable, settings)
+            else:
+                _doubt(start, row, limit)
             at = max(at, address + start.size_bytes[row])
             row += 1
         _add_free(start, at, end)
@@ -203,3 +227,14 @@ def _pad(start: Start, row: int, limit: int, is_expandable: bool, settings: Sett
     start.slack_bytes[row] = min(SMALL_BYTES, gap - SMALL_BYTES - MIN_BLOCK_BYTES)
     if start.slack_bytes[row]:
         start.uncertain[start.address[row] + size] = row
+
+
+def _doubt(start: Start, row: int, limit: int) -> None:
+    """Note how much of the gap up to ``limit`` may belong to a block that was freed meanwhile, under any settings."""
+    size = start.size_bytes[row]
+    gap = limit - (start.address[row] + size)
+    if start.final_block[row] >= 0 or size <= SMALL_BYTES or gap <= 0:
+        return
+    most = SMALL_BYTES if size < MIN_SPLIT_LIMIT_BYTES else LARGE_SEGMENT_BYTES - MIN_BLOCK_BYTES
+    start.slack_bytes[row] = min(most, gap)
+    start.uncertain[start.address[row] + size] = row
