@@ -13,7 +13,7 @@ import click
 from recipes.attention.cells import DTYPES, GRIDS, IMPLEMENTATIONS, KEYS, PASSES, build_cells
 from recipes.attention.report import add_columns, report
 from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, run_recipe
-from recipes.common.recipe import Cell, Device, Recipe, Row
+from recipes.common.recipe import Recipe, late
 
 MEASURED = (
     *(
@@ -27,27 +27,13 @@ MEASURED = (
 )
 
 
-def measure(cell: Cell, device: Device) -> Row:
-    """Measure a cell; only its own process loads torch."""
-    from recipes.attention.measure import measure_cell
-
-    return measure_cell(cell, device)
-
-
-def predict(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell needs at its peak, or a lower bound."""
-    from recipes.attention.measure import predict_bytes
-
-    return predict_bytes(cell, device)
-
-
 RECIPE = Recipe(
     name="attention_sweep",
     question="What do time and memory of attention cost by sequence length, and at which length does this GPU run out?",
     columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
-    measure=measure,
-    predict=predict,
+    measure=late("recipes.attention.measure:measure_cell"),
+    predict=late("recipes.attention.measure:predict_bytes"),
     derive=add_columns,
     report=report,
     brief=frozenset({*KEYS[:4], "forward_ms", "backward_ms", "saved_activations_MiB", "backward_peak_MiB", "status"}),

@@ -13,7 +13,7 @@ import click
 
 from profkit.errors import UsageError
 from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, run_recipe
-from recipes.common.recipe import Cell, Device, GridName, Recipe, Row
+from recipes.common.recipe import GridName, Recipe, Row, late
 from recipes.compilation.cells import (
     ALL_PASSES,
     DTYPES,
@@ -40,20 +40,6 @@ MEASURED = (
     *("measure", "kernels", "generated_kernels", "kernel_ms", "kernel_speedup", "kernel_share"),
     *("predicted_peak_bytes", "requested_bytes", "free_bytes"),
 )
-
-
-def measure(cell: Cell, device: Device) -> Row:
-    """Measure a cell; only its own process loads torch."""
-    from recipes.compilation.measure import measure_cell
-
-    return measure_cell(cell, device)
-
-
-def predict(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell needs at its peak, or a lower bound."""
-    from recipes.compilation.measure import predict_bytes
-
-    return predict_bytes(cell, device)
 
 
 def choose_cases(grid: GridName, given: dict[str, Sequence[Any]]) -> list[Case]:
@@ -83,8 +69,8 @@ RECIPE = Recipe(
     question="How much faster is compiled code, how many fewer kernels does it launch, and what was fused into what?",
     columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
-    measure=measure,
-    predict=predict,
+    measure=late("recipes.compilation.measure:measure_cell"),
+    predict=late("recipes.compilation.measure:predict_bytes"),
     derive=derive,
     report=report,
     brief=BRIEF,

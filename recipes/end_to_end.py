@@ -13,7 +13,7 @@ import click
 
 from profkit.errors import UsageError
 from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, run_recipe
-from recipes.common.recipe import Cell, Device, GridName, Recipe, Row
+from recipes.common.recipe import Device, GridName, Recipe, late
 from recipes.whole_model.cells import (
     DTYPES,
     FULL,
@@ -43,20 +43,6 @@ MEASURED = (
 )
 
 
-def measure(cell: Cell, device: Device) -> Row:
-    """Measure a cell; only its own process loads torch."""
-    from recipes.whole_model.measure import measure_cell
-
-    return measure_cell(cell, device)
-
-
-def predict(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell needs at its peak, or a lower bound."""
-    from recipes.whole_model.measure import predict_bytes
-
-    return predict_bytes(cell, device)
-
-
 def choose_settings(grid: GridName, device: Device, given: dict[str, Sequence[Any]]) -> list[Setting]:
     """Return the settings to measure: the write-ups' cells with the given values, or their product.
 
@@ -81,8 +67,8 @@ RECIPE = Recipe(
     "and warm-up?",
     columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
-    measure=measure,
-    predict=predict,
+    measure=late("recipes.whole_model.measure:measure_cell"),
+    predict=late("recipes.whole_model.measure:predict_bytes"),
     derive=leave_out_bounds,
     report=report,
     brief=BRIEF,

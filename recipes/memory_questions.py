@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import click
 
 from profkit.errors import UsageError
 from profkit.names import FORWARD, LOSS
 from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, results_directory, run_recipe
-from recipes.common.recipe import Cell, Device, Recipe, Row
+from recipes.common.recipe import Cell, Device, Recipe, late
 from recipes.model_memory.cells import (
     BATCH,
     DTYPES,
     GRIDS,
     KEYS,
     SIZES,
-    Files,
     build_cells,
     choose_timelines,
     name_of,
@@ -48,13 +46,6 @@ BRIEF = frozenset(
 )
 
 
-def measure(cell: Cell, device: Device, files: Files) -> Row:
-    """Measure a cell; only its own process loads torch."""
-    from recipes.model_memory.measure import measure_cell
-
-    return measure_cell(cell, device, files)
-
-
 def predict(cell: Cell, device: Device) -> int:
     """Return the bytes that measuring a cell needs: for its steps on CUDA, elsewhere for one forward pass alone."""
     work = work_of(cell)
@@ -64,13 +55,15 @@ def predict(cell: Cell, device: Device) -> int:
     return max(peak.bytes for peak in predict_memory(forward, device).peaks if peak.phase in (FORWARD, LOSS))
 
 
+MEASURE = late("recipes.model_memory.measure:measure_cell")
+
 RECIPE = Recipe(
     name="memory_questions",
     question="Who holds the memory of a model, by context, precision and how much of a step; and what do checkpoints "
     "save?",
     columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
-    measure=partial(measure, files=Files()),
+    measure=partial(MEASURE, timelines={}),
     predict=predict,
     report=report,
     derive=add_columns,
@@ -98,21 +91,13 @@ def _require_checkpoints(cells: Sequence[Cell], wanted: Sequence[object]) -> Non
     "--checkpoint-layers", type=Numbers(least=0), help="Layers per checkpoint, instead of the grid's; 0: none."
 )
 @click.option("--batch", type=click.IntRange(min=1), default=BATCH, show_default=True)
-@click.option(
-    "--keep-captures",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Keep each cell's recording here, as a run directory that `profkit memory` reads.",
-)
-def main(
-    options: Options, batch: int, keep_captures: Path | None, **given: Sequence[int] | Sequence[str] | None
-) -> int:
+def main(options: Options, batch: int, **given: Sequence[int] | Sequence[str] | None) -> int:
     axes = {**GRIDS[options.grid], **{axis: values for axis, values in given.items() if values is not None}}
     cells = build_cells(axes, batch)
     _require_checkpoints(cells, given["checkpoint_layers"] or ())
     directory = results_directory(RECIPE.name, options)
     timelines = {name: directory / f"timeline-{name}.png" for name in map(name_of, choose_timelines(cells))}
-    files = Files(timelines, keep_captures)
-    return run_recipe(replace(RECIPE, measure=partial(measure, files=files)), cells, options)
+    return run_recipe(replace(RECIPE, measure=partial(MEASURE, timelines=timelines)), cells, options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ size, in training and in inference. Five questions, each answered by tables, wit
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import click
 from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import find_nsys
 from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, results_directory, run_recipe
-from recipes.common.recipe import Cell, Device, Recipe, Row, Together
+from recipes.common.recipe import Device, Recipe, Together, late
 from recipes.nsight.cells import CAPTURES, GRIDS, KEYS, KINETO, NSYS, PROFILERS, SIZES, STEPS, TOGETHER, build_cells
 from recipes.nsight.report import report
 
@@ -35,20 +34,7 @@ MEASURED = (
     *("predicted_peak_bytes", "self_check"),
 )  # fmt: skip
 
-
-def measure(cells: Sequence[Cell], device: Device, captures: Path) -> list[Row]:
-    """Measure the cells of one capture; only their own process loads torch."""
-    from recipes.nsight.measure import measure_cells
-
-    return measure_cells(cells, device, captures)
-
-
-def predict(cell: Cell, device: Device) -> int:
-    """Return the bytes that a cell needs at its peak."""
-    from recipes.nsight.measure import predict_bytes
-
-    return predict_bytes(cell, device)
-
+MEASURE = late("recipes.nsight.measure:measure_cells")
 
 RECIPE = Recipe(
     name="nsight_questions",
@@ -56,8 +42,8 @@ RECIPE = Recipe(
     "Python's clock?",
     columns=[*KEYS, "device", *MEASURED, "status", "reason"],
     cell_keys=KEYS,
-    measure=Together(TOGETHER, partial(measure, captures=Path(CAPTURES))),
-    predict=predict,
+    measure=Together(TOGETHER, partial(MEASURE, captures=Path(CAPTURES))),
+    predict=late("recipes.nsight.measure:predict_bytes"),
     report=report,
     brief=BRIEF,
 )
@@ -95,7 +81,7 @@ def main(options: Options, batch: int, steps: int | None, profiler: str | None, 
     chosen = choose_profiler(profiler, options.device)
     cells = build_cells(sizes, contexts, batch, steps or STEPS[options.grid], chosen)
     captures = results_directory(RECIPE.name, options) / CAPTURES
-    recipe = replace(RECIPE, measure=Together(TOGETHER, partial(measure, captures=captures)))
+    recipe = replace(RECIPE, measure=Together(TOGETHER, partial(MEASURE, captures=captures)))
     return run_recipe(recipe, cells, options)
 
 

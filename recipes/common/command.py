@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import click
 
 from profkit.errors import ProfkitError, ToolError, UsageError
 from profkit.files import write_whole
-from recipes.common.grid import CellFailed, Effort, describe_end, run_grid, run_isolated, sigterm_raises
+from recipes.common.grid import CellFailed, describe_end, run_grid, run_isolated, sigterm_raises
 from recipes.common.measuring import describe_machine
 from recipes.common.pictures import png_bytes
 from recipes.common.recipe import DEVICES, GRIDS, NOT_RUN, Cell, Device, GridName, Recipe, Row
@@ -75,7 +74,6 @@ class Options:
     device: Device
     output: Path | None
     budget_s: float | None
-    force: bool
     restart: bool
 
 
@@ -90,7 +88,6 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     result: Callable[..., Any] = gather
     for option in (
         click.option("--restart", is_flag=True, help="Discard the results in the directory and begin anew."),
-        click.option("--force", is_flag=True, help="Also try cells that are predicted not to fit into memory."),
         click.option(
             "--budget-s",
             type=click.FloatRange(min=0, min_open=True),
@@ -126,14 +123,13 @@ def run_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options) -> int:
         ToolError: torch is missing, or cannot use the device.
         OSError: the results cannot be written.
     """
-    effort = Effort(None if options.budget_s is None else time.monotonic() + options.budget_s, options.force)
     machine = _require_device(options.device)
     directory = results_directory(recipe.name, options)
     store = open_store(directory, recipe.name, recipe.cell_keys, machine, restart=options.restart)
     state = "interrupted"
     try:
         with sigterm_raises():
-            run_grid(recipe, cells, options.device, store, effort)
+            run_grid(recipe, cells, options.device, store, options.budget_s)
         state = describe_end(cells, store)
     finally:
         rows = write_results(recipe, cells, store, machine)

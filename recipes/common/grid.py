@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -29,18 +28,6 @@ TIME_OVER = "the time was over"
 _GRACE_S = 5.0
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much to try: ``deadline`` on the monotonic clock, or None; ``force`` also tries what cannot fit."""
-
-    deadline: float | None = None
-    force: bool = False
-
-    def left_s(self) -> float | None:
-        """Return the seconds left, or None without a deadline."""
-        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
-
-
 class CellFailed(Exception):
     """The function raised, or its process died; ``str(error)`` is one line, ``details`` a traceback if there is one."""
 
@@ -53,21 +40,18 @@ class OutOfTime(Exception):
     """The function was still running when its time was over; its process was ended."""
 
 
-def run_grid(recipe: Recipe, cells: Sequence[Cell], device: Device, store: Store, effort: Effort) -> None:
+def run_grid(recipe: Recipe, cells: Sequence[Cell], device: Device, store: Store, budget_s: float | None) -> None:
     """Measure the cells that ``store`` lacks, in the given order, and keep each row as it comes.
 
-    Cells left when the time is over get the status ``not run``; a cell that was running then is given up.
+    Cells left when the seconds of the budget are over get the status ``not run``; a cell that was running then is given
+    up.
     """
-    found = {id(cell): store.find(cell) for cell in cells}
-    waiting = [cell for cell in cells if (row := found[id(cell)]) is None or not is_settled(row)]
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    waiting = [cell for cell in cells if (row := store.find(cell)) is None or not is_settled(row)]
     with _progress(len(waiting), len(cells)) as report:
         for group in _group(waiting, recipe):
-            left_s = effort.left_s()
             began = time.monotonic()
-            if left_s == 0.0:
-                rows: Sequence[Row] = [{"status": NOT_RUN, "reason": TIME_OVER}] * len(group)
-            else:
-                rows = _measure(recipe, group, device, left_s, effort.force)
+            rows = _measure(recipe, group, device, None if deadline is None else deadline - began)
             for cell, row in zip(group, rows, strict=True):
                 store.add({**cell, "device": device, **row})
                 report(cell, row, (time.monotonic() - began) / len(group))
@@ -88,12 +72,11 @@ def _group(cells: Sequence[Cell], recipe: Recipe) -> list[list[Cell]]:
     return list(groups.values())
 
 
-def _measure(
-    recipe: Recipe, cells: Sequence[Cell], device: Device, limit_s: float | None, force: bool
-) -> Sequence[Row]:
-    given = [dict(cell) for cell in cells]
+def _measure(recipe: Recipe, cells: Sequence[Cell], device: Device, limit_s: float | None) -> Sequence[Row]:
     try:
-        return run_isolated(measure_cells, recipe.measure, recipe.predict, given, device, force, limit_s=limit_s)
+        if limit_s is not None and limit_s <= 0:
+            raise OutOfTime
+        return run_isolated(measure_cells, recipe.measure, recipe.predict, cells, device, limit_s=limit_s)
     except OutOfTime:
         row: Row = {"status": NOT_RUN, "reason": TIME_OVER}
     except CellFailed as error:
@@ -106,16 +89,15 @@ def measure_cells(
     predict: Callable[[Cell, Device], int | None] | None,
     cells: Sequence[Cell],
     device: Device,
-    force: bool,
 ) -> list[Row]:
-    """Measure some cells, except those that are known not to fit; runs in the cells' process."""
+    """Measure some cells, except those that are predicted not to fit; runs in the cells' process."""
     needed = [None if predict is None else predict(cell, device) for cell in cells]
     free = None
     if any(needed):
         # Asking makes a CUDA context. A measurement of several cells starts programs of its own; a context that this
         # process held meanwhile would take their memory and be a second process on their GPU.
         free = run_isolated(free_bytes, device) if isinstance(measure, Together) else free_bytes(device)
-    refused = [None if force else _refuse(size, free) for size in needed]
+    refused = [_refuse(size, free) for size in needed]
     fitting = [cell for cell, row in zip(cells, refused, strict=True) if row is None]
     if isinstance(measure, Together):
         measured = iter(measure.measure(fitting, device) if fitting else ())
@@ -133,7 +115,7 @@ def _refuse(needed: int | None, free: int | None) -> Row | None:
     """Return the row of a cell that is known not to fit, or None."""
     if needed is None or free is None or needed <= free:
         return None
-    reason = f"predicted {show_bytes(needed)}, free {show_bytes(free)}; --force tries it"
+    reason = f"predicted {show_bytes(needed)}, free {show_bytes(free)}"
     return {"status": NOT_RUN, "reason": reason}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
@@ -76,6 +78,16 @@ class Recipe:
     def shown_columns(self) -> list[str]:
         """The columns for people, in their order."""
         return [column for column in self.columns if not self.brief or column in self.brief]
+
+
+def late(path: str) -> Callable[..., Any]:
+    """Return the function ``package.module:name``, imported when it is called: only a cell's process loads torch."""
+    return partial(_call, path)
+
+
+def _call(path: str, *arguments: object, **named: object) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)(*arguments, **named)
 
 
 def whole(value: object) -> int:

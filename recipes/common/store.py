@@ -20,7 +20,6 @@ from recipes.common.recipe import Row, identify
 
 CELLS = "cells.jsonl"
 MANIFEST = "manifest.json"
-_REVISION = "git_revision"
 
 # Results of machines that differ in one of these do not belong in one table.
 _MUST_AGREE = (
@@ -75,23 +74,17 @@ def open_store(
     if before is not None:
         _require_the_same(directory, before, recipe, machine)
     command = ["python", "-m", f"recipes.{recipe}", *sys.argv[1:]]
-    run = {"command": command, "started_utc": _now(), _REVISION: git_revision(), **_surroundings()}
+    run = {"command": command, "started_utc": _now(), "git_revision": git_revision(), **_surroundings()}
     versions = {"profkit": __version__, "python": platform.python_version()}
     manifest = {
         "recipe": recipe,
         "machine": {**machine, "driver": _driver_version()},
         "versions": versions,
-        "runs": [*([] if before is None else _runs_of(before)), run],
+        "runs": [*([] if before is None else before["runs"]), run],
     }
     store = Store(directory, keys, [] if before is None else _read_rows(directory / CELLS, keys), manifest)
     _write_manifest(directory, manifest)
     return store
-
-
-def _runs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of a manifest, each with its revision; old manifests have one revision for all runs."""
-    shared = {_REVISION: manifest[_REVISION]} if _REVISION in manifest else {}
-    return [{**shared, **run} for run in manifest["runs"]]
 
 
 def _surroundings() -> dict[str, object]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from profkit.models.presets import PRESETS
@@ -30,14 +28,6 @@ GRIDS: Mapping[GridName, Axes] = {
 }
 
 _TELLING = (TRAIN, FORWARD_ONLY, FORWARD_BACKWARD)
-
-
-@dataclass(frozen=True)
-class Files:
-    """Where files go: ``timelines`` maps the name of a cell to its picture; ``captures`` keeps the recordings."""
-
-    timelines: Mapping[str, Path] = field(default_factory=dict)
-    captures: Path | None = None
 
 
 def build_cells(axes: Axes, batch: int) -> list[Cell]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from profkit.names import FORWARD
 from recipes.common.grid import sigterm_raises
 from recipes.common.measuring import run_short
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory
-from recipes.model_memory.cells import Files, name_of, work_of
+from recipes.model_memory.cells import name_of, work_of
 from recipes.model_memory.predict import predict_memory
 from recipes.model_memory.saved import Part, SavedAccount, count_saved
 from recipes.whole_model.cells import FORWARD_ONLY, Work
@@ -34,20 +32,22 @@ LARGEST_PARTS = 5
 FIRST_STACKS = 5
 
 
-def measure_cell(cell: Cell, device: Device, files: Files) -> Row:
+def measure_cell(cell: Cell, device: Device, timelines: Mapping[str, Path]) -> Row:
     """Return the peaks and what they are made of, and what a block saves; or the phase in which memory ran out.
 
-    Only CUDA's allocator records its history. What a block saves is counted in a forward pass of its own; between
+    ``timelines`` maps the names of some cells to the picture of each. Only CUDA's allocator records its history. What a
+    block saves is counted in a forward pass of its own; between
     checkpoints nothing is saved, and nothing is counted.
     """
     found: Row = {}
     if device == "cuda":
-        with sigterm_raises(), _run_directory(cell, files) as run:
+        with sigterm_raises(), tempfile.TemporaryDirectory(prefix="memory_questions.") as made:
+            run = Path(made) / "run"
             shortage = _record(work_of(cell), run)
             if shortage is not None:
                 return {**shortage, "status": out_of_memory(str(shortage["phase"]))}
             found |= read_recorded(run, work_of(cell))
-            picture = files.timelines.get(name_of(cell))
+            picture = timelines.get(name_of(cell))
             if picture is not None:
                 _profkit("memory", str(run), "--timeline", str(picture))
                 found["timeline"] = picture.name
@@ -58,22 +58,6 @@ def measure_cell(cell: Cell, device: Device, files: Files) -> Row:
             phase = FORWARD if hasattr(training, "inputs") else training.phase
             return {"status": out_of_memory(phase), **shortage}
     return {"status": OK, **found}
-
-
-@contextmanager
-def _run_directory(cell: Cell, files: Files) -> Iterator[Path]:
-    """Yield where the recording goes; it stays there if captures are to be kept."""
-    with tempfile.TemporaryDirectory(prefix="memory_questions.") as made:
-        run = Path(made) / "run"
-        if files.captures is not None:
-            run = files.captures / name_of(cell)
-            if (run / "manifest.json").exists() and json.loads((run / "manifest.json").read_text())[
-                "status"
-            ] != "complete":
-                shutil.rmtree(run)  # An interrupted run of this cell left it.
-            if run.exists():
-                raise RunError(f"{run}: exists already; choose another directory with --keep-captures")
-        yield run
 
 
 def _record(work: Work, run: Path) -> Row | None:

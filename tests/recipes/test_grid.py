@@ -102,7 +102,7 @@ def test_a_cell_that_fails_shows_why(recipe: Run, tmp_path: Path, how: str, stat
     assert other["status"].startswith(status)  # what Python says of infinity ends differently in its versions
     if how == "large":
         assert "predicted 1.000 TiB" not in done.stderr
-        assert "--force tries it" in done.stderr
+        assert "predicted 1,048,576 TiB, free " in done.stderr
         # No time would make it fit.
         assert json.loads((tmp_path / "out" / "manifest.json").read_text())["runs"][-1]["state"] == "complete"
         assert _measured(tmp_path) == ["2 well True"]
@@ -182,8 +182,8 @@ def test_cells_measured_together_ask_for_free_memory_in_another_process(
     monkeypatch.setattr(grid, "run_isolated", lambda function, device: elsewhere.append((function, device)) or 10)
     monkeypatch.setattr(grid, "free_bytes", ask := lambda _device: 10)
     measure = Together(("number",), lambda _cells, _device: []) if is_together else lambda _cell, _device: {}
-    (row,) = grid.measure_cells(measure, lambda _cell, _device: 20, [{"number": 1}], "cuda", force=False)
-    assert row["reason"] == "predicted 20 B, free 10 B; --force tries it"
+    (row,) = grid.measure_cells(measure, lambda _cell, _device: 20, [{"number": 1}], "cuda")
+    assert row["reason"] == "predicted 20 B, free 10 B"
     assert elsewhere == [(ask, "cuda")] * is_together
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from profkit.errors import RunError, UsageError
+from profkit.errors import UsageError
 from profkit.models.presets import PRESETS
 from profkit.models.transformer import TransformerLM
 from recipes.memory_questions import RECIPE, main, predict
@@ -23,7 +23,6 @@ from recipes.model_memory import measure
 from recipes.model_memory.cells import (
     GRIDS,
     KEYS,
-    Files,
     build_cells,
     choose_timelines,
     describe_cell,
@@ -97,30 +96,17 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_a_recorded_cell_has_the_predicted_peaks_to_the_byte(recorded: list[list[str]], tmp_path: Path) -> None:
     cell = _cell(size="small", context=256, batch=4)
-    files = Files({name_of(cell): tmp_path / "timeline.png"}, tmp_path / "captures")
-    row: dict[str, Any] = measure_cell(cell, "cuda", files)
+    row: dict[str, Any] = measure_cell(cell, "cuda", {name_of(cell): tmp_path / "timeline.png"})
     assert (row["status"], row["saved_bytes"], row["timeline"]) == ("ok", 7, "timeline.png")
     assert row["requested_peak_bytes"] == predict_memory(SMALL).peak.bytes
     assert [phase["difference_bytes"] for phase in row["requested_phases"]] == [0, 0, 0, 0]
     assert (row["requested_phase"], row["difference_bytes"]) == ("backward", 0)
-    assert (tmp_path / "captures" / name_of(cell) / "snapshot.pickle.gz").exists()
     run, memory = recorded
     assert run[:2] == ["run", "--memory-only"]
     assert Work(
         **{key: value for key, value in json.loads(run[-1]).items() if key not in ("device", "steps", "result")}
     )
     assert memory[-2:] == ["--timeline", str(tmp_path / "timeline.png")]
-    with pytest.raises(RunError, match="exists already; choose another directory with --keep-captures"):
-        measure_cell(cell, "cuda", files)
-
-
-def test_an_interrupted_recording_is_replaced(recorded: list[list[str]], tmp_path: Path) -> None:
-    left = tmp_path / name_of(_cell())
-    left.mkdir()
-    (left / "manifest.json").write_text('{"status": "incomplete"}')
-    assert measure_cell(_cell(), "cuda", Files({}, tmp_path))["status"] == "ok"
-    assert not (left / "manifest.json").exists()
-    assert len(recorded) == 1
 
 
 def test_a_recorded_step_that_runs_out_of_memory_names_the_phase(
@@ -130,7 +116,7 @@ def test_a_recorded_step_that_runs_out_of_memory_names_the_phase(
     shortage = {"phase": "backward", "requested_bytes": 2 << 30, "free_bytes": 1}
     monkeypatch.setattr(measure, "_profkit", lambda *words: Path(json.loads(words[-1])["result"]).write_text(
         json.dumps(shortage)))  # fmt: skip
-    row = measure_cell(_cell(), "cuda", Files())
+    row = measure_cell(_cell(), "cuda", {})
     assert (row["status"], row["requested_bytes"]) == ("OOM(backward)", 2 << 30)
     assert "allocated_peak_bytes" not in row
 
@@ -159,13 +145,13 @@ def test_outside_cuda_only_a_forward_pass_must_fit() -> None:
     """With checkpoints nothing runs there."""
     train = _cell(context=256, batch=4)
     on_cpu, on_cuda = predict(train, "cpu"), predict(train, "cuda")
-    kept = measure_cell(train, "cpu", Files())["saved_bytes"]
+    kept = measure_cell(train, "cpu", {})["saved_bytes"]
     assert 4 * PRESETS["tiny"].parameter_count + int(str(kept)) < on_cpu < on_cuda / 1.4
-    assert measure_cell(_cell(checkpoint_layers=1), "cpu", Files()) == {"status": "ok"}
+    assert measure_cell(_cell(checkpoint_layers=1), "cpu", {}) == {"status": "ok"}
 
 
 def test_outside_cuda_a_cell_has_no_peaks() -> None:
-    row = measure_cell(_cell(), "cpu", Files())
+    row = measure_cell(_cell(), "cpu", {})
     assert not {"allocated_peak_bytes", "largest", "difference_bytes"} & row.keys()
     assert row["residual_bytes"] == 2 * 48 * 128 * 4
 
@@ -341,7 +327,7 @@ def test_a_block_saves_what_a_hand_calculation_says() -> None:
     The stream's: the input, both norms' scaled and output, rotated query and key, values by head, mixed values, the
     stream after attention. The inner width's: gate, sigmoid, their product, w3's output, w2's input.
     """
-    row: dict[str, Any] = measure_cell(_cell(context=CONTEXT), "cpu", Files())
+    row: dict[str, Any] = measure_cell(_cell(context=CONTEXT), "cpu", {})
     preset, rows = PRESETS["tiny"], BATCH * CONTEXT
     scores = BATCH * preset.num_heads * CONTEXT**2
     large = 10 * rows * preset.d_model + 5 * rows * preset.d_ff + 2 * scores
@@ -358,13 +344,13 @@ def test_a_block_saves_what_a_hand_calculation_says() -> None:
 @pytest.mark.parametrize("passes", ["forward", "forward-backward", "train"])
 def test_saved_bytes_are_the_predicted_ones(passes: str) -> None:
     cell = _cell(passes=passes, context=CONTEXT)
-    counted = measure_cell(cell, "cpu", Files())["saved_bytes"]
+    counted = measure_cell(cell, "cpu", {})["saved_bytes"]
     assert counted == describe_prediction(work_of(cell), "cpu")["predicted_saved_bytes"]
     assert (counted == 0) == (passes == "forward")
 
 
 def test_autocast_copies_of_the_weights_are_saved() -> None:
-    row: dict[str, Any] = measure_cell(_cell(dtype="bf16", context=CONTEXT), "cpu", Files())
+    row: dict[str, Any] = measure_cell(_cell(dtype="bf16", context=CONTEXT), "cpu", {})
     preset = PRESETS["tiny"]
     weights = {part["bytes"]: part for part in row["saved_parts"] if part["made_by"] == "cast of a weight"}
     of_ffn = 2 * preset.d_model * preset.d_ff

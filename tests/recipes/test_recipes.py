@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,12 @@ def test_help_shows_the_question_and_loads_no_torch(path: Path) -> None:
     assert question is not None
     assert question.splitlines()[0].endswith("?")
     assert question.split()[0] in done.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_the_functions_that_a_recipe_imports_late_exist(path: Path) -> None:
+    for module, name in re.findall(r'late\("([\w.]+):(\w+)"\)', path.read_text()):
+        assert callable(getattr(import_module(module), name))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -34,8 +34,7 @@ def test_a_manifest_names_the_machine_and_every_command(folder: Path) -> None:
     for run in manifest["runs"]:
         assert run["command"][:3] == ["python", "-m", f"recipes.{folder.name}"]
         assert run["started_utc"]
-        # Old manifests have one revision for all runs.
-        assert run.get("git_revision", manifest.get("git_revision"))
+        assert run["git_revision"]
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)

@@ -90,16 +90,6 @@ def test_each_run_keeps_its_own_revision(tmp_path: Path, monkeypatch: pytest.Mon
     assert _revisions(tmp_path) == ["ccc"]
 
 
-def test_the_one_revision_of_an_old_manifest_goes_to_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _open(tmp_path).add({"a": 1, "status": "ok"})
-    manifest = _manifest(tmp_path)
-    runs = [{"command": ["1"]}, {"command": ["2"], "git_revision": "bbb"}]
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "git_revision": "aaa", "runs": runs}))
-    monkeypatch.setattr(stores, "git_revision", lambda: "ccc")
-    assert _open(tmp_path).rows == [{"a": 1, "status": "ok"}]
-    assert _revisions(tmp_path) == ["aaa", "bbb", "ccc"]
-
-
 def test_a_run_notes_cpus_load_and_visible_gpus_without_their_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
