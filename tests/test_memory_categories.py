@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from profkit import read_snapshot
+from profkit.analysis.memory.categories import category_of_stack
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.memory.stacks import StackFacts
@@ -89,21 +90,22 @@ def test_a_training_step_gets_its_categories_from_stack_and_lifetime(opened: Ope
         "inputs": 3072,
     }
     evidence = {row.category: set(row.evidence) for row in result.composition.by_category}
-    assert evidence["optimizer state"] == evidence["parameters"] == {"stack"}
-    assert evidence["gradients"] == evidence["activations"] == {"lifetime"}
+    assert evidence["optimizer state"] == {"stack"}
+    # `Module.to` moves buffers by the same line as parameters
+    assert evidence["parameters"] == evidence["gradients"] == evidence["activations"] == {"lifetime"}
 
 
 @pytest.mark.parametrize(
     ("metadata", "owner"), [("profkit:backward:layers.3", "layers.3"), ("mine", "mine"), ({"a": "b"}, "a=b")]
 )
-def test_metadata_names_the_owner(tmp_path: Path, metadata: Any, owner: str) -> None:
+def test_metadata_names_the_owner_and_the_category_stays_a_guess(tmp_path: Path, metadata: Any, owner: str) -> None:
     training = Training()
     for event in training.allocator.events:
         if event["action"] == "alloc" and not event["frames"]:
             event["user_metadata"] = metadata
     result = read_snapshot(training.write(tmp_path)).memory()
     rows = {row.category: row for row in result.composition.by_category}
-    assert rows["gradients"].evidence == {"metadata": 8 * MIB}
+    assert rows["gradients"].evidence == {"lifetime": 8 * MIB}
     assert {row.owner for row in result.composition.largest if row.category == "gradients"} == {owner}
 
 
@@ -113,3 +115,39 @@ def test_without_phases_an_alloc_without_frames_belongs_to_backward(tmp_path: Pa
     found = sizes(read_snapshot(training.write(tmp_path)).memory())
     assert found["gradients"] == 8 * MIB
     assert found["activations"] == 12 * MIB
+
+
+@pytest.mark.parametrize("size", [MIB, 32 * MIB])
+def test_kept_tensors_of_a_workspaces_size_are_no_workspace(tmp_path: Path, size: int) -> None:
+    training = Training(steps=1)
+    for step in range(2):
+        training.mark("START", f"step {step + 1}")
+        training.malloc(size, "forward")
+        training.mark("END", f"step {step + 1}")
+    assert "workspace" not in sizes(read_snapshot(training.write(tmp_path)).memory())
+
+
+@pytest.mark.parametrize(
+    ("frames", "category"),
+    [
+        ([("_ddp_init_helper", "torch/nn/parallel/distributed.py", 8)], "communication"),
+        ([("all_gather_into_tensor", "torch/distributed/distributed_c10d.py", 8)], "communication"),
+        ([("foreach_reduce", "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 8)], "communication"),
+        ([("dispatch", "torch/distributed/tensor/_dispatch.py", 8)], None),  # any operation of a DTensor
+        ([("_pre_forward", "torch/nn/parallel/distributed.py", 8)], None),  # copies the inputs
+        ([("_apply", "torch/nn/modules/module.py", 8)], None),  # moves buffers too
+        ([("trunc_normal_", "torch/nn/init.py", 8)], None),  # fills parameters by way of temporaries
+    ],
+)
+def test_a_stack_proves_a_category_only_where_its_lines_allocate_nothing_else(
+    frames: list[tuple[str, str, int]], category: str | None
+) -> None:
+    assert category_of_stack(StackFacts((*frames, ("main", "train.py", 3)))) == category
+
+
+def test_temporaries_of_module_apply_are_no_parameters(tmp_path: Path) -> None:
+    training = Training(steps=1)
+    training.mark("START", "forward")
+    training.allocator.free(training.malloc(100 * MIB, "model"))
+    training.mark("END", "forward")
+    assert sizes(read_snapshot(training.write(tmp_path)).memory())["temporaries"] == 100 * MIB

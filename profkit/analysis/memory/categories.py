@@ -1,8 +1,9 @@
 """What memory is for: the category of every allocation, with the evidence for it.
 
 Evidence, the strongest first: ``identity`` (the run recorded whose tensor it is), ``metadata`` (the program marked the
-allocation), ``stack`` (these lines allocate only one kind of thing), ``lifetime`` (a guess from the phase in which it
-was allocated and the phase in which it was freed), ``none``.
+allocation as of this kind; today's marks only name a module, which proves no kind), ``stack`` (these lines allocate
+only one kind of thing), ``lifetime`` (a guess from the phases in which it was allocated and freed, or from lines that
+mostly allocate this kind), ``none``. A guess stays a guess where the name of the module is known.
 
 The guess: memory allocated in the forward pass and freed in the backward pass was saved for backward (activations); if
 freed earlier, it was a temporary. Memory allocated in the backward pass and freed within it was a temporary; what
@@ -41,9 +42,9 @@ CATEGORIES = (
 )
 EVIDENCE = ("identity", "metadata", "stack", "lifetime", "none")
 
-# The default workspaces of cuBLAS and cuBLASLt, in bytes requested: 32 MiB (Hopper and later),
-# 4096 KiB × 2 + 16 KiB × 8 (before), and 1 MiB for cuBLASLt (aten/src/ATen/cuda/CublasHandlePool.cpp).
-_WORKSPACE_BYTES = frozenset({2**25, (4096 * 2 + 16 * 8) * 1024, 2**20})
+# The default workspaces of cuBLAS, in bytes requested: 32 MiB (Hopper and later) and 4096 KiB × 2 + 16 KiB × 8 (before)
+# (aten/src/ATen/cuda/CublasHandlePool.cpp). cuBLASLt's 1 MiB is too common a size to guess from.
+_WORKSPACE_BYTES = frozenset({2**25, (4096 * 2 + 16 * 8) * 1024})
 
 # Roles whose name belongs to one tensor; a saved tensor has its module's name, and a module saves several.
 _OF_ONE_TENSOR = frozenset({"parameter", "gradient", "optimizer_state", "buffer", "input"})
@@ -87,7 +88,7 @@ class Classifier:
         category = self._category_of_life(row, self._stacks.facts[number])
         if category is None:
             return Claim("unknown", "none", name)
-        return Claim(category, "metadata" if name else "lifetime", name)
+        return Claim(category, "lifetime", name)
 
     def named(self, row: int) -> Named | None:
         """Return which tensor an allocation is, as the run recorded; None if unknown, or if several share the name."""
@@ -107,8 +108,9 @@ class Classifier:
         if birth < 0:
             return None
         is_kept = freed == replay.event_count
-        if is_kept and int(replay.requested_bytes[row]) in _WORKSPACE_BYTES and _is_in_library(stack):
-            return "workspace"
+        likely = self._category_of_kept(row, stack) if is_kept else None
+        if likely is not None:
+            return likely
         regime = _OPTIMIZER if _has_file(stack, "torch/optim/") else int(self._regimes[birth])
         stays = freed >= int(self._regime_ends[birth])
         if regime == _BACKWARD:
@@ -118,6 +120,20 @@ class Classifier:
         if regime == _MAIN:
             return self._category_of_forward(birth, freed, is_kept, stack)
         return None
+
+    def _category_of_kept(self, row: int, stack: StackFacts) -> str | None:
+        """Return what an allocation that is never freed may be by its lines and size.
+
+        A library asks for cuBLAS's workspace once, on the first use of a stream. What the same lines ask for a second
+        time is no workspace.
+        """
+        requested = self._history.replay.requested_bytes
+        size = int(requested[row])
+        if size in _WORKSPACE_BYTES and _is_in_library(stack):
+            alike = np.flatnonzero(requested == size).tolist()
+            if [other for other in alike if self._stacks.of(other) is stack] == [row]:
+                return "workspace"
+        return _category_by(_LIKELY_SIGNS, stack)
 
     def _category_of_forward(self, birth: int, freed: int, is_kept: bool, stack: StackFacts) -> str | None:
         """Return the category of memory allocated on the main thread outside the optimizer: forward pass, data, others.
@@ -186,9 +202,13 @@ def category_of_stack(stack: StackFacts) -> str | None:
     DistributedDataParallel surrounds everything. Native frames have the names of their C++ functions, so the rules for
     them need ``stacks="all"``.
     """
+    return _category_by(_SIGNS, stack)
+
+
+def _category_by(signs: tuple[tuple[str, str, str], ...], stack: StackFacts) -> str | None:
     for frame in stack.frames:
         name, file, _ = frame
-        for category, beginning, mark in _SIGNS:
+        for category, beginning, mark in signs:
             if name.startswith(beginning) and mark in file:
                 return category
         if name == "_call_impl" or frame in stack.user:
@@ -198,18 +218,20 @@ def category_of_stack(stack: StackFacts) -> str | None:
 
 _SIGNS = (
     ("optimizer state", "_init_group", "torch/optim/"),
-    ("parameters", "_apply", "torch/nn/modules/module"),
     # Layers whose constructor makes parameters and nothing else (a batch norm's also makes buffers).
     ("parameters", "__init__", "torch/nn/modules/linear"),
     ("parameters", "__init__", "torch/nn/modules/conv"),
     ("parameters", "__init__", "torch/nn/modules/sparse"),
     ("parameters", "__init__", "torch/nn/modules/normalization"),
-    ("parameters", "", "torch/nn/init"),
     ("parameters", "", "torch/nn/parameter"),
     ("gradients", "_make_grads", ""),
     ("gradients", "torch::autograd::AccumulateGrad", ""),
-    ("communication", "", "torch/distributed/"),
-    ("communication", "", "torch/nn/parallel/"),
+    # The buffers of collectives. Other lines below torch/distributed/ and torch/nn/parallel/ run every operation of
+    # a DTensor, and copy inputs and outputs.
+    ("communication", "_ddp_init_helper", "torch/nn/parallel/distributed"),
+    ("communication", "", "torch/distributed/distributed_c10d"),
+    ("communication", "", "torch/distributed/_functional_collectives"),
+    ("communication", "", "_fully_shard/_fsdp_collectives"),
     ("communication", "c10d::", ""),
     ("workspace", "at::cuda::getCUDABlas", ""),
     ("workspace", "at::cuda::getCurrentCUDABlas", ""),
@@ -217,6 +239,12 @@ _SIGNS = (
     ("autocast copies", "at::autocast::cached_cast", ""),
 )
 """(category, how the function's name begins, what its file's path contains)"""
+
+_LIKELY_SIGNS = (
+    # ``to``, ``cuda`` and ``half`` move parameters, and buffers and gradients too.
+    ("parameters", "_apply", "torch/nn/modules/module"),
+)
+"""Signs of what is kept, as good as a guess from its lifetime."""
 
 
 def _temporary(is_kept: bool) -> str | None:
