@@ -229,6 +229,23 @@ def test_a_thread_of_autograd_nodes_alone_is_known_without_a_name(tmp_path: Path
     assert not read(tmp_path, mixed).thread_names
 
 
+def test_a_range_of_an_autograd_thread_ends_with_the_backward_call_in_torch_profiler_too(tmp_path: Path) -> None:
+    """Its recorder closed it in the next step; what backward launched lies in backward, and nothing twice."""
+    rows = [thread_name(AUTOGRAD, "thread 117 (pt_autograd_1)")]
+    for step in (0, 1000):
+        rows += [
+            row("user_annotation", "forward", step, 90),
+            row("user_annotation", "backward", step + 100, 300),
+            row("user_annotation", "model", step + 110, 900, AUTOGRAD),
+            *(launch(step + at, step + at) for at in (10, 20)),
+            *(launch(step + at, step + at, AUTOGRAD) for at in (120, 130, 140)),
+            *(kernel("k", step + at + 300, 5, step + at) for at in (10, 20, 120, 130, 140)),
+        ]
+    tree = read_trace(written(tmp_path, rows)).ranges().ranges
+    assert [(one.path, one.kernel_count) for one in tree] == [("forward", 4), ("backward", 6), ("backward/model", 6)]
+    assert tree[-1].wall_ns == 2 * 290_000
+
+
 def test_cpu_operators_count_by_self_time(tmp_path: Path) -> None:
     trace = read(
         tmp_path,

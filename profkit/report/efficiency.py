@@ -55,17 +55,6 @@ _SOURCES = {
 _NAME_WIDTH = 40
 _WAITS_NAMED = 3
 
-_STEP_COLUMNS = (
-    Column("name", "step", TEXT, flexible=True),
-    Column("device", "GPU"),
-    Column("wall_ns", "Python time", NS),
-    Column("idle_share", "idle", SHARE),
-    Column("communication_ns", "comm.", NS),
-    Column("exposed_ns", "not hidden", NS),
-    Column("overlapped_ns", "hidden", NS),
-    Column("waiting_ns", "waiting", NS),
-)
-
 
 def build_efficiency_document(
     result: EfficiencyResult,
@@ -89,7 +78,7 @@ def build_efficiency_document(
     ranges = Table(_columns(result, steps), rows, exact=_EXACT)
     parts: list[Table | Lines] = [Lines(_head(result), "head"), ranges]
     if any(step.communication_ns for step in result.steps):
-        parts.append(Table(_STEP_COLUMNS, _step_rows(result)))
+        parts.append(Table(_step_columns(result), _step_rows(result)))
     parts.append(Lines(_notes(result, steps)))
     data = result.to_dict()
     del data["warnings"]
@@ -144,6 +133,21 @@ def limit_words(row: EfficiencyRow) -> str | None:
     if row.verdict == "host-bound" and row.loads_data:
         return "data loading"
     return None if row.verdict is None else LIMITS[row.verdict]
+
+
+def _step_columns(result: EfficiencyResult) -> tuple[Column, ...]:
+    """Return the columns of the steps; where there are ranks, a GPU stands with the rank that it works for."""
+    return (
+        Column("name", "step", TEXT, flexible=True),
+        *([Column("rank", "rank")] if any(step.rank is not None for step in result.steps) else []),
+        Column("device", "GPU"),
+        Column("wall_ns", "Python time", NS),
+        Column("idle_share", "idle", SHARE),
+        Column("communication_ns", "comm.", NS),
+        Column("exposed_ns", "not hidden", NS),
+        Column("overlapped_ns", "hidden", NS),
+        Column("waiting_ns", "waiting", NS),
+    )
 
 
 def _step_rows(result: EfficiencyResult) -> list[Row]:
