@@ -133,9 +133,9 @@ def test_no_annotate_leaves_the_steps_ranges_alone(tmp_path: Path, run: Callable
         ("pkg.steps:wants", "pkg.steps:wants wants arguments; name a callable without arguments"),
         (
             "pkg.steps:returns_none",
-            "returned NoneType, not a callable; it is to return the step",
+            "returned NoneType, not a callable; it must return the step",
         ),
-        ("pkg.steps:returns_one_that_wants", "returned a callable that wants arguments; it is to return the step"),
+        ("pkg.steps:returns_one_that_wants", "returned a callable that needs arguments; it must return the step"),
     ],
 )
 def test_a_target_that_makes_no_step_is_one_line(

@@ -47,7 +47,7 @@ def test_only_the_gpus_that_were_used_are_judged() -> None:
     process = Process(device="cuda", conditions=manifest.Conditions(gpu_uuid="GPU-1"))
     assert conditions.warnings([process]) == []
     (warning,) = conditions.warnings([process, replace(process, conditions=manifest.Conditions(gpu_uuid="GPU-2"))])
-    assert "GPU 1 was not this run's alone" in warning
+    assert "GPU 1 was shared during the run" in warning
     assert conditions.warnings([Process(device="cpu")]) == []
     assert len(conditions.warnings([Process(device="cuda")])) == 1
 

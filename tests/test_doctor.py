@@ -251,15 +251,15 @@ class TestGpu:
         assert check_driver(machine, "580.159.03").advice == "unset CUDA_VISIBLE_DEVICES"
 
     def test_permission(self, machine: Machine) -> None:
-        assert check_permission(machine).found == "CUDA and NVTX tracing needs none"
+        assert check_permission(machine).found == "tracing CUDA and NVTX needs none"
         _file(machine.root / "proc/sys/kernel/perf_event_paranoid", "4\n")
         _file(machine.root / "proc/driver/nvidia/params", "Other: 1\nRmProfilingAdminOnly: 1\n")
         _file(machine.root / ".dockerenv")
         assert check_permission(machine) == Finding(
             "permission",
             "ok",
-            "CUDA and NVTX tracing needs none; perf_event_paranoid 4 forbids CPU sampling (not used); GPU counters are"
-            " the administrator's (not used); in a container",
+            "tracing CUDA and NVTX needs none; perf_event_paranoid 4 forbids CPU sampling (not used); GPU counters need"
+            " an administrator (not used); in a container",
         )
         _file(machine.root / "proc/sys/kernel/perf_event_paranoid", "2\n")
         _file(machine.root / "proc/driver/nvidia/params", "RmProfilingAdminOnly: 0\n")

@@ -142,7 +142,7 @@ def test_without_a_driver_the_reason_is_one_line() -> None:
         def nvmlInit(self) -> None:
             raise self.NVMLError("Driver Not Loaded")
 
-    assert read_gpu_state(NoDriver()) == GpuState(reason="no GPU can be asked: Driver Not Loaded")
+    assert read_gpu_state(NoDriver()) == GpuState(reason="NVML cannot be loaded: Driver Not Loaded")
 
 
 def test_without_the_library_the_reason_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

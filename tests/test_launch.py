@@ -110,7 +110,7 @@ class TestRunDirectory:
 
     def test_a_file_in_its_place_or_on_the_way(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(RunError, match="file: exists and is no directory"):
+        with pytest.raises(RunError, match="file: exists and is not a directory"):
             make_run_directory(tmp_path / "file", "model.tiny")
         with pytest.raises(RunError, match="Not a directory; name another directory with -o"):
             make_run_directory(tmp_path / "file" / "run", "model.tiny")
@@ -160,7 +160,7 @@ class TestFindNsys:
         assert found.version == "2024.10.1"
 
     def test_a_named_one_that_is_none(self, tmp_path: Path) -> None:
-        with pytest.raises(ToolError, match=r"\$NSYS is .*/no/nsys, which is no program"):
+        with pytest.raises(ToolError, match=r"\$NSYS is .*/no/nsys, which cannot be run"):
             find_nsys({"PATH": "", "NSYS": str(tmp_path / "no" / "nsys")}, tmp_path)
 
     def test_one_that_does_not_start(self, tmp_path: Path) -> None:

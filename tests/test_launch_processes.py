@@ -92,7 +92,7 @@ def test_what_a_killed_tool_had_started_is_ended(tmp_path: Path) -> None:
     dies = code.rpartition("time.sleep(60)")[0] + "import os; os.kill(os.getpid(), 9)"
     with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError) as error:
         run_tool([sys.executable, "-c", dies], os.environ, log)
-    said = "was killed (SIGKILL): what it had started was ended, its capture is lost; what it said is in"
+    said = "was killed (SIGKILL): its child processes were ended, and the capture is lost; its output is in"
     assert str(error.value) == f"{sys.executable} {said} {tmp_path / 'log'}"
     assert not _alive(int(pids.read_text()))
 

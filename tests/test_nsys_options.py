@@ -135,9 +135,9 @@ def test_extra_flags_are_split_as_a_shell_would(text: str, words: tuple[str, ...
         ("--export=json", "--export is set by profkit itself"),
         ("--trace=cuda", "--trace is set by profkit itself; use profkit's own --trace"),
         ("--cuda-graph-trace=graph", "use profkit's own --cuda-graph-trace"),
-        ("python", "python is no flag of nsys'"),
-        ("--gpuctxsw=true python", "python is no flag of nsys'"),
-        ("-b none python", "python is no flag of nsys'"),
+        ("python", "python is not an nsys flag"),
+        ("--gpuctxsw=true python", "python is not an nsys flag"),
+        ("-b none python", "python is not an nsys flag"),
         ("--gpuctxsw", "--gpuctxsw lacks its value"),
         ("--session-new 'my", "--nsys-args: No closing quotation"),
     ],
@@ -155,5 +155,5 @@ def test_what_this_nsys_does_not_know_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--trace ucx: nsys 2023\.4 knows cuda, nvtx, osrt$"):
         check_abilities(NsysOptions(("ucx", "nvtx")), known, "2023.4")
     old = Abilities(frozenset({"--trace"}), frozenset())
-    with pytest.raises(UsageError, match=r"--cuda-graph-trace graph: nsys 2021\.1 does not know it"):
+    with pytest.raises(UsageError, match=r"--cuda-graph-trace graph: nsys 2021\.1 does not support it"):
         check_abilities(NsysOptions(cuda_graph_trace="graph"), old, "2021.1")

@@ -167,7 +167,7 @@ def test_a_warning_says_that_nsys_lost_events(tmp_path: Path, start: Callable[..
 @pytest.mark.parametrize(
     ("failing", "message"),
     [
-        ({"leave": ""}, r"nsys left no report; what it said is in .*log.txt"),
+        ({"leave": ""}, r"nsys left no report; its output is in .*log.txt"),
         ({"export": "sys.exit(0)"}, r"could not export .*trace.nsys-rep: exit status 0"),
         ({"export": "sys.exit(3)"}, r"could not export .*trace.nsys-rep: exit status 3"),
         ({"export": "pathlib.Path(named['--output']).touch(); sys.exit(0)"}, r"could not export .*trace.nsys-rep"),
@@ -234,7 +234,7 @@ def test_an_importer_that_lacks_a_library_names_it_and_its_package(
 
 
 def test_a_killed_nsys_fails_the_run(tmp_path: Path, start: Callable[..., Recorded]) -> None:
-    with pytest.raises(ToolError, match=r"nsys was killed \(SIGKILL\): what it had started was ended") as error:
+    with pytest.raises(ToolError, match=r"nsys was killed \(SIGKILL\): its child processes were ended") as error:
         start("import os; os.kill(os.getpid(), 9)")
     assert _manifest(tmp_path)["reason"] == str(error.value)
     assert _names(tmp_path) == ["log.txt", "manifest.json"]
@@ -253,11 +253,11 @@ def test_where_there_is_no_room_nsys_is_not_started(
 ) -> None:
     free = {str(tmp_path / "run"): 10**12}
     monkeypatch.setattr(nsys_run.shutil, "disk_usage", lambda path: Usage(0, 0, free.get(str(path), 5 * 2**20)))
-    with pytest.raises(ToolError, match=r"the disk is full: 5\.0 MiB are free and nsys wants 100; .*TMPDIR"):
+    with pytest.raises(ToolError, match=r"the disk is full: 5\.0 MiB are free, and nsys needs 100; .*TMPDIR"):
         start()
     free[str(tmp_path / "run")] = 0
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(ToolError, match=r"run: the disk is full: 0\.0 MiB are free .*name another with -o"):
+    with pytest.raises(ToolError, match=r"run: the disk is full: 0\.0 MiB are free, .*name another with -o"):
         start()
 
 

@@ -210,7 +210,7 @@ def test_missing_torch_is_one_line_and_nothing_is_made(tmp_path: Path) -> None:
         (["train.py"], 2, "profkit: put python before it: profkit run -- python train.py"),
         ([*FAST, "-o", "taken"], 1, "profkit: taken: exists and is not empty"),
         ([*FAST, "-o", "taken/file/run"], 1, "profkit: taken/file/run: Not a directory"),
-        ([*FAST, "--nsys", "-o", "run"], 1, "profkit: $NSYS is /no/nsys, which is no program"),
+        ([*FAST, "--nsys", "-o", "run"], 1, "profkit: $NSYS is /no/nsys, which cannot be run"),
     ],
 )
 def test_wrong_inputs_are_one_line_and_write_nothing(
@@ -425,7 +425,7 @@ class TestNsys:
             os.kill(min(nsys), signal.SIGKILL)
             _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors.count("\n")) == (1, 1)
-        assert "nsys was killed (SIGKILL): what it had started was ended, its capture is lost" in errors
+        assert "nsys was killed (SIGKILL): its child processes were ended, and the capture is lost" in errors
         assert _commands_with(str(run)) == []
         assert _manifest(run)["status"] == "failed"
 

@@ -83,7 +83,7 @@ def test_ceilings_that_are_written_come_back(tmp_path: Path) -> None:
         ({"ranges": [{**WORK["ranges"][0], "flops_by_dtype": []}]}, r"flops_by_dtype is \[\], not an object"),
         ({"ranges": [{**WORK["ranges"][0], "other_flops": True}]}, r"other_flops is true, not a whole number"),
         ({"source": "guessed"}, r"source is \"guessed\", not 'formula' or 'counted'"),
-        ({"version": 2}, "of version 2, not 1"),
+        ({"version": 2}, "has version 2, and this profkit reads version 1"),
         ({"missing": "none"}, r"missing is \"none\", not a list"),
     ],
 )

@@ -385,7 +385,7 @@ def test_the_self_checks_warnings_stand_under_its_verdict(place: Path, run: Call
     ("limit_bytes", "said"),
     [
         (50_000, "nothing was recorded: No space left on device"),
-        (500, "what was recorded cannot be kept:"),
+        (500, "the recording could not be saved:"),
     ],
 )
 def test_what_cannot_be_written_leaves_the_script_alone(
@@ -411,7 +411,10 @@ def test_an_optimizer_that_never_stepped_is_named(run: Callable[..., Any]) -> No
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [("train.py", "the script made 2 steps, and recording was to begin after 5"), ("no_torch.py", "no training step")],
+    [
+        ("train.py", "the script made 2 steps, and recording begins after 5"),
+        ("no_torch.py", "no process with torch and profkit made a training step"),
+    ],
 )
 def test_nothing_recorded_is_a_failure_that_says_why(
     place: Path, run: Callable[..., Any], script: str, said: str

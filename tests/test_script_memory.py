@@ -256,7 +256,7 @@ def test_a_recording_that_fails_leaves_the_script_alone(place: Path, run: Run, r
     done = recorded("retry", PAPER_FULL_DISK="1")
     assert done.stdout == plain.stdout
     assert done.returncode == 1
-    assert done.stderr == "profkit: nothing was recorded of the memory: No space left on device\n"
+    assert done.stderr == "profkit: no memory was recorded: No space left on device\n"
     assert _files(place) == ["manifest.json"]
 
 
@@ -264,14 +264,14 @@ def test_a_ledger_that_finds_no_room_leaves_the_script_alone(place: Path, record
     done = recorded("little room")
     assert done.stdout.count("0x") == 5, "to its end"
     assert done.returncode == 1
-    assert done.stderr == "profkit: nothing was recorded of the memory: File too large\n"
+    assert done.stderr == "profkit: no memory was recorded: File too large\n"
     assert _files(place) == ["manifest.json"]
 
 
 @pytest.mark.parametrize("option", ["--memory", "--memory-only"])
 def test_a_script_without_cuda_has_its_trace_and_no_snapshot(place: Path, recorded: Run, option: str) -> None:
     done = recorded(option, "--", "no cuda")
-    why = "nothing was recorded of the memory: the target used no CUDA GPU"
+    why = "no memory was recorded: no process of the target used a CUDA GPU"
     assert why in done.stderr
     assert done.stderr.count("\n") == (2 if option == "--memory" else 1)
     if option == "--memory":
@@ -287,7 +287,7 @@ def test_a_script_without_cuda_has_its_trace_and_no_snapshot(place: Path, record
 def test_steps_out_of_reach_are_found_out_the_first_time(place: Path, recorded: Run) -> None:
     done = recorded("--memory", "--warmup", "9", "--")
     assert done.returncode == 1
-    assert "the script made 5 steps, and recording was to begin after 9; lower --warmup" in done.stderr
+    assert "the script made 5 steps, and recording begins after 9; lower --warmup" in done.stderr
     assert (place / "times_run").read_text() == "x"
     assert "snapshot.pickle" in _files(place), "the memory is known all the same"
     assert "profkit memory run" in done.stdout
@@ -313,7 +313,7 @@ def test_a_script_that_records_the_allocator_itself_keeps_its_recording(recorded
     done = recorded("its own", "calls")
     assert done.returncode == 0, done.stderr
     assert "'record None'" not in done.stdout
-    assert "the script switches the allocator's recording itself" in done.stderr
+    assert "the script switches the allocator's recording on or off itself" in done.stderr
 
 
 def test_a_forked_child_leaves_the_files_alone(place: Path, recorded: Run) -> None:
@@ -357,7 +357,7 @@ def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: R
 def test_a_callable_without_cuda_has_its_trace_and_no_snapshot(place: Path, run: Run) -> None:
     done = run(*_command("--memory", "steps:make_step_without"))
     assert done.returncode == 0
-    assert "profkit: warning: nothing was recorded of the memory: the target used no CUDA GPU" in done.stderr
+    assert "profkit: warning: no memory was recorded: no process of the target used a CUDA GPU" in done.stderr
     assert _files(place) == ["manifest.json", "trace.json.gz"]
 
 

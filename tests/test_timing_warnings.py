@@ -63,7 +63,7 @@ def test_contexts_are_judged_apart() -> None:
     [
         ({"compiled_graphs": 1}, "1 graph was compiled within the unprofiled steps"),
         ({"compiled_graphs": 3}, "3 graphs were compiled within the unprofiled steps"),
-        ({"allocator_retries": 2}, "2 cudaMalloc calls had to be tried again within the unprofiled steps"),
+        ({"allocator_retries": 2}, "2 cudaMalloc calls had to be retried within the unprofiled steps"),
         ({"out_of_memory_errors": 1}, "1 out-of-memory error fell within the unprofiled steps"),
     ],
 )
@@ -81,9 +81,9 @@ def test_a_quiet_gpu_is_not_doubted() -> None:
 
 def test_other_processes_are_counted() -> None:
     (warning,) = warn_of_gpus([IDLE], [replace(IDLE, process_count=2, process_bytes=3 * GIB)])
-    assert "GPU 0 was not this run's alone: 2 other processes are on it, with 3.0 GiB" in warning
+    assert "GPU 0 was shared during the run: 2 other processes used it, with 3.0 GiB" in warning
     (warning,) = warn_of_gpus([replace(IDLE, process_count=1, process_bytes=None)], [IDLE])
-    assert "1 other process is on it;" in warning
+    assert "1 other process used it;" in warning
 
 
 def test_clocks_that_were_held_down() -> None:

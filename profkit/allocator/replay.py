@@ -52,7 +52,7 @@ _FREE = -1
 
 _FAR = 2**62
 
-_UNKNOWN_FREE = "frees of what was never allocated"
+_UNKNOWN_FREE = "frees of memory that was never allocated"
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +248,7 @@ def _time_frees(
     is_new = freed[row] == never
     freed[row[is_new]] = where[is_new] - is_joined[is_new]
     heap.count_contradictions(_UNKNOWN_FREE, np.count_nonzero(is_joined & ~is_new))
-    heap.count_contradictions("frees completed that nobody had requested", np.count_nonzero(is_new & ~is_joined))
+    heap.count_contradictions("frees completed without a request", np.count_nonzero(is_new & ~is_joined))
     return freed, completed
 
 

@@ -75,8 +75,8 @@ def _made_step(target: str) -> Callable[[], Any]:
     with _their_code():
         step: Callable[[], Any] = make_step()
     if not _takes_no_arguments(step):
-        what = "a callable that wants arguments" if callable(step) else f"{type(step).__name__}, not a callable"
-        raise UsageError(f"{target} returned {what}; it is to return the step, a callable without arguments")
+        what = "a callable that needs arguments" if callable(step) else f"{type(step).__name__}, not a callable"
+        raise UsageError(f"{target} returned {what}; it must return the step, a callable without arguments")
     return step
 
 

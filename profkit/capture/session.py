@@ -238,7 +238,7 @@ class Session:
         try:
             leave_process(self.run, self._describe(state))
         except OSError as error:
-            sys.stderr.write(f"profkit: {self.run}: what was recorded cannot be kept: {self._failure or error}\n")
+            sys.stderr.write(f"profkit: {self.run}: the recording could not be saved: {self._failure or error}\n")
 
     def _describe(self, state: str) -> Process:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()

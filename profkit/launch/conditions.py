@@ -26,14 +26,14 @@ Steps = Sequence[Mapping[str, int]]
 _COUNTED = {
     "compiled_graphs": ("graph was compiled", "graphs were compiled", "raise --warmup, or see TORCH_LOGS=recompiles"),
     "allocator_retries": (
-        "cudaMalloc call had to be tried again",
-        "cudaMalloc calls had to be tried again",
+        "cudaMalloc call had to be retried",
+        "cudaMalloc calls had to be retried",
         "the memory is nearly full, and freeing the cache takes milliseconds",
     ),
     "out_of_memory_errors": (
         "out-of-memory error fell",
         "out-of-memory errors fell",
-        "steps after it are not the same",
+        "later steps are not comparable",
     ),
 }
 
@@ -66,8 +66,8 @@ def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
         called = f"{where} ones" + ("" if context is None else f" (context {context})")
         found.append(
             f"recorded steps were faster than {called}, {median(with_it) / 1e6:.4g} ms against"
-            f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}): no profiler speeds a step up,"
-            " so something slowed those down; measure again"
+            f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}):"
+            " a profiler never speeds a step up, so something slowed the others down; measure again"
         )
     return found
 
@@ -119,9 +119,9 @@ def _warn_of_others(first: Gpu, last: Gpu) -> str | None:
     held = max(first.process_bytes or 0, last.process_bytes or 0)
     if not count:
         return None
-    others = f"{count:,} other {'process is' if count == 1 else 'processes are'} on it"
+    others = f"{count:,} other {'process' if count == 1 else 'processes'} used it"
     size = f", with {held / 1024**3:.1f} GiB" if held else ""
-    return f"GPU {last.index} was not this run's alone: {others}{size}; the times may include waiting for them"
+    return f"GPU {last.index} was shared during the run: {others}{size}; the times may include waiting for them"
 
 
 def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
@@ -129,7 +129,7 @@ def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
     slowed = {reason: us - first.throttled_us.get(reason, us) for reason, us in last.throttled_us.items()}
     if any(us > 0 for us in slowed.values()):
         reasons = ", ".join(f"{reason} {us / 1e6:.3g} s" for reason, us in slowed.items() if us > 0)
-        return f"GPU {last.index}'s clocks were held down during the run ({reasons}): it was slower than it can be"
+        return f"GPU {last.index}'s clocks were held down during the run ({reasons}): the times are longer than usual"
     bad = sorted(set(last.throttle_reasons or ()) & _SLOWDOWNS)
     return f"GPU {last.index}'s clocks were held down when the run ended ({', '.join(bad)})" if bad else None
 

@@ -127,7 +127,7 @@ def _checks_of(machine: Machine, nsys: Nsys, driver: str | None) -> list[Finding
 def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Finding:
     """Say which nsys is used, where it came from, and which others lie here."""
     if nsys is None:
-        install = "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS; torch.profiler needs none"
+        install = "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS; torch.profiler works without it"
         return Finding("nsys", "warning", "not found on PATH, in $NSYS or in the usual places", install)
     if isinstance(nsys, str):
         return Finding("nsys", "failed", nsys, "reinstall it, or name one that starts in $NSYS")
@@ -163,8 +163,10 @@ def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) 
         return Finding(check, "ok", "no NVIDIA driver here: ranges can be recorded, kernels cannot")
     cuda, cupti = cuda_of_driver(driver), cupti_of(nsys.path)
     if cuda is None or cupti is None:
-        unknown = f"no {CUPTI} beside it" if cupti is None else f"driver {driver} is in no table of profkit's"
-        return Finding(check, "note", f"cannot be compared: {unknown}", "look at the self-check of the first capture")
+        unknown = f"no {CUPTI} next to nsys" if cupti is None else f"profkit does not know driver {driver}"
+        return Finding(
+            check, "note", f"cannot be compared: {unknown}", "record, and see whether the capture passes its self-check"
+        )
     said = f"CUPTI {cupti}, driver {driver} knows CUDA {cuda}"
     if numbers(cupti)[0] < numbers(cuda)[0]:
         newer = next((path for path in list_installed(machine.root) if _is_fit(path, cuda)), None)
@@ -185,7 +187,7 @@ def check_importer(machine: Machine, nsys: Nsys) -> Finding:
     importer = find_importer(nsys.path, machine.root)
     if importer is None:
         found = "no QdstrmImporter: nsys will leave a raw .qdstrm that nothing here can read"
-        return Finding("importer", "warning", found, "install all of Nsight Systems, not its target part alone")
+        return Finding("importer", "warning", found, "install all of Nsight Systems, not only its target part")
     missing = machine.lacking(importer)
     if missing:
         return Finding("importer", "warning", f"{importer} lacks {', '.join(missing)}", how_to_install(missing))
@@ -240,13 +242,13 @@ def check_permission(machine: Machine) -> Finding:
     kernel.perf_event_paranoid above 2 forbids CPU sampling (perf_event_open), NVreg_RestrictProfilingToAdminUsers the
     GPU's hardware counters. `profkit run` uses neither: CUDA and NVTX are traced from within the process.
     """
-    said = ["CUDA and NVTX tracing needs none"]
+    said = ["tracing CUDA and NVTX needs none"]
     paranoid = (machine.text("proc/sys/kernel/perf_event_paranoid") or "").strip()
     if paranoid.lstrip("-").isdigit():
         allowed = "forbids" if int(paranoid) > 2 else "allows"
         said.append(f"perf_event_paranoid {paranoid} {allowed} CPU sampling (not used)")
     if re.search(r"^RmProfilingAdminOnly:\s*1", machine.text("proc/driver/nvidia/params") or "", re.MULTILINE):
-        said.append("GPU counters are the administrator's (not used)")
+        said.append("GPU counters need an administrator (not used)")
     if any((machine.root / mark).exists() for mark in (".dockerenv", "run/.containerenv")):
         said.append("in a container")
     return Finding("permission", "ok", "; ".join(said))
@@ -263,7 +265,7 @@ def check_torch(machine: Machine, driver: str | None) -> Finding:
     build = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     hip = re.search(r"^hip\b[^=\n]*=\s*['\"]([\d.]+)", text, re.MULTILINE)
     if hip:
-        found = f"{torch.version}, ROCm {hip[1]}: profkit records NVIDIA's GPUs"
+        found = f"{torch.version}, ROCm {hip[1]}: profkit records only NVIDIA GPUs"
         return Finding("torch", "warning", found, "install a CUDA build of torch")
     if build is None:
         found = f"{torch.version}, without CUDA"

@@ -54,13 +54,13 @@ def read_gpu_state(nvml: Any = None) -> GpuState:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return GpuState(reason=f"no GPU can be asked: {error}")
+        return GpuState(reason=f"NVML cannot be loaded: {error}")
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         gpus = tuple(_Device(nvml, handle).describe(index) for index, handle in enumerate(handles))
         parents = {mig: gpu for handle in handles for mig, gpu in _Device(nvml, handle).mig_devices().items()}
     except nvml.NVMLError as error:
-        return GpuState(reason=f"the GPUs do not answer: {error}")
+        return GpuState(reason=f"NVML failed: {error}")
     finally:
         nvml.nvmlShutdown()
     return GpuState(gpus, parents)

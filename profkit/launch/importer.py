@@ -54,7 +54,7 @@ def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
         raise ToolError(f"{importer} lacks {', '.join(missing)}: {cure} and run again; the raw capture is {raw}")
     status = run_tool(build_import_argv(importer, raw, report), os.environ, log)
     if status != 0 or not report.exists():
-        raise ToolError(f"{importer} could not import {raw} (exit status {status}); what it said is in {log.name}")
+        raise ToolError(f"{importer} could not import {raw} (exit status {status}); its output is in {log.name}")
     raw.unlink()
 
 

@@ -93,7 +93,7 @@ def parse_extra(text: str) -> tuple[str, ...]:
     for word in words:
         if not word.startswith("-"):
             if not may_be_value:
-                raise UsageError(f"--nsys-args: {word} is no flag of nsys' (it would be taken for the program to run)")
+                raise UsageError(f"--nsys-args: {word} is not an nsys flag (nsys would run it as the program)")
             may_be_value = False
             continue
         name = word.partition("=")[0]
@@ -103,7 +103,7 @@ def parse_extra(text: str) -> tuple[str, ...]:
             raise UsageError(f"--nsys-args: {name} is set by profkit itself; {cure}")
         may_be_value = "=" not in word
     if may_be_value:
-        raise UsageError(f"--nsys-args: {words[-1]} lacks its value (nsys would take the program to run for it)")
+        raise UsageError(f"--nsys-args: {words[-1]} lacks its value (nsys would take the program's name as the value)")
     return words
 
 
@@ -137,7 +137,7 @@ def check_abilities(options: NsysOptions, abilities: Abilities, version: str) ->
         names = ", ".join(sorted(abilities.traces - {"none"}))
         raise UsageError(f"--trace {','.join(unknown)}: nsys {version} knows {names}")
     if options.cuda_graph_trace == "graph" and not abilities.has("--cuda-graph-trace"):
-        raise UsageError(f"--cuda-graph-trace graph: nsys {version} does not know it; name a newer one in $NSYS")
+        raise UsageError(f"--cuda-graph-trace graph: nsys {version} does not support it; name a newer one in $NSYS")
 
 
 # From the root; of several matches the newest version is taken. Nsight Compute brings an nsys of its own.
@@ -176,7 +176,7 @@ def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys | 
     if named is not None:
         found = shutil.which(named, path=environment.get("PATH"))
         if found is None:
-            raise ToolError(f"$NSYS is {named}, which is no program that can be run; correct it or unset it")
+            raise ToolError(f"$NSYS is {named}, which cannot be run; correct it or unset it")
         return _started(Path(found))
     on_path = shutil.which("nsys", path=environment.get("PATH", os.defpath))
     if on_path is not None:

@@ -97,7 +97,7 @@ def require_room(run: Path) -> None:
     for folder, cure in places:
         free = shutil.disk_usage(folder).free
         if free < NO_ROOM_BYTES:
-            left = f"{free / 1024**2:.1f} MiB are free and nsys wants {NO_ROOM_BYTES // 1024**2}"
+            left = f"{free / 1024**2:.1f} MiB are free, and nsys needs {NO_ROOM_BYTES // 1024**2}"
             raise ToolError(f"{folder}: the disk is full: {left}; free some space, or {cure}")
 
 
@@ -143,7 +143,7 @@ def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
             raise ToolError(
                 f"{run}: the disk is full, and nsys left no report; free some space, or name another with -o"
             )
-        raise ToolError(f"{nsys.path} left no report; what it said is in {log.name}")
+        raise ToolError(f"{nsys.path} left no report; its output is in {log.name}")
     export_to(nsys, report, run / NSYS_EXPORT, log)
     if not nsys.options.keep_report:
         report.unlink()

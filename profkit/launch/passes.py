@@ -152,18 +152,18 @@ def why_no_step(processes: Sequence[Process], order: Order) -> str | None:
     steps_seen = (processes[0].steps_seen if processes else None) or 0
     if not processes or steps_seen < 0:
         return (
-            "nothing was recorded: no training step was seen (no optimizer's step, no call of a module) in a Python "
-            "that has torch and profkit, or what was seen could not be kept"
+            "nothing was recorded: no process with torch and profkit made a training step (an optimizer's step or a "
+            "call of a module), or its recording could not be saved"
         )
     if processes[0].state != NOT_REACHED:
         return None
     if order.step_on is not None and steps_seen == 0:
         return (
-            f"nothing was recorded: no optimizer of class {order.step_on} made a step; --step-on takes the bare name "
-            "of the class whose steps count (AdamW)"
+            f"nothing was recorded: no optimizer of class {order.step_on} made a step; --step-on takes the class name "
+            "without its module (AdamW)"
         )
     return (
-        f"nothing was recorded: the script made {steps_seen} steps, and recording was to begin after "
+        f"nothing was recorded: the script made {steps_seen} steps, and recording begins after "
         f"{order.warmup_steps}; lower --warmup"
     )
 
@@ -177,9 +177,9 @@ def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
     first = outcome.processes[0]
     found = []
     if first.failure and outcome.reason is None:
-        found.append(f"not all that was recorded could be kept: {first.failure}")
+        found.append(f"part of what was recorded could not be saved: {first.failure}")
     if first.state == CUT_SHORT:
-        wanted = f"{len(first.profiled)} whole steps of the {outcome.order.steps} that were wanted"
+        wanted = f"{len(first.profiled)} complete steps of the {outcome.order.steps} requested"
         found.append(f"the script ended while it was recorded: {wanted}")
     return found
 
@@ -187,15 +187,15 @@ def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
 def _why_no_snapshot(processes: Sequence[Process]) -> str:
     failures = [one.memory.failure for one in processes if one.memory is not None and one.memory.failure]
     if failures:
-        return f"nothing was recorded of the memory: {failures[0]}"
-    return "nothing was recorded of the memory: the target used no CUDA GPU (with a torch that has profkit beside it)"
+        return f"no memory was recorded: {failures[0]}"
+    return "no memory was recorded: no process of the target used a CUDA GPU (with torch and profkit installed)"
 
 
 def _memory_shortfalls(outcome: Outcome) -> list[str]:
     if outcome.reason is not None:
         return []
     found = [(one.process, one.memory) for one in outcome.processes if one.memory is not None]
-    said = [f"the memory of {name} was recorded in part: {part.failure}" for name, part in found if part.failure]
+    said = [f"the memory of {name} was recorded only in part: {part.failure}" for name, part in found if part.failure]
     if any(part.script_records for _, part in found):
-        said.append("the script switches the allocator's recording itself: the snapshot holds what that has left of it")
+        said.append("the script switches the allocator's recording on or off itself, so the snapshot may lack events")
     return said

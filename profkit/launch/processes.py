@@ -57,8 +57,8 @@ def run_tool(
     status = _run(argv, environment, output, pass_fds, reads_input)
     if status < 0:
         name = signal.Signals(-status).name
-        log = f"; what it said is in {output.name}" if output is not None and isinstance(output.name, str) else ""
-        raise ToolError(f"{argv[0]} was killed ({name}): what it had started was ended, its capture is lost{log}")
+        log = f"; its output is in {output.name}" if output is not None and isinstance(output.name, str) else ""
+        raise ToolError(f"{argv[0]} was killed ({name}): its child processes were ended, and the capture is lost{log}")
     return status
 
 

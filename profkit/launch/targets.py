@@ -94,8 +94,8 @@ def build_rank_argv(words: Sequence[str], count: int) -> list[str]:
     flags, target = rest[:at], rest[at:]
     if not name.startswith("python") or not target or target[0] in ("-c", "-"):
         raise UsageError(
-            f"--nproc-per-node {count}: starts Python scripts and modules: profkit run --nproc-per-node {count} -- "
-            "python train.py, or -- python -m package.module"
+            f"--nproc-per-node {count}: only starts Python scripts and modules: profkit run --nproc-per-node {count} "
+            "-- python train.py, or -- python -m package.module"
         )
     if target[0] == "-m" and target[1:2] and target[1] in _LAUNCHER_MODULES:
         raise UsageError(f"--nproc-per-node {count}: {target[1]} starts its processes itself; {_HOW.format(target[1])}")

@@ -140,7 +140,7 @@ def explain(error: Exception, options: TrainingOptions) -> ProfkitError | None: 
     lost = _GPU_FAILURE.search(str(error)) if isinstance(error, RuntimeError) else None
     if lost:
         return GpuFailedError(
-            f"the GPU failed: {lost[0]}; nvidia-smi says whether it is still there, dmesg which Xid it reported"
+            f"the GPU failed: {lost[0]}; nvidia-smi shows whether it is still there, dmesg shows its Xid error"
         )
     if "can't allocate memory" in str(error):  # how torch reports a CPU tensor that does not fit
         return RunError(f"the memory is full; {smaller}")

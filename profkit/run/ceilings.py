@@ -88,4 +88,4 @@ def write_ceilings(path: Path, ceilings: Ceilings) -> None:
 def _refuse_impossible(*rates: float) -> None:
     for rate in rates:
         if not (isfinite(rate) and rate > 0):
-            raise ValueError(f"{rate!r} is no rate")
+            raise ValueError(f"{rate!r} is not a rate")

@@ -193,7 +193,7 @@ def make_run_directory(output: Path | None, target: str) -> Path:
         if not os.access(output, os.W_OK):
             raise RunError(f"{output}: no permission to write; name another directory with -o")
     except FileExistsError:
-        raise RunError(f"{output}: exists and is no directory; name a new directory with -o") from None
+        raise RunError(f"{output}: exists and is not a directory; name a new directory with -o") from None
     except OSError as error:
         raise RunError(f"{error.filename or output}: {error.strerror}; name another directory with -o") from None
     return output

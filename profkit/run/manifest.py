@@ -191,7 +191,7 @@ class Manifest:
         """Return how a run that is not complete came to its end."""
         if self.status == "failed":
             return f"it failed ({self.reason or f'exit status {self.exit_status}'})"
-        return "it did not come to its end"
+        return "it did not finish"
 
     @property
     def unprofiled(self) -> Samples | None:

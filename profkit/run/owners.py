@@ -110,7 +110,7 @@ def read_owners(path: Path) -> Owners:
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise SnapshotError(f"{path}: not a file of owners (it is no UTF-8 text)") from None
+        raise SnapshotError(f"{path}: not a ledger of owners (it is not UTF-8 text)") from None
     owned: list[Owned] = []
     figures: list[Figures] = []
     steps: list[Step] = []
@@ -129,7 +129,7 @@ def read_owners(path: Path) -> Owners:
         except (ValueError, KeyError, TypeError, RecursionError):
             if number == len(lines):
                 break
-            raise SnapshotError(f"{path}:{number}: not a line of a file of owners; was it edited?") from None
+            raise SnapshotError(f"{path}:{number}: not a line of a ledger of owners; was it edited?") from None
     return Owners(tuple(owned), tuple(figures), tuple(steps))
 
 

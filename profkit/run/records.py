@@ -52,7 +52,7 @@ def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
     content = read_json(path)
     found = content.get("version") if isinstance(content, dict) else None
     if version is not None and found != version:
-        raise RunError(f"{path}: of version {found}, not {version}; make it again with this profkit")
+        raise RunError(f"{path}: has version {found}, and this profkit reads version {version}; record it again")
     try:
         record: T = decode(kind, content)
         return record
@@ -135,7 +135,7 @@ def _refuse(where: str, value: object, wanted: str) -> NoReturn:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _below(where: str, key: str) -> str:

@@ -78,7 +78,7 @@ def _build(path: Path, data: Any) -> Snapshot:
         raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot (it has no list of segments)")
     traces = data.get("device_traces") or []
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
-        raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot (its device_traces are no lists)")
+        raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot (its device_traces are not lists)")
     by_device = _read_segments(data["segments"])
     annotations = _read_annotations(data.get("external_annotations") or [])
     unknown: Counter[str] = Counter()

@@ -288,8 +288,8 @@ class _GpuReader:
         """Record how many GPU rows fit the launches of several processes."""
         if self._ambiguous_count:
             self._reading.notes.append(
-                f"{self._ambiguous_count} GPU rows carry a correlation id that calls of several processes carry; they "
-                "count as work without a launch: give the ranks' traces one by one"
+                f"{self._ambiguous_count} GPU rows have a correlation id that several processes use; they "
+                "count as work without a launch: open each rank's trace by itself"
             )
 
     def _timed(self, events: list[Event], what: str) -> tuple[list[Event], Ints, Ints]:

@@ -102,9 +102,7 @@ class SqliteFile:
         if "malformed" in text or "not a database" in text or "corrupt" in text:
             return TraceError(f"{self.path}: a damaged SQLite file ({text}); export it again from the .nsys-rep")
         if "no such column: rowid" in text:
-            return TraceError(
-                f"{self.path}: holds a table without row numbers, which nsys does not write; export it again"
-            )
+            return TraceError(f"{self.path}: holds a table without row numbers, and nsys writes none; export it again")
         return TraceError(f"{self.path}: SQLite says: {text}")
 
     def rows(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple[Any, ...]]:
@@ -197,7 +195,7 @@ class SqliteFile:
         except ValueError:
             numbers = empty_ints()
         if len(numbers) != count:
-            raise TraceError(f"{self.path}: damaged: {what} holds values that are no integers")
+            raise TraceError(f"{self.path}: damaged: {what} holds values that are not integers")
         return numbers
 
 
