@@ -14,7 +14,7 @@ import numpy.typing as npt
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER
 from recipes.common.recipe import OK, Row, identify
 from recipes.compilation.cells import KEYS
-from recipes.compilation.work import Kernel, Totals, kernels_of, launchers_of, total
+from recipes.compilation.work import GENERATED, Kernel, Totals, kernels_of, launchers_of, total
 from recipes.whole_model.cells import COMPILED, EAGER
 
 _CASE = tuple(key for key in KEYS if key != "mode")
@@ -60,19 +60,6 @@ class Speedup:
     def is_measurable(self) -> bool:
         """Whether the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
-
-
-@dataclass(frozen=True)
-class PhaseChange:
-    """The work of one phase of a step, eager and compiled; products and the rest add up to the whole."""
-
-    phase: str
-    eager: Totals
-    compiled: Totals
-    products: tuple[Totals, Totals]
-    eager_rest: Totals
-    generated: Totals
-    compiled_rest: Totals
 
 
 @dataclass(frozen=True)
@@ -170,40 +157,16 @@ def steps_to_break_even(pair: Pair) -> int | None:
     return max(math.ceil((pair.compiled["first_step_s"] - pair.eager["first_step_s"]) * 1e3 / saved_ms), 0)
 
 
-def compare_phases(pair: Pair) -> list[PhaseChange]:
-    """Return the work of each phase of a step, eager and compiled."""
-    before, after = kernels_of(pair.eager), kernels_of(pair.compiled)
-    return [
-        _compare_phase(phase, [each for each in before if each.phase == phase], [e for e in after if e.phase == phase])
-        for phase in dict.fromkeys(each.phase for each in (*before, *after))
-    ]
-
-
 def outside_phases(row: Mapping[str, Any]) -> Totals:
     """Return the work between a step's phases; together with theirs it is the whole step's."""
     count, total_ns = total(kernels_of(row))
     return row["kernels"] - count, round(row["kernel_ms"] * 1e6) - total_ns
 
 
-def _compare_phase(phase: str, before: Sequence[Kernel], after: Sequence[Kernel]) -> PhaseChange:
-    return PhaseChange(
-        phase=phase,
-        eager=total(before),
-        compiled=total(after),
-        products=(
-            total(each for each in before if each.is_matrix_product),
-            total(each for each in after if each.is_matrix_product),
-        ),
-        eager_rest=total(each for each in before if not each.is_matrix_product),
-        generated=total(each for each in after if each.is_generated),
-        compiled_rest=total(each for each in after if not (each.is_matrix_product or each.is_generated)),
-    )
-
-
 def list_fused(pair: Pair, phase: str) -> list[Fused]:
     """Return the operators that launch less in compiled code in a phase, those with the most eager time first."""
     before, after = (_by_operator(row, phase) for row in (pair.eager, pair.compiled))
-    generated = [each for each in kernels_of(pair.compiled) if each.phase == phase and each.is_generated]
+    generated = [each for each in kernels_of(pair.compiled) if each.phase == phase and each.kind == GENERATED]
     found = []
     for operator, eager in before.items():
         left = after.get(operator, (0, 0))

@@ -12,7 +12,6 @@ from recipes.compilation.cells import ATTENTION, KEYS, MODEL
 from recipes.compilation.pairs import (
     PHASES,
     Pair,
-    compare_phases,
     find_pairs,
     is_of_gpu,
     list_fused,
@@ -23,7 +22,7 @@ from recipes.compilation.pairs import (
     steps_to_break_even,
 )
 from recipes.compilation.pictures import draw_kernels, draw_speedups
-from recipes.compilation.work import Kernel, Totals, kernels_of
+from recipes.compilation.work import GENERATED, OTHERS, PRODUCTS, Kernel, Totals, kernels_of, total, totals_by_kind
 from recipes.detectors import inspect_rows
 from recipes.whole_model.cells import COMPILED, FORWARD_ONLY
 from recipes.whole_model.report import find_slow_events
@@ -106,13 +105,20 @@ def _kernels(pairs: Sequence[Pair]) -> Iterator[str]:
     headings = ["case", "phase", "eager", "compiled", "products eager", "products compiled", "others eager"]
     lines: list[list[object]] = []
     for pair in pairs:
-        for change in compare_phases(pair):
-            parts = (change.eager, change.compiled, *change.products, change.eager_rest, change.generated)
-            lines.append([name_case(pair.eager), change.phase, *map(_show, (*parts, change.compiled_rest))])
+        for phase in _phases(pair):
+            rows = (pair.eager, pair.compiled)
+            wholes = [total(each for each in kernels_of(row) if each.phase == phase) for row in rows]
+            eager, compiled = (totals_by_kind(row, phase) for row in rows)
+            parts = (eager[PRODUCTS], compiled[PRODUCTS], eager[OTHERS], compiled[GENERATED], compiled[OTHERS])
+            lines.append([name_case(pair.eager), phase, *map(_show, (*wholes, *parts))])
         outside = [outside_phases(row) for row in (pair.eager, pair.compiled)]
         if outside != [(0, 0), (0, 0)]:
             lines.append([name_case(pair.eager), "between the phases", *map(_show, outside), *[None] * 5])
     yield markdown(Table([*headings, "generated", "others compiled"], lines))
+
+
+def _phases(pair: Pair) -> list[str]:
+    return list(dict.fromkeys(each.phase for row in (pair.eager, pair.compiled) for each in kernels_of(row)))
 
 
 def _fusions(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -123,7 +129,8 @@ def _fusions(pairs: Sequence[Pair]) -> Iterator[str]:
         if pair is None:
             continue
         noun = "kernel" if is_of_gpu(pair.eager) else "operator"
-        made = sorted((each for each in kernels_of(pair.compiled) if each.is_generated), key=lambda one: -one.total_ns)
+        made = [each for each in kernels_of(pair.compiled) if each.kind == GENERATED]
+        made.sort(key=lambda each: -each.total_ns)
         yield f"## What was fused into what: {name_case(pair.eager)}"
         yield f"The generated {noun}s with most time, with the operators that their names contain ({len(made)} in all):"
         headings = ["phase", f"generated {noun}", "times", "total", "contains"]
@@ -131,8 +138,7 @@ def _fusions(pairs: Sequence[Pair]) -> Iterator[str]:
             [each.phase, shorten(each), each.count, show_ns(each.total_ns), ", ".join(each.fused) or None]
             for each in made[:_MOST_LINES]
         ]))  # fmt: skip
-        changes = compare_phases(pair)
-        found = [(one.phase, each) for one in changes for each in list_fused(pair, one.phase) if each.kernels]
+        found = [(phase, each) for phase in _phases(pair) for each in list_fused(pair, phase) if each.kernels]
         found.sort(key=lambda entry: -entry[1].eager[1])
         yield (
             f"The operators with fewer {noun}s in compiled code, and the generated {noun}s that contain them "

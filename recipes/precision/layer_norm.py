@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recipes.precision.inputs import EPSILON, FEATURES, MOST, ONE_BY_ONE, ROWS, SCALES
+from recipes.precision import EPSILON, FEATURES, MOST, ONE_BY_ONE, ROWS, SCALES
 
 
 def find_limits(device: str, dtype: torch.dtype) -> dict[str, object]:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes.precision.inputs import FLOAT32, KEEPS, LOWER, MIXED
+from recipes.precision import FLOAT32, KEEPS, LOWER, MIXED
 
 BATCH, FEATURES, CLASSES = 32, 20, 5
 

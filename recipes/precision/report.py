@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 
 from recipes.common.pictures import COLOURS, new_figure
 from recipes.common.recipe import OK, Report, Row
-from recipes.common.tables import DASH, Table, listed, markdown, select, show_share
-from recipes.precision.inputs import EPSILON, FEATURES, FLOAT32, KEEPS, LOWER, MIXED, MOST, ONE_BY_ONE, ROWS, SCALES
+from recipes.common.tables import Table, listed, markdown, select, show_share
+from recipes.precision import EPSILON, FEATURES, FLOAT32, KEEPS, LOWER, MIXED, MOST, ONE_BY_ONE, ROWS, SCALES
 
 Found = Mapping[str, Any]
-"""The row of one dtype. Rows of earlier versions lack what those did not measure."""
+"""The row of one dtype."""
 
 PARTS = (
     *("parameters", "fc1_output", "relu_output", "ln_output", "fc2_output", "logits", "loss"),
@@ -60,7 +60,7 @@ def report(rows: Sequence[Row], machine: Mapping[str, object]) -> Report:
 
 
 def describe_classes(rows: Sequence[Found]) -> Iterator[str]:
-    """Yield which operators run in which dtype; rows of an old version know only the dtype of the output."""
+    """Yield which operators run in which dtype."""
     lists: dict[str, list[str]] = {}
     for row in rows:
         found: dict[str, list[str]] = {}
@@ -69,15 +69,11 @@ def describe_classes(rows: Sequence[Found]) -> Iterator[str]:
             if entry["runs_in"] == MIXED:
                 each = ", ".join(f"`{name}` in {_name(dtype, row)}" for name, dtype in entry["ran_low"])
                 within = f" ({each}, for an input in lower precision)"
-            does = "run in" if "ran_low" in entry else "return"
-            found.setdefault(f"{does} {_WHERE[entry['runs_in']]}", []).append(entry["operator"] + within)
+            found.setdefault(_WHERE[entry["runs_in"]], []).append(entry["operator"] + within)
         for what, operators in found.items():
             lists.setdefault(f"{what}: {', '.join(operators)}", []).append(str(row["dtype"]))
-    yield listed(f"Autocast to {' and '.join(dtypes)}, {line}." for line, dtypes in lists.items())
-    if any("ran_low" not in entry for row in rows for entry in row["classes"]):
-        yield "Judged by the dtype of the output; the dtype in which each ran inside is unknown."
-    else:
-        yield "Judged by the operators that ran below autocast for inputs in float32 and in the lower precision."
+    yield listed(f"Autocast to {' and '.join(dtypes)}, run in {line}." for line, dtypes in lists.items())
+    yield "Judged by the operators that ran below autocast for inputs in float32 and in the lower precision."
 
 
 def _name(dtypes: str, row: Found) -> str:
@@ -110,11 +106,11 @@ def limits_table(rows: Sequence[Found]) -> Table:
         *([f"error: {words}", *(_show_error(row, key) for row in rows)] for key, words in ERRORS.items()),
         *(
             [f"squares that become 0: {name.replace('_', ' ')}",
-             *(show_share(row.get(f"squares_lost_{name}")) for row in rows)]
+             *(show_share(row[f"squares_lost_{name}"]) for row in rows)]
             for name in SCALES
         ),
     ]  # fmt: skip
-    return Table(["", *(str(row["dtype"]) for row in rows)], [line for line in lines if set(line[1:]) - {None}])
+    return Table(["", *(str(row["dtype"]) for row in rows)], lines)
 
 
 def _stored(row: Found, written: str) -> str:
@@ -124,9 +120,7 @@ def _stored(row: Found, written: str) -> str:
     return next((text for text in shown if float(text) != float(written)), repr(stored))
 
 
-def _show_error(row: Found, key: str) -> str | None:
-    if key not in row:
-        return None
+def _show_error(row: Found, key: str) -> str:
     if row[key] is None:
         return "not finite"
     return f"{row[key]:.2g}" + ", all 0" * (row.get(key.replace("error", "zero_outputs")) == 1)
@@ -136,18 +130,15 @@ def draw_errors(rows: Sequence[Found]) -> Figure:
     """Draw the errors by data and kind of sum, a bar for each dtype."""
     figure = new_figure("LayerNorm computed in one dtype: greatest error, as a share of its greatest value")
     axes = figure.subplots()
-    measured = {key: words for key, words in ERRORS.items() if any(key in row for row in rows)}
     for place, row in enumerate(rows):
-        errors = [row.get(key, DASH) for key in measured]
-        ys = [line + 0.27 * (place - 1) for line in range(len(measured))]
-        lengths = [error if isinstance(error, float) else 0 for error in errors]
-        axes.barh(ys, lengths, height=0.25, color=COLOURS[place], label=str(row["dtype"]))
+        errors = [row[key] for key in ERRORS]
+        ys = [line + 0.27 * (place - 1) for line in range(len(errors))]
+        axes.barh(ys, [error or 0 for error in errors], height=0.25, color=COLOURS[place], label=str(row["dtype"]))
         for y, error in zip(ys, errors, strict=True):
-            if not isinstance(error, float):
-                note = "not finite" if error is None else "not measured"
-                axes.annotate(note, (0, y), xycoords=("axes fraction", "data"), xytext=(4, 0),
+            if error is None:
+                axes.annotate("not finite", (0, y), xycoords=("axes fraction", "data"), xytext=(4, 0),
                               textcoords="offset points", va="center", fontsize=8, color=COLOURS[place])  # fmt: skip
-    axes.set_yticks(range(len(measured)), list(measured.values()))
+    axes.set_yticks(range(len(ERRORS)), list(ERRORS.values()))
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("error")

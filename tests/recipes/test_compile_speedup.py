@@ -25,7 +25,6 @@ from recipes.compilation.cells import KEYS, as_attention_cell, as_model_cell, bu
 from recipes.compilation.pairs import (
     Pair,
     add_speedups,
-    compare_phases,
     find_pairs,
     list_fused,
     measure_speedup,
@@ -33,7 +32,17 @@ from recipes.compilation.pairs import (
 )
 from recipes.compilation.pictures import draw_kernels
 from recipes.compilation.report import remark, report
-from recipes.compilation.work import kernels_of, launchers_of, read_work, split_operators, total
+from recipes.compilation.work import (
+    GENERATED,
+    OTHERS,
+    PRODUCTS,
+    kernels_of,
+    launchers_of,
+    read_work,
+    split_operators,
+    total,
+    totals_by_kind,
+)
 from recipes.compile_speedup import RECIPE, choose_cases, main
 from recipes.whole_model.cells import COMPILED, EAGER
 from tests.conftest import ROOT
@@ -244,21 +253,21 @@ def test_a_gpu_trace_gives_kernels_by_phase_and_by_launching_operator() -> None:
     assert pair.eager["kernels"] == total(kernels)[0] == 3830
     assert pair.eager["kernel_ms"] == 59.321430
     assert pair.eager["trace_failures"] == []
-    assert not any(each.is_generated for each in kernels)
+    assert not any(each.kind == GENERATED for each in kernels)
 
 
 def test_the_parts_of_a_phase_add_up_to_it() -> None:
-    changes = {change.phase: change for change in compare_phases(_pair())}
-    assert list(changes) == list(PHASES)
-    for change in changes.values():
-        for place in (0, 1):
-            assert change.eager[place] == change.products[0][place] + change.eager_rest[place]
-            after = (change.products[1], change.generated, change.compiled_rest)
-            assert change.compiled[place] == sum(part[place] for part in after)
-    assert changes["forward"].generated == (24 + 50 + 24, 197_854 + 126_627 + 62_784)
-    assert changes["forward"].compiled_rest == (2, 6_592)
-    assert changes["forward"].products[1] == (144, 9_766_842)
-    assert changes["loss"].compiled == (0, 0)
+    pair = _pair()
+    for row in (pair.eager, pair.compiled):
+        for phase in PHASES:
+            whole = total(each for each in kernels_of(row) if each.phase == phase)
+            assert tuple(map(sum, zip(*totals_by_kind(row, phase).values(), strict=True))) == whole
+    forward = totals_by_kind(pair.compiled, "forward")
+    assert forward[GENERATED] == (24 + 50 + 24, 197_854 + 126_627 + 62_784)
+    assert forward[OTHERS] == (2, 6_592)
+    assert forward[PRODUCTS] == (144, 9_766_842)
+    assert set(totals_by_kind(pair.compiled, "loss").values()) == {(0, 0)}
+    assert totals_by_kind(pair.eager, "forward")[GENERATED] == (0, 0)
 
 
 def test_an_operator_is_found_in_the_kernels_that_name_it() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from recipes.autocast_dtypes import CELLS, observe
-from recipes.precision.inputs import FLOAT32, KEEPS, LOWER, MIXED
+from recipes.precision import FLOAT32, KEEPS, LOWER, MIXED
 from recipes.precision.layer_norm import layer_norm
 from recipes.precision.observe import classify, classify_operators
-from recipes.precision.report import draw_errors, limits_table, report
+from recipes.precision.report import limits_table, report
 
 _EPSILONS = ("1e-5", "1e-8")
 
@@ -148,17 +148,3 @@ def test_an_operator_that_runs_in_two_dtypes_names_both(rows: dict[str, dict[str
     text = report([{**rows["float16"], "classes": [entry]}], {"device": "cuda"}).markdown
     assert "- Autocast to float16, run in several dtypes: cross_entropy (`_log_softmax` in lower precision, " in text
     assert "`nll_loss_forward` in float32, for an input in lower precision)." in text
-
-
-def test_rows_of_an_earlier_version_show_only_what_they_measured(rows: dict[str, dict[str, Any]]) -> None:
-    new = ("near_epsilon", "zero_outputs", "squares_lost")
-    old = {key: value for key, value in rows["float16"].items() if not any(name in key for name in new)}
-    old["classes"] = [{"operator": "cross_entropy", "runs_in": FLOAT32, "float32": "float32", "low": "float32"}]
-    text = report([old], {"device": "cuda"}).markdown
-    assert "- Autocast to float16, return float32: cross_entropy." in text
-    assert "the dtype in which each ran inside is unknown" in text
-    assert "| error: large, × 1000 | 1 |" in text
-    assert "| error: near epsilon" not in text
-    assert "squares that become 0" not in text
-    (axes,) = draw_errors([old]).axes
-    assert len(axes.get_yticks()) == 6
