@@ -7,12 +7,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.models.options import TrainingOptions
+from profkit.report.document import Lines
+from profkit.report.efficiency import build_efficiency_document
 from profkit.run.work import write_work
 from tests.conftest import ROOT
+from tests.nsys_builder import NsysBuilder
 from tests.step_work import model_work
 
 SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
+MOVER = "void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)"
+"""A kernel that does little but move data."""
 
 
 def make_ceilings(**flops_per_s: float) -> dict[str, Any]:
@@ -46,4 +52,98 @@ def make_small_run(folder: Path, *, ceilings: bool = True) -> Path:
     if ceilings:
         (folder / "ceilings.json").write_text(json.dumps(make_ceilings(fp32=50e12, bf16=700e12)))
     shutil.copyfile(SMALL, folder / "trace.sqlite")
+    return folder
+
+
+def rows_by_path(result: EfficiencyResult) -> dict[str, EfficiencyRow]:
+    """Return the rows by their paths."""
+    return {row.path: row for row in result.ranges}
+
+
+def notes_of(result: EfficiencyResult) -> str:
+    """Return the lines that stand under the table."""
+    notes = build_efficiency_document(result, ()).parts[-1]
+    assert isinstance(notes, Lines)
+    return "\n".join(notes.lines)
+
+
+def write_two_steps(path: Path, kernel: str = "gemm") -> Path:
+    """Two steps of 1,000 ns: forward with two layers, backward on the autograd thread, a pause outside CUDA."""
+    builder = NsysBuilder()
+    builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA H200")
+    builder.name_thread("pt_autograd_0", 101)
+    for step in (0, 1):
+        at = 10_000 * step
+        builder.range(f"step {step}", at, at + 1_000)
+        builder.range("forward", at, at + 400, int64Value=3_000)
+        for layer in (0, 1):
+            builder.range(f"layer {layer}", at + 200 * layer, at + 200 * layer + 150, int64Value=1_000 + 500 * layer)
+            builder.kernel(at + 200 * layer + 5, 80, start=at + 200 * layer + 20, name=kernel)
+        builder.range("backward", at + 400, at + 1_000, int64Value=6_000)
+        for launch in (410, 420, 430, 440):
+            builder.kernel(at + launch, 100, start=at + launch + 10 * (launch - 400), tid=101, name=kernel)
+        builder.call(at + 990, duration=5, name="cudaDeviceSynchronize_v3020")
+    return builder.write(path)
+
+
+def two_steps_work(**changes: Any) -> dict[str, Any]:
+    """Return the content of a ``work.json`` of `write_two_steps`, with some keys changed."""
+
+    def one(path: list[str], flops: int, least_bytes: int, other: int = 10) -> dict[str, Any]:
+        counts = {"flops": flops, "other_flops": other, "needed_flops": flops - 1, "least_bytes": least_bytes}
+        return {"path": path, **counts, "flops_by_dtype": {"bf16": flops}, "instances": 1, "varies": False}
+
+    ranges = [
+        one([], 9_100, 500),
+        one(["forward"], 3_000, 200),
+        one(["forward", "layer 0"], 1_000, 100),
+        one(["forward", "layer 1"], 1_500, 60),
+        one(["backward"], 6_000, 300),
+    ]
+    content = {
+        "version": 1,
+        "source": "formula",
+        "dtype": "bf16",
+        "ranges": ranges,
+        "model_flops": 9_000,
+        "missing": [],
+    }
+    return content | changes
+
+
+def ceilings_of(gpu: str = "NVIDIA H200") -> dict[str, Any]:
+    """Return the content of a ``ceilings.json`` with 1 TFLOP/s and 500 GB/s."""
+    product = {"dtype": "bf16", "m": 8, "n": 8, "k": 8, "best_flops_per_s": 1e12, "median_flops_per_s": 9e11}
+    return {
+        "version": 1,
+        "device": {"name": gpu, "uuid": None, "clock_mhz": 1, "clock_max_mhz": 2},
+        "torch": "2.13",
+        "driver": None,
+        "measured_utc": "2026-01-01T00:00:00+00:00",
+        "gemm": [product],
+        "copy": {"bytes": 8, "best_bytes_per_s": 5e11, "median_bytes_per_s": 4e11},
+    }
+
+
+def make_timed_run(
+    folder: Path, *, work: bool = True, ceilings: bool = True, clean_ns: int = 800, kernel: str = "gemm"
+) -> Path:
+    """Make the run directory of `write_two_steps`: steps of 1,000 ns profiled, of ``clean_ns`` unprofiled."""
+    steps = [{"forward_ns": clean_ns // 4, "step_ns": clean_ns}] * 3
+    profiled = [{"forward_ns": 400, "step_ns": 1_000}] * 2
+    manifest = {
+        "status": "complete",
+        "gpu": "NVIDIA H200",
+        "device": "cuda",
+        "workload": {"dtype": "bf16"},
+        "float32_matmul_precision": "highest",
+        "clean": {"steps": steps},
+        "profiled": {"steps": profiled},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    if work:
+        (folder / "work.json").write_text(json.dumps(two_steps_work()))
+    if ceilings:
+        (folder / "ceilings.json").write_text(json.dumps(ceilings_of()))
+    write_two_steps(folder / "trace.sqlite", kernel)
     return folder

@@ -1,4 +1,4 @@
-"""The analysis of `profkit efficiency`: rows, verdicts, FLOPs of ranges, unprofiled times, MFU."""
+"""The analysis of `profkit efficiency`: rows, verdicts, FLOPs of ranges, MFU."""
 
 from __future__ import annotations
 
@@ -6,115 +6,24 @@ import gzip
 import json
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.errors import TraceError, UsageError
-from profkit.report.document import Lines
-from profkit.report.efficiency import build_efficiency_document, limit_words
+from profkit.report.efficiency import limit_words
 from tests.conftest import ROOT
+from tests.efficiency_runs import MOVER, SMALL, ceilings_of, make_timed_run, notes_of, rows_by_path, write_two_steps
 from tests.nsys_builder import NsysBuilder, process_of
 
-SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
 KINETO = ROOT / "traces" / "small-train.kineto.json.gz"
-_MOVER = "void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)"
-
-
-def _rows(result: EfficiencyResult) -> dict[str, EfficiencyRow]:
-    return {row.path: row for row in result.ranges}
-
-
-def _notes(result: EfficiencyResult) -> str:
-    """Return the lines that stand under the table."""
-    notes = build_efficiency_document(result, ()).parts[-1]
-    assert isinstance(notes, Lines)
-    return "\n".join(notes.lines)
-
-
-def _trace(path: Path, kernel: str = "gemm") -> Path:
-    """Two steps of 1,000 ns: forward with two layers, backward on the autograd thread, a pause outside CUDA."""
-    builder = NsysBuilder()
-    builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA H200")
-    builder.name_thread("pt_autograd_0", 101)
-    for step in (0, 1):
-        at = 10_000 * step
-        builder.range(f"step {step}", at, at + 1_000)
-        builder.range("forward", at, at + 400, int64Value=3_000)
-        for layer in (0, 1):
-            builder.range(f"layer {layer}", at + 200 * layer, at + 200 * layer + 150, int64Value=1_000 + 500 * layer)
-            builder.kernel(at + 200 * layer + 5, 80, start=at + 200 * layer + 20, name=kernel)
-        builder.range("backward", at + 400, at + 1_000, int64Value=6_000)
-        for launch in (410, 420, 430, 440):
-            builder.kernel(at + launch, 100, start=at + launch + 10 * (launch - 400), tid=101, name=kernel)
-        builder.call(at + 990, duration=5, name="cudaDeviceSynchronize_v3020")
-    return builder.write(path)
-
-
-def _work(**changes: Any) -> dict[str, Any]:
-    def one(path: list[str], flops: int, least_bytes: int, other: int = 10) -> dict[str, Any]:
-        counts = {"flops": flops, "other_flops": other, "needed_flops": flops - 1, "least_bytes": least_bytes}
-        return {"path": path, **counts, "flops_by_dtype": {"bf16": flops}, "instances": 1, "varies": False}
-
-    ranges = [
-        one([], 9_100, 500),
-        one(["forward"], 3_000, 200),
-        one(["forward", "layer 0"], 1_000, 100),
-        one(["forward", "layer 1"], 1_500, 60),
-        one(["backward"], 6_000, 300),
-    ]
-    content = {
-        "version": 1,
-        "source": "formula",
-        "dtype": "bf16",
-        "ranges": ranges,
-        "model_flops": 9_000,
-        "missing": [],
-    }
-    return content | changes
-
-
-def _ceilings(gpu: str = "NVIDIA H200") -> dict[str, Any]:
-    product = {"dtype": "bf16", "m": 8, "n": 8, "k": 8, "best_flops_per_s": 1e12, "median_flops_per_s": 9e11}
-    return {
-        "version": 1,
-        "device": {"name": gpu, "uuid": None, "clock_mhz": 1, "clock_max_mhz": 2},
-        "torch": "2.13",
-        "driver": None,
-        "measured_utc": "2026-01-01T00:00:00+00:00",
-        "gemm": [product],
-        "copy": {"bytes": 8, "best_bytes_per_s": 5e11, "median_bytes_per_s": 4e11},
-    }
-
-
-def _run(folder: Path, *, work: bool = True, ceilings: bool = True, clean_ns: int = 800, kernel: str = "gemm") -> Path:
-    steps = [{"forward_ns": clean_ns // 4, "step_ns": clean_ns}] * 3
-    profiled = [{"forward_ns": 400, "step_ns": 1_000}] * 2
-    manifest = {
-        "status": "complete",
-        "gpu": "NVIDIA H200",
-        "device": "cuda",
-        "workload": {"dtype": "bf16"},
-        "float32_matmul_precision": "highest",
-        "clean": {"steps": steps},
-        "profiled": {"steps": profiled},
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    if work:
-        (folder / "work.json").write_text(json.dumps(_work()))
-    if ceilings:
-        (folder / "ceilings.json").write_text(json.dumps(_ceilings()))
-    _trace(folder / "trace.sqlite", kernel)
-    return folder
 
 
 def test_a_run_gives_every_range_its_work_by_its_path(tmp_path: Path) -> None:
-    result = read_trace(_run(tmp_path)).efficiency()
-    rows = _rows(result)
+    result = read_trace(make_timed_run(tmp_path)).efficiency()
+    rows = rows_by_path(result)
     step, layers = rows["step *"], rows["step */forward/layer *"]
     assert (step.flops, step.least_bytes, step.needed_flops) == (2 * 9_100, 1_000, 2 * 9_099)
     assert (layers.instances, layers.flops, layers.other_flops, layers.least_bytes) == (4, 5_000, 40, 320)
@@ -124,7 +33,7 @@ def test_a_run_gives_every_range_its_work_by_its_path(tmp_path: Path) -> None:
     assert layers.bytes_per_s == pytest.approx(320 / 320e-9)
     assert layers.intensity == pytest.approx(5_040 / 320)
     assert (result.work_source, result.dtype, result.model_flops) == ("formula", "bf16", 9_000)
-    numbered = _rows(read_trace(tmp_path).efficiency(numbered=True))
+    numbered = rows_by_path(read_trace(tmp_path).efficiency(numbered=True))
     assert numbered["step 1/forward/layer 1"].flops == 1_500
 
 
@@ -134,10 +43,10 @@ def test_a_scripts_ranges_around_its_steps_do_not_hide_their_work(tmp_path: Path
     builder.range("step 0", 10, 900)
     builder.range("forward", 20, 800)
     builder.kernel(30, 100)
-    run = _run(tmp_path)
+    run = make_timed_run(tmp_path)
     (run / "trace.sqlite").unlink()
     builder.write(run / "trace.sqlite")
-    rows = _rows(read_trace(run).efficiency())
+    rows = rows_by_path(read_trace(run).efficiency())
     assert {path: row.flops for path, row in rows.items()} == {
         "epoch 0": None,
         "epoch 0/step 0": 9_100,
@@ -146,42 +55,42 @@ def test_a_scripts_ranges_around_its_steps_do_not_hide_their_work(tmp_path: Path
 
 
 def test_mfu_uses_unprofiled_time_and_the_datasheets_peak(tmp_path: Path) -> None:
-    result = read_trace(_run(tmp_path)).efficiency()
-    assert result.mfu == _rows(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 989.5e12))
+    result = read_trace(make_timed_run(tmp_path)).efficiency()
+    assert result.mfu == rows_by_path(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 989.5e12))
     assert result.peaks is not None
     assert (result.peaks.source, result.peaks.flops_per_s) == ("measured", {"bf16": 1e12})
 
 
 def test_mfu_of_one_process_on_several_gpus_is_of_all_of_them(tmp_path: Path) -> None:
-    run = _run(tmp_path)
+    run = make_timed_run(tmp_path)
     with sqlite3.connect(run / "trace.sqlite") as database:
         database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = correlationId % 2")
     result = read_trace(run).efficiency()
     assert {step.device for step in result.steps} == {0, 1}
-    assert result.mfu == _rows(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 2 * 989.5e12))
+    assert result.mfu == rows_by_path(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 2 * 989.5e12))
 
 
 def test_the_trace_file_in_a_run_directory_knows_its_run(tmp_path: Path) -> None:
-    run = _run(tmp_path)
+    run = make_timed_run(tmp_path)
     assert read_trace(run / "trace.sqlite").efficiency().mfu == read_trace(run).efficiency().mfu
     (run / "trace.sqlite").rename(run / "else.sqlite")
     assert read_trace(run / "else.sqlite").efficiency().mfu is None
 
 
 def test_a_dtype_that_contradicts_the_run_is_refused(tmp_path: Path) -> None:
-    run = _run(tmp_path)
+    run = make_timed_run(tmp_path)
     assert read_trace(run).efficiency(dtype="bf16").mfu == read_trace(run).efficiency().mfu is not None
     with pytest.raises(UsageError, match="matrix products in bf16, not in fp32"):
         read_trace(run).efficiency(dtype="fp32")
 
 
 def test_a_trace_without_a_run_takes_flops_from_payloads_and_leaves_the_rest_unknown(tmp_path: Path) -> None:
-    result = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
-    rows = _rows(result)
+    result = read_trace(write_two_steps(tmp_path / "t.sqlite")).efficiency()
+    rows = rows_by_path(result)
     assert (rows["step */forward/layer *"].flops, rows["step *"].flops) == (5_000, None)
     assert (result.work_source, result.model_flops, result.mfu, result.dtype) == ("payload", 9_000, None, None)
     assert rows["step */forward"].ceiling_share is None
-    given = _rows(read_trace(tmp_path / "t.sqlite").efficiency(dtype="bf16"))
+    given = rows_by_path(read_trace(tmp_path / "t.sqlite").efficiency(dtype="bf16"))
     assert given["step */forward"].ceiling_share == pytest.approx(6_000 / 989.5e3 / 320)
     assert rows["step */forward"].least_bytes is rows["step */forward"].bytes_per_s is None
 
@@ -198,169 +107,30 @@ def test_payloads_of_other_domains_or_with_fractions_are_not_flops(tmp_path: Pat
     assert result.work_source is None
 
 
-def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
-    """Forward: 160 ns busy, 240 idle of 400 profiled; unprofiled 200 leave 40, a sixth."""
-    result = read_trace(_run(tmp_path)).efficiency()
-    rows = _rows(result)
-    assert rows["step */forward"].idle_factor == rows["step */forward/layer *"].idle_factor == pytest.approx(40 / 240)
-    # 560 ns busy, 440 idle of 1,000 profiled; unprofiled 800 leave 240.
-    assert rows["step *"].idle_factor == pytest.approx(240 / 440)
-    # Not timed by itself, so it has the rest of the step's idle time: 200 of 200.
-    assert rows["step */backward"].idle_factor == pytest.approx(1)
-    assert rows["step */forward"].verdict == "compute-bound"
-    # 240 ns idle beside 160 busy; unprofiled 40.
-    assert rows["step */forward"].idle_share == pytest.approx(240 / 400)
-    assert rows["step */forward"].clean_idle_share == pytest.approx(40 / 200)
-    assert (result.idle_share, result.clean_idle_share) == (pytest.approx(440 / 1000), pytest.approx(240 / 800))
-    recorded = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
-    bare = _rows(recorded)
-    assert bare["step */forward"].verdict == "launch-bound"
-    assert bare["step */forward"].clean_idle_share is None
-    estimated = ["Idle is scaled to the unprofiled step (estimate)" in _notes(one) for one in (result, recorded)]
-    assert estimated == [True, False]
-    (one, step) = result.inflation
-    assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)
-    assert (step.phase, step.cost) == ("step", 0.25)
-
-
-def _micro_batches(folder: Path, *, devices: int = 1, **clean_ns: int) -> dict[str, EfficiencyRow]:
-    """Two steps of 1,000 ns on each GPU: work that no phase holds, two backward calls of 400 ns, work again.
-
-    ``clean_ns`` are unprofiled times of a step and of its phases. GPUs compute for half of the time.
-    """
-    builder = NsysBuilder()
-    for at in (0, 10_000):
-        builder.range("step", at, at + 1_000)
-        builder.range("train", at, at + 900)
-        for begin, name in ((0, "data"), (100, "backward"), (500, "backward"), (900, "log")):
-            length = 400 if name == "backward" else 100
-            builder.range(name, at + begin, at + begin + length)
-            for device in range(devices):
-                start = at + begin + length // 2
-                builder.kernel(at + begin + 1, length // 2, start=start, device=device)
-    times = {f"{phase}_ns" if phase == "step" else f"{phase}_event_ns": time for phase, time in clean_ns.items()}
-    manifest = {"status": "complete", "device": "cuda", "workload": {}, "clean": {"steps": [times] * 2}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    builder.write(folder / "trace.sqlite")
-    return _rows(read_trace(folder).efficiency())
-
-
-def _idle_ns(row: EfficiencyRow) -> float:
-    """Return the idle time a step without a profiler."""
-    assert row.gpu is not None
-    assert row.idle_factor is not None
-    return row.gpu.idle_ns * row.idle_factor / 2
-
-
-def test_a_phases_unprofiled_time_is_that_of_all_its_instances_in_a_step(tmp_path: Path) -> None:
-    """Backward: 400 ns busy and 400 idle a step; unprofiled 500 leave 100. The step: 500 idle, 200 left."""
-    rows = _micro_batches(tmp_path, step=700, backward=500)
-    left = {path: round(_idle_ns(row), 6) for path, row in rows.items()}
-    assert left == {
-        "step": 200,
-        "step/train": 150,
-        "step/train/data": 50,
-        "step/train/backward": 100,
-        "step/log": 50,
-    }
-
-
-def test_phases_that_would_keep_more_idle_time_than_their_step_are_cut_to_fit(tmp_path: Path) -> None:
-    """By its own clock backward would keep 300 ns of idle time, the step only 200."""
-    rows = _micro_batches(tmp_path, step=700, backward=700)
-    left = {path: round(_idle_ns(row), 6) for path, row in rows.items()}
-    assert left == {"step": 200, "step/train": 200, "step/train/data": 0, "step/train/backward": 200, "step/log": 0}
-
-
-def test_idle_time_without_a_profiler_is_unknown_if_one_time_does_not_fit_several_gpus(tmp_path: Path) -> None:
-    rows = _micro_batches(tmp_path, devices=2, step=2_000)
-    assert rows["step"].clean_idle_share is None
-    assert rows["step"].gpu is not None
-    assert rows["step"].idle_share == pytest.approx(0.5)
-
-
-def test_idle_time_without_a_profiler_is_estimated_for_each_of_several_gpus(tmp_path: Path) -> None:
-    rows = _micro_batches(tmp_path, devices=2, step=700)
-    assert rows["step"].clean_idle_share == pytest.approx(200 / 700)
-
-
-@pytest.mark.parametrize("kernel", ["gemm", _MOVER])
+@pytest.mark.parametrize("kernel", ["gemm", MOVER])
 def test_memory_bandwidth_is_explained_only_if_it_limits_a_range(tmp_path: Path, kernel: str) -> None:
-    result = read_trace(_run(tmp_path, kernel=kernel)).efficiency()
-    assert _rows(result)["step */forward"].verdict == ("memory-bound" if kernel == _MOVER else "compute-bound")
-    assert ("\nmemory bandwidth: " in _notes(result)) == (kernel == _MOVER)
+    result = read_trace(make_timed_run(tmp_path, kernel=kernel)).efficiency()
+    assert rows_by_path(result)["step */forward"].verdict == ("memory-bound" if kernel == MOVER else "compute-bound")
+    assert ("\nmemory bandwidth: " in notes_of(result)) == (kernel == MOVER)
 
 
-@pytest.mark.parametrize(("kernel", "at_peak_ns"), [("gemm", 3.0), (_MOVER, 0.4)])
+@pytest.mark.parametrize(("kernel", "at_peak_ns"), [("gemm", 3.0), (MOVER, 0.4)])
 def test_a_memory_bound_range_is_measured_against_the_peak_of_memory(
     tmp_path: Path, kernel: str, at_peak_ns: float
 ) -> None:
     """Forward: 3,000 FLOPs at 1 TFLOP/s, 200 B at 500 GB/s, twice in 320 ns busy."""
-    forward = _rows(read_trace(_run(tmp_path, kernel=kernel)).efficiency())["step */forward"]
+    forward = rows_by_path(read_trace(make_timed_run(tmp_path, kernel=kernel)).efficiency())["step */forward"]
     assert forward.roof_share == pytest.approx(2 * at_peak_ns / 320)
 
 
-def test_waiting_for_launches_is_named_if_it_is_much_but_not_the_most(tmp_path: Path) -> None:
-    """Of 1,600 ns without a profiler the steps are idle for 480; 865 of 880 recorded idle ns were launching."""
-    result = read_trace(_run(tmp_path)).efficiency()
-    rows = _rows(result)
-    assert rows["step *"].launching_share == pytest.approx(480 * 865 / 880 / 1_600)
-    assert rows["step */forward"].launching_share == pytest.approx(475 / 6 / 400)
-    assert "\nAlso idle for more than 20 %: step * 29.5% (kernel launches)\n" in _notes(result)
-    bare = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
-    assert _rows(bare)["step */forward"].verdict == "launch-bound"
-    assert _notes(bare).endswith("%: step * 43.2% (kernel launches)"), "neither forward nor ranges within a step"
-
-
-def test_launch_bound_ranges_without_unprofiled_times_carry_a_warning(tmp_path: Path) -> None:
-    bare = read_trace(_trace(tmp_path / "t.sqlite")).efficiency()
-    assert [warning.code for warning in bare.warnings] == ["no-clean-twin"]
-    run = read_trace(_run(tmp_path, clean_ns=1_600)).efficiency()
-    assert _rows(run)["step */forward"].verdict == "launch-bound"
-    assert not run.warnings, "the unprofiled times decide"
-
-
-def test_unprofiled_steps_that_vary_widely_give_a_warning(tmp_path: Path) -> None:
-    run = _run(tmp_path)
-    manifest = json.loads((run / "manifest.json").read_text())
-    for slow, expected in ((1_000, []), (1_600, ["uneven-clean-steps"])):
-        manifest["clean"] = {"steps": [{"step_ns": slow}, {"step_ns": 800}]}
-        (run / "manifest.json").write_text(json.dumps(manifest))
-        found = read_trace(run).efficiency().warnings
-        assert [one.code for one in found] == expected
-    assert "2 unprofiled steps vary widely: their standard deviation is 47% of their mean" in found[0].message
-
-
-def test_phases_with_uneven_unprofiled_times_give_a_warning(tmp_path: Path) -> None:
-    """Of forward, 4 of 10 times are half as long again: its median is one of the others. The loss is too short."""
-    run = _run(tmp_path)
-    manifest = json.loads((run / "manifest.json").read_text())
-    for slow, expected in ((1_380_000, []), (1_500_000, ["uneven-clean-phases"])):
-        forward = [1_000_000] * 6 + [slow] * 4
-        step = {"backward_ns": 85_000_000, "step_ns": 110_000_000}
-        steps = [step | {"forward_ns": 15 * ns, "loss_ns": ns // 100} for ns in forward]
-        manifest["clean"] = {"steps": steps}
-        (run / "manifest.json").write_text(json.dumps(manifest))
-        found = [one for one in read_trace(run).efficiency().warnings if one.code.startswith("uneven")]
-        assert [one.code for one in found] == expected
-    assert found[0].message == (
-        "forward took 15.0 to 22.5 ms unprofiled (10th to 90th percentile); its verdict and idle share use the median"
-    )
-    manifest["clean"] = {"steps": [one | {"backward_ns": 8 * one["forward_ns"]} for one in steps]}
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    (both,) = [one for one in read_trace(run).efficiency().warnings if one.code.startswith("uneven")]
-    assert both.message.startswith("forward took 15.0 to 22.5 ms, backward took 120 to 180 ms unprofiled (10th to 90th")
-    assert both.message.endswith("; their verdicts and idle shares use the median")
-
-
 def test_ceilings_of_another_gpu_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.json").write_text(json.dumps(_ceilings("NVIDIA A100-SXM4-40GB")))
+    (tmp_path / "c.json").write_text(json.dumps(ceilings_of("NVIDIA A100-SXM4-40GB")))
     with pytest.raises(UsageError, match="A100-SXM4-40GB, the capture on NVIDIA H200"):
-        read_trace(_trace(tmp_path / "t.sqlite")).efficiency(ceilings=tmp_path / "c.json")
+        read_trace(write_two_steps(tmp_path / "t.sqlite")).efficiency(ceilings=tmp_path / "c.json")
 
 
 def test_ceilings_of_another_gpu_of_the_same_name_give_a_warning(tmp_path: Path) -> None:
-    run, ours, theirs = _run(tmp_path), "GPU-78dab136-d5bd", "GPU-8443b058-24ca"
+    run, ours, theirs = make_timed_run(tmp_path), "GPU-78dab136-d5bd", "GPU-8443b058-24ca"
     manifest, ceilings = (json.loads((run / name).read_text()) for name in ("manifest.json", "ceilings.json"))
     for used, measured, count in ((ours, theirs, 1), (ours, ours, 0), (None, theirs, 0), (ours, None, 0)):
         manifest["conditions"] = {"gpu_uuid": used}
@@ -369,12 +139,12 @@ def test_ceilings_of_another_gpu_of_the_same_name_give_a_warning(tmp_path: Path)
         (run / "ceilings.json").write_text(json.dumps(ceilings))
         found = [one.message for one in read_trace(run).efficiency().warnings if one.code == "other-gpu"]
         assert found == ["the ceilings were measured on another NVIDIA H200 (GPU-8443b058) than the run's"] * count
-    (run / "measured.json").write_text(json.dumps(_ceilings()))
+    (run / "measured.json").write_text(json.dumps(ceilings_of()))
     assert not read_trace(run).efficiency(ceilings=run / "measured.json").warnings
 
 
 def test_float32_products_with_high_precision_are_tf32(tmp_path: Path) -> None:
-    run = _run(tmp_path, work=False)
+    run = make_timed_run(tmp_path, work=False)
     manifest = json.loads((run / "manifest.json").read_text())
     for dtype, precision, expected in (("fp32", "highest", "fp32"), ("fp32", "high", "tf32"), ("bf16", "high", "bf16")):
         manifest |= {"workload": {"dtype": dtype}, "float32_matmul_precision": precision}
@@ -390,18 +160,18 @@ def test_steps_of_several_contexts_keep_their_own_flops_and_times(tmp_path: Path
         builder.range("step 0", at + 1, at + 901)
         builder.range("forward", at + 1, at + 901, int64Value=flops)
         builder.kernel(at + 10, 500)
-    _run(tmp_path, work=False)
+    make_timed_run(tmp_path, work=False)
     (tmp_path / "trace.sqlite").unlink()
     builder.write(tmp_path / "trace.sqlite")
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["clean"]["steps"] = [{"step_ns": 600, "context": 128}, {"step_ns": 700, "context": 256}]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     result = read_trace(tmp_path).efficiency(numbered=True)
-    rows = _rows(result)
+    rows = rows_by_path(result)
     assert rows["context 128/step 0"].mfu == pytest.approx(3_000 / (600e-9 * 989.5e12))
     assert rows["context 256/step 0"].mfu == pytest.approx(9_000 / (700e-9 * 989.5e12))
     assert result.mfu is result.model_flops is None
-    folded = _rows(read_trace(tmp_path).efficiency())
+    folded = rows_by_path(read_trace(tmp_path).efficiency())
     assert [row.mfu for row in folded.values()] == [None] * len(folded)
 
 
@@ -426,7 +196,7 @@ def test_a_row_has_the_figures_of_the_tree_of_ranges(captures: Path) -> None:
 
 def test_one_call_launches_all_kernels_of_a_graph(captures: Path) -> None:
     path = captures / "graph_nodes.nsys2023.sqlite"
-    rows = _rows(read_trace(path).efficiency())
+    rows = rows_by_path(read_trace(path).efficiency())
     connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
     kernels = "SELECT correlationId, globalPid FROM CUPTI_ACTIVITY_KIND_KERNEL"
     (launches,) = connection.execute(f"SELECT count(*) FROM (SELECT DISTINCT * FROM ({kernels}))").fetchone()
@@ -435,7 +205,7 @@ def test_one_call_launches_all_kernels_of_a_graph(captures: Path) -> None:
 
 
 def test_a_real_trace_is_launch_bound_by_its_largest_part() -> None:
-    rows = _rows(read_trace(SMALL).efficiency(dtype="fp32"))
+    rows = rows_by_path(read_trace(SMALL).efficiency(dtype="fp32"))
     assert {path: row.verdict for path, row in rows.items() if path.count("/") < 2} == {
         "step *": "launch-bound",
         "step */forward": "launch-bound",
@@ -529,7 +299,7 @@ def test_a_step_within_a_step_is_part_of_the_outer_one(tmp_path: Path) -> None:
 def test_a_range_that_mostly_waits_names_the_rank_that_it_waits_for(captures: Path) -> None:
     """Rank 1 arrives last: rank 0 waits for 51.6 of the 60.6 ms that both spend in all-reduces of the steps."""
     opened = read_trace(captures / "ddp.nsys2025.sqlite")
-    row = _rows(opened.efficiency("step *"))["step */backward/ncclAllReduce"]
+    row = rows_by_path(opened.efficiency("step *"))["step */backward/ncclAllReduce"]
     waited_ns = sum(step.waiting_ns or 0 for step in opened.efficiency().steps)
     assert (row.verdict, row.waiting_for) == ("communication-bound", 1)
     assert waited_ns > row.busy_ns / 2
@@ -555,7 +325,7 @@ def test_idle_time_in_a_data_loaders_range_is_data_loading(
     builder.range(name, 0, 900_000, tid=thread)
     builder.kernel(900_000, 90_000, start=900_010, tid=7)
     result = read_trace(builder.write(tmp_path / "t.sqlite")).efficiency()
-    row = _rows(result)["step 0"]
+    row = rows_by_path(result)["step 0"]
     assert (row.verdict, row.data_loading_ns) == ("host-bound", loading_ns)
     assert limit_words(row) == words
 

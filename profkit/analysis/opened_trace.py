@@ -95,7 +95,7 @@ class OpenedTrace:
             exclude: leave out what lies under this range.
             instance: only the n-th instance, counted from 0 in order of start.
             process: only this operating-system pid.
-            device: only this CUDA device.
+            device: only this GPU, by its number in the trace.
             by: one line per kernel name, category, innermost range, or (of a torch.profiler trace) innermost operator.
             per_instance: also return one row per instance.
 

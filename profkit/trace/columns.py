@@ -32,7 +32,8 @@ class Work:
 
     ``duration_ns`` is ``end_ns - start_ns`` for GPU work and the self time (less the children's) for CPU operators.
     ``launch_ns`` is when the launching call began, ``launch_thread`` who made it (`NO_LAUNCH` if unknown); a CPU
-    operator launches itself. ``is_graph`` marks CUDA graphs traced whole. ``sequence`` is the index in `Trace.origins`
+    operator launches itself. ``device`` numbers the trace's GPUs: two GPUs never share a number, whatever the processes
+    that use them call them. ``is_graph`` marks CUDA graphs traced whole. ``sequence`` is the index in `Trace.origins`
     of the forward operator that a backward operator belongs to, or -1; ``operator`` the name of the innermost operator
     in which a kernel was launched, or -1. Kineto alone knows these two.
     """
