@@ -61,7 +61,7 @@ def test_a_stack_of_compiled_code_has_no_user_frames(tmp_path: Path) -> None:
     result = read_snapshot(training.write(tmp_path)).memory()
     assert sizes(result)["workspace"] == 32 * MIB
     (row,) = [row for row in result.composition.by_stack if row.bytes == 32 * MIB]
-    assert row.label == "train.py:12 forward (cymh4uh5….py:90 call)"
+    assert row.label == "train.py:12 forward (compiled code)"
 
 
 def test_a_frame_of_profkits_own_hooks_is_never_the_users_line() -> None:
@@ -69,6 +69,7 @@ def test_a_frame_of_profkits_own_hooks_is_never_the_users_line() -> None:
     assert stack.user == ()
     stack = StackFacts((*stack.frames, ("train", "/src/profkit/models/__main__.py", 54)))
     assert stack.label == "__main__.py:54 train (adam.py:7 _init_group)"
+    assert not any("hooks.py" in frame for frame in stack.user_first)
 
 
 def test_file_names_of_compiled_code_by_the_installed_torch_are_recognised() -> None:
@@ -151,3 +152,46 @@ def test_temporaries_of_module_apply_are_no_parameters(tmp_path: Path) -> None:
     training.allocator.free(training.malloc(100 * MIB, "model"))
     training.mark("END", "forward")
     assert sizes(read_snapshot(training.write(tmp_path)).memory())["temporaries"] == 100 * MIB
+
+
+FUNCTIONAL = ("conv2d", "/x/lib/python3.12/site-packages/torch/nn/functional.py", 9)
+CALL = ("_call_impl", "/x/lib/python3.12/site-packages/torch/nn/modules/module.py", 1833)
+CLOCK = ("__exit__", "/x/lib/python3.12/site-packages/profkit/capture/phase_clock.py", 42)
+RESNET = ("forward", "/x/lib/python3.12/site-packages/torchvision/models/resnet.py", 92)
+LLAMA = ("forward", "/x/lib/python3.12/site-packages/transformers/models/llama/modeling_llama.py", 300)
+ACCELERATE = ("new_forward", "/x/lib/python3.12/site-packages/accelerate/hooks.py", 170)
+GENERATED = ("call", f"/tmp/torchinductor_me/ym/cymh4uh5{'k' * 44}.py", 90)
+THREAD = ("run", "/usr/lib/python3.12/threading.py", 1010)
+MINE = ("main", "train.py", 7)
+
+
+@pytest.mark.parametrize(
+    ("frames", "label"),
+    [
+        ((FUNCTIONAL, CALL, RESNET, CALL, MINE), "resnet.py:92 forward (functional.py:9 conv2d) ← train.py:7 main"),
+        (
+            (FUNCTIONAL, CALL, ACCELERATE, LLAMA, MINE),
+            "modeling_llama.py:300 forward (functional.py:9 conv2d) ← train.py:7 main",
+        ),
+        ((CLOCK, CALL, MINE), "train.py:7 main (module.py:1833 _call_impl)"),
+        ((CLOCK, MINE), "train.py:7 main"),
+        ((FUNCTIONAL, ACCELERATE, THREAD), "hooks.py:170 new_forward (functional.py:9 conv2d)"),
+        ((FUNCTIONAL, CALL, CLOCK, THREAD), "no line of yours (functional.py:9 conv2d)"),
+        ((GENERATED, CALL, RESNET, MINE), "resnet.py:92 forward (compiled code) ← train.py:7 main"),
+        ((GENERATED, CALL, THREAD), "no line of yours (compiled code)"),
+        ((), "no Python line (backward pass, or before recording)"),
+    ],
+)
+def test_a_stack_begins_at_the_users_line_or_the_models_file(frames: tuple[Any, ...], label: str) -> None:
+    stack = StackFacts(frames)
+    assert stack.label == label
+    assert not any("phase_clock" in frame for frame in stack.user_first)
+
+
+def test_all_lines_of_compiled_code_are_one_row_under_the_line_that_called_it(tmp_path: Path) -> None:
+    training = Training(steps=1)
+    training.malloc(30 * MIB, "generated")
+    training.malloc(40 * MIB, "generated anew")
+    rows = read_snapshot(training.write(tmp_path)).memory().composition.by_stack
+    (row,) = [row for row in rows if "compiled" in row.label]
+    assert (row.bytes, row.count, row.label) == (70 * MIB, 2, "train.py:12 forward (compiled code)")

@@ -97,7 +97,7 @@ class _Side:
         """Return an allocation's functions and files, its metadata, and whether it is from before the history."""
         number = self.memory.stacks.number_of(row)
         if number not in self._normalised:
-            frames = self.memory.stacks.facts[number].shown_but_compiler
+            frames = self.memory.stacks.facts[number].but_compiler
             self._normalised[number] = tuple((name, file.rpartition("/")[2]) for name, file, _ in frames)
         is_from_before = int(self.replay.birth[row]) < 0
         return self._normalised[number], read_metadata(self.memory.stacks.raw_of(row)), is_from_before

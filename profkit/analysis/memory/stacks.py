@@ -4,6 +4,10 @@ A stack is a list of frames, the innermost first. The pickle shares one dictiona
 compared by the identities of their frames: comparing the names of hundreds of thousands of stacks would take longer
 than reading them. C++ frames (recorded with ``stacks="all"``) are kept for the rules that look for them; where there
 are Python frames, the C++ frames are not grouped by and not shown.
+
+A stack is named by its innermost line that somebody wrote for this program: the user's, or that of a model's file in an
+installed package. Torch's lines follow in brackets. profkit's own are never shown. Code that torch.compile wrote has no
+line that anybody knows, so its allocations are grouped under the line that called it.
 """
 
 from __future__ import annotations
@@ -18,15 +22,19 @@ from profkit.allocator.replay import Replay
 from profkit.snapshot.columns import Device, Stack
 
 NO_FRAMES = "no Python line (backward pass, or before recording)"
+NO_OWN_LINE = "no line of yours"
+COMPILED = "compiled code"
 
-_LIBRARIES = (
-    *("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "torch/nn/", "torch/optim/", "torch/_"),
-    # profkit's own frames around the user's calls, also where it is installed in editable mode.
-    *("profkit/capture/", "profkit/annotation.py", "profkit/ranges.py"),
-)
+# profkit's own frames around the user's calls, also where it is installed in editable mode.
+_PROFKIT = ("profkit/capture/", "profkit/launch/", "profkit/cli/", "profkit/annotation.py", "profkit/ranges.py")
+_TORCH = ("-packages/torch/", "torch/nn/", "torch/optim/", "torch/_")
+_LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", *_TORCH, *_PROFKIT)
+# Where the packages that people install keep their models: torchvision/models/resnet.py, transformers/models/….
+_MODEL = re.compile(r"-packages/(?!torch/|profkit/).*\bmodels/")
+_STANDARD = re.compile(r"/lib/python3(?!.*-packages/)|^<frozen")
 # Code that torch.compile wrote: Inductor names its files by the SHA-256 of their content, in base 32
 # (torch/_inductor/codecache.py, code_hash), and FX numbers the code that it evaluates (torch/fx/graph_module.py).
-_GENERATED = re.compile(r"(?:^|/)(c[a-z2-7]{7})[a-z2-7]{44}\.py$|^<eval_with_key>")
+_GENERATED = re.compile(r"(?:^|/)c[a-z2-7]{51}\.py$|^<eval_with_key>")
 # Frames around a compiled call, and around every call that torch.compile does not compile.
 _COMPILER = ("torch/_dynamo/", "torch/_inductor/")
 _NATIVE_ENDINGS = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc", ".c", ".so")
@@ -57,31 +65,55 @@ class StackFacts:
         return tuple(frame for frame in self.python if not _is_library(frame))
 
     @cached_property
-    def shown(self) -> Stack:
-        """The frames that identify the stack for a person: Python frames, or native ones if there are no others."""
-        return self.python or tuple(f for f in self.frames if not f[0].startswith(_PLUMBING)) or self.frames
+    def own(self) -> Stack:
+        """Frames that name the stack: the user's and those of models' files, or else of packages other than torch."""
+        found = tuple(frame for frame in self.python if not _is_library(frame) or _MODEL.search(frame[1]))
+        return found or tuple(frame for frame in self.python if not _is_nobodys(frame))
 
     @cached_property
-    def shown_but_compiler(self) -> Stack:
-        """The shown frames without torch.compile's own: an eager run and a compiled one can both have these."""
-        return tuple(frame for frame in self.shown if not _is_compiler(frame))
+    def is_compiled(self) -> bool:
+        """Whether code that torch.compile wrote asked for the memory."""
+        return any(_GENERATED.search(file) for _, file, _ in self.python)
+
+    @cached_property
+    def shown(self) -> Stack:
+        """The frames that identify the stack for a person: Python frames, or native ones if there are no others.
+
+        Of compiled code only what called it, which on the autograd thread is nothing.
+        """
+        if self.is_compiled:
+            return self.python[self.python.index(self.own[0]) :] if self.own else ()
+        python = tuple(frame for frame in self.python if not _stands_in(frame[1], _PROFKIT))
+        return python or self.python or self._native
+
+    @cached_property
+    def but_compiler(self) -> Stack:
+        """The frames without torch.compile's own: an eager run and a compiled one can both have these."""
+        return tuple(frame for frame in self.python or self._native if not _is_compiler(frame))
+
+    @property
+    def _native(self) -> Stack:
+        return tuple(f for f in self.frames if not f[0].startswith(_PLUMBING)) or self.frames
 
     @cached_property
     def user_first(self) -> tuple[str, ...]:
-        """The shown frames as text, the user's own before the libraries', each innermost first."""
-        mine = set(self.user)
+        """The shown frames as text, those that name the stack before the others, each innermost first."""
+        mine = set(self.own)
         ordered = [frame for frame in self.shown if frame in mine] + [f for f in self.shown if f not in mine]
         return tuple(format_frame(frame) for frame in ordered)
 
     @cached_property
     def label(self) -> str:
-        """One line: the user's innermost frame, in brackets the library's that it led to, then the user's callers."""
-        if not self.shown:
+        """One line: the innermost frame of `own`, in brackets torch's that it led to, then its callers."""
+        if self.is_compiled:
+            inner = f" ({COMPILED})"
+        elif not self.shown:
             return NO_FRAMES
-        if not self.user:
-            return " ← ".join(map(_short, self.shown[:3]))
-        inner = f" ({_short(self.shown[0])})" if self.shown[0] != self.user[0] else ""
-        return " ← ".join([_short(self.user[0]) + inner, *map(_short, self.user[1:3])])
+        else:
+            inner = f" ({_short(self.shown[0])})" if self.shown[0] not in self.own[:1] else ""
+        if self.own:
+            return " ← ".join([_short(self.own[0]) + inner, *map(_short, self.own[1:3])])
+        return NO_OWN_LINE + inner if self.python else " ← ".join(map(_short, self.shown[:3]))
 
 
 class StackBook:
@@ -117,10 +149,12 @@ class StackBook:
             number = self.number_of(row)
             total, count = sums.get(number, (0, 0))
             sums[number] = total + size, count + 1
-        groups: dict[Stack, tuple[StackFacts, int, int]] = {}
+        groups: dict[tuple[Stack, bool], tuple[StackFacts, int, int]] = {}
         for number, (size, some) in sums.items():
-            stack, total, count = groups.get(self.facts[number].shown, (self.facts[number], 0, 0))
-            groups[stack.shown] = stack, total + size, count + some
+            facts = self.facts[number]
+            key = facts.shown, facts.is_compiled
+            stack, total, count = groups.get(key, (facts, 0, 0))
+            groups[key] = stack, total + size, count + some
         return list(groups.values())
 
     def raw_of(self, row: int) -> dict[str, Any]:
@@ -154,13 +188,16 @@ def format_frame(frame: tuple[str, str, int]) -> str:
 
 def _short(frame: tuple[str, str, int]) -> str:
     name, file, line = frame
-    generated = _GENERATED.search(file)
-    shown = f"{generated[1]}….py" if generated and generated[1] else file.rpartition("/")[2] or file
-    return f"{shown}:{line} {name}"
+    return f"{file.rpartition('/')[2] or file}:{line} {name}"
 
 
 def _is_library(frame: tuple[str, str, int]) -> bool:
     return _stands_in(frame[1], _LIBRARIES)
+
+
+def _is_nobodys(frame: tuple[str, str, int]) -> bool:
+    """Return whether a frame is torch's, profkit's, Python's, or was written by torch.compile."""
+    return _stands_in(frame[1], (*_TORCH, *_PROFKIT)) or _STANDARD.search(frame[1]) is not None
 
 
 def _is_compiler(frame: tuple[str, str, int]) -> bool:
