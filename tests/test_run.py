@@ -260,6 +260,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.endswith("; name another directory with -o\n")
 
 
+@pytest.mark.slow
 def test_a_trace_that_does_not_fit_fails_the_run_in_one_line(tmp_path: Path) -> None:
     """The shell's limit on a file's size stands in for a full disk: Kineto hears of neither."""
     command = f"ulimit -f 64; exec '{sys.executable}' -m profkit run {' '.join(FAST)} --steps 1 -o run"

@@ -86,6 +86,7 @@ def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: P
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(("failed", "partial"))]
 
 
+@pytest.mark.slow
 def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, run: Run) -> None:
     done = run("--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "--device", "cpu", "model.tiny")
     assert done.returncode == 0, done.stderr

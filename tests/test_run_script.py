@@ -171,6 +171,7 @@ def _ranges(trace: Path) -> list[str]:
     return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles_at", ["0", "2"])
 def test_nothing_is_compiled_again_for_the_recording(place: Path, run: Callable[..., Any], compiles_at: str) -> None:
     """Dynamo guards on the hooks of all modules: with others than before it would compile anew, within the steps."""
@@ -348,6 +349,7 @@ def test_a_script_reads_our_standard_input(place: Path, profiler: str) -> None:
     assert done.stdout.startswith("rest: hello\n")
 
 
+@pytest.mark.slow
 def test_each_run_of_a_script_reads_a_file_from_the_same_place(place: Path) -> None:
     (place / "asks.py").write_text(FROM_INPUT)
     (place / "answers").write_text("skipped\n4\nhello\n")
@@ -440,6 +442,7 @@ def test_another_sitecustomize_still_runs(place: Path, run: Callable[..., Any]) 
     assert done.stdout.splitlines() == [f"True {place / 'site' / 'sitecustomize.py'}", "False"]
 
 
+@pytest.mark.slow
 def test_ranks_under_torchrun_have_a_trace_each_and_ddp_keeps_its_losses(place: Path, run: Callable[..., Any]) -> None:
     (place / "ddp.py").write_text(DDP)
     target = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]

@@ -341,6 +341,7 @@ def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
     assert absent.stderr == "profkit: no snapshot of rank 2: this run holds rank 0, 1\n"
 
 
+@pytest.mark.slow
 def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: Run) -> None:
     done = run(*_command("--memory", "--memory-entries", "9", "steps:make_step"))
     assert done.returncode == 0, done.stderr
@@ -354,6 +355,7 @@ def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: R
     assert manifest["memory"]["max_entries"] == 9
 
 
+@pytest.mark.slow
 def test_a_callable_without_cuda_has_its_trace_and_no_snapshot(place: Path, run: Run) -> None:
     done = run(*_command("--memory", "steps:make_step_without"))
     assert done.returncode == 0
