@@ -13,9 +13,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import click
 
 from recipes.common.measuring import free_bytes
 from recipes.common.recipe import NOT_RUN, OK, Cell, Device, Recipe, Row, Together, failed, identify, is_settled
@@ -48,13 +46,19 @@ def run_grid(recipe: Recipe, cells: Sequence[Cell], device: Device, store: Store
     """
     deadline = None if budget_s is None else time.monotonic() + budget_s
     waiting = [cell for cell in cells if (row := store.find(cell)) is None or not is_settled(row)]
-    with _progress(len(waiting), len(cells)) as report:
-        for group in _group(waiting, recipe):
-            began = time.monotonic()
-            rows = _measure(recipe, group, device, None if deadline is None else deadline - began)
-            for cell, row in zip(group, rows, strict=True):
-                store.add({**cell, "device": device, **row})
-                report(cell, row, (time.monotonic() - began) / len(group))
+    done = len(cells) - len(waiting)
+    if done:
+        click.echo(f"{done} of {len(cells)} cells were measured before", err=True)
+    for group in _group(waiting, recipe):
+        began = time.monotonic()
+        rows = _measure(recipe, group, device, None if deadline is None else deadline - began)
+        seconds = (time.monotonic() - began) / len(group)
+        for cell, row in zip(group, rows, strict=True):
+            store.add({**cell, "device": device, **row})
+            done += 1
+            label = " ".join(f"{key}={value}" for key, value in cell.items())
+            why = f" ({row['reason']})" if row.get("reason") and row["status"] == NOT_RUN else ""
+            click.echo(f"{done} of {len(cells)}: {label}: {row['status']}{why}, {seconds:.1f} s", err=True)
 
 
 def describe_end(cells: Sequence[Cell], store: Store) -> str:
@@ -194,22 +198,3 @@ def sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _progress(waiting: int, total: int) -> Iterator[Callable[[Cell, Row, float], None]]:
-    """Yield a function that reports a finished cell: one line on standard error, and a bar on a terminal."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    if waiting < total:
-        console.print(f"{total - waiting} of {total} cells were measured before")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("cells", total=waiting)
-
-        def report(cell: Cell, row: Row, seconds: float) -> None:
-            progress.advance(task)
-            label = " ".join(f"{key}={value}" for key, value in cell.items())
-            why = f" ({row['reason']})" if row.get("reason") and row["status"] == NOT_RUN else ""
-            progress.console.print(escape(f"{label}: {row['status']}{why}, {seconds:.1f} s"))
-
-        yield report

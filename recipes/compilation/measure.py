@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import torch
 
@@ -30,22 +29,8 @@ _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13 prints two lines a recording
 
 
-class Steps(Protocol):
-    """Steps to time: each call of ``run`` is one step, on a device that has finished the one before."""
-
-    @property
-    def phase(self) -> str:
-        """The phase that is running, or that ran last."""
-
-    def build(self) -> None:
-        """Make the data of the steps; nothing runs yet."""
-
-    def run(self) -> dict[str, float]:
-        """Run a step; return the milliseconds of its phases and of the ``step``."""
-
-
 class AttentionSteps:
-    """Passes over written-out attention; forward alone runs without autograd, as in the model."""
+    """Passes over written-out attention, used as `Training` is; forward alone runs without autograd."""
 
     def __init__(self, cell: Cell, device: Device) -> None:
         own = as_attention_cell(cell)
@@ -59,10 +44,12 @@ class AttentionSteps:
         return self._passes.phase
 
     def build(self) -> None:
+        """Make the inputs; nothing runs yet."""
         torch.manual_seed(0)
         self._passes.make_inputs()
 
     def run(self) -> dict[str, float]:
+        """Run a step; return the milliseconds of its phases and of the ``step``."""
         if self._forward_only:
             with torch.no_grad():
                 self._passes.time_forward()
@@ -85,9 +72,8 @@ def measure_cell(cell: Cell, device: Device) -> Row:
     The timed steps run without a profiler, after a warm-up that compiles everything from an empty cache: the first
     step's time includes all of that. One more step runs under torch.profiler; only its kernel times are used.
     """
-    steps: Steps = (
-        AttentionSteps(cell, device) if cell["what"] == ATTENTION else Training(work_of(as_model_cell(cell)), device)
-    )
+    is_attention = cell["what"] == ATTENTION
+    steps = AttentionSteps(cell, device) if is_attention else Training(work_of(as_model_cell(cell)), device)
     found: Row = {}
     # Inductor's own processes may still hold files there, which is no reason to fail.
     temporary = TemporaryDirectory(prefix="compile_speedup.", ignore_cleanup_errors=True)
@@ -101,7 +87,7 @@ def measure_cell(cell: Cell, device: Device) -> Row:
     return {"status": OK, **found}
 
 
-def _measure(steps: Steps, cell: Cell, device: Device, directory: Path) -> Row:
+def _measure(steps: AttentionSteps | Training, cell: Cell, device: Device, directory: Path) -> Row:
     steps.build()
     first = steps.run()
     for _ in range(WARMUP - 1):

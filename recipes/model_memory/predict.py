@@ -81,7 +81,7 @@ def describe_prediction(work: Work, device: Device) -> Row:
         kinds = Counter[str]()
         for line in peak.lines:
             kinds[line.category] += line.bytes
-        phases.append({"phase": peak.phase, "bytes": peak.bytes, "moment": peak.moment, "by_category": dict(kinds)})
+        phases.append({"phase": peak.phase, "bytes": peak.bytes, "by_category": dict(kinds)})
     return {
         "parameters": parameters,
         "predicted_peak_bytes": prediction.peak.bytes,

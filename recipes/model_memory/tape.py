@@ -7,6 +7,7 @@ before the allocator rounds them: b batch, t context, d width, f inner width, h 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -42,30 +43,23 @@ class Block:
     holders: int = 1
     is_saved: bool = False
 
-    @property
-    def formula(self) -> str:
-        """How its bytes are computed."""
-        return f"{'·'.join(self.shape.split())} × {self.width_bytes} B" if self.shape else f"{self.bytes} B"
-
 
 @dataclass(frozen=True)
 class Line:
-    """Blocks of one kind together; ``formula`` is that of each."""
+    """Blocks of one category, name and size together."""
 
     category: str
     name: str
     bytes: int
     count: int
-    formula: str
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest requested bytes in a phase: how many, which tensor was new then, and what was alive."""
+    """The highest requested bytes in a phase, and what was alive then."""
 
     phase: str
     bytes: int
-    moment: str
     lines: tuple[Line, ...]
 
 
@@ -127,8 +121,7 @@ class Tape:
         for (phase, start), end in zip(self.phases, ends, strict=True):
             top = self._top(start, end)
             self._run(live, start, top)
-            newest = self.events[top - 1][1].name if top > start else "everything from before"
-            found.append(Peak(phase, sum(block.bytes for block in live), newest, group(live)))
+            found.append(Peak(phase, sum(block.bytes for block in live), group(live)))
             self._run(live, top, end)
         return tuple(found)
 
@@ -161,10 +154,8 @@ class Tape:
 
 def group(blocks: Iterable[Block]) -> tuple[Line, ...]:
     """Return the blocks grouped by category, name and size, the largest first."""
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for block in blocks:
-        found.setdefault((block.category, block.name, block.formula), []).append(block.bytes)
-    lines = [Line(*key[:2], sum(sizes), len(sizes), key[2]) for key, sizes in found.items()]
+    found = Counter((block.category, block.name, block.bytes) for block in blocks)
+    lines = [Line(category, name, size * count, count) for (category, name, size), count in found.items()]
     return tuple(sorted(lines, key=lambda line: (-line.bytes, line.category, line.name)))
 
 
