@@ -269,9 +269,17 @@ def test_a_result_is_printed_before_strict_fails(profkit: Run, captures: Path) -
     assert done.stderr.endswith("the capture failed its self-check\n")
 
 
-def test_a_command_that_does_not_exist_gets_the_nearest_one(profkit: Run) -> None:
-    done = profkit("kernel", "t.sqlite")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "Error: no command 'kernel'; did you mean 'kernels'?")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["kernel", "trace.sqlite"], "profkit: no command 'kernel'; did you mean 'kernels'?"),
+        (["frobnicate"], "profkit: no command 'frobnicate'; `profkit --help` lists the commands"),
+        (["help", "atribution"], "profkit: no guide and no command 'atribution'; did you mean 'attribution'?"),
+    ],
+)
+def test_a_mistyped_command_is_answered_with_the_nearest_one(profkit: Run, arguments: list[str], line: str) -> None:
+    done = profkit(*arguments)
+    assert (done.returncode, done.stderr) == (2, line + "\n")
 
 
 class _Terminal(io.StringIO):

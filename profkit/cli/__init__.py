@@ -14,24 +14,21 @@ from typing import Any, NoReturn
 
 import click
 
-from profkit.errors import ProfkitError
+from profkit.errors import ProfkitError, UsageError
 from profkit.version import __version__
 
 _COMMANDS = {
-    "run": ("profkit.cli.run", "Run a target under a profiler and keep what it recorded in a run directory."),
-    "kernels": ("profkit.cli.kernels", "Say which kernels spent the GPU's time, in the capture or inside a range."),
-    "efficiency": ("profkit.cli.efficiency", "Say how well the GPUs' time was used, and what limits each range."),
-    "ceilings": (
-        "profkit.cli.ceilings",
-        "Measure the peaks of this machine's GPU: FLOP/s and memory bandwidth.",
-    ),
-    "memory": ("profkit.cli.memory", "Say how much memory was allocated, when it peaked, and who held it."),
+    "run": ("profkit.cli.run", "Record a program: its time, its memory, or both."),
+    "kernels": ("profkit.cli.kernels", "Show which kernels took the time, in all or in a range."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: the names that --range accepts."),
-    "compare": ("profkit.cli.compare", "Say what changed between two captures, and whether it is more than noise."),
-    "check": ("profkit.cli.check", "Check a run against budgets or an earlier run: exit 3 if it fails."),
-    "doctor": ("profkit.cli.doctor", "Say what this machine can record, and how to fix what it cannot."),
-    "scrub": ("profkit.cli.scrub", "Copy an nsys export without environment, host, user and paths."),
-    "help": ("profkit.cli.help", "Show a guide: scripts, ranges, attribution, efficiency, memory, …"),
+    "efficiency": ("profkit.cli.efficiency", "Show how well the GPUs were used and what limits each range."),
+    "memory": ("profkit.cli.memory", "Show the peak of memory and who held it."),
+    "compare": ("profkit.cli.compare", "Show what changed between two captures."),
+    "check": ("profkit.cli.check", "Check a run against budgets; exit 3 if one fails."),
+    "ceilings": ("profkit.cli.ceilings", "Measure the peaks of this machine's GPU."),
+    "doctor": ("profkit.cli.doctor", "Show what this machine can record, and how to mend it."),
+    "scrub": ("profkit.cli.scrub", "Copy an nsys export without private data."),
+    "help": ("profkit.cli.help", "Show a guide, for example `profkit help scripts`."),
 }
 
 
@@ -51,7 +48,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            ctx.fail(f"no command {args[0]!r}{_suggest(args[0])}")
+            raise UsageError(f"no command {args[0]!r}{_suggest(args[0])}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

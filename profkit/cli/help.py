@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 import click
 
 from profkit.errors import UsageError
@@ -26,5 +28,7 @@ def help(topic: str | None) -> None:
         return
     command = group.get_command(root, topic)
     if command is None:
-        raise UsageError(f"no guide and no command {topic!r}; there are {', '.join(TOPICS)}")
+        near = get_close_matches(topic, [*TOPICS, *group.list_commands(root)], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the guides are {', '.join(TOPICS)}"
+        raise UsageError(f"no guide and no command {topic!r}; {hint}")
     click.echo(command.get_help(click.Context(command, info_name=topic, parent=root)))
