@@ -190,7 +190,7 @@ def test_two_waiting_threads_are_ambiguous(tmp_path: Path) -> None:
     assert [warning.code for warning in result.warnings] == ["ambiguous"]
 
 
-def test_of_two_threads_the_silent_one_is_the_host(tmp_path: Path) -> None:
+def test_the_silent_one_of_two_threads_is_the_host(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _train_step(builder)
     builder.range("forward", 95, 210, tid=OTHER)

@@ -157,7 +157,7 @@ def test_a_target_that_makes_no_step_is_one_line(
         ("pkg.needy:x", "ModuleNotFoundError: No module named 'no_such_module'", "needy.py"),
     ],
 )
-def test_its_own_exception_is_shown_from_its_own_code_on(
+def test_an_exception_of_the_callable_shows_only_its_own_frames(
     tmp_path: Path, run: Callable[..., Any], target: str, reason: str, where: str
 ) -> None:
     done = run(target)
@@ -169,7 +169,7 @@ def test_its_own_exception_is_shown_from_its_own_code_on(
     assert _manifest(tmp_path)["reason"] == reason
 
 
-def test_its_own_exit_status_passes_through(tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_the_exit_status_of_the_callable_passes_through(tmp_path: Path, run: Callable[..., Any]) -> None:
     assert run("pkg.steps:leaves").returncode == 7
     assert _manifest(tmp_path)["exit_status"] == 7
 

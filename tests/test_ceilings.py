@@ -83,7 +83,7 @@ def _rendered(tmp_path: Path, name: str, style: Any = "table") -> str:
     return render(build_ceilings_document(read_ceilings(_write(tmp_path / "ceilings.json", content))), style)
 
 
-def test_the_measured_stands_beside_the_datasheet(tmp_path: Path) -> None:
+def test_measured_and_datasheet_figures_stand_side_by_side(tmp_path: Path) -> None:
     lines = _rendered(tmp_path, "NVIDIA H200").splitlines()
     assert lines[2].split() == ["bf16", "8192×8192×8192", "800.0", "T", "750.0", "T", "FLOP/s", "989.5", "T", "80.8%"]
     assert lines[3].split() == ["copy", "1,024", "MiB", "4.000", "T", "3.900", "T", "B/s", "4.800", "T", "83.3%"]
@@ -91,7 +91,7 @@ def test_the_measured_stands_beside_the_datasheet(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_of_an_unknown_gpu_the_datasheets_figures_are_left_open(tmp_path: Path) -> None:
+def test_an_unknown_gpu_has_no_datasheet_figures(tmp_path: Path) -> None:
     assert _rendered(tmp_path, "NVIDIA Unheard Of").splitlines()[2].split()[-2:] == ["–", "–"]
     assert "profkit has no datasheet of this GPU" in _rendered(tmp_path, "NVIDIA Unheard Of")
     rows = json.loads(_rendered(tmp_path, "NVIDIA Unheard Of", "json"))["rows"]

@@ -155,7 +155,7 @@ def test_a_result_never_replaces_what_is_read(
     assert capture.read_bytes() == before
 
 
-def test_neither_a_plot_nor_a_timeline_replaces_what_is_read(profkit: Run, trace: Path, tmp_path: Path) -> None:
+def test_a_plot_or_timeline_that_would_replace_the_input_is_refused(profkit: Run, trace: Path, tmp_path: Path) -> None:
     for command, option, name in (("kernels", "--plot", "c.png"), ("memory", "--timeline", "c.html")):
         capture = _copy(trace, tmp_path, name)
         assert profkit(command, capture, option, capture).returncode == 2

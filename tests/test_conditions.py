@@ -86,7 +86,7 @@ print(read_conditions().compiled)
     assert _tell(code) == ["0 None", "0", "1", "Compiled(graphs=2, backends=({'backend': 'eager', 'options': {}},))"]
 
 
-def test_precision_and_autocast_are_told_by_either_of_torchs_interfaces() -> None:
+def test_precision_and_autocast_are_read_through_both_of_torchs_interfaces() -> None:
     pytest.importorskip("torch")
     code = """
 print(sorted(autocast_dtypes()))

@@ -110,7 +110,7 @@ class TestVersions:
     def test_cuda_of_a_driver(self, driver: str, cuda: str | None) -> None:
         assert cuda_of_driver(driver) == cuda
 
-    def test_the_newest_cupti_beside_nsys(self, tmp_path: Path) -> None:
+    def test_the_newest_cupti_next_to_nsys_counts(self, tmp_path: Path) -> None:
         nsys = _nsys(tmp_path, "a/target-linux-x64/nsys", OLD)
         assert cupti_of(nsys.path) is None
         for version in ("9.2", "12.4", "12.10", "12.4.127"):
@@ -334,7 +334,7 @@ class TestAll:
         assert {finding.state for finding in findings} == {"ok"}
         assert can_record(findings)
 
-    def test_what_it_takes_to_record_anything(self, machine: Machine) -> None:
+    def test_recording_needs_an_nsys_or_torch_and_free_disk_space(self, machine: Machine) -> None:
         nsys = _nsys(machine.root, "bin/nsys", NEW)
         torch = replace(machine, package=_packages(torch="2.13.0+cpu"))
         assert can_record(examine(machine, nsys))

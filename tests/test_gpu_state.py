@@ -111,7 +111,7 @@ def test_a_gpu_that_tells_everything_is_described_in_full() -> None:
     assert not nvml.is_open
 
 
-def test_what_a_gpu_does_not_tell_is_none() -> None:
+def test_a_figure_that_a_gpu_does_not_report_is_none() -> None:
     (gpu,) = read_gpu_state(FakeNvml(BARE)).gpus
     assert (gpu.memory_clock_mhz, gpu.temperature_c, gpu.memory_used_bytes) == (None, None, None)
     assert (gpu.throttle_reasons, gpu.throttled_us) == (None, {})

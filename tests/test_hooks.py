@@ -135,7 +135,7 @@ def test_a_modules_last_node_runs_in_its_own_range(hooked: dict[str, Any]) -> No
         assert paths[f"backward/model/blocks.{number}/blocks.{number}.mark/marked"] == 4
 
 
-def test_what_a_model_does_between_modules_runs_in_the_models_range(hooked: dict[str, Any]) -> None:
+def test_work_between_modules_lies_in_the_models_range(hooked: dict[str, Any]) -> None:
     paths = _trees(hooked["dict"]["events"])
     assert paths["backward/model/marked"] == 12
     assert sum(count for path, count in paths.items() if path.endswith("/marked")) == 12

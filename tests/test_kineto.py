@@ -114,7 +114,7 @@ def test_launches_through_runtime_and_driver_and_graphs(tmp_path: Path) -> None:
     )
 
 
-def test_of_a_runtime_and_a_driver_call_with_one_id_the_outer_one_counts(tmp_path: Path) -> None:
+def test_a_runtime_call_counts_before_the_driver_call_inside_it_with_the_same_id(tmp_path: Path) -> None:
     trace = read(tmp_path, [launch(2, 1, name="cuLaunchKernel"), launch(1, 1), kernel("k", 9, 1, 1)])
     assert trace.work.launch_ns.tolist() == [1000]
     assert trace.calls.has_work.all()
@@ -136,7 +136,7 @@ def test_work_with_a_correlation_id_of_two_processes_has_no_launch(tmp_path: Pat
     )  # fmt: skip
     assert (trace.work.launch_thread == NO_LAUNCH).tolist() == [True, False]
     assert trace.work.process.tolist()[1] == 200
-    assert "1 GPU rows carry a correlation id" in trace.notes[0]
+    assert "1 GPU rows have a correlation id" in trace.notes[0]
 
 
 def test_old_traces_with_capitals_and_numbers_as_text_are_read(tmp_path: Path) -> None:

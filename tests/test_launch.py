@@ -66,7 +66,7 @@ class TestKinds:
             (["python", "train.py"], "command"),
         ],
     )
-    def test_what_a_target_is(self, words: list[str], kind: str) -> None:
+    def test_the_kind_of_each_target(self, words: list[str], kind: str) -> None:
         assert target_kind(words) == kind
 
     def test_a_script_without_python_is_refused_with_the_command_to_type(self) -> None:
@@ -210,7 +210,7 @@ class TestCommandLines:
 
 
 class TestImporter:
-    def test_beside_nsys_before_elsewhere(self, tmp_path: Path) -> None:
+    def test_the_importer_next_to_nsys_comes_first(self, tmp_path: Path) -> None:
         nsys = tmp_path / "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
         elsewhere = _program(tmp_path / "opt/nvidia/nsight-systems/2024.1/host-linux-x64/QdstrmImporter", "")
         assert find_importer(nsys, tmp_path) == elsewhere
@@ -225,7 +225,7 @@ class TestImporter:
         assert missing_libraries(listing, is_here=lambda library: False) == ["libdw.so.1", "libelf.so.1"]
 
     @pytest.mark.parametrize(("is_here", "missing"), [(False, ["libdw.so.1", "libelf.so.1"]), (True, ["libdw.so.1"])])
-    def test_what_a_missing_library_needs_is_looked_for_too(self, is_here: bool, missing: list[str]) -> None:
+    def test_a_missing_library_is_reported_with_the_libraries_it_needs(self, is_here: bool, missing: list[str]) -> None:
         assert missing_libraries("\tlibdw.so.1 => not found\n", lambda library: is_here) == missing
 
     def test_missing_libraries_are_named_with_their_packages(
@@ -372,7 +372,7 @@ def test_torchs_launcher_starts_scripts_and_modules(words: list[str], argv: list
         (["python"], "starts Python scripts and modules"),
     ],
 )
-def test_what_cannot_be_started_as_ranks_is_refused_in_one_line(words: list[str], said: str) -> None:
+def test_a_command_that_cannot_be_started_as_ranks_is_refused_in_one_line(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said) as refused:
         build_rank_argv(words, 2)
     assert str(refused.value).startswith("--nproc-per-node 2: ")

@@ -86,7 +86,7 @@ def test_an_interruption_ends_the_child_and_what_it_put_into_a_session_of_its_ow
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
-def test_what_a_killed_tool_had_started_is_ended(tmp_path: Path) -> None:
+def test_the_children_of_a_killed_tool_are_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = LEAVES_A_DAEMON.format(pids=str(pids), stubborn=False)
     dies = code.rpartition("time.sleep(60)")[0] + "import os; os.kill(os.getpid(), 9)"

@@ -56,7 +56,7 @@ def test_categories_and_stacks_of_real_snapshots_sum_to_what_is_allocated(name: 
         assert at.phase == phase.name
 
 
-def test_of_nested_phases_the_outermost_counts(tmp_path: Path) -> None:
+def test_nested_phases_count_as_the_outermost_one(tmp_path: Path) -> None:
     training = Training(steps=0)
     training.mark("START", "opt")
     training.step(0, False)

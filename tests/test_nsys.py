@@ -356,7 +356,7 @@ def _text_in_numbers(path: Path) -> None:
         (_malformed, "damaged"),
         (_unfinished, "-wal lies next to it"),
         (_rolled_back, "-journal lies next to it"),
-        (_text_in_numbers, "no integers"),
+        (_text_in_numbers, "not integers"),
     ],
 )
 def test_unfit_files_are_refused_in_one_line(tmp_path: Path, make: object, says: str) -> None:

@@ -142,13 +142,13 @@ def test_extra_flags_are_split_as_a_shell_would(text: str, words: tuple[str, ...
         ("--session-new 'my", "--nsys-args: No closing quotation"),
     ],
 )
-def test_what_profkit_needs_for_itself_is_refused(text: str, said: str) -> None:
+def test_nsys_args_that_profkit_cannot_pass_on_are_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError) as error:
         parse_extra(text)
     assert said in str(error.value)
 
 
-def test_what_this_nsys_does_not_know_is_refused() -> None:
+def test_an_api_that_this_nsys_does_not_know_is_refused() -> None:
     known = parse_abilities(HELP)
     check_abilities(NsysOptions(("cuda", "nvtx", "osrt"), "graph"), known, "2023.4")
     check_abilities(NsysOptions(("anything", "nvtx")), Abilities(), "9")

@@ -195,7 +195,7 @@ def _kineto(path: Path, rank: int | None, own_us: int) -> None:
     path.write_bytes(gzip.compress(json.dumps({"schemaVersion": 1, **info, "traceEvents": events}).encode()))
 
 
-def test_a_run_whose_ranks_left_a_trace_each_is_read_as_one(profkit: Run, tmp_path: Path) -> None:
+def test_a_run_with_one_trace_per_rank_is_read_as_one(profkit: Run, tmp_path: Path) -> None:
     _kineto(tmp_path / "trace.json.gz", 0, 10)
     _kineto(tmp_path / "trace.rank2.json.gz", 2, 30)
     _kineto(tmp_path / "trace.rank10.json.gz", None, 20)

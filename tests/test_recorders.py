@@ -97,7 +97,7 @@ def test_one_nsys_starts_and_stops_once_for_all_ranks(tmp_path: Path, monkeypatc
     assert sorted(said[4:]) == ["after 0", "after 1"]
 
 
-def test_without_cuda_nsys_is_neither_started_nor_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_nsys_is_not_started_or_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: pytest.fail("started"))
     with recorded_by_nsys(tmp_path, CPU):
         pass

@@ -96,7 +96,7 @@ def test_the_manifest_says_what_was_run_and_how_long_it_took(kineto_run: tuple[P
     assert manifest["clean"]["steps"] != manifest["profiled"]["steps"]
 
 
-def test_of_the_environment_only_what_is_harmless_is_recorded(kineto_run: tuple[Path, Any]) -> None:
+def test_only_harmless_environment_variables_are_recorded(kineto_run: tuple[Path, Any]) -> None:
     text = (kineto_run[0] / "manifest.json").read_text()
     assert "hunter2" not in text
     assert json.loads(text)["environment"]["OMP_NUM_THREADS"] == "2"
@@ -376,7 +376,7 @@ class TestNsys:
         assert {"warmup", "step 0", "step 1", "loss", "optimizer", "attention", "ffn"} <= names
         assert "step 2" not in names
 
-    def test_what_nsys_says_goes_to_the_log_alone(self, nsys_run: tuple[Path, Any]) -> None:
+    def test_the_output_of_nsys_goes_only_to_the_log(self, nsys_run: tuple[Path, Any]) -> None:
         run, done = nsys_run
         assert "Generat" in (run / "log.txt").read_text()
         assert "Generat" not in done.stdout + done.stderr

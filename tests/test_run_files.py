@@ -100,7 +100,7 @@ def test_a_key_that_is_not_there_is_named(tmp_path: Path, missing: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[" * 100_000, '{"version": NaN}', '{"version": Infinity}', "\ud800"])
-def test_what_is_no_json_is_refused(tmp_path: Path, content: str) -> None:
+def test_text_that_is_not_json_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "work.json"
     path.write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(RunError, match=r"work\.json: not JSON"):

@@ -390,7 +390,7 @@ def test_the_self_checks_warnings_stand_under_its_verdict(place: Path, run: Call
         (500, "the recording could not be saved:"),
     ],
 )
-def test_what_cannot_be_written_leaves_the_script_alone(
+def test_a_full_disk_does_not_stop_the_script(
     place: Path, run: Callable[..., Any], limit_bytes: int, said: str
 ) -> None:
     # No file may grow beyond the limit: a full disk refuses in the same way.

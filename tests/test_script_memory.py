@@ -424,7 +424,7 @@ def test_every_workload_is_recorded_to_its_end(workloads: dict[str, dict[str, An
     assert "blocks.1.linear.weight" in {one.name for one in ledger.owned}
 
 
-def test_the_allocator_is_told_whose_backward_runs(workloads: dict[str, dict[str, Any]]) -> None:
+def test_allocations_in_backward_carry_the_modules_name(workloads: dict[str, dict[str, Any]]) -> None:
     calls = workloads["remembered"]["memory"]["calls"]
     texts = [call.removeprefix("metadata ") for call in calls if call.startswith("metadata")]
     first = texts[: texts.index("")]

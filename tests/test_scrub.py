@@ -321,7 +321,7 @@ class TestCommand:
         else:
             assert "command line" in done.stdout
 
-    def test_neither_the_input_nor_an_existing_file_is_overwritten(
+    def test_the_input_and_existing_files_are_not_overwritten(
         self, profkit: Callable, export: Path, tmp_path: Path
     ) -> None:
         before = export.read_bytes()

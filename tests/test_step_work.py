@@ -47,7 +47,7 @@ def _workload(context: int = 16, **options: Any) -> TrainingOptions:
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 8), (2, 16), (3, 33)])
-def test_what_is_counted_in_a_step_is_what_the_formula_says(batch: int, context: int) -> None:
+def test_the_counted_work_of_a_step_equals_the_formula(batch: int, context: int) -> None:
     workload = _workload(batch=batch, context=context)
     counted = _counted(workload)
     assert _rows(counted) == _formula(workload)
@@ -156,7 +156,7 @@ def test_compiled_code_has_its_phases_and_no_bytes_that_are_the_compilers_choice
     assert compiled[("optimizer",)] == eager[("optimizer",)]
 
 
-def test_of_several_contexts_each_is_a_step_and_the_model_flops_are_the_firsts() -> None:
+def test_each_context_is_a_step_and_the_model_flops_are_the_first_ones() -> None:
     trainings = [Training(_workload(context), context, torch.device("cpu")) for context in (8, 16)]
     counter = WorkCounter()
     counter.start()

@@ -43,7 +43,7 @@ def test_repeated_phases_are_summed_until_they_are_taken(clock: PhaseClock) -> N
     assert clock.take() == {}
 
 
-def test_what_runs_within_a_phase_counts_as_that_phase(clock: PhaseClock) -> None:
+def test_work_inside_a_phase_counts_as_that_phase(clock: PhaseClock) -> None:
     clock.start()
     clock.begin("optimizer")
     _run(clock, "forward", "backward")

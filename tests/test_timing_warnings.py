@@ -67,7 +67,7 @@ def test_contexts_are_judged_apart() -> None:
         ({"out_of_memory_errors": 1}, "1 out-of-memory error fell within the unprofiled steps"),
     ],
 )
-def test_what_fell_within_the_steps(during: dict[str, int], said: str) -> None:
+def test_events_within_the_steps_are_counted(during: dict[str, int], said: str) -> None:
     (warning,) = warn_of_times(_steps(10, 10, 10), during, "unprofiled")
     assert said in warning
 

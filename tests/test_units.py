@@ -66,7 +66,7 @@ def test_a_duration_is_shown_to_half_a_unit_of_its_fourth_digit(value: int) -> N
         (1.0, "100.0%"),
     ],
 )
-def test_a_share_above_0_never_shows_as_0_nor_a_part_as_the_whole(value: float, shown: str) -> None:
+def test_a_share_above_0_never_shows_as_0_and_a_part_never_as_100(value: float, shown: str) -> None:
     assert format_share(value) == shown
 
 

@@ -20,7 +20,7 @@ def _whole(buffer: str, size: int = 100) -> Access:
     return Access(buffer, "whole", size, size)
 
 
-def test_what_is_made_and_used_up_inside_is_free() -> None:
+def test_a_tensor_made_and_used_up_inside_costs_no_bytes() -> None:
     account = WorkAccount()
     inner = account.open("inner", account.step)
     account.move(inner, [_whole("x")], [_whole("temporary")])
@@ -44,7 +44,7 @@ def test_a_result_that_nobody_reads_and_that_is_gone_is_not_needed() -> None:
     assert _bytes(account.by_path(lambda _key: False)) == 100
 
 
-def test_what_is_changed_in_place_is_read_and_written() -> None:
+def test_a_tensor_changed_in_place_is_read_and_written() -> None:
     account = WorkAccount()
     account.move(account.step, [_whole("x"), _whole("g")], [_whole("x")])
     assert _bytes(account.by_path({"x", "g"}.__contains__)) == 300
@@ -57,7 +57,7 @@ def test_parts_add_up_to_no_more_than_the_buffer() -> None:
     assert _bytes(account.by_path(lambda _key: True)) == 100
 
 
-def test_what_is_overwritten_as_a_whole_was_not_needed() -> None:
+def test_a_tensor_overwritten_as_a_whole_is_not_read() -> None:
     account = WorkAccount()
     first, second = account.open("first", account.step), account.open("second", account.step)
     account.move(first, [], [_whole("x")])

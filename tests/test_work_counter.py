@@ -133,7 +133,7 @@ def test_compiled_code_runs_as_compiled_and_is_named() -> None:
     assert content["model_flops"] == 2 * (2 * 3 * 8 * 4)  # forward, and the weight's gradient
 
 
-def test_what_a_checkpoint_computes_again_is_done_but_is_not_the_models() -> None:
+def test_recomputed_work_is_counted_but_not_as_model_flops() -> None:
     content = _count(_checkpointed)
     product = 2 * 3 * 8 * 8
     # Two forward, four backward; again only the first: nothing is wanted of the second's result.
@@ -245,7 +245,7 @@ def test_an_operator_without_a_formula_is_named() -> None:
     assert _count(lambda: torch.linalg.qr(torch.randn(4, 4)))[("",)]["missing"] == ["aten::linalg_qr"]
 
 
-def test_what_is_exchanged_with_other_ranks_is_moved_and_no_arithmetic() -> None:
+def test_communication_counts_as_bytes_and_not_as_flops() -> None:
     from torch import distributed
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
