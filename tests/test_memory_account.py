@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.reader import build_snapshot
-from tests.allocator_reference import MIB, ReferenceAllocator
+from tests.allocator_reference import MIB, Block, ReferenceAllocator
 from tests.captures import capture
 from tests.memory_captures import Training
 
@@ -123,6 +124,40 @@ def test_state_made_on_first_use_is_no_leak_and_what_every_step_keeps_is_one(tmp
         (1024, "train.py:30 remember ← train.py:45 <module>")
     ]
     assert "leak" in {warning.code for warning in result.warnings}
+
+
+def suspects(tmp_path: Path, steps: int, lives: Callable[[int], int], record_at: int = 0) -> list[tuple[int, int]]:
+    """Return (bytes, every how many steps) of the suspects; what step N remembers is freed after ``lives(N)`` steps."""
+    training = Training(steps=0)
+    remembered: list[tuple[int, Block]] = []
+    for step in range(steps):
+        if step == record_at:
+            training.allocator.events.clear()
+            training.allocator.at_event = training.allocator.at_event[-1:]
+        training.step(step, False)
+        for due, block in remembered:
+            if due == step:
+                training.allocator.free(block)
+        if lives(step):
+            remembered.append((step + lives(step), training.malloc(3 * MIB, "keep")))
+    return [(row.bytes, row.every) for row in read_snapshot(training.write(tmp_path)).memory().leaks.suspects]
+
+
+@pytest.mark.parametrize("record_at", [0, 10])
+@pytest.mark.parametrize("window", [1, 2, 3, 6])
+def test_a_sliding_window_is_no_leak(tmp_path: Path, window: int, record_at: int) -> None:
+    assert suspects(tmp_path, 20, lambda _: window, record_at) == []
+
+
+@pytest.mark.parametrize("record_at", [0, 10])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_tensor_kept_every_few_steps_is_a_leak(tmp_path: Path, every: int, record_at: int) -> None:
+    found = suspects(tmp_path, 20, lambda step: 0 if step % every else 100, record_at)
+    assert found == [(3 * MIB, every)]
+
+
+def test_what_only_the_first_steps_keep_is_no_leak(tmp_path: Path) -> None:
+    assert suspects(tmp_path, 8, lambda step: 100 if step < 3 else 0) == []
 
 
 def test_without_a_history_the_first_warning_says_so(tmp_path: Path) -> None:

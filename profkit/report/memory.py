@@ -228,12 +228,13 @@ def _most(rows: tuple[Any, ...]) -> str:
 
 def _leak_lines(check: LeakCheck) -> Iterator[str]:
     """Return which lines may leak, that none does, or that there are too few steps."""
-    if not check.steps:
-        yield "Leaks: unknown, the history has fewer than two whole steps"
+    if len(check.steps) < 2:
+        yield "Leaks: unknown, the history has fewer than three whole steps"
     elif not check.suspects:
-        yield "Leaks: none; no line left memory behind in both of the last two steps"
+        yield "Leaks: none; no line keeps more from step to step"
     for row in check.suspects:
-        yield f"May leak: {format_bytes(row.bytes)} in {format_count(row.count, 'allocation')} per step, {row.label}"
+        often = "per step" if row.every == 1 else f"every {row.every} steps"
+        yield f"May leak: {format_bytes(row.bytes)} in {format_count(row.count, 'allocation')} {often}, {row.label}"
 
 
 def _exact_table(result: MemoryResult, leaks: bool) -> Table:

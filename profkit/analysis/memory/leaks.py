@@ -1,19 +1,26 @@
 """The leak check: what was allocated in one step and is still there when the next one ends.
 
 What a step needs is freed within it, or within the next. Bytes that began in step N-1 and are still there at the end of
-step N are kept by something. Once is no leak: state that is made on first use begins in some step. A stack that leaves
-bytes behind in each of the last `_REPEATS` steps is suspected.
+step N are kept by something.
+
+A leak grows. State that is made on first use grows once; what is prefetched, and a window of the last results, grows
+until it is full. So a stack is suspected if at the ends of `_RISES` steps or more it had more allocations than ever
+before, of which something is still there, and if the last rise is recent: about as many steps ago as rises are apart. A
+window that fills until shortly before the recording ends looks like a leak.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.stacks import StackFacts
+from profkit.snapshot.columns import Ints
 
-_REPEATS = 2
+_RISES = 3
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,8 @@ class LeakRow:
     count: int
     stack: tuple[str, ...]
     label: str
+    every: int = 1
+    """Of a suspect: in every how many steps it leaves something behind."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +51,11 @@ class LeakCheck:
 
     steps: tuple[LeftBehind, ...]
     suspects: tuple[LeakRow, ...]
-    """What the last step left behind from stacks that left bytes behind in each of the last steps."""
+    """What the stacks that keep growing left behind when they last did."""
 
     @property
     def suspect_bytes(self) -> int:
-        """Return how much the suspects left behind in the last step."""
+        """Return how much the suspects left behind when they last did."""
         return sum(row.bytes for row in self.suspects)
 
 
@@ -68,7 +77,9 @@ def check_leaks(memory: DeviceMemory) -> LeakCheck:
         by_stack = _by_stack(memory, rows.tolist())
         total = sum(row.bytes for row in by_stack)
         found.append(LeftBehind(steps[number].name, steps[number - 1].name, total, by_stack))
-    return LeakCheck(tuple(found), _suspects(found))
+    ends = [timeline.moments_of(step)[0] for step in steps[1:]] + [timeline.moment_at(steps[-1].end_us)]
+    moments = np.array(ends, dtype=np.int64)
+    return LeakCheck(tuple(found), _find_suspects(memory, moments, np.array([*firsts, len(replay)])))
 
 
 def _by_stack(memory: DeviceMemory, rows: list[int]) -> tuple[LeakRow, ...]:
@@ -78,8 +89,44 @@ def _by_stack(memory: DeviceMemory, rows: list[int]) -> tuple[LeakRow, ...]:
     return tuple(sorted(found, key=lambda one: (-one.bytes, one.label)))
 
 
-def _suspects(steps: list[LeftBehind]) -> tuple[LeakRow, ...]:
-    if len(steps) < _REPEATS:
-        return ()
-    last = [{row.stack for row in step.by_stack} for step in steps[-_REPEATS:]]
-    return tuple(row for row in steps[-1].by_stack if all(row.stack in stacks for stacks in last))
+def _find_suspects(memory: DeviceMemory, moments: Ints, firsts: Ints) -> tuple[LeakRow, ...]:
+    """Return the stacks that keep growing, by what they left behind last.
+
+    ``moments`` are where the next step begins, for the last step where it ends; ``firsts`` are the first row of each
+    step and the number of rows.
+    """
+    replay = memory.history.replay
+    rows = np.arange(firsts[0], firsts[-1])
+    births = np.searchsorted(firsts, rows, "right") - 1
+    stays = (replay.freed[rows] >= moments[births]) & (replay.birth[rows] < moments[births])
+    by_stack: defaultdict[tuple[object, bool], list[int]] = defaultdict(list)
+    for row in rows[stays].tolist():
+        facts = memory.stacks.of(row)
+        by_stack[facts.shown, facts.is_compiled].append(row)
+    found = [_judge(memory, np.array(some), moments, firsts) for some in by_stack.values()]
+    return tuple(sorted((row for row in found if row), key=lambda one: (-one.bytes, one.label)))
+
+
+def _judge(memory: DeviceMemory, rows: Ints, moments: Ints, firsts: Ints) -> LeakRow | None:
+    """Return what one stack left behind last if it keeps growing; ``rows`` are those that outlive their step."""
+    replay = memory.history.replay
+    kept = rows[replay.freed[rows] >= moments[-1]]
+    births = np.searchsorted(firsts, kept, "right") - 1
+    if len(set(births.tolist())) < _RISES:
+        return None
+    # The stacks of blocks from before the history are unknown: any of the same size may belong to the same window.
+    before = np.flatnonzero(np.isin(replay.requested_bytes[: replay.start_count], replay.requested_bytes[kept]))
+    all_rows = np.concatenate([before, rows])
+    alive = (replay.birth[all_rows] < moments[:, None]) & (replay.freed[all_rows] >= moments[:, None])
+    counts = alive.sum(axis=1)
+    rises = np.flatnonzero(np.diff(np.maximum.accumulate(counts), prepend=0) > 0)
+    gaps = np.diff(rises)
+    # One step more, because what the program does after the last step's end is not counted.
+    if len(rises) < _RISES or len(moments) - 1 - rises[-1] > gaps.max():
+        return None
+    # What began in the last step may be freed in the next.
+    last = births[births < len(moments) - 1].max()
+    left = kept[births == last]
+    stack: StackFacts = memory.stacks.of(int(left[0]))
+    size = int(replay.size_bytes[left].sum())
+    return LeakRow(size, len(left), stack.user_first, stack.label, round(float(np.median(gaps))))

@@ -220,9 +220,8 @@ def _of_purposes(composition: Composition) -> Iterator[Finding]:
 
 def _of_leaks(leaks: LeakCheck) -> Iterator[Finding]:
     if leaks.suspects:
-        last = leaks.steps[-1]
         yield Finding(
             "leak",
-            f"{leaks.suspect_bytes:,} B from {last.began_in!r} are still there after {last.step!r}, and the previous"
-            " step leaked from the same lines; --leaks shows them",
+            f"{leaks.suspect_bytes:,} B that a step allocated are never freed, and so in the steps before;"
+            " --leaks shows the lines",
         )
