@@ -40,7 +40,7 @@ def test_sizes(text: str, size: int) -> None:
     "text",
     ["", "GiB", "-1", "-1GiB", "nan", "inf", "1e9", "1.5", "1.5B", "1,000", "40XB", "40GiBs", "0x10", "1 2", "１GB"],
 )
-def test_text_that_is_not_a_size_is_refused(text: str) -> None:
+def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match=r"size|unit"):
         parse_bytes(text)
 
@@ -60,7 +60,7 @@ def test_percentages(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "120", "120%", "100.1%", "-3%", "nan%", "inf%", "%", "ten%", "1e1%"])
-def test_text_that_is_not_a_percentage_is_refused(text: str) -> None:
+def test_what_is_no_percentage(text: str) -> None:
     with pytest.raises(ValueError, match="not a percentage from 0% to 100%"):
         parse_percent(text)
 
@@ -76,7 +76,7 @@ def test_milliseconds(text: str, time_ns: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "nan", "inf", "1e3", "120ms", "1/2"])
-def test_text_that_is_not_a_time_is_refused(text: str) -> None:
+def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ValueError, match="not a number of milliseconds above 0"):
         parse_milliseconds(text)
 
@@ -87,7 +87,7 @@ def test_shares() -> None:
 
 
 @pytest.mark.parametrize("text", ["softmax", "=3%", "softmax=", "softmax=x", " =3%"])
-def test_text_that_is_not_a_share_is_refused(text: str) -> None:
+def test_what_is_no_share(text: str) -> None:
     with pytest.raises(ValueError, match=r"not NAME=PERCENT|not a percentage"):
         parse_share(text)
 
