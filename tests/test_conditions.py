@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from profkit.launch.conditions import HARMLESS, Conditions, warn_of_run
+from profkit.launch.conditions import HARMLESS, GpuWatch, warn_of_run
 from profkit.launch.gpu_state import GpuState
 from profkit.run import manifest
 from profkit.run.manifest import Gpu, Gpus, Manifest, Process
@@ -18,9 +18,9 @@ IDLE = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, (), {}, 0, 0)
 OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)
 
 
-def _conditions(*states: GpuState, **environment: str) -> Conditions:
+def _conditions(*states: GpuState, **environment: str) -> GpuWatch:
     waiting = iter(states)
-    conditions = Conditions(environment, lambda: next(waiting))
+    conditions = GpuWatch(environment, lambda: next(waiting))
     conditions.close()
     return conditions
 

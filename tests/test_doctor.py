@@ -16,7 +16,7 @@ import pytest
 
 from profkit.launch import doctor
 from profkit.launch.doctor import (
-    Finding,
+    Check,
     Machine,
     Package,
     can_record,
@@ -135,7 +135,7 @@ class TestNsys:
         assert "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS" in str(finding.advice)
 
     def test_one_that_does_not_start(self, machine: Machine) -> None:
-        assert check_nsys(machine, "/x/nsys: nsys does not start: boom") == Finding(
+        assert check_nsys(machine, "/x/nsys: nsys does not start: boom") == Check(
             "nsys", "failed", "/x/nsys: nsys does not start: boom", "reinstall it, or name one that starts in $NSYS"
         )
 
@@ -152,7 +152,7 @@ class TestNsys:
     )
     def test_where_it_came_from(self, machine: Machine, place: str, origin: str) -> None:
         nsys = _nsys(machine.root, place, OLD)
-        assert check_nsys(machine, nsys) == Finding("nsys", "ok", f"{OLD}, {origin}: {nsys.path}")
+        assert check_nsys(machine, nsys) == Check("nsys", "ok", f"{OLD}, {origin}: {nsys.path}")
 
     def test_named_and_others_lie_here(self, machine: Machine) -> None:
         nsys, other = _nsys(machine.root, "x/nsys", OLD), _nsys(machine.root, COMPUTE, NEW)
@@ -197,9 +197,9 @@ class TestImporterAndNvtx:
         nsys = _nsys(machine.root, COMPUTE, NEW)
         assert "no QdstrmImporter" in check_importer(machine, nsys).found
         importer = _file(nsys.path.parent.parent / "host-linux-x64/QdstrmImporter", executable=True)
-        assert check_importer(machine, nsys) == Finding("importer", "ok", str(importer))
+        assert check_importer(machine, nsys) == Check("importer", "ok", str(importer))
         lacking = replace(machine, lacking=lambda path: ["libdw.so.1", "libelf.so.1"] if path == importer else [])
-        assert check_importer(lacking, nsys) == Finding(
+        assert check_importer(lacking, nsys) == Check(
             "importer", "warning", f"{importer} lacks libdw.so.1, libelf.so.1", "install libdw1 libelf1"
         )
 
@@ -230,7 +230,7 @@ class TestGpu:
     def test_from_the_kernel_module_alone(self, machine: Machine) -> None:
         machine = _with_gpu(machine)
         assert driver_version(machine) == "580.159.03"
-        assert check_driver(machine, "580.159.03") == Finding("GPU", "ok", "2 × NVIDIA H200, driver 580.159.03")
+        assert check_driver(machine, "580.159.03") == Check("GPU", "ok", "2 × NVIDIA H200, driver 580.159.03")
 
     def test_from_nvidia_smi_alone(self, machine: Machine) -> None:
         answers = {"name": "NVIDIA L4\nNVIDIA T4\n", "driver_version": "550.54.15\n550.54.15\n"}
@@ -255,7 +255,7 @@ class TestGpu:
         _file(machine.root / "proc/sys/kernel/perf_event_paranoid", "4\n")
         _file(machine.root / "proc/driver/nvidia/params", "Other: 1\nRmProfilingAdminOnly: 1\n")
         _file(machine.root / ".dockerenv")
-        assert check_permission(machine) == Finding(
+        assert check_permission(machine) == Check(
             "permission",
             "ok",
             "tracing CUDA and NVTX needs none; perf_event_paranoid 4 forbids CPU sampling (not used); GPU counters need"
@@ -346,14 +346,14 @@ class TestAll:
 
     def test_a_screen_shows_everything_in_80_columns(self) -> None:
         long = "word " * 40
-        found = [Finding("a", "warning", long, long), Finding("b", "ok", "x")]
+        found = [Check("a", "warning", long, long), Check("b", "ok", "x")]
         text = render(build_doctor_document(found, can_record=True, on_screen=True), "table")
         assert max(map(len, text.splitlines())) <= 80
         assert text.count("word") == 80
         assert text.count("→") == 1
 
     def test_formats_hold_the_advice(self) -> None:
-        findings = [Finding("a", "warning", "f", "do x"), Finding("b", "ok", "g")]
+        findings = [Check("a", "warning", "f", "do x"), Check("b", "ok", "g")]
         document = build_doctor_document(findings, can_record=True, on_screen=False)
         said = {style: render(document, style) for style in ("csv", "markdown", "latex")}
         assert said["csv"].splitlines() == ["check,state,found,advice", "a,warning,f,do x", "b,ok,g,"]
@@ -429,8 +429,8 @@ class TestCommand:
     def test_nothing_can_be_recorded(self, profkit: Callable, tmp_path: Path) -> None:
         code = (
             "import sys, profkit.cli.doctor as d\nfrom profkit.cli import main\n"
-            "d.examine = lambda machine, nsys: [d.Finding('nsys', 'warning', 'x'), d.Finding('torch', 'failed', 'x'),"
-            " d.Finding('working directory', 'ok', 'x'), d.Finding('temporary directory', 'ok', 'x')]\n"
+            "d.examine = lambda machine, nsys: [d.Check('nsys', 'warning', 'x'), d.Check('torch', 'failed', 'x'),"
+            " d.Check('working directory', 'ok', 'x'), d.Check('temporary directory', 'ok', 'x')]\n"
             "main(['doctor'])\n"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)

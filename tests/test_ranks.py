@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.ranks import BY_DEVICE, BY_PID, PROVED, TOLD, find_ranks
+from profkit.analysis.ranks import BY_DEVICE, BY_PID, NAMED, PROVED, find_ranks
 from profkit.errors import UsageError
 from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder
@@ -201,7 +201,7 @@ def test_a_run_with_one_trace_per_rank_is_read_as_one(profkit: Run, tmp_path: Pa
     _kineto(tmp_path / "trace.rank10.json.gz", None, 20)
     (tmp_path / "manifest.json").write_text('{"status": "complete"}')
     opened = read_trace(tmp_path)
-    assert (opened.ranks.evidence, opened.ranks.numbers) == (TOLD, (0, 2, 10))
+    assert (opened.ranks.evidence, opened.ranks.numbers) == (NAMED, (0, 2, 10))
     result = opened.kernels("forward")
     assert (result.instances, result.total_ns, result.slowest_rank) == (3, 75_000, 2)
     assert result.trace == str(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profkit.capture import times  # noqa: E402
-from profkit.capture.times import PhaseClock, StepSamples  # noqa: E402
+from profkit.capture.times import PhaseClock, StepCollector  # noqa: E402
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_samples_are_kept_by_part_with_what_was_counted_in_each(monkeypatch: pyt
     monkeypatch.setattr(
         times, "counted_since", lambda before: {name: count - before[name] for name, count in counts.items()}
     )
-    samples = StepSamples()
+    samples = StepCollector()
     samples.note({"step_ns": 9})
     samples.begin("attached")
     samples.note({"step_ns": 3})

@@ -22,7 +22,7 @@ import numpy as np
 
 from profkit.analysis.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
 from profkit.analysis.intervals import running_maximum
-from profkit.analysis.nesting import NO_RANGE, Timeline, build_timelines
+from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, build_timelines
 from profkit.analysis.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
 from profkit.errors import TraceError
 from profkit.findings import Finding
@@ -233,7 +233,7 @@ class Attribution:
     """
 
     trace: Trace
-    timelines: dict[int, Timeline]
+    timelines: dict[int, ThreadTimeline]
     parent: Ints
     """Range → the range around it: on its own thread, else of the thread that its thread worked for."""
     mirrors: Mirrors
@@ -283,7 +283,7 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
 
 
 def _place(
-    rows: Work | Copies, timelines: dict[int, Timeline], adopter: Ints, waiting: WaitingThreads | None
+    rows: Work | Copies, timelines: dict[int, ThreadTimeline], adopter: Ints, waiting: WaitingThreads | None
 ) -> tuple[Ints, Hosts]:
     """Return each row's innermost range on its launching thread, and on the thread that waited for that one."""
     own = np.full(len(rows), NO_RANGE, dtype=np.int64)
@@ -307,7 +307,7 @@ def _place(
     return own, Hosts(host, host_thread)
 
 
-def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dict[int, Timeline]) -> Hosts:
+def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dict[int, ThreadTimeline]) -> Hosts:
     """Give what was launched in an adopted range that range's host, so that it lies under the range's parent too."""
     found, thread_of_row = hosts.range.copy(), hosts.thread.copy()
     for thread, rows in rows_by_value(adopters).items():
@@ -317,7 +317,7 @@ def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dic
 
 
 def _adopt_top_ranges(
-    trace: Trace, timelines: dict[int, Timeline], parent: Ints, adopter: Ints, waiting: WaitingThreads
+    trace: Trace, timelines: dict[int, ThreadTimeline], parent: Ints, adopter: Ints, waiting: WaitingThreads
 ) -> None:
     """Give the outermost ranges of autograd threads a parent: the innermost range of the thread they work for.
 

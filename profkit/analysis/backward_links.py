@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.nesting import NO_RANGE, Timeline, ancestors
+from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors
 from profkit.names import BACKWARD, PHASES
 from profkit.trace.columns import Ints, Ranges, Trace, empty_ints, rows_by_value
 
@@ -68,7 +68,7 @@ class _Mirror:
 
 
 def mirror_forward_ranges(
-    trace: Trace, timelines: dict[int, Timeline], parent: Ints, around: Ints
+    trace: Trace, timelines: dict[int, ThreadTimeline], parent: Ints, around: Ints
 ) -> tuple[Trace, Ints, Mirrors]:
     """Return the trace with mirrors behind its ranges, the ranges' parents, and the mirrors.
 

@@ -13,7 +13,7 @@ NO_RANGE = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class ThreadTimeline:
     """One thread's ranges as a step function: from ``time_ns[i]`` on, ``innermost[i]`` is the innermost open range.
 
     The first entry covers all time before the first range.
@@ -31,8 +31,8 @@ class Timeline:
         return self.innermost[self.segment_at(time_ns)]
 
 
-def build_timelines(ranges: Ranges) -> tuple[dict[int, Timeline], Ints]:
-    """Return each thread's `Timeline` and each range's parent on its own thread (`NO_RANGE` at the top).
+def build_timelines(ranges: Ranges) -> tuple[dict[int, ThreadTimeline], Ints]:
+    """Return each thread's `ThreadTimeline` and each range's parent on its own thread (`NO_RANGE` at the top).
 
     A push/pop range is innermost until its pop. A start/end range need not nest: the range opened last of those still
     open is innermost, and one that ends on another thread is open on both. A parent encloses its child, in time and
@@ -68,7 +68,7 @@ def mark_nested(parent: Ints, marked: Bools) -> Bools:
     return inside
 
 
-def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Timeline:
+def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> ThreadTimeline:
     """Return one thread's timeline; fills ``parent`` for the ranges that began on this thread."""
     if (ranges.thread[members] == ranges.end_thread[members]).all():
         nested = _sweep_nested(ranges, members, parent)
@@ -77,7 +77,7 @@ def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) ->
     return _sweep_any(ranges, members, thread, parent)
 
 
-def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> Timeline | None:
+def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> ThreadTimeline | None:
     """Sweep ranges that nest, as pushes and pops do; None if some do not."""
     times, innermost = [-(1 << 62)], [NO_RANGE]
     stack, ends = [NO_RANGE], [1 << 62]
@@ -100,10 +100,10 @@ def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> Timeline | Non
         stack.pop()
         innermost.append(stack[-1])
     parent[members] = parents
-    return Timeline(np.array(times, dtype=np.int64), np.array(innermost, dtype=np.int64))
+    return ThreadTimeline(np.array(times, dtype=np.int64), np.array(innermost, dtype=np.int64))
 
 
-def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Timeline:
+def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> ThreadTimeline:
     """Sweep ranges that may cross, and that may have begun or ended on another thread."""
     times, innermost = [-(1 << 62)], [NO_RANGE]
     stack: list[int] = []  # in order of opening; a range that ended below others stays until it is on top
@@ -138,7 +138,7 @@ def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Time
         times.append(start)
         innermost.append(index)
     close_until(float("inf"))
-    return Timeline(np.array(times, dtype=np.int64), np.array(innermost, dtype=np.int64))
+    return ThreadTimeline(np.array(times, dtype=np.int64), np.array(innermost, dtype=np.int64))
 
 
 def ancestors(parent: Ints, index: int) -> list[int]:

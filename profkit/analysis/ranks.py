@@ -13,7 +13,7 @@ from profkit.analysis.selection import Chosen
 from profkit.errors import UsageError
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
-PROVED, TOLD = "proved by the run's manifest", "named by the trace"
+PROVED, NAMED = "proved by the run's manifest", "named by the trace"
 BY_DEVICE, BY_PID = "guessed from the GPUs' order", "guessed from the processes' order"
 
 _COMMUNICATION = "communication"
@@ -77,9 +77,9 @@ def find_ranks(trace: Trace, known: Mapping[int, int] | None = None) -> Ranks:
     proved = [(known[pid], process) for process, pid in trace.process_ids.items() if pid in known]
     if proved and _is_one_to_one(proved):
         return Ranks(tuple(sorted(proved)), PROVED)
-    told = [(rank, process) for process, rank in trace.ranks.items()]
-    if told and _is_one_to_one(told):
-        return Ranks(tuple(sorted(told)), TOLD)
+    named = [(rank, process) for process, rank in trace.ranks.items()]
+    if named and _is_one_to_one(named):
+        return Ranks(tuple(sorted(named)), NAMED)
     launching = distinct_values(trace.work.process if len(trace.work) else trace.ranges.process).tolist()
     if len(launching) < 2:
         return Ranks()

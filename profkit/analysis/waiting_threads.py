@@ -28,7 +28,7 @@ from functools import cached_property
 
 import numpy as np
 
-from profkit.analysis.nesting import NO_RANGE, Timeline, ancestors
+from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors
 from profkit.names import BACKWARD
 from profkit.trace.columns import Bools, Calls, Ints, Trace, empty_ints, rows_by_value
 
@@ -53,7 +53,7 @@ class Hosts:
 class WaitingThreads:
     """Finds, for any thread of a trace and any times, the thread under whose ranges it works."""
 
-    def __init__(self, trace: Trace, timelines: dict[int, Timeline]) -> None:
+    def __init__(self, trace: Trace, timelines: dict[int, ThreadTimeline]) -> None:
         self._trace = trace
         self._timelines = timelines
         self._calls = _calls_by_thread(trace.calls)
@@ -132,7 +132,9 @@ class WaitingThreads:
         return (innermost != NO_RANGE) & quiet & (silent | between), innermost
 
 
-def end_with_backward(trace: Trace, timelines: dict[int, Timeline], parent: Ints, waiting: WaitingThreads) -> Trace:
+def end_with_backward(
+    trace: Trace, timelines: dict[int, ThreadTimeline], parent: Ints, waiting: WaitingThreads
+) -> Trace:
     """Return the trace with no range of an autograd thread open for longer than the backward call it works for.
 
     That call lies in the innermost range named ``backward`` that the waiting thread had open when the range began,

@@ -23,7 +23,7 @@ from profkit.capture.conditions import read_conditions
 from profkit.capture.hooks import Hooks
 from profkit.capture.memory import MemoryRecording
 from profkit.capture.recorders import recorded_by_kineto, recorded_by_nsys
-from profkit.capture.times import StepSamples
+from profkit.capture.times import StepCollector
 from profkit.errors import ProfkitError
 from profkit.names import CONTEXT, COUNTED, STEP, WARMUP
 from profkit.run.directory import KINETO_TRACE, WORK, name_of_rank
@@ -71,7 +71,7 @@ class Session:
         self._end = None if order.steps is None else order.warmup_steps + order.steps
         self._begun = -1
         self._start_ns = 0
-        self._samples = StepSamples()
+        self._samples = StepCollector()
         self._recording: ExitStack | None = None
         self._failure: str | None = None
         self._warmup_range = ExitStack()

@@ -97,7 +97,7 @@ def _mark() -> Any:
     return event
 
 
-class StepSamples:
+class StepCollector:
     """Collects each step's times, part by part, and what `read_counters` counted in each part."""
 
     def __init__(self) -> None:

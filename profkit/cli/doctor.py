@@ -9,7 +9,7 @@ import click
 from profkit.cli.outputs import print_document
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, ToolError
-from profkit.launch.doctor import Finding, Machine, can_record, examine
+from profkit.launch.doctor import Check, Machine, can_record, examine
 from profkit.launch.nsys import Nsys, find_nsys
 from profkit.report.doctor import build_doctor_document
 from profkit.report.document import FORMATS, Format
@@ -47,9 +47,9 @@ def _find() -> Nsys | str | None:
         return str(error)
 
 
-def _try(nsys: Nsys | str | None) -> Finding:
+def _try(nsys: Nsys | str | None) -> Check:
     if not isinstance(nsys, Nsys):
-        return Finding("trial", "failed", "there is no nsys to try", "install nsight-systems-cli or name one in $NSYS")
+        return Check("trial", "failed", "there is no nsys to try", "install nsight-systems-cli or name one in $NSYS")
     from profkit.launch.doctor import try_nsys
 
     with shown_after_a_second("recording a second of a Python process"):

@@ -170,7 +170,7 @@ name of a person or a machine, no secret. No other is ever written down.
 """
 
 
-class Conditions:
+class GpuWatch:
     """The state of the GPUs from when this is made to when `close` is called.
 
     Args:

@@ -38,7 +38,7 @@ _FIRST_SEEING_NSYS = "2025.3"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """What one check found; ``advice`` is the one thing to do, None where nothing is."""
 
     check: str
@@ -99,7 +99,7 @@ class Machine:
             return None
 
 
-def examine(machine: Machine, nsys: Nsys | str | None) -> list[Finding]:
+def examine(machine: Machine, nsys: Nsys | str | None) -> list[Check]:
     """Return all findings; ``nsys`` is the one in use, why it does not start, or None where there is none."""
     driver = driver_version(machine)
     return [
@@ -113,27 +113,27 @@ def examine(machine: Machine, nsys: Nsys | str | None) -> list[Finding]:
     ]
 
 
-def can_record(findings: Iterable[Finding]) -> bool:
+def can_record(findings: Iterable[Check]) -> bool:
     """Return whether anything can be recorded: an nsys that starts or a torch, and room to write."""
     state = {finding.check: finding.state for finding in findings}
     has_room = "failed" not in (state["working directory"], state["temporary directory"])
     return has_room and (state["nsys"] == "ok" or state["torch"] != "failed")
 
 
-def _checks_of(machine: Machine, nsys: Nsys, driver: str | None) -> list[Finding]:
+def _checks_of(machine: Machine, nsys: Nsys, driver: str | None) -> list[Check]:
     return [check_nsys_against_driver(machine, nsys, driver), check_importer(machine, nsys), check_nvtx(machine, nsys)]
 
 
-def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Finding:
+def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Check:
     """Say which nsys is used, where it came from, and which others lie here."""
     if nsys is None:
         install = "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS; torch.profiler works without it"
-        return Finding("nsys", "warning", "not found on PATH, in $NSYS or in the usual places", install)
+        return Check("nsys", "warning", "not found on PATH, in $NSYS or in the usual places", install)
     if isinstance(nsys, str):
-        return Finding("nsys", "failed", nsys, "reinstall it, or name one that starts in $NSYS")
+        return Check("nsys", "failed", nsys, "reinstall it, or name one that starts in $NSYS")
     others = [path for path in list_installed(machine.root) if path.resolve() != nsys.path.resolve()]
     also = f"; also here: {', '.join(map(str, others))}" if others else ""
-    return Finding("nsys", "ok", f"{nsys.version}, {_origin(machine, nsys.path)}: {nsys.path}{also}")
+    return Check("nsys", "ok", f"{nsys.version}, {_origin(machine, nsys.path)}: {nsys.path}{also}")
 
 
 def _origin(machine: Machine, path: Path) -> str:
@@ -150,7 +150,7 @@ def _origin(machine: Machine, path: Path) -> str:
     return next((said for part, said in places.items() if part in str(path)), "Debian's package")
 
 
-def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) -> Finding:
+def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) -> Check:
     """Say whether nsys knows the driver's CUDA: the newest CUPTI beside it must be of the driver's CUDA major version.
 
     nsys loads the libcupti.so.X.Y in its own folder; X.Y is the CUDA version that it was made for. With an older major
@@ -160,21 +160,21 @@ def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) 
     """
     check = "nsys and driver"
     if driver is None:
-        return Finding(check, "ok", "no NVIDIA driver here: ranges can be recorded, kernels cannot")
+        return Check(check, "ok", "no NVIDIA driver here: ranges can be recorded, kernels cannot")
     cuda, cupti = cuda_of_driver(driver), cupti_of(nsys.path)
     if cuda is None or cupti is None:
         unknown = f"no {CUPTI} next to nsys" if cupti is None else f"profkit does not know driver {driver}"
-        return Finding(
+        return Check(
             check, "note", f"cannot be compared: {unknown}", "record, and see whether the capture passes its self-check"
         )
     said = f"CUPTI {cupti}, driver {driver} knows CUDA {cuda}"
     if numbers(cupti)[0] < numbers(cuda)[0]:
         newer = next((path for path in list_installed(machine.root) if _is_fit(path, cuda)), None)
         cure = f"set NSYS={newer}" if newer else f"install an Nsight Systems made for CUDA {numbers(cuda)[0]}"
-        return Finding(check, "warning", f"{said}: nsys is too old and may lose kernels without an error", cure)
+        return Check(check, "warning", f"{said}: nsys is too old and may lose kernels without an error", cure)
     if is_before(cupti, cuda):
-        return Finding(check, "note", f"{said}: same major version", "if a capture fails its self-check, update nsys")
-    return Finding(check, "ok", said)
+        return Check(check, "note", f"{said}: same major version", "if a capture fails its self-check, update nsys")
+    return Check(check, "ok", said)
 
 
 def _is_fit(nsys: Path, cuda: str) -> bool:
@@ -182,27 +182,27 @@ def _is_fit(nsys: Path, cuda: str) -> bool:
     return cupti is not None and numbers(cupti)[0] >= numbers(cuda)[0]
 
 
-def check_importer(machine: Machine, nsys: Nsys) -> Finding:
+def check_importer(machine: Machine, nsys: Nsys) -> Check:
     """Say whether the program that turns nsys' raw data into a report is here and finds its libraries."""
     importer = find_importer(nsys.path, machine.root)
     if importer is None:
         found = "no QdstrmImporter: nsys will leave a raw .qdstrm that nothing here can read"
-        return Finding("importer", "warning", found, "install all of Nsight Systems, not only its target part")
+        return Check("importer", "warning", found, "install all of Nsight Systems, not only its target part")
     missing = machine.lacking(importer)
     if missing:
-        return Finding("importer", "warning", f"{importer} lacks {', '.join(missing)}", how_to_install(missing))
-    return Finding("importer", "ok", str(importer))
+        return Check("importer", "warning", f"{importer} lacks {', '.join(missing)}", how_to_install(missing))
+    return Check("importer", "ok", str(importer))
 
 
-def check_nvtx(machine: Machine, nsys: Nsys) -> Finding:
+def check_nvtx(machine: Machine, nsys: Nsys) -> Check:
     """Say whether this nsys sees the ranges of this nvtx package."""
     nvtx = machine.package("nvtx")
     if nvtx is None:
-        return Finding("nvtx", "warning", "not installed: no ranges", "pip install 'nvtx<0.2.12'")
+        return Check("nvtx", "warning", "not installed: no ranges", "pip install 'nvtx<0.2.12'")
     if is_before(nvtx.version, _FIRST_UNSEEN_NVTX) or not is_before(nsys.version, _FIRST_SEEING_NSYS):
-        return Finding("nvtx", "ok", f"{nvtx.version}: nsys {_short(nsys)} sees its ranges")
+        return Check("nvtx", "ok", f"{nvtx.version}: nsys {_short(nsys)} sees its ranges")
     found = f"{nvtx.version}: nsys 2023.4.4 does not see its ranges, 2025.3.1 does; this is {_short(nsys)}"
-    return Finding("nvtx", "warning", found, "pip install 'nvtx<0.2.12', then `profkit doctor --try`")
+    return Check("nvtx", "warning", found, "pip install 'nvtx<0.2.12', then `profkit doctor --try`")
 
 
 def _short(nsys: Nsys) -> str:
@@ -218,10 +218,10 @@ def driver_version(machine: Machine) -> str | None:
     return said.strip().splitlines()[0].strip() if said and said.strip() else None
 
 
-def check_driver(machine: Machine, driver: str | None) -> Finding:
+def check_driver(machine: Machine, driver: str | None) -> Check:
     """Say which GPUs a process here can use."""
     if driver is None:
-        return Finding("GPU", "note", "no NVIDIA driver", "kernels need a GPU; ranges and CPU operators do not")
+        return Check("GPU", "note", "no NVIDIA driver", "kernels need a GPU; ranges and CPU operators do not")
     said = machine.output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
     information = [
         machine.text(str(path)) or "" for path in sorted(machine.root.glob("proc/driver/nvidia/gpus/*/info*"))
@@ -230,13 +230,13 @@ def check_driver(machine: Machine, driver: str | None) -> Finding:
     gpus = ", ".join(f"{names.count(name)} × {name.strip()}" for name in dict.fromkeys(names)) or "no GPU"
     found = f"{gpus}, driver {driver}"
     if not names or (not list(machine.root.glob("dev/nvidia[0-9]*")) and not (machine.root / "dev/dxg").exists()):
-        return Finding("GPU", "warning", f"{found}: no /dev/nvidia0 here", "start the container with --gpus all")
+        return Check("GPU", "warning", f"{found}: no /dev/nvidia0 here", "start the container with --gpus all")
     if machine.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return Finding("GPU", "warning", f"{found}: hidden", "unset CUDA_VISIBLE_DEVICES")
-    return Finding("GPU", "ok", found)
+        return Check("GPU", "warning", f"{found}: hidden", "unset CUDA_VISIBLE_DEVICES")
+    return Check("GPU", "ok", found)
 
 
-def check_permission(machine: Machine) -> Finding:
+def check_permission(machine: Machine) -> Check:
     """Say whether tracing is permitted: it always is; sampling the CPU and GPU counters may not be.
 
     kernel.perf_event_paranoid above 2 forbids CPU sampling (perf_event_open), NVreg_RestrictProfilingToAdminUsers the
@@ -251,36 +251,34 @@ def check_permission(machine: Machine) -> Finding:
         said.append("GPU counters need an administrator (not used)")
     if any((machine.root / mark).exists() for mark in (".dockerenv", "run/.containerenv")):
         said.append("in a container")
-    return Finding("permission", "ok", "; ".join(said))
+    return Check("permission", "ok", "; ".join(said))
 
 
-def check_torch(machine: Machine, driver: str | None) -> Finding:
+def check_torch(machine: Machine, driver: str | None) -> Check:
     """Say which torch build is installed, and whether it fits the driver."""
     torch = machine.package("torch")
     if torch is None:
-        return Finding(
-            "torch", "failed", "not installed: no model can be run; captures can be read", "pip install torch"
-        )
+        return Check("torch", "failed", "not installed: no model can be run; captures can be read", "pip install torch")
     text = torch.read("torch/version.py") or ""
     build = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     hip = re.search(r"^hip\b[^=\n]*=\s*['\"]([\d.]+)", text, re.MULTILINE)
     if hip:
         found = f"{torch.version}, ROCm {hip[1]}: profkit records only NVIDIA GPUs"
-        return Finding("torch", "warning", found, "install a CUDA build of torch")
+        return Check("torch", "warning", found, "install a CUDA build of torch")
     if build is None:
         found = f"{torch.version}, without CUDA"
         if driver is None:
-            return Finding("torch", "ok", found)
-        return Finding("torch", "warning", f"{found}: the GPU stays unused", "install a CUDA build of torch")
+            return Check("torch", "ok", found)
+        return Check("torch", "warning", f"{found}: the GPU stays unused", "install a CUDA build of torch")
     found = f"{torch.version}, CUDA {build[1]}"
     cuda = cuda_of_driver(driver) if driver else None
     if cuda is not None and numbers(build[1])[0] > numbers(cuda)[0]:
         cure = f"update the driver, or install a torch built for CUDA {numbers(cuda)[0]}"
-        return Finding("torch", "warning", f"{found}: driver {driver} knows CUDA {cuda} at most", cure)
-    return Finding("torch", "ok", found)
+        return Check("torch", "warning", f"{found}: driver {driver} knows CUDA {cuda} at most", cure)
+    return Check("torch", "ok", found)
 
 
-def check_disk(machine: Machine) -> list[Finding]:
+def check_disk(machine: Machine) -> list[Check]:
     """Say how much room there is for a capture, and for what nsys collects meanwhile."""
     return [
         _check_room("working directory", machine.working_directory, "work in another directory or name one with -o"),
@@ -288,20 +286,20 @@ def check_disk(machine: Machine) -> list[Finding]:
     ]
 
 
-def _check_room(check: str, directory: Path, cure: str) -> Finding:
+def _check_room(check: str, directory: Path, cure: str) -> Check:
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        return Finding(check, "failed", f"{directory}: {error.strerror}", cure)
+        return Check(check, "failed", f"{directory}: {error.strerror}", cure)
     found = f"{_gib(free)} free in {directory}"
     if not os.access(directory, os.W_OK):
-        return Finding(check, "failed", f"{directory}: no permission to write", cure)
+        return Check(check, "failed", f"{directory}: no permission to write", cure)
     if free < NO_ROOM_BYTES:
-        return Finding(check, "failed", found, f"free some space, or {cure}")
-    return Finding(check, "warning" if free < _LITTLE_BYTES else "ok", found, cure if free < _LITTLE_BYTES else None)
+        return Check(check, "failed", found, f"free some space, or {cure}")
+    return Check(check, "warning" if free < _LITTLE_BYTES else "ok", found, cure if free < _LITTLE_BYTES else None)
 
 
-def check_cache(machine: Machine) -> Finding:
+def check_cache(machine: Machine) -> Check:
     """Say how much profkit keeps in the user's cache: exports of reports that were read."""
     directory = machine.cache_directory
     if directory is None:
@@ -310,7 +308,7 @@ def check_cache(machine: Machine) -> Finding:
         directory = user_cache_path("profkit")
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     cure = f"rm -r {directory} frees it" if size > _LITTLE_BYTES else None
-    return Finding("cache", "note" if cure else "ok", f"{_gib(size)} in {directory}", cure)
+    return Check("cache", "note" if cure else "ok", f"{_gib(size)} in {directory}", cure)
 
 
 def _gib(byte_count: int) -> str:
@@ -335,17 +333,17 @@ _QUERY = """
 """
 
 
-def try_nsys(nsys: Nsys) -> Finding:
+def try_nsys(nsys: Nsys) -> Check:
     """Return whether ranges come through from this Python's nvtx to an export of this nsys; leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as folder, _log(folder) as log:
         try:
             count = _record(nsys, Path(folder), log)
         except ToolError as error:
-            return Finding(_CHECK, "failed", _last_line(str(error), log), "follow what it says, then try again")
+            return Check(_CHECK, "failed", _last_line(str(error), log), "follow what it says, then try again")
     if count == _COUNT:
-        return Finding(_CHECK, "ok", f"recorded and exported: all {_COUNT} ranges came through")
+        return Check(_CHECK, "ok", f"recorded and exported: all {_COUNT} ranges came through")
     cure = "pip install 'nvtx<0.2.12', or use another nsys ($NSYS)"
-    return Finding(_CHECK, "failed", f"recorded and exported, but {count} of {_COUNT} ranges came through", cure)
+    return Check(_CHECK, "failed", f"recorded and exported, but {count} of {_COUNT} ranges came through", cure)
 
 
 def _record(nsys: Nsys, folder: Path, log: IO[bytes]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from profkit.errors import RunError, ToolError
 from profkit.files import clear_partial_files
-from profkit.launch.conditions import Conditions, warn_of_run
+from profkit.launch.conditions import GpuWatch, warn_of_run
 from profkit.launch.manifest import begin_manifest, utc_now
 from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.nsys_run import collect_report, lost_events, require_room, run_in_nsys
@@ -88,7 +88,7 @@ def record_run(
     manifest = begin_manifest(target, nsys, command)
     _keep_manifest(run, manifest)
     recording = _Recording(run, target, nsys, progress)
-    conditions, input_start = Conditions(os.environ), _input_position()
+    conditions, input_start = GpuWatch(os.environ), _input_position()
     try:
         for one in target.passes:
             if recording.done and not recording.done[-1].may_go_on:

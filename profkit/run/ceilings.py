@@ -14,7 +14,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Device:
+class MeasuredDevice:
     """What was measured. ``clock_mhz`` is the SMs' clock seen under load and ``clock_max_mhz`` what the device allows;
     None where it does not tell."""
 
@@ -56,7 +56,7 @@ class Ceilings:
     """The content of ``ceilings.json``."""
 
     version: int
-    device: Device
+    device: MeasuredDevice
     torch: str
     driver: str | None
     measured_utc: str

@@ -98,9 +98,9 @@ def _measure_communication(
         here = talks & (trace.work.device == device)
         sets = (_kernels(attribution, here), waits.on(device), _kernels(attribution, here & ~waits.is_known))
         columns = [one.within(windows.start_ns[mine], windows.end_ns[mine]).tolist() for one in sets]
-        for row, talking, waiting, untold in zip(mine.tolist(), *columns, strict=True):
-            known = talking > untold or not talking
-            found[row] = (talking, waiting if known else None, untold)
+        for row, talking, waiting, unknown in zip(mine.tolist(), *columns, strict=True):
+            known = talking > unknown or not talking
+            found[row] = (talking, waiting if known else None, unknown)
     return found
 
 
