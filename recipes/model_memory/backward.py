@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from recipes.model_memory.forward import Attention, Ffn, Forward, Group, Linear, Norm
 from recipes.model_memory.tape import (
     GRADIENTS,
     HALF_STREAM,
@@ -24,13 +25,7 @@ from recipes.model_memory.tape import (
     STREAM,
     TEMPORARIES,
     VOCABULARY,
-    Attention,
     Block,
-    Ffn,
-    Forward,
-    Group,
-    Linear,
-    Norm,
     Tape,
 )
 

@@ -12,6 +12,9 @@ nothing for sums, scalings by a number and views, nor the factor whose partner (
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from recipes.model_memory.tape import (
     AUTOCAST_COPIES,
     HALF_STREAM,
@@ -25,16 +28,94 @@ from recipes.model_memory.tape import (
     STREAM,
     VOCABULARY,
     WIDE,
-    Attention,
     Block,
-    Ffn,
-    Forward,
-    Group,
-    Layer,
-    Linear,
-    Norm,
     Tape,
 )
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What the backward of RMSNorm needs."""
+
+    hidden: Block
+    scale: Block
+    scaled: Block
+
+
+@dataclass(frozen=True)
+class Linear:
+    """What the backward of a linear map needs: its input, and its weight if that is a cast copy.
+
+    ``is_cast``: the input was cast, so its gradient is cast back.
+    """
+
+    name: str
+    weight_shape: str
+    input: Block
+    weight: Block | None
+    is_cast: bool
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the backward of attention needs."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    rotated_query: Block
+    rotated_key: Block
+    mask: Block
+    powers: Block
+    sums: Block
+    weights: Block
+    values: Block
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """What the backward of SwiGLU needs."""
+
+    w1: Linear
+    w2: Linear
+    w3: Linear
+    gate: Block
+    sigmoid: Block
+    gated: Block
+    up: Block
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the backward of one layer needs."""
+
+    attention_norm: Norm
+    attention: Attention
+    ffn_norm: Norm
+    ffn: Ffn
+
+
+@dataclass(frozen=True)
+class Group:
+    """The layers between two checkpoints, or one layer without checkpoints; ``input`` is what a checkpoint keeps.
+
+    ``layers`` returns what their backward needs. With a checkpoint it also records the second forward pass; call it
+    once.
+    """
+
+    layers: Callable[[], tuple[Layer, ...]]
+    input: Block | None = None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the forward pass left behind."""
+
+    groups: tuple[Group, ...]
+    norm: Norm
+    head: Linear
+    logits: Block
 
 
 class ForwardPass:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,71 +66,46 @@ def count_saved(
     module: nn.Module, blocks: nn.ModuleList, inputs: Iterable[Tensor], forward: Callable[[], object]
 ) -> SavedAccount:
     """Return what ``forward()`` saves for backward; it runs ``module`` with its ``blocks`` on ``inputs``."""
-    counter = _Counter(blocks, (*module.parameters(), *module.buffers(), *inputs))
-    with counter.watching(), torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor):
-        result = forward()
-    del result
-    return counter.account()
+    running: list[tuple[int, str]] = []  # The block's number and the part's name, the innermost last.
+    parts: list[list[Part]] = [[] for _ in blocks]
+    outputs: dict[int, Tensor] = {}
+    outside: list[int] = []
+    seen = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers(), *inputs)}
 
+    def begin(place: tuple[int, str], *_: object) -> None:
+        running.append(place)
 
-class _Counter:
-    """Follows which part of which block is running, and notes what is saved there."""
+    def end(place: tuple[int, str], _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        running.pop()
+        number, name = place
+        if not name:
+            outputs[number] = output.detach()
 
-    def __init__(self, blocks: nn.ModuleList, standing: Iterable[Tensor]) -> None:
-        self._blocks = blocks
-        self._running: list[tuple[int, str]] = []
-        self._parts: list[list[Part]] = [[] for _ in blocks]
-        self._outputs: dict[int, Tensor] = {}
-        self._seen = {tensor.untyped_storage()._cdata for tensor in standing}
-        self._outside_bytes = 0
-
-    def account(self) -> SavedAccount:
-        """Return what was noted."""
-        blocks = (self._account(parts, self._outputs[number]) for number, parts in enumerate(self._parts))
-        return SavedAccount(tuple(blocks), self._outside_bytes)
-
-    @staticmethod
-    def _account(parts: list[Part], output: Tensor) -> BlockAccount:
-        return BlockAccount(tuple(parts), tuple(output.shape), _name(output.dtype), output.untyped_storage().nbytes())
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follow the blocks' modules as they begin and end."""
-        handles: list[Any] = []
-        for number, block in enumerate(self._blocks):
-            for name, module in block.named_modules():
-                handles.append(module.register_forward_pre_hook(self._begin(number, name)))
-                handles.append(module.register_forward_hook(self._end(number, name)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _begin(self, number: int, name: str) -> Callable[..., None]:
-        return lambda *_: self._running.append((number, name))
-
-    def _end(self, number: int, name: str) -> Callable[..., None]:
-        def end(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-            self._running.pop()
-            if not name:
-                self._outputs[number] = output.detach()
-
-        return end
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Note a saved tensor, unless its storage is noted already."""
+    def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            if self._running:
-                number, name = self._running[-1]
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            if running:
+                number, name = running[-1]
                 part = Part(_maker(tensor), name, tuple(tensor.shape), _name(tensor.dtype), storage.nbytes())
-                self._parts[number].append(part)
+                parts[number].append(part)
             else:
-                self._outside_bytes += storage.nbytes()
+                outside.append(storage.nbytes())
         # Keep the storage, so that no other takes its address; but not the node, which would hold its results.
         return tensor.detach()
+
+    with ExitStack() as hooks:
+        for number, block in enumerate(blocks):
+            for name, part in block.named_modules():
+                hooks.enter_context(part.register_forward_pre_hook(partial(begin, (number, name))))
+                hooks.enter_context(part.register_forward_hook(partial(end, (number, name))))
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        forward()
+    accounts = [
+        BlockAccount(tuple(saved), tuple(output.shape), _name(output.dtype), output.untyped_storage().nbytes())
+        for saved, (_, output) in zip(parts, sorted(outputs.items()), strict=True)
+    ]
+    return SavedAccount(tuple(accounts), sum(outside))
 
 
 def _maker(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Allocations and frees in the order of eager execution, recorded without a GPU, and what forward leaves to backward.
+"""Allocations and frees in the order of eager execution, recorded without a GPU.
 
 A `Block` is a tensor's memory. It dies with its last holder: the Python variable or C++ frame that it was made for (one
 holder from birth), and each node of autograd's graph that saved it. Sizes are products of named lengths, as requested,
@@ -8,7 +8,7 @@ before the allocator rounds them: b batch, t context, d width, f inner width, h 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -157,88 +157,3 @@ def group(blocks: Iterable[Block]) -> tuple[Line, ...]:
     found = Counter((block.category, block.name, block.bytes) for block in blocks)
     lines = [Line(category, name, size * count, count) for (category, name, size), count in found.items()]
     return tuple(sorted(lines, key=lambda line: (-line.bytes, line.category, line.name)))
-
-
-@dataclass(frozen=True)
-class Norm:
-    """What the backward of RMSNorm needs."""
-
-    hidden: Block
-    scale: Block
-    scaled: Block
-
-
-@dataclass(frozen=True)
-class Linear:
-    """What the backward of a linear map needs: its input, and its weight if that is a cast copy.
-
-    ``is_cast``: the input was cast, so its gradient is cast back.
-    """
-
-    name: str
-    weight_shape: str
-    input: Block
-    weight: Block | None
-    is_cast: bool
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What the backward of attention needs."""
-
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
-    rotated_query: Block
-    rotated_key: Block
-    mask: Block
-    powers: Block
-    sums: Block
-    weights: Block
-    values: Block
-
-
-@dataclass(frozen=True)
-class Ffn:
-    """What the backward of SwiGLU needs."""
-
-    w1: Linear
-    w2: Linear
-    w3: Linear
-    gate: Block
-    sigmoid: Block
-    gated: Block
-    up: Block
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What the backward of one layer needs."""
-
-    attention_norm: Norm
-    attention: Attention
-    ffn_norm: Norm
-    ffn: Ffn
-
-
-@dataclass(frozen=True)
-class Group:
-    """The layers between two checkpoints, or one layer without checkpoints; ``input`` is what a checkpoint keeps.
-
-    ``layers`` returns what their backward needs. With a checkpoint it also records the second forward pass; call it
-    once.
-    """
-
-    layers: Callable[[], tuple[Layer, ...]]
-    input: Block | None = None
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What the forward pass left behind."""
-
-    groups: tuple[Group, ...]
-    norm: Norm
-    head: Linear
-    logits: Block
