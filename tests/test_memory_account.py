@@ -126,6 +126,37 @@ def test_state_made_on_first_use_is_no_leak_and_what_every_step_keeps_is_one(tmp
     assert "leak" in {warning.code for warning in result.warnings}
 
 
+def test_devices_share_one_clock_and_the_phases_of_their_process() -> None:
+    """torch notes a range only at the device that is current: here device 0, and device 1 starts 2 s later."""
+    first, second = Training(), Training()
+    for event in second.allocator.events:
+        event["time_us"] += 2_000_000
+    for mark in second.annotations:
+        mark["time_us"] += 2_000_000
+    data, other = first.snapshot(), second.snapshot()
+    for segment in other["segments"]:
+        segment["device"] = 1
+    data["segments"] += other["segments"]
+    data["device_traces"] += other["device_traces"]
+    data["external_annotations"] += other["external_annotations"]
+    opened = build_opened(data)
+    results = [opened.memory(device=device) for device in (0, 1)]
+    assert {phase.name for phase in results[1].phases} == {"forward", "backward", "optimizer"}
+    assert results[1].composition.phase == "backward"
+    times = [result.composition.time_us or 0 for result in results]
+    assert times[1] - times[0] == 2_000_000
+    assert {result.history.zero_us for result in results} == {first.allocator.events[0]["time_us"]}
+    assert opened.memory(device=1, at="2.0001s").composition.allocated_bytes
+    assert not opened.memory(device=1, at="1s").composition.allocated_bytes
+    bins = bin_history(opened.device(1))
+    assert int(bins.times_us[0]) == 2_000_000
+    assert min(shape.born_us or 0 for shape in bins.shapes) >= 2_000_000
+
+
+def build_opened(data: dict[str, Any]) -> OpenedSnapshot:
+    return OpenedSnapshot(build_snapshot(Path("two.pickle"), data))
+
+
 def suspects(tmp_path: Path, steps: int, lives: Callable[[int], int], record_at: int = 0) -> list[tuple[int, int]]:
     """Return (bytes, every how many steps) of the suspects; what step N remembers is freed after ``lives(N)`` steps."""
     training = Training(steps=0)

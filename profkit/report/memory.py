@@ -61,7 +61,7 @@ def build_memory_document(result: MemoryResult, *, top: int = TOP_STACKS, leaks:
     """
     parts: list[Table | Lines] = [Lines(head_lines(result), "head")]
     if result.oom is not None:
-        parts.append(_oom_lines(result.oom, result.history.start_us))
+        parts.append(_oom_lines(result.oom, result.history.zero_us))
     parts += [_category_table(result), _stack_table(result, top), _largest_table(result)]
     if leaks and result.leaks.steps:
         parts.append(_leak_table(result.leaks))
@@ -78,7 +78,7 @@ def head_lines(result: MemoryResult) -> list[str]:
     if history.start_us is not None:
         recorded += f" over {format_after(history.end_us, history.start_us)}"
     whole = "complete" if history.complete else "incomplete"
-    when = format_after(totals.peak_time_us, history.start_us)
+    when = format_after(totals.peak_time_us, history.zero_us)
     return [
         f"{PurePath(result.snapshot).name}, device {totals.device}: {recorded}, history {whole}",
         f"allocated  peak {format_exactly(totals.allocated_peak_bytes)}, {_proof(totals)}, at {when}",
@@ -108,7 +108,7 @@ def _moment(result: MemoryResult) -> str:
     at = result.composition
     what = "At the peak" if at.what == PEAK else f"At {at.what}"
     phase = f" in {at.phase}" if at.phase else ""
-    when = format_after(at.time_us, result.history.start_us)
+    when = format_after(at.time_us, result.history.zero_us)
     return f"{what}, {when}{phase}: {format_bytes(at.allocated_bytes)} allocated"
 
 
@@ -181,7 +181,7 @@ def _notes(result: MemoryResult) -> Iterator[str]:
         yield f"Before recording began PyTorch's own peak was {format_exactly(check.earlier_peak_bytes)}"
 
 
-def _oom_lines(oom: OomVerdict, start_us: int | None) -> Lines:
+def _oom_lines(oom: OomVerdict, zero_us: int) -> Lines:
     """Return the verdict on an out-of-memory error."""
     limit = "up to " if oom.is_limited else ""
     lines = [
@@ -204,7 +204,7 @@ def _oom_lines(oom: OomVerdict, start_us: int | None) -> Lines:
             f" {format_bytes(candidate.bytes)}{usable}{pinned}"
         )
     times = format_count(oom.count, "time")
-    return Lines(lines, title=f"Out of memory {times}, last at {format_after(oom.time_us, start_us)}:")
+    return Lines(lines, title=f"Out of memory {times}, last at {format_after(oom.time_us, zero_us)}:")
 
 
 def _leak_table(check: LeakCheck) -> Table:

@@ -168,7 +168,7 @@ def _phases(memory: DeviceMemory) -> list[dict[str, Any]]:
     found = []
     for phase in sorted(longest, key=lambda one: one.start_us):
         first, last = timeline.moments_of(phase)
-        start = int(timeline.times_us[0])
+        start = memory.device.zero_us
         times = {"start_us": phase.start_us - start, "end_us": phase.end_us - start}
         found.append({"name": phase.name, "first": first, "last": last, **times})
     return found

@@ -107,7 +107,7 @@ def _shade_phases(axes: Axes, memory: DeviceMemory, by_events: bool) -> None:
     timeline = memory.timeline
     if not timeline.phases:
         return
-    start = int(timeline.times_us[0])
+    start = memory.device.zero_us
     whole = len(timeline.times_us) if by_events else (int(timeline.times_us[-1]) - start) / 1e6
     for phase in timeline.phases:
         first, last = timeline.moments_of(phase)

@@ -125,6 +125,9 @@ class Device:
     segments: Segments
     blocks: Blocks
     annotations: tuple[Annotation, ...] = ()
+    """Of the whole process: one thread works for all devices, and torch notes each range at the current one alone."""
+    zero_us: int = 0
+    """The first event's time on any device of the snapshot, so that the moments of two devices can be compared."""
 
     @property
     def was_used(self) -> bool:

@@ -12,6 +12,7 @@ the last ends where the segment ends. A file in which they do not is damaged.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,15 @@ def _build(path: Path, data: Any) -> Snapshot:
     by_device = _read_segments(data["segments"])
     annotations = _read_annotations(data.get("external_annotations") or [])
     unknown: Counter[str] = Counter()
-    devices = []
+    devices: list[Device] = []
     for index in sorted({*by_device, *range(len(traces))}):
         events = _read_events(traces[index] if index < len(traces) else [], unknown)
         segments, blocks = by_device.get(index) or _tile([])
-        device = Device(index, events, segments, blocks, annotations.get(index, ()))
+        device = Device(index, events, segments, blocks, annotations)
         if device.was_used:
             devices.append(device)
+    starts = [int(one.events.time_us[0]) for one in devices if len(one.events) and one.events.has_times]
+    devices = [replace(one, zero_us=min(starts)) if one.events.has_times else one for one in devices]
     if not devices:
         raise SnapshotError(f"{path}: no device was used in this snapshot; was it dumped before any CUDA allocation?")
     return Snapshot(str(path), tuple(devices), _read_settings(data.get("allocator_settings")), dict(unknown))
@@ -142,22 +145,22 @@ def _bounded(column: Ints, what: str) -> Ints:
     return column
 
 
-def _read_annotations(entries: list[dict[str, Any]]) -> dict[int, tuple[Annotation, ...]]:
-    """Pair the START and END marks of ``record_function`` ranges, per device and name, innermost first."""
-    found: dict[int, list[Annotation]] = {}
-    is_open: dict[tuple[int, str], list[int]] = {}
+def _read_annotations(entries: list[dict[str, Any]]) -> tuple[Annotation, ...]:
+    """Pair the START and END marks of ``record_function`` ranges by name, innermost first.
+
+    The device of a mark is the current one, which may be another when the range ends.
+    """
+    found: list[Annotation] = []
+    is_open: dict[str, list[int]] = {}
     for entry in sorted(entries, key=itemgetter("time_us")):
-        device, name, time_us = int(entry.get("device", 0)), str(entry["name"]), int(entry["time_us"])
+        name, time_us = str(entry["name"]), int(entry["time_us"])
         if entry["stage"] == "START":
-            is_open.setdefault((device, name), []).append(time_us)
-        elif starts := is_open.get((device, name)):
-            found.setdefault(device, []).append(Annotation(name, starts.pop(), time_us))
-    for (device, name), starts in is_open.items():
-        found.setdefault(device, []).extend(Annotation(name, start, None) for start in starts)
-    return {
-        device: tuple(sorted(ranges, key=lambda one: (one.start_us, -(one.end_us or _LARGEST))))
-        for device, ranges in found.items()
-    }
+            is_open.setdefault(name, []).append(time_us)
+        elif starts := is_open.get(name):
+            found.append(Annotation(name, starts.pop(), time_us))
+    for name, starts in is_open.items():
+        found += [Annotation(name, start, None) for start in starts]
+    return tuple(sorted(found, key=lambda one: (one.start_us, -(one.end_us or _LARGEST))))
 
 
 def _read_segments(entries: list[dict[str, Any]]) -> dict[int, tuple[Segments, Blocks]]:

@@ -60,7 +60,7 @@ class Bins:
 
     moments: Ints
     times_us: Ints
-    """When the moments were, since the first event; the event's number if the file records no times."""
+    """When the moments were, since the first event on any device; the event's number if the file records no times."""
     has_times: bool
     allocated: Ints
     lowest: Ints
@@ -82,7 +82,7 @@ def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: i
     edges = np.unique(np.linspace(0, len(allocated), min(bin_count, len(allocated)) + 1).astype(np.int64))
     moments = _highest(allocated, edges)
     known = memory.timeline.times_us
-    times = known[np.maximum(moments - 1, 0)] - known[0] if len(known) else moments
+    times = known[np.maximum(moments - 1, 0)] - memory.device.zero_us if len(known) else moments
     grouping = _Grouping(memory, moments, wanted or Filter())
     peak = int(np.argmax(allocated[moments]))
     return Bins(
@@ -165,7 +165,7 @@ class _Grouping:
         replay, times = self._memory.history.replay, self._memory.timeline.times_us
         claim, facts = self._claims[row], self._memory.stacks.of(row)
         birth, freed = int(replay.birth[row]), int(replay.freed[row])
-        has_times = self._memory.device.events.has_times
+        has_times, zero = self._memory.device.events.has_times, self._memory.device.zero_us
         is_freed = freed < replay.event_count
         return Shape(
             bytes=int(replay.size_bytes[row]),
@@ -177,8 +177,8 @@ class _Grouping:
             owner=claim.owner,
             label=facts.label,
             stack=facts.user_first,
-            born_us=int(times[birth] - times[0]) if birth >= 0 and has_times else None,
-            freed_us=int(times[freed] - times[0]) if is_freed and has_times else None,
+            born_us=int(times[birth] - zero) if birth >= 0 and has_times else None,
+            freed_us=int(times[freed] - zero) if is_freed and has_times else None,
             born_event=birth,
             freed_event=freed if is_freed else None,
         )

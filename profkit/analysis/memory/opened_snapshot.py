@@ -76,7 +76,7 @@ class OpenedSnapshot:
 
         Args:
             at: ``peak``; ``phase:NAME`` for the peak within a phase; or a time: ``1.5s`` or ``300ms`` after the first
-                event, or microseconds since the epoch.
+                event on any device, or microseconds since the epoch.
             device: the device's index; by default the one with the highest peak.
             stack: show only allocations with this text in their stack or owner.
             min_bytes: show only allocations of at least this size.
@@ -125,7 +125,7 @@ def find_moment(memory: DeviceMemory, at: str) -> int:
         )
     if history.time_us(1) is None:
         raise SnapshotError(f"moment {at!r}: the snapshot records no times; only peak is possible")
-    first = int(memory.timeline.times_us[0])
+    first = memory.device.zero_us
     unit = match["unit"]
     value = float(match["value"]) * _UNITS[unit] + first if unit else float(match["value"])
     if not unit and value < first:

@@ -60,6 +60,8 @@ class HistoryFacts:
     start_reserved_bytes: int
     start_us: int | None
     end_us: int | None
+    zero_us: int
+    """The first event on any device: moments are printed as times since then."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ def describe_history(history: History) -> HistoryFacts:
         start_reserved_bytes=replay.start_reserved_bytes,
         start_us=history.time_us(1) if len(events) else None,
         end_us=history.time_us(len(events)) if len(events) else None,
+        zero_us=history.device.zero_us,
     )
 
 
