@@ -90,7 +90,9 @@ def replay_history(device: Device, settings: Settings) -> History:
     """Replay a device, check the replay against the state at the dump, and draw its curves.
 
     A program can change the settings while it runs, and the snapshot holds only the last ones. Where the history
-    contradicts these, it is replayed once more without relying on them.
+    contradicts these, it is replayed once more without relying on them. It nearly always does if
+    ``expandable_segments`` changed; a change of ``max_split_size_mb`` shows only if memory was used that the last limit
+    would not have split off, and the rest of such a block can else be counted wrongly.
     """
     replay = replay_device(device, settings)
     contradictions = _find_contradictions(device, settings, replay)

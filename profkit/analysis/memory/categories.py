@@ -13,6 +13,7 @@ has no Python frames: where the history has stacks and no phases, an alloc witho
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, repeat
@@ -44,7 +45,7 @@ EVIDENCE = ("identity", "metadata", "stack", "lifetime", "none")
 
 # The default workspaces of cuBLAS, in bytes requested: 32 MiB (Hopper and later) and 4096 KiB × 2 + 16 KiB × 8 (before)
 # (aten/src/ATen/cuda/CublasHandlePool.cpp). cuBLASLt's 1 MiB is too common a size to guess from.
-_WORKSPACE_BYTES = frozenset({2**25, (4096 * 2 + 16 * 8) * 1024})
+_WORKSPACE_BYTES = (2**25, (4096 * 2 + 16 * 8) * 1024)
 
 # Roles whose name belongs to one tensor; a saved tensor has its module's name, and a module saves several.
 _OF_ONE_TENSOR = frozenset({"parameter", "gradient", "optimizer_state", "buffer", "input"})
@@ -127,12 +128,10 @@ class Classifier:
         A library asks for cuBLAS's workspace once, on the first use of a stream. What the same lines ask for a second
         time is no workspace.
         """
-        requested = self._history.replay.requested_bytes
-        size = int(requested[row])
-        if size in _WORKSPACE_BYTES and _is_in_library(stack):
-            alike = np.flatnonzero(requested == size).tolist()
-            if [other for other in alike if self._stacks.of(other) is stack] == [row]:
-                return "workspace"
+        size = int(self._history.replay.requested_bytes[row])
+        asked_for = self._workspace_requests.get((size, self._stacks.number_of(row)))
+        if asked_for == 1 and _is_in_library(stack):
+            return "workspace"
         return _category_by(_LIKELY_SIGNS, stack)
 
     def _category_of_forward(self, birth: int, freed: int, is_kept: bool, stack: StackFacts) -> str | None:
@@ -153,6 +152,13 @@ class Classifier:
     def _next_backward(self, event: int) -> int:
         at = int(np.searchsorted(self._backward_events, event))
         return int(self._backward_events[at]) if at < len(self._backward_events) else self._history.replay.event_count
+
+    @cached_property
+    def _workspace_requests(self) -> Counter[tuple[int, int]]:
+        """How often each stack (its number) asked for as many bytes as a workspace has."""
+        requested = self._history.replay.requested_bytes
+        rows = np.flatnonzero(np.isin(requested, _WORKSPACE_BYTES))
+        return Counter((int(requested[row]), self._stacks.number_of(row)) for row in rows.tolist())
 
     @cached_property
     def _has_modules(self) -> bool:
