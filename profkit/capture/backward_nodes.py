@@ -20,7 +20,7 @@ _NESTING = 4
 
 
 def mark_nodes(value: Any, call: Call | None, entered: Callable[[Call | None], None]) -> None:
-    """Have ``entered(call)`` run before the backward of each node that made a tensor in ``value``.
+    """Call ``entered(call)`` before the backward of each node that made a tensor in ``value``.
 
     A node keeps the first call that it is marked with: the innermost one in whose forward it was made, because
     what a module returns is seen as its output before it is seen as the output of the module around it, or as the
@@ -34,7 +34,7 @@ def mark_nodes(value: Any, call: Call | None, entered: Callable[[Call | None], N
 def mark_keywords(value: Any, call: Call, entered: Callable[[Call | None], None]) -> None:
     """Mark the nodes of ``call``'s keyword arguments, which torch shows when the call has been made, not before.
 
-    What they have been marked with within the call meanwhile does not stand: they were made before it.
+    Marks that they got during the call are replaced: these nodes were made before it.
     """
     for node in _nodes(value, _NESTING):
         mark = node.metadata.get(_MARK)
@@ -75,10 +75,10 @@ def _nodes(value: Any, nesting: int) -> Iterator[Any]:
 
 
 def running_graph() -> int:
-    """Return the number of the backward pass that this thread is at work for, -1 if none."""
+    """Return the number of the backward pass that this thread runs, -1 if none."""
     return int(torch._C._current_graph_task_id())
 
 
 def at_graph_end(callback: Callable[[], None]) -> None:
-    """Have ``callback`` run when the backward pass that is running now has been gone through."""
+    """Call ``callback`` when the current backward pass ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

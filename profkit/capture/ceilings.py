@@ -45,7 +45,7 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 
 def _dtypes(device: torch.device) -> list[str]:
-    """Return the types that the device multiplies by itself; what it lacks would be worked out in another."""
+    """Return the types that the device multiplies natively; others would be computed in a different type."""
     if device.type != "cuda":
         return ["fp32", "bf16"]
     if torch.cuda.get_device_capability(device)[0] < _AMPERE:
@@ -139,7 +139,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 def _clocks(uuid: str | None, device: torch.device) -> tuple[int | None, int | None]:
-    """Return the SMs' clock while products run and the highest that they may have, in MHz; None where none tells."""
+    """Return the SMs' clock while products run and the highest that they may have, in MHz; None if unknown."""
     tool = shutil.which("nvidia-smi")
     if tool is None or uuid is None:
         return None, None

@@ -63,7 +63,7 @@ def read_counters() -> dict[str, int]:
 
 
 def count_compiled_graphs() -> int:
-    """Return how many graphs Dynamo has handed to a compiler in this process; it is not loaded to be asked."""
+    """Return how many graphs Dynamo has handed to a compiler in this process, without loading it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters.get("stats", {}).get("unique_graphs", 0))
 
@@ -99,7 +99,7 @@ def _compiled() -> Compiled | None:
 
 
 def _gpu_uuid() -> str | None:
-    """Return the current GPU's UUID as nvidia-smi writes it; torch tells it since 2.5."""
+    """Return the current GPU's UUID as nvidia-smi writes it; torch reports it since 2.5."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)

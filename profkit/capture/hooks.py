@@ -42,7 +42,7 @@ _KEYWORDS = {"with_kwargs": True} if "with_kwargs" in signature(register_module_
 
 
 class StepListener(Protocol):
-    """Learns of the steps' boundaries; it may switch the ranges on and off there."""
+    """Is called at each step's boundary; it may switch the ranges on and off there."""
 
     def boundary(self, number: int) -> None:
         """Step ``number`` is about to begin; the one before it, if there was one, has ended."""
@@ -58,16 +58,16 @@ class Watcher:
         """An outermost module call begins; in a backward pass there is none."""
 
     def call_ends(self, keywords: Any) -> None:
-        """An outermost module call has come to its end, or raised."""
+        """An outermost module call has ended, or raised."""
 
     def backward_begins(self, tensors: Any) -> None:
         """The backward pass of ``tensors`` begins on this thread; this and what follows only while ranges are open."""
 
     def backward_enters(self, name: str | None) -> None:
-        """On this thread the backward work of the module of this range begins; None: work outside every module."""
+        """The backward work of this range's module begins on this thread; None: work outside every module."""
 
     def backward_ends(self) -> None:
-        """A backward pass has been gone through, or raised."""
+        """A backward pass has ended, or raised."""
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's step begins."""
@@ -77,7 +77,7 @@ class Watcher:
 
 
 def _harmless(method: Method) -> Method:
-    """Do nothing while Dynamo traces; let what fails end the hooks, and never reach the script."""
+    """Do nothing while Dynamo traces; a failure ends the hooks and never reaches the script."""
 
     @functools.wraps(method)
     def guarded(self: Hooks, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +161,7 @@ class Hooks(RangeObserver):
 
     @property
     def counts_calls(self) -> bool:
-        """Whether a step is an outermost module call: no optimizer has made one."""
+        """Whether outermost module calls are the steps, because no optimizer has made a step."""
         return self._counting_optimizer is None
 
     def _hook_forward(self) -> None:

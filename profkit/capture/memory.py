@@ -47,7 +47,7 @@ _RECORDS = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
 
 
 def _harmless(method: Method) -> Method:
-    """Do nothing while nothing is recorded; let what fails end the recording, and never reach the script."""
+    """Do nothing while nothing is recorded; a failure ends the recording and never reaches the script."""
 
     @functools.wraps(method)
     def guarded(self: MemoryRecording, *args: Any) -> None:
@@ -89,18 +89,18 @@ class MemoryRecording(Watcher):
         torch.cuda._lazy_call(self._begin)
 
     def finish(self) -> None:
-        """Write the snapshot, unless that of an allocation that failed in this very step is there; record no more."""
+        """Write the snapshot, unless an allocation that failed in this step already wrote it, and stop recording."""
         if not self._is_full:
             self._take("dump")
         self._stop()
 
     def forget(self) -> None:
-        """Do nothing more in this process: it is a forked copy, and the files are the other one's."""
+        """Do nothing more in this process: it is a forked copy, and the files belong to its parent."""
         self._is_over = True
         self.owners = None
 
     def give_up(self, error: Exception) -> None:
-        """Record no more because of ``error``; what is half written goes."""
+        """Stop recording because of ``error``, and delete unfinished files."""
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         self._failure = next(iter(said.strip().splitlines()), "") or type(error).__name__
         self._stop()
@@ -108,7 +108,7 @@ class MemoryRecording(Watcher):
             _partial(path).unlink(missing_ok=True)
 
     def result(self) -> ProcessMemory | None:
-        """Return what the launcher is to know; None if this process never used CUDA."""
+        """Return what the launcher needs to know; None if this process never used CUDA."""
         if self._files is None and self._failure is None:
             return None
         is_there = self._files is not None and self._files[0].exists()
@@ -199,7 +199,7 @@ class MemoryRecording(Watcher):
         self.owners = OwnerLedger(_partial(self._files[1]), None, now_us(), None)
 
     def _tell_before(self, name: str, tell: Callable[[], None]) -> None:
-        """Have ``tell`` run before each of the script's calls of a function of torch's."""
+        """Call ``tell`` before each call that the script makes of a function of torch."""
         function = getattr(torch._C, name, None)
         if function is None:
             return
@@ -233,7 +233,7 @@ class MemoryRecording(Watcher):
 
     @_harmless
     def _when_full(self, device: int) -> None:
-        """An allocation fails; the script may catch that and go on."""
+        """Handle a failed allocation; the script may catch the error and go on."""
         assert self.owners is not None
         # Other devices' gradients may be changing on other threads.
         parameters = self._roots.parameter_names().items()
@@ -296,13 +296,13 @@ def switch_on(stacks: str, max_entries: int) -> None:
 
 
 def switch_off() -> None:
-    """End the recording; what it holds is gone."""
+    """End the recording and discard what it holds."""
     record_in_torch(False)
     torch.cuda.memory._record_memory_history(None)
 
 
 def call_when_full(full: Callable[[int], None]) -> None:
-    """Have ``full(device)`` run when an allocation fails, for as long as the process lives.
+    """Call ``full(device)`` whenever an allocation fails, until the process ends.
 
     The failing allocation is still on the stack then: what filled the memory is all there.
     """
@@ -316,7 +316,7 @@ def dump(path: Path) -> None:
 
 
 def knows_owners() -> bool:
-    """Return whether this torch can write a text beside each allocation."""
+    """Return whether this torch can store a text with each allocation."""
     return hasattr(torch.cuda.memory, "_get_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
 
 

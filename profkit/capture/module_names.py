@@ -18,7 +18,7 @@ _WRAPPERS = {
 
 
 def unwrap(root: nn.Module) -> nn.Module:
-    """Return the model that ``root`` passes its calls on to, itself if it is no wrapper."""
+    """Return the model that the wrapper ``root`` calls, or ``root`` itself if it is not a wrapper."""
     while type(root).__name__ in _WRAPPERS:
         held = getattr(root, _WRAPPERS[type(root).__name__], None)
         if not isinstance(held, nn.Module):  # somebody's own class by that name
@@ -39,7 +39,7 @@ class ModuleNames:
         self._names: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 
     def name_root(self, root: nn.Module, name: str = ROOT) -> None:
-        """Take ``root`` as an outermost module and call it ``name``, unless it has a name already."""
+        """Register ``root`` as an outermost module named ``name``, unless it already has a name."""
         if root in self._names:
             return
         for path, module in unwrap(root).named_modules():

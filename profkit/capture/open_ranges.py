@@ -26,7 +26,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An open range: ``key`` says whose; ``call`` is set where it belongs to a call's forward or backward."""
+    """An open range: ``key`` says who opened it; ``call`` is set where it belongs to a call's forward or backward."""
 
     key: object
     name: str | None
@@ -61,13 +61,13 @@ class OpenRanges(threading.local):
         self._entries.append(entry)
 
     def note_opening(self, name: str) -> bool:
-        """Take note of a range that opens on this thread; return whether it is the script's own."""
+        """Note a range that opens on this thread; return whether it is the script's own."""
         if not self._is_ours:
             self._entries.append(_Entry(_SCRIPTS, name))
         return not self._is_ours
 
     def note_closed(self) -> str | None:
-        """Take note that a range has closed on this thread; return its name if it is the script's own."""
+        """Note that a range has closed on this thread; return its name if it is the script's own."""
         if self._is_ours:
             return None
         for index in range(len(self._entries) - 1, -1, -1):
@@ -114,7 +114,7 @@ class OpenRanges(threading.local):
         return None
 
     def enter_backward_of(self, call: Call | None) -> None:
-        """Have exactly the backward ranges of ``call`` and the calls around it open above what else is open here."""
+        """Open exactly the backward ranges of ``call`` and the calls around it, above everything else that is open."""
         wanted: list[Call] = []
         while call is not None:
             wanted.append(call)
@@ -131,7 +131,7 @@ class OpenRanges(threading.local):
             self.open(_BACKWARD_OF_CALL, one.name, one)
 
     def leave_backward(self) -> None:
-        """Close the backward ranges above what else is open here: a graph has been run through."""
+        """Close the backward ranges above everything else that is open here: the backward pass has ended."""
         self._close_down_to(self._base())
 
     def _base(self) -> int:

@@ -52,7 +52,7 @@ UNREAD = {
     "randn_like": ("self",),
     "zeros_like": ("self",),
 }
-"""Arguments of which they take the shape alone."""
+"""Arguments that matter only by their shape."""
 
 LOOKED_UP = {
     "embedding": ("weight", None),

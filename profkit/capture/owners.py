@@ -1,5 +1,5 @@
-"""The ledger of owners, written while a memory history is recorded: whose storage lies where, and what the allocator
-says of itself at every step. Its format is set down in `profkit.run.owners`, which reads it."""
+"""The ledger of owners, written while a memory history is recorded: which tensor is at which address, and what the
+allocator reports at every step. Its format is set down in `profkit.run.owners`, which reads it."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def when_saved(note: Callable[[Tensor], None]) -> AbstractContextManager[Any]:
-    """Return a context in which ``note`` is told of every tensor that autograd saves for backward."""
+    """Return a context in which ``note`` is called with every tensor that autograd saves for backward."""
 
     def pack(tensor: Tensor) -> Tensor:
         note(tensor)

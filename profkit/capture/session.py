@@ -47,7 +47,7 @@ _CONTEXT = re.compile(rf"{CONTEXT} (\d+)")
 
 
 def attach() -> None:
-    """Do in this process what the environment asks for."""
+    """Start in this process what the environment asks for."""
     session = Session(Order.from_environment(os.environ))
     session.begin()
     atexit.register(session.end)
@@ -131,7 +131,7 @@ class Session:
             self.boundary(0)
 
     def hooks_failed(self, error: Exception) -> None:
-        """Keep why the hooks ended."""
+        """Note why the hooks ended."""
         self._failure = f"profkit's hooks failed ({type(error).__name__}: {error})"
 
     def end(self) -> None:
@@ -165,7 +165,7 @@ class Session:
         self.hooks.clock.stop()
 
     def begin_counting(self) -> None:
-        """Count the work of what runs now; of several ranks one speaks for all."""
+        """Count the work that runs from now on; with several ranks only one of them counts."""
         if not self.order.flops or self._rank:
             return
         from profkit.capture.work_counter import WorkCounter  # it loads more of torch

@@ -33,11 +33,11 @@ class PhaseClock:
         self._spans: list[tuple[str, Any, Any]] = []
 
     def start(self) -> None:
-        """Time from now on."""
+        """Start timing."""
         self._thread = threading.get_ident()
 
     def stop(self) -> None:
-        """Time no more."""
+        """Stop timing."""
         self._thread = None
 
     def begin(self, phase: str) -> None:
@@ -113,7 +113,7 @@ class StepCollector:
         self._before = read_counters()
 
     def end(self) -> None:
-        """End the part that was begun, if one was."""
+        """End the current part, if there is one."""
         if self._part is not None:
             self.during[self._part] = counted_since(self._before)
             self._part = None

@@ -67,7 +67,7 @@ class _Operator:
 
     @property
     def unread(self) -> set[str]:
-        """The names of the arguments whose values play no part."""
+        """The names of the arguments with values that do not matter."""
         # Results that are given to be filled are called out by their overload.
         fills = self.name in OVERWRITING or "out" in str(getattr(self.func, "_overloadname", ""))
         return {*UNREAD.get(self.name, ()), *(self.written if fills else ())}

@@ -64,7 +64,7 @@ class _Contexts(click.ParamType):  # type: ignore[type-arg]  # generic in some v
 
 
 def recorder_options(command: Command) -> Command:
-    """Add the choice of recorder, and what nsys is to do."""
+    """Add the choice of recorder and the options of nsys."""
     return _with(
         command,
         click.option(
@@ -213,7 +213,7 @@ def hook_options(command: Command) -> Command:
 
 
 def command_options(command: Command) -> Command:
-    """Add what only makes sense for a command, which goes its own way."""
+    """Add the options that only make sense for a command."""
     return _with(
         command,
         click.option(
@@ -242,13 +242,13 @@ def refuse_options_of_other_kinds(kind: Kind) -> None:
 
 
 def _given_name(parameter: click.Parameter, ctx: click.Context) -> str:
-    """Return the name of an option as it was given: of a pair the one that says no if it was that."""
+    """Return the name of an option as it was given; of an on/off pair, the one that was used."""
     said_no = parameter.secondary_opts and ctx.params[parameter.name or ""] is False
     return (parameter.secondary_opts if said_no else parameter.opts)[0]
 
 
 def require_nsys(traces: str, graph_trace: GraphTrace, nsys_args: str, keep_report: bool) -> Nsys:
-    """Return the nsys to record with, which knows what it is to do.
+    """Return the nsys to record with, and its options.
 
     Raises:
         ToolError: there is no nsys.

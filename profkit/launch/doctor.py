@@ -151,7 +151,7 @@ def _origin(machine: Machine, path: Path) -> str:
 
 
 def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) -> Check:
-    """Say whether nsys knows the driver's CUDA: the newest CUPTI beside it must be of the driver's CUDA major version.
+    """Say whether nsys knows the driver's CUDA: the newest CUPTI next to it must be of the driver's CUDA major version.
 
     nsys loads the libcupti.so.X.Y in its own folder; X.Y is the CUDA version that it was made for. With an older major
     version kernels go missing without an error: nsys 2023.4.4 (CUPTI 12.4) under driver 580 (CUDA 13.0) kept 6 % of a

@@ -131,7 +131,7 @@ def parse_abilities(text: str) -> Abilities:
 
 
 def check_abilities(options: NsysOptions, abilities: Abilities, version: str) -> None:
-    """Raise `UsageError` if an nsys of these abilities and this version does not know what is asked of it."""
+    """Raise `UsageError` if an nsys of these abilities and this version does not support what is asked."""
     unknown = [trace for trace in options.traces if abilities.traces and trace not in abilities.traces]
     if unknown:
         names = ", ".join(sorted(abilities.traces - {"none"}))
@@ -157,7 +157,7 @@ _PLACES = (
 class Nsys:
     """An nsys that starts: where it is, its version in its own words (``2023.4.4.54-234433681190v0``), its use.
 
-    ``abilities`` are what it knows, ``options`` what it is to do.
+    ``abilities`` say what it can do, ``options`` what to record.
     """
 
     path: Path

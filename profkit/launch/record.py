@@ -46,7 +46,7 @@ _DOING = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run that came to its end: where it is, the target's own exit status, and what was recorded of it.
+    """A finished run: its directory, the target's exit status, and what was recorded.
 
     ``reason`` says why what was asked for last was not recorded, None if it was. ``has_kernels`` is False where the
     recorder sees none: Nsight Systems without CUDA.
@@ -279,7 +279,7 @@ _NO_RANGES = "compiled code carries no ranges: the phases are there, layers and 
 
 
 def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
-    """Mark a run that did not come to its end."""
+    """Mark a run that did not finish."""
     interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
     reason = "interrupted" if interrupted else str(error)
     manifest = replace(manifest, status="failed", reason=reason, finished_utc=utc_now())

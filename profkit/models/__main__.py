@@ -32,7 +32,7 @@ _GPU_FAILURE = re.compile(r"CUDA (?:driver )?error: [^\n]+|GPU is lost|unspecifi
 
 
 class GpuFailedError(RunError):
-    """The GPU is lost, or a kernel failed on it: nothing more can be asked of it."""
+    """The GPU is lost, or a kernel failed on it: it cannot be used again in this process."""
 
 
 def train(options: TrainingOptions) -> None:

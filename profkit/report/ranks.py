@@ -22,7 +22,7 @@ def are_compared(result: KernelsResult) -> bool:
 
 
 def rank_table(result: KernelsResult, steps: int | None) -> Table:
-    """Return one line a rank, per step if ``steps`` is given."""
+    """Return one line per rank; times are per step if ``steps`` is given."""
     on_gpu = result.measure == "gpu-kernel"
     columns = (
         Column("rank", "rank", _PLAIN),

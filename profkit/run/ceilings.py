@@ -16,7 +16,7 @@ VERSION = 1
 @dataclass(frozen=True)
 class MeasuredDevice:
     """What was measured. ``clock_mhz`` is the SMs' clock seen under load and ``clock_max_mhz`` what the device allows;
-    None where it does not tell."""
+    None where the device does not report it."""
 
     name: str
     uuid: str | None = None

@@ -56,7 +56,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a process multiplied matrices, what it compiled, and on which GPU it ran; None where torch did not tell."""
+    """How a process multiplied matrices, what it compiled, and on which GPU it ran; None if unknown."""
 
     float32_matmul_precision: str | None = None
     cuda_matmul_allow_tf32: bool | None = None

@@ -1,4 +1,4 @@
-"""``ledger.jsonl``: whose memory it was, written down beside a snapshot while the allocator was recorded.
+"""``ledger.jsonl``: which tensor each allocation held, written next to a snapshot while the allocator was recorded.
 
 The allocator knows addresses, the program knows names. While it records, profkit writes down whose storage lies where
 (`Owned`), what the allocator says of itself (`Figures`) and when steps began and ended (`Step`). One JSON object a

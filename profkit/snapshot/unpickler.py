@@ -116,7 +116,7 @@ def _load(file: IO[bytes], is_gzip: bool) -> Any:
 def collector_off() -> Iterator[None]:
     """Switch cyclic garbage collection off within this block.
 
-    A snapshot is hundreds of thousands of containers and no garbage: each collection would walk all of them.
+    A snapshot consists of hundreds of thousands of containers and no garbage; each collection would walk them all.
     """
     was_on = gc.isenabled()
     gc.disable()

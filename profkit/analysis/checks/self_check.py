@@ -279,7 +279,7 @@ def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
 
 
 def _check_idle_instances(attribution: Attribution) -> list[Finding]:
-    """Find names of which some instances launched work and others, of other steps, made not one CUDA call.
+    """Find range names where some instances launched work and the same ones in other steps made no CUDA call.
 
     A whole capture may have such names too (a branch not taken); in a thin capture it means loss.
     """

@@ -1,4 +1,4 @@
-"""Whose memory an allocation is, where a run recorded it: the owners' file, or metadata on the event.
+"""Which tensor an allocation belongs to, if a run recorded it: the owners' file, or metadata on the event.
 
 The owners' file (`profkit.run.owners`) names storages by address and time. An entry names an allocation that began at
 its address, has its requested size, and was alive at its time; clocks may differ by `_CLOCK_SLACK_US`. It also holds

@@ -16,7 +16,7 @@ from profkit.findings import Finding
 from profkit.snapshot.columns import Snapshot
 
 _MANY_UNKNOWN = 0.05
-"""The share of the bytes from which on a reader is told that their purpose is unknown."""
+"""If the purpose of more than this share of the bytes is unknown, a warning says so."""
 
 
 @dataclass(frozen=True)
