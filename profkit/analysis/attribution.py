@@ -395,7 +395,7 @@ def warn_of_placement(attribution: Attribution) -> list[Finding]:
 
 
 def _refuse_impossible_times(trace: Trace) -> None:
-    """Raise where a time, or a sum of durations, exceeds `NEVER`: a damaged value, and sums of 64 bits would wrap."""
+    """Raise if a time, or a sum of durations, exceeds `NEVER`: the value is damaged, and 64-bit sums would wrap."""
     for table in (trace.work, trace.copies, trace.ranges, trace.calls):
         if not len(table):
             continue

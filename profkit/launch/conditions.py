@@ -39,7 +39,7 @@ _COUNTED = {
 
 
 def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[str]:
-    """Return what is odd about the times of ``steps``.
+    """Return warnings about the times of ``steps``.
 
     Args:
         steps: each step's ``<phase>_ns`` and ``step_ns``; with several contexts also its ``context``.
@@ -55,7 +55,7 @@ def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[s
 
 
 def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
-    """Say if steps took less time while they were recorded, by their medians: that shows what the others suffered."""
+    """Warn if steps took less time while they were recorded, by their medians: then the others were disturbed."""
     found = []
     for context in dict.fromkeys(step.get("context") for step in steps):
         alone, with_it = (
@@ -73,7 +73,7 @@ def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
 
 
 def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
-    """Return what happened within the steps called ``where`` that does not belong into a measurement."""
+    """Return warnings about events within the steps called ``where`` that spoil a measurement."""
     found = []
     for name, (one, many, advice) in _COUNTED.items():
         count = during.get(name, 0)
@@ -85,7 +85,7 @@ def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
 def _warn_of_first(steps: Steps, where: str) -> list[str]:
     """Say if the first steps stand out: longer than the median of the later half by a fifth and by five of its MADs.
 
-    And longer than each step of that half: times that come in two kinds are no warm-up.
+    And longer than each step of that half: times that alternate between two values are not a warm-up.
     """
     times = [step["step_ns"] for step in steps]
     if len(times) < _FEWEST_TO_TELL_FIRST:
@@ -114,7 +114,7 @@ def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
 
 
 def _warn_of_others(first: Gpu, last: Gpu) -> str | None:
-    """Say that other compute processes are on the GPU: before the run and after it none is the run's own."""
+    """Say that other processes use the GPU: before and after the run, no process on it is the run's own."""
     count = max(first.process_count or 0, last.process_count or 0)
     held = max(first.process_bytes or 0, last.process_bytes or 0)
     if not count:
@@ -174,7 +174,7 @@ class GpuWatch:
     """The state of the GPUs from when this is made to when `close` is called.
 
     Args:
-        environment: that of the run's processes.
+        environment: the environment of the run's processes.
         read: returns the GPUs' state now.
     """
 
@@ -208,7 +208,7 @@ class GpuWatch:
 
 
 def warn_of_run(manifest: Manifest) -> list[str]:
-    """Return what makes the times in a run's manifest doubtful."""
+    """Return warnings about the times in a run's manifest."""
     found = []
     profiled = manifest.profiled or Samples()
     for timed, where in ((manifest.clean, "unprofiled"), (manifest.attached, "unrecorded")):

@@ -1,7 +1,7 @@
-"""What this machine can record, and what to do where it cannot: each check a pure function of a `Machine`.
+"""What this machine can record, and how to fix what it cannot: each check a pure function of a `Machine`.
 
-torch is looked at from outside (its metadata and the text of torch/version.py), for importing it costs seconds and may
-start CUDA.
+torch is looked at from outside (its metadata and the text of torch/version.py), because importing it takes seconds
+and may start CUDA.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _checks_of(machine: Machine, nsys: Nsys, driver: str | None) -> list[Check]:
 
 
 def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Check:
-    """Say which nsys is used, where it came from, and which others lie here."""
+    """Say which nsys is used, where it came from, and which others are installed."""
     if nsys is None:
         install = "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS; torch.profiler works without it"
         return Check("nsys", "warning", "not found on PATH, in $NSYS or in the usual places", install)

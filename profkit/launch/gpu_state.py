@@ -67,7 +67,7 @@ def read_gpu_state(nvml: Any = None) -> GpuState:
 
 
 class _Device:
-    """One GPU; what it, its driver or the container does not tell is None."""
+    """One GPU; a figure that it, its driver or the container does not report is None."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml

@@ -77,7 +77,7 @@ def how_to_install(missing: Sequence[str]) -> str:
 def missing_libraries(listing: str, is_here: Callable[[str], bool]) -> list[str]:
     """Return the libraries that the dynamic loader's listing (what ldd prints) says it did not find.
 
-    The loader cannot look into a library that is missing; what that one needs and is not here either is added.
+    The loader cannot look into a library that is missing; what that one needs and lacks is added.
     """
     missing = list(dict.fromkeys(re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE)))
     needed = [inner for library in missing for inner in _NEEDED_BY.get(library, ()) if inner not in missing]

@@ -42,12 +42,12 @@ def begin_manifest(target: Target, nsys: Nsys | None, command: list[str]) -> Man
 
 
 def utc_now() -> str:
-    """Return the time as the manifest has it: ISO 8601, to the second."""
+    """Return the current time as the manifest writes it: ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version as its kernel module tells it, None where there is none."""
+    """Return the NVIDIA driver's version as its kernel module reports it, None if there is no driver."""
     try:
         text = _DRIVER.read_text()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Nsight Systems from outside: where it is, what it knows, and how it is called; all but finding it is pure."""
+"""Nsight Systems from outside: where it is, what it can do, and how to call it; all but finding it is pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _HAS_AN_OPTION = {"--trace", "--cuda-graph-trace"}
 
 @dataclass(frozen=True)
 class Abilities:
-    """The options and the values of ``--trace`` that an nsys knows, by its own help; empty where it does not say."""
+    """The options and the values of ``--trace`` that an nsys knows, by its own help; empty if the help lists none."""
 
     options: frozenset[str] = field(default=frozenset())
     traces: frozenset[str] = field(default=frozenset())
@@ -55,7 +55,7 @@ class Abilities:
 
 @dataclass(frozen=True)
 class NsysOptions:
-    """What nsys records beside profkit's own wishes.
+    """What nsys records, in addition to what profkit itself needs.
 
     ``traces`` are the APIs; ``cuda_graph_trace`` says whether a CUDA graph's kernels are traced one by one or the graph
     as one; ``extra`` are further flags of nsys'; ``keep_report`` False deletes the report once it has been exported.
@@ -115,7 +115,7 @@ def _own_option(name: str) -> str | None:
 
 
 def read_abilities(nsys: Path) -> Abilities:
-    """Return what ``nsys profile --help`` names: each version knows other options and APIs, and says so itself."""
+    """Return what ``nsys profile --help`` lists: each version supports different options and APIs."""
     try:
         done = subprocess.run([nsys, "profile", "--help"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:

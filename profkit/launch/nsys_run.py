@@ -1,4 +1,4 @@
-"""nsys at work: the room that it needs, its report, the report's export to SQLite, and how either may fail."""
+"""Running nsys: the disk space that it needs, its report, the export to SQLite, and how each may fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FULL_BYTES = 1024**2
 def export_report(report: Path) -> Path:
     """Return the SQLite export of a ``.nsys-rep``, made now or found in the user's cache under the report's content.
 
-    Nothing is written beside the report.
+    Nothing is written next to the report.
 
     Raises:
         TraceError: the report cannot be read.
@@ -72,7 +72,7 @@ def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the disk is as good as full: what was written to it last may be cut off."""
+    """Return whether the disk is almost full: the file written last may be cut off."""
     return shutil.disk_usage(folder).free < _FULL_BYTES
 
 
@@ -92,7 +92,7 @@ _REFUSED = re.compile(rb"\A\s*([^\n]+)\n.*^usage: nsys", re.MULTILINE | re.DOTAL
 
 
 def require_room(run: Path) -> None:
-    """Raise `ToolError` unless there is room for a capture, and for what nsys collects meanwhile."""
+    """Raise `ToolError` unless there is room for a capture and for nsys's temporary files."""
     places = ((run, "name another with -o"), (Path(tempfile.gettempdir()), "point TMPDIR to another disk"))
     for folder, cure in places:
         free = shutil.disk_usage(folder).free

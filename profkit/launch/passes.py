@@ -64,12 +64,12 @@ class Outcome:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether another pass can give what is still wanted: the target did well, and made enough steps."""
+        """Whether another pass makes sense: the target succeeded and made enough steps."""
         return self.exit_status == 0 and why_no_step(self.processes, self.order) is None
 
     @property
     def what_failed(self) -> str | None:
-        """Return what ended the target in its own words, of several ranks which; None if nothing says so."""
+        """Return the target's own error, with the rank if there are several; None if it left none."""
         ranks = [f"rank {one.rank}: {one.error}" for one in self.failures if one.rank is not None]
         alone = [one.error for one in self.failures if one.rank is None]
         return "; ".join(ranks) or next(iter(alone), None)
@@ -105,7 +105,7 @@ def model_passes(
 def callable_passes(target: str, order: Order, memory: MemoryOptions | None) -> list[Pass]:
     """Return the passes over a callable: the allocator if it is wanted, then unprofiled, then with the profiler.
 
-    The callable is called as often as was asked in each: its data may come to an end.
+    Each pass calls the callable only as often as asked: its data may run out.
     """
     order = replace(order, own_steps=True)
     clean = replace(order, recorder="none", annotate=False, flops=False)
@@ -148,7 +148,7 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
 
 
 def why_no_step(processes: Sequence[Process], order: Order) -> str | None:
-    """Return why the steps that were wanted were not reached, None if they were."""
+    """Return why the requested steps were not reached, None if they were."""
     steps_seen = (processes[0].steps_seen if processes else None) or 0
     if not processes or steps_seen < 0:
         return (

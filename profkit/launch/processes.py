@@ -1,4 +1,4 @@
-"""Running a child process so that none of its own outlives us."""
+"""Running a child process so that no process that it starts outlives us."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_tool(
     *,
     reads_input: bool = False,
 ) -> int:
-    """Do as `run_child`, for a program that is a tool of ours and no target.
+    """Do as `run_child`, for a tool of profkit instead of the target.
 
     Raises:
         ToolError: a signal ended it.
@@ -114,7 +114,7 @@ def _end_all(child: subprocess.Popen[bytes] | None, mark: str) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Have Ctrl-C change nothing within the block."""
+    """Ignore Ctrl-C within the block."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -123,7 +123,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Yield the processes whose environment carries ``mark`` (on Linux; elsewhere there is no /proc to look into)."""
+    """Yield the processes with ``mark`` in their environment (on Linux; elsewhere there is no /proc to look into)."""
     wanted = f"{_MARK}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:

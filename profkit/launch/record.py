@@ -48,7 +48,7 @@ _DOING = {
 class Recorded:
     """A finished run: its directory, the target's exit status, and what was recorded.
 
-    ``reason`` says why what was asked for last was not recorded, None if it was. ``has_kernels`` is False where the
+    ``reason`` says why the last pass recorded nothing, None if it did record. ``has_kernels`` is False where the
     recorder sees none: Nsight Systems without CUDA.
     """
 
@@ -107,7 +107,7 @@ def record_run(
 
 
 def build_environment(environment: Mapping[str, str], order: Order) -> dict[str, str]:
-    """Return the environment in which every Python that starts attaches profkit once it has imported torch."""
+    """Return an environment in which every Python process attaches profkit once it has imported torch."""
     paths = [str(_CHILD), *filter(None, [environment.get("PYTHONPATH")])]
     return {
         # torch would otherwise print lines of its own profiler's to standard error
@@ -295,7 +295,7 @@ def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
 
 
 def _clear_unexported(run: Path) -> None:
-    """Remove what nsys was interrupted at: nobody can say how much of the capture it holds."""
+    """Remove files that nsys was still writing: how much of the capture they hold is unknown."""
     if not (run / NSYS_EXPORT).exists():
         for left in (run / NSYS_REPORT, (run / NSYS_REPORT).with_suffix(".qdstrm")):
             left.unlink(missing_ok=True)

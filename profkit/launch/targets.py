@@ -40,7 +40,7 @@ def parse_target(text: str) -> str:
 
 
 def target_kind(words: Sequence[str]) -> Kind:
-    """Return what a target is; one word that is no callable and no program's name is meant as a model.
+    """Return the kind of a target; a single word that is neither a callable nor a program is taken as a model.
 
     Raises:
         UsageError: a script without the Python that runs it, or further words after a built-in model or a callable.

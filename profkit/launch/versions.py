@@ -34,7 +34,7 @@ _BRANCHES = (
 
 
 def driver_in(text: str) -> str | None:
-    """Return the driver's version in what NVIDIA's kernel module says of itself, or None."""
+    """Return the driver's version from the text of NVIDIA's kernel module, or None."""
     found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
     return found[0] if found else None
 
@@ -48,7 +48,7 @@ def cuda_of_driver(driver: str) -> str | None:
 def cupti_of(nsys: Path) -> str | None:
     """Return the version of the newest CUPTI in an nsys' own folder, or None if there is none.
 
-    Behind a wrapper (``bin/nsys``) the folder is ``target-linux-*`` beside it.
+    Behind a wrapper (``bin/nsys``) the folder is ``target-linux-*`` next to it.
     """
     folder = nsys.resolve().parent
     files = [*folder.glob(f"{CUPTI}.*"), *folder.parent.glob(f"target-linux-*/{CUPTI}.*")]

@@ -34,7 +34,7 @@ _Kind = Literal["category", "range"]
 
 @dataclass(frozen=True)
 class Budgets:
-    """The limits that a run must keep; None is no limit. ``max_shares`` are (category or range, fraction)."""
+    """The limits that a run must keep; None means no limit. ``max_shares`` are (category or range, fraction)."""
 
     max_step_ns: int | None = None
     max_peak_bytes: int | None = None
@@ -144,7 +144,7 @@ def _judge_peak(run: OpenedCapture, limit_bytes: int) -> BudgetLine:
 
 
 def _judge_trace(trace: OpenedTrace | None, budgets: Budgets) -> Iterator[BudgetLine]:
-    """Yield the budgets that rest on the trace; none holds if the trace cannot be trusted."""
+    """Yield the budgets that need the trace; none holds if the trace cannot be trusted."""
     shares = [(MAX_IDLE, None, budgets.max_idle), (MIN_MFU, None, budgets.min_mfu)]
     asked = [(name, subject, limit) for name, subject, limit in shares if limit is not None]
     of_kernels = [(MAX_SHARE, name, limit) for name, limit in budgets.max_shares]
@@ -284,7 +284,7 @@ def _explain_no_share(name: str) -> str:
 def _judge_against(
     run: OpenedCapture, baseline: OpenedCapture, *, allowed_slowdown: float = 0.0, force: bool = False
 ) -> Iterator[BudgetLine]:
-    """Yield whether a run is no slower than its baseline and needs no more memory, of what at least one recorded.
+    """Yield whether a run is as fast as its baseline and needs no more memory, for what at least one of them recorded.
 
     Time is that of the unprofiled steps if both runs have them, else the kernel time per step. A run is slower if the
     whole bootstrap interval of the change lies above ``allowed_slowdown`` of the baseline's time. Memory is the peak of

@@ -84,7 +84,7 @@ class UnprofiledIdle:
 
     @property
     def idle_share(self) -> float | None:
-        """The idle share of all steps without a profiler; None if they were not timed or nothing was idle."""
+        """The idle share of all steps without a profiler; None if they were not timed, or if nothing was idle."""
         idle_ns = sum(parts.idle_ns * factor for parts, factor in self._steps)
         whole_ns = idle_ns + sum(parts.busy_ns for parts, _ in self._steps)
         return idle_ns / whole_ns if whole_ns else None

@@ -56,7 +56,7 @@ class OpenedSnapshot:
         """Return what explains the difference between this snapshot's peak and that of ``after``.
 
         Raises:
-            UsageError: one of them recorded nothing of the device.
+            UsageError: one of them recorded nothing for the device.
         """
         from profkit.analysis.memory.compare import compare_peaks  # few ask for it
 
