@@ -183,7 +183,7 @@ def test_compiled_code_renames_kernels_within_the_phase(tmp_path: Path) -> None:
     }
     assert {line.name: line.change.change_ns for line in result.by_category} == {"gemm": 0, "elementwise": -1600}
     assert [warning.message for warning in result.warnings] == [
-        "only before has 1 of the ranges (forward/layer */ffn); they are counted in the enclosing range"
+        "ranges that only before has: 1 (forward/layer */ffn); their time counts in the enclosing range"
     ]
 
 

@@ -306,7 +306,7 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
         alone = sorted({join_path(key.path) for key in side.keys if key.path not in other.paths})
         if alone:
             some = ", ".join(alone[:2]) + (", …" if len(alone) > 2 else "")
-            message = f"only {name} has {len(alone)} of the ranges ({some}); they are counted in the enclosing range"
+            message = f"ranges that only {name} has: {len(alone)} ({some}); their time counts in the enclosing range"
             yield Finding("one-sided-ranges", message)
         if not side.even:
             yield Finding(
