@@ -76,7 +76,7 @@ def test_milliseconds(text: str, time_ns: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "nan", "inf", "1e3", "120ms", "1/2"])
-def test_what_is_no_time(text: str) -> None:
+def test_text_that_is_not_a_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a number of milliseconds above 0"):
         parse_milliseconds(text)
 
@@ -87,7 +87,7 @@ def test_shares() -> None:
 
 
 @pytest.mark.parametrize("text", ["softmax", "=3%", "softmax=", "softmax=x", " =3%"])
-def test_what_is_no_share(text: str) -> None:
+def test_text_that_is_not_a_share_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not NAME=PERCENT|not a percentage"):
         parse_share(text)
 
