@@ -211,9 +211,9 @@ def test_options_and_presets_need_no_torch() -> None:
         (
             RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be"),
             1,
-            "the GPU failed: CUDA error: unspecified launch failure; nvidia-smi says",
+            "the GPU failed: CUDA error: unspecified launch failure; nvidia-smi shows",
         ),
-        (RuntimeError("NCCL: GPU is lost"), 1, "the GPU failed: GPU is lost; nvidia-smi says"),
+        (RuntimeError("NCCL: GPU is lost"), 1, "the GPU failed: GPU is lost; nvidia-smi shows"),
         (OSError(28, "No space left on device", "/a/losses.json"), 1, "/a/losses.json: No space left on device"),
         (UsageError("not so"), 2, "not so"),
     ],
