@@ -175,9 +175,9 @@ def _owners(result: MemoryResult) -> set[str]:
 def _assert_exact(result: MemoryResult) -> None:
     assert result.totals.exact, result.warnings
     assert result.history.complete, "recorded from the very first allocation"
-    assert result.ledger_check is not None
-    assert result.ledger_check.agrees, result.ledger_check
-    assert result.ledger_check.unmatched_entries == 0, "every owner that was written down was found"
+    assert result.allocator_check is not None
+    assert result.allocator_check.agrees, result.allocator_check
+    assert result.allocator_check.unmatched_entries == 0, "every owner that was written down was found"
     by_category = sum(row.bytes for row in result.composition.by_category)
     assert by_category == result.totals.allocated_peak_bytes
 
