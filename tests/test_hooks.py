@@ -79,6 +79,7 @@ def test_losses_are_the_same_to_the_bit(how: str, plain: dict[str, Any], hooked:
     assert len(plain[how]["losses"]) >= 4
 
 
+@pytest.mark.slow
 def test_a_torch_without_keywords_in_its_hooks_changes_nothing_either(
     plain: dict[str, Any], hooked: dict[str, Any]
 ) -> None:

@@ -205,6 +205,7 @@ def test_without_ranges_the_owners_are_known_all_the_same(place: Path, recorded:
     assert {"parameter", "gradient", "optimizer_state"} <= _roles(_ledger(place))
 
 
+@pytest.mark.slow
 def test_with_a_trace_the_command_runs_twice_and_says_so(place: Path, recorded: Run) -> None:
     done = recorded("--memory", "--")
     assert done.returncode == 0, done.stderr
@@ -241,6 +242,7 @@ def test_out_of_memory_keeps_status_and_snapshot_and_ends_it(place: Path, run: R
     assert json.loads(shown.stdout)["oom"] is not None
 
 
+@pytest.mark.slow
 def test_an_error_that_the_script_survives_disturbs_nothing(place: Path, run: Run, recorded: Run) -> None:
     plain = run(sys.executable, "train.py", "retry")
     done = recorded("retry")
