@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from profkit.cli import main, progress
+from tests.conftest import ROOT
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -331,3 +332,12 @@ def test_a_closed_pipe_is_no_error(trace: Path) -> None:
 
 def test_debug_shows_the_traceback(profkit: Run, tmp_path: Path) -> None:
     assert "Traceback" in profkit("--debug", "kernels", tmp_path / "none").stderr
+
+
+@pytest.mark.parametrize("trace", ["small-train.nsys2025.sqlite", "tiny-train-cpu.nsys2023.sqlite"])
+@pytest.mark.parametrize(
+    "command", [["kernels"], ["ranges"], ["efficiency"], ["check", "--max-idle", "50%"]], ids=lambda words: words[0]
+)
+def test_json_names_a_file_without_its_folder(profkit: Run, command: list[str], trace: str) -> None:
+    done = profkit(*command, ROOT / "traces" / trace, "--format", "json")
+    assert str(ROOT) not in done.stdout

@@ -139,7 +139,7 @@ def test_a_process_and_a_device_limit_the_work(tmp_path: Path) -> None:
 def test_a_trace_without_ranges_or_without_kernels_says_why(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.kernel(10, 5)
-    with pytest.raises(TraceError, match=r"holds no ranges.*--trace=nvtx.*0\.2\.12"):
+    with pytest.raises(TraceError, match=r"no ranges were recorded.*--trace=nvtx.*0\.2\.12"):
         read_trace(builder.write(tmp_path / "a.sqlite")).kernels("forward")
     builder = NsysBuilder()
     builder.range("forward", 0, 10)

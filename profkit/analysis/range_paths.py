@@ -63,7 +63,7 @@ def select_ranges(
     """
     ranges = attribution.trace.ranges
     if not len(ranges):
-        raise TraceError(explain_no_ranges(attribution.trace))
+        raise TraceError(f"{attribution.trace.path}: {explain_no_ranges(attribution.trace)}")
     chosen = _match(attribution, request)
     if processes is not None:
         chosen &= np.isin(ranges.process, list(processes))
@@ -79,16 +79,16 @@ def select_ranges(
 
 
 def explain_no_ranges(trace: Trace) -> str:
-    """Return why a trace may hold no ranges, in one line."""
+    """Return why a trace may hold no ranges, in one line, without the name of the file."""
     if trace.has_invisible_ranges:
         return (
-            f"{trace.path}: NVTX domains were recorded but no range: this nsys cannot see the ranges of the"
+            "NVTX domains were recorded but no range: this nsys cannot see the ranges of the"
             " `nvtx` package ≥ 0.2.12; install 'nvtx<0.2.12' or use nsys 2025.3 or newer"
         )
     if trace.source == "kineto":
-        return f"{trace.path}: holds no ranges: wrap the parts of the step in profkit.annotate or record_function"
+        return "no ranges were recorded: wrap the parts of the step in profkit.annotate or record_function"
     return (
-        f"{trace.path}: holds no ranges: nsys ran without --trace=nvtx, the program opened none, or they opened before"
+        "no ranges were recorded: nsys ran without --trace=nvtx, the program opened none, or they opened before"
         " the capture began (nsys 2023.4.4 also cannot see those of the `nvtx` package ≥ 0.2.12)"
     )
 

@@ -151,7 +151,5 @@ def _warnings(attribution: Attribution) -> list[Finding]:
     if not len(trace.ranges):
         found.append(Finding("no-ranges", explain_no_ranges(trace)))
     if not len(trace.work):
-        found.append(
-            Finding("no-kernels", f"{trace.path}: no GPU kernels were recorded; Python times are all there is to show")
-        )
+        found.append(Finding("no-kernels", "no GPU kernels were recorded; Python times are all there is to show"))
     return found + warn_of_placement(attribution)

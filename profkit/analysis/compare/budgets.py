@@ -174,7 +174,8 @@ def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLi
     except (TraceError, RunError) as error:
         for budget, limit in ((MAX_IDLE, budgets.max_idle), (MIN_MFU, budgets.min_mfu)):
             if limit is not None:
-                yield _not_judged(budget, "share", limit, str(error))
+                reason = str(error).removeprefix(f"{trace.trace.path}: ")
+                yield _not_judged(budget, "share", limit, reason)
         return
     if budgets.max_idle is not None:
         yield _judge_idle(found, budgets.max_idle)
