@@ -275,14 +275,16 @@ def test_a_trace_that_does_not_fit_fails_the_run_in_one_line(tmp_path: Path) -> 
     assert not list((tmp_path / "run").glob("*trace*"))
 
 
-def _commands_with(marker: str) -> list[str]:
+def _commands_with(marker: str, variable: str = "") -> list[str]:
+    """Return the running commands that hold ``marker``; of these, those that have ``variable`` in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            inherited = not variable or variable.encode() in (entry.parent / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if marker in command:
+        if marker in command and inherited:
             found.append(command)
     return found
 
@@ -432,6 +434,7 @@ class TestNsys:
 
     @NEEDS_PROC
     def test_ctrl_c_ends_nsys_and_its_agent(self, tmp_path: Path) -> None:
-        agents = _commands_with("--start-agent")
+        # Another test may run nsys at the same time. pytest names the test in the environment that children inherit.
+        mine = f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST']}"
         _interrupt_once_it_runs(tmp_path / "run", "nsys profile", "--nsys", "--steps", "3")
-        assert _commands_with("--start-agent") == agents
+        assert _commands_with("--start-agent", mine) == []

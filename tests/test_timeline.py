@@ -234,7 +234,7 @@ def test_hovering_over_a_single_allocation_shows_its_details(page: Any) -> None:
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 5)
     text = page.inner_text("#detail")
     assert "4.000 MiB (4,194,304 B, 4,194,304 B requested)" in text
-    assert "parameters (call stack)" in text
+    assert "parameters (guessed from lifetime)" in text
     assert "to the end" in text
 
 
