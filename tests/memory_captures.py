@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from profkit.analysis.memory.result import MemoryResult
 from profkit.run.directory import MANIFEST, OWNERS, SNAPSHOT
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
 
@@ -130,3 +131,16 @@ class Training:
         lines = [*self.ledger, self.figures()]
         (folder / OWNERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder
+
+
+def sizes(result: MemoryResult) -> dict[str, int]:
+    return {row.category: row.bytes for row in result.composition.by_category}
+
+
+def assert_books_close(result: MemoryResult) -> None:
+    at = result.composition
+    assert sum(row.bytes for row in at.by_category) == at.allocated_bytes
+    assert sum(row.bytes for row in at.by_stack) == at.allocated_bytes
+    assert sum(row.count for row in at.by_stack) == sum(row.count for row in at.by_category)
+    for row in at.by_category:
+        assert sum(row.evidence.values()) in (row.bytes, 0)

@@ -361,7 +361,7 @@ class TestAll:
         assert r"a & warning & f & do x \\" in said["latex"]
 
 
-# An nsys that records nothing but writes an export with so many ranges as $RANGES says.
+# An nsys that records nothing but writes an export with $RANGES ranges.
 FAKE = """
 case $1 in --version) echo 'NVIDIA Nsight Systems version 1.0';;
 profile) for a in "$@"; do case $a in --output=*) echo report > "${a#*=}.nsys-rep";; esac; done;;

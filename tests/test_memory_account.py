@@ -16,30 +16,16 @@ from hypothesis import strategies as st
 from profkit import read_snapshot
 from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.analysis.memory.result import MemoryResult
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
 from tests.captures import capture
-from tests.memory_captures import Training
+from tests.memory_captures import Training, assert_books_close, sizes
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> OpenedSnapshot:
     return read_snapshot(Training().write(tmp_path))
-
-
-def sizes(result: MemoryResult) -> dict[str, int]:
-    return {row.category: row.bytes for row in result.composition.by_category}
-
-
-def assert_books_close(result: MemoryResult) -> None:
-    at = result.composition
-    assert sum(row.bytes for row in at.by_category) == at.allocated_bytes
-    assert sum(row.bytes for row in at.by_stack) == at.allocated_bytes
-    assert sum(row.count for row in at.by_stack) == sum(row.count for row in at.by_category)
-    for row in at.by_category:
-        assert sum(row.evidence.values()) in (row.bytes, 0)
 
 
 @pytest.mark.parametrize(

@@ -10,29 +10,15 @@ import pytest
 from profkit import read_snapshot
 from profkit.analysis.memory.categories import category_of_stack
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.memory.stacks import StackFacts
 from tests.allocator_reference import MIB
 from tests.captures import capture
-from tests.memory_captures import Training
+from tests.memory_captures import Training, assert_books_close, sizes
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> OpenedSnapshot:
     return read_snapshot(Training().write(tmp_path))
-
-
-def sizes(result: MemoryResult) -> dict[str, int]:
-    return {row.category: row.bytes for row in result.composition.by_category}
-
-
-def assert_books_close(result: MemoryResult) -> None:
-    at = result.composition
-    assert sum(row.bytes for row in at.by_category) == at.allocated_bytes
-    assert sum(row.bytes for row in at.by_stack) == at.allocated_bytes
-    assert sum(row.count for row in at.by_stack) == sum(row.count for row in at.by_category)
-    for row in at.by_category:
-        assert sum(row.evidence.values()) in (row.bytes, 0)
 
 
 def test_a_real_training_run_has_the_expected_categories() -> None:

@@ -1,4 +1,4 @@
-"""The one door: what each kind of file is opened as, and what a person is told who names the wrong one."""
+"""The one door: what each kind of file is opened as, and what the error for a wrong file says."""
 
 from __future__ import annotations
 

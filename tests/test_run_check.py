@@ -68,7 +68,7 @@ def test_captures_of_a_known_model_pass(captures: Path, tmp_path: Path, capture:
 
 
 def _lose(run: Path, per_step: dict[int, int], like: str = "%gemm%execute_kernel%") -> None:
-    """Take kernels and the calls that launched them out of the forward passes, so many out of each step."""
+    """Take kernels and the calls that launched them out of the forward passes, a given number from each step."""
     with closing(sqlite3.connect(run / "trace.sqlite")) as base:
         steps = base.execute(
             "select start, end from NVTX_EVENTS join StringIds on textId = id where value = 'forward' order by start"

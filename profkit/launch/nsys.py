@@ -223,7 +223,7 @@ def build_nsys_argv(
         flags += [f"--cuda-graph-trace={options.cuda_graph_trace}"] if "cuda" in traces else []
         flags += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
     flags = [flag for flag in flags if nsys.abilities.has(flag.partition("=")[0])]
-    # In the name of a report % stands for the host, the process and the like.
+    # In the name of a report % begins a placeholder, for example for the host or the process.
     output = str(report).replace("%", "%%")
     own = [*flags, f"--env-var=TMPDIR={temporary}", f"--output={output}"]
     return [str(nsys.path), "profile", *own, *options.extra, *target]
