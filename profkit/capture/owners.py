@@ -66,9 +66,9 @@ class OwnerLedger:
         self.note_figures(name)
 
     def note_module(self, module: nn.Module) -> None:
-        """Write down where the parameters and buffers lie."""
-        self._note("parameter", module.named_parameters())
-        self._note("buffer", module.named_buffers())
+        """Write down where the parameters and buffers lie, a tied one by each of its names."""
+        self._note("parameter", module.named_parameters(remove_duplicate=False))
+        self._note("buffer", module.named_buffers(remove_duplicate=False))
 
     def note_gradients(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write down where the gradients lie that the named parameters have now."""
@@ -131,6 +131,8 @@ class OwnerLedger:
             self._lasting[role, name] = place
         device = self._index if tensor.device.index is None else tensor.device.index
         entry = {"kind": "owned", "time_us": time_us, "device": device, "address": place[0], "bytes": place[1]}
+        entry["offset_bytes"] = tensor.storage_offset() * tensor.element_size()
+        entry["own_bytes"] = _span_bytes(tensor)
         self._write({**entry, "role": role, "name": name, "step": self._step})
 
     @staticmethod
@@ -149,6 +151,14 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from _plain_parts(getattr(tensor, name))
     elif tensor.layout == torch.strided and not is_lazy(tensor):
         yield tensor
+
+
+def _span_bytes(tensor: Tensor) -> int:
+    """Return how many bytes of its storage a tensor spans, from its first element to its last."""
+    if not tensor.numel():
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + steps) * tensor.element_size()
 
 
 def when_saved(note: Callable[[Tensor], None]) -> AbstractContextManager[Any]:

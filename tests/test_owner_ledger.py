@@ -1,0 +1,53 @@
+"""What the ledger of owners says of tensors that share a storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+from profkit.capture.owners import OwnerLedger
+from profkit.run.owners import Owned, read_owners
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnerLedger:
+    """A ledger that takes the CPU's tensors for those of GPU 0."""
+    monkeypatch.setattr(OwnerLedger, "_is_ours", staticmethod(lambda _tensor: True))
+    monkeypatch.setattr(OwnerLedger, "_index", 0)
+    return OwnerLedger(tmp_path / "ledger.jsonl", None, 0, None)
+
+
+def _owned(ledger: OwnerLedger, folder: Path) -> tuple[Owned, ...]:
+    ledger.close()
+    return read_owners(folder / "ledger.jsonl").owned
+
+
+def test_each_gradient_in_a_bucket_has_its_own_part_of_the_storage(ledger: OwnerLedger, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    bucket = torch.zeros(8)
+    model.weight.grad, model.bias.grad = bucket[:6].view(2, 3), bucket[6:]
+    ledger.note_gradients(model.named_parameters())
+    found = {one.name: (one.size_bytes, one.offset_bytes, one.own_bytes) for one in _owned(ledger, tmp_path)}
+    assert found == {"weight": (32, 0, 24), "bias": (32, 24, 8)}
+
+
+def test_a_tied_weight_stands_under_both_names(ledger: OwnerLedger, tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    ledger.note_module(model)
+    first, second = _owned(ledger, tmp_path)
+    assert (first.name, second.name) == ("embed.weight", "head.weight")
+    assert first.address == second.address
+
+
+def test_a_view_with_gaps_spans_from_its_first_to_its_last_element(ledger: OwnerLedger, tmp_path: Path) -> None:
+    ledger.note_inputs([("column", torch.zeros(4, 4)[:, 1]), ("empty", torch.zeros(3)[:0])])
+    column, empty = _owned(ledger, tmp_path)
+    assert (column.offset_bytes, column.own_bytes) == (4, 3 * 16 + 4)
+    assert empty.own_bytes == 0
