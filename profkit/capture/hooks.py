@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from inspect import signature
 from typing import Any, Protocol, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nod
 from profkit.capture.conditions import autocast_dtypes, count_compiled_graphs
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
+from profkit.capture.steps import StepPolicy
 from profkit.capture.times import PhaseClock
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, PHASES, step_range
 
@@ -97,8 +98,7 @@ def _harmless(method: Method) -> Method:
 class Hooks(RangeObserver):
     """The hooks of this process. `install` once; ranges appear between `start` and `stop`.
 
-    A step ends when an optimizer's step has: of several optimizers the first that made a step counts, or the one whose
-    class is named ``step_on``. In a script that has made no optimizer a step begins with each outermost module call.
+    What ends a step is for `StepPolicy` to say; ``step_on`` is passed on to it.
 
     Args:
         depth: modules with at most this many parts in their dotted names get a range; 0: the outermost alone; None:
@@ -116,19 +116,17 @@ class Hooks(RangeObserver):
         counts_steps: bool = True,
     ) -> None:
         self._listener = listener
-        self._counts_steps = counts_steps
         self._watcher = watcher or Watcher()
         self._knows_owners = watcher is not None
-        self._step_on = step_on
         self._roots: WeakSet[nn.Module] = WeakSet()
         self.has_failed = False
         self._names = ModuleNames(depth)
         self._open = OpenRanges()
-        self._counting_optimizer: ref[Optimizer] | None = None
         self._forward_handles: list[Any] = []
         self._root_handles: list[Any] = []
         self._compiles = False
         self._recording = False
+        self.steps = StepPolicy(step_on, counts=counts_steps)
         self.clock = PhaseClock()
         """The time of backward passes and optimizers' steps, once it is started."""
         self.autocast_dtypes: set[str] = set()
@@ -158,11 +156,6 @@ class Hooks(RangeObserver):
         """Close what is open on this thread, and open no more."""
         self._open.close_all()
         self._recording = False
-
-    @property
-    def counts_calls(self) -> bool:
-        """Whether outermost module calls are the steps, because no optimizer has made a step."""
-        return self._counting_optimizer is None
 
     def _hook_forward(self) -> None:
         if not self._forward_handles:
@@ -276,14 +269,12 @@ class Hooks(RangeObserver):
             self._open.close(_MODULES)
             self._open.root = None
             self._watcher.call_ends(rest[:-1])
+            self._make_boundary(self.steps.call_ends(module))
 
     def _begin_outermost(self, module: nn.Module) -> None:
-        """Count a step if outermost calls are what counts, and open the phase."""
+        """Open the phase, after a step's boundary if there is one."""
         is_loss = isinstance(module, _Loss)
-        if self._counts_steps and (
-            self.begun < 0 or (not is_loss and not _has_optimizer() and self._counting_optimizer is None)
-        ):
-            self._boundary()
+        self._make_boundary(self.steps.call_begins(module))
         self._open.open(_MODULES, None)
         self._open.root = module
         if self._recording:
@@ -313,6 +304,7 @@ class Hooks(RangeObserver):
         if running_graph() != -1:
             self._open.open(key, None)
             return
+        self._make_boundary(self.steps.backward_begins())
         self._begin_phase(key, BACKWARD)
         if self._recording:
             self._watcher.backward_begins(tensors)
@@ -325,6 +317,7 @@ class Hooks(RangeObserver):
         self._end_phase(key)
         if self._recording:
             self._watcher.backward_ends()
+        self._make_boundary(self.steps.backward_ends())
 
     @_harmless
     def _enter_backward(self, call: Call | None) -> None:
@@ -356,7 +349,7 @@ class Hooks(RangeObserver):
             # One optimizer may call another.
             if torch.compiler.is_compiling() or self.has_failed or self._open.has(OPTIMIZER):
                 return step(*args, **kwargs)
-            self._watcher.optimizer_begins(args[0])
+            self._optimizer_begins(args[0])
             args, kwargs, has_closure = with_closure(args, kwargs, self._begin_update)
             self.clock.begin(OPTIMIZER)
             self._open_optimizer(is_update=not has_closure)
@@ -369,6 +362,11 @@ class Hooks(RangeObserver):
             return result
 
         return annotated
+
+    @_harmless
+    def _optimizer_begins(self, optimizer: Optimizer) -> None:
+        self._make_boundary(self.steps.optimizer_begins(optimizer))
+        self._watcher.optimizer_begins(optimizer)
 
     def _open_optimizer(self, *, is_update: bool) -> None:
         is_wanted = is_update and self._recording and not self._open.has_range(OPTIMIZER)
@@ -383,20 +381,14 @@ class Hooks(RangeObserver):
     @_harmless
     def _step_made(self, optimizer: Optimizer) -> None:
         self._watcher.optimizer_ends(optimizer)
-        if self._counts(optimizer):
+        if self.steps.optimizer_ends(optimizer):
             self.rest()
-            if self._counts_steps:
-                self._boundary()
+            self._make_boundary(is_due=True)
 
-    def _counts(self, optimizer: Optimizer) -> bool:
-        if self._step_on is not None:
-            return type(optimizer).__name__ == self._step_on
-        counting = None if self._counting_optimizer is None else self._counting_optimizer()
-        if counting is None:  # none yet, or the script is done with it
-            self._counting_optimizer = ref(optimizer)
-        return counting is None or counting is optimizer
-
-    def _boundary(self) -> None:
+    def _make_boundary(self, is_due: bool) -> None:
+        """End the step that runs, and begin the next one, if a boundary ``is_due``."""
+        if not is_due:
+            return
         self._open.close(_STEP)
         self.begun += 1
         self._listener.boundary(self.begun)
@@ -429,14 +421,3 @@ def with_closure(
 _STEP = object()
 _MODULES = object()
 """What stays open from the beginning of an outermost module call to its end."""
-
-
-def _has_optimizer() -> bool:
-    """Return whether an optimizer has been made: torch marks the step of its class then."""
-    classes = list(Optimizer.__subclasses__())
-    while classes:
-        one = classes.pop()
-        if getattr(one.step, "hooked", False):
-            return True
-        classes += one.__subclasses__()
-    return False

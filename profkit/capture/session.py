@@ -144,7 +144,7 @@ class Session:
             self._finish(NOT_REACHED)
         elif self._end is None:
             self._finish(COMPLETE)
-        elif self.is_in_last_step and self.hooks.counts_calls and not self.order.own_steps:
+        elif self.is_in_last_step and self.hooks.steps.counts_calls and not self.order.own_steps:
             # Where calls count, nothing but the end of the script ends the last step.
             self._note_step()
             if self.memory is not None:
