@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,11 +18,24 @@ from profkit.launch.processes import run_child, run_tool
 
 LEAVES_A_DAEMON = """
 import subprocess, sys, time, signal
-if {stubborn}: signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+for number in {ignored}: signal.signal(number, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True, env={{}})
 open({pids!r}, 'w').write(str(child.pid))
-time.sleep(60)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    open({pids!r} + '.saved', 'w').write('saved')
 """
+LAUNCHER = """
+import os, signal, sys
+from profkit.launch import processes
+processes.PATIENCE_S = {patience_s}
+processes.family.GRACE_S = processes.GRACE_S = 0.5
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try: sys.exit(processes.{run}([sys.executable, '-c', sys.argv[1]], os.environ))
+except KeyboardInterrupt: os._exit(1)
+"""
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 
 
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("raise SystemExit(7)", 7)])
@@ -49,47 +63,107 @@ def _alive(process: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize(
-    ("number", "status", "stubborn", "again"),
-    [
-        (signal.SIGINT, 1, False, False),
-        (signal.SIGTERM, 143, False, False),
-        (signal.SIGINT, 1, True, False),
-        (signal.SIGINT, 1, True, True),
-    ],
-    ids=["Ctrl-C", "SIGTERM", "a stubborn child", "Ctrl-C twice"],
-)
-def test_an_interruption_ends_the_child_and_what_it_put_into_a_session_of_its_own(
-    tmp_path: Path, number: signal.Signals, status: int, stubborn: bool, again: bool
-) -> None:
+def _launch(tmp_path: Path, ignored: str = "()", patience_s: float = 60, run: str = "run_child") -> Any:
+    """Start a launcher; return it and its child's daemon once that runs."""
     pids = tmp_path / "pids"
-    code = LEAVES_A_DAEMON.format(pids=str(pids), stubborn=stubborn)
-    launcher = (
-        "import os, signal, sys\nfrom profkit.launch.processes import run_child\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "try: sys.exit(run_child([sys.executable, '-c', sys.argv[1]], os.environ))\n"
-        "except KeyboardInterrupt: sys.exit(1)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", launcher, code])
-    deadline = time.monotonic() + 30
-    while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
+    code = LEAVES_A_DAEMON.format(pids=str(pids), ignored=ignored)
+    launcher = LAUNCHER.format(patience_s=patience_s, run=run)
+    process = subprocess.Popen([sys.executable, "-c", launcher, code], stderr=subprocess.PIPE, text=True)
+    _wait_until(lambda: pids.exists() and pids.read_text())
+    return process, int(pids.read_text())
+
+
+def _wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    daemon = int(pids.read_text())
+
+
+STUBBORN = "(signal.SIGINT, signal.SIGTERM)"
+
+
+@NEEDS_PROC
+@pytest.mark.parametrize(
+    ("number", "status", "ignored", "patience_s"),
+    [
+        (signal.SIGINT, 1, "()", 60),
+        (signal.SIGINT, 1, STUBBORN, 0.1),
+        (signal.SIGTERM, 143, "()", 60),
+        (signal.SIGTERM, 143, STUBBORN, 60),
+        (signal.SIGHUP, 129, "()", 60),
+        (signal.SIGQUIT, 131, "()", 60),
+    ],
+    ids=["Ctrl-C", "Ctrl-C and a stubborn child", "SIGTERM", "SIGTERM and a stubborn child", "SIGHUP", "SIGQUIT"],
+)
+def test_a_signal_ends_the_child_and_what_it_put_into_a_session_of_its_own(
+    tmp_path: Path, number: signal.Signals, status: int, ignored: str, patience_s: float
+) -> None:
+    process, daemon = _launch(tmp_path, ignored, patience_s)
     assert _alive(daemon)
     process.send_signal(number)
-    if again:
-        time.sleep(0.3)
-        process.send_signal(number)
-    assert process.wait(30) == status
+    process.communicate(timeout=60)
+    assert process.returncode == status
     assert not _alive(daemon)
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
+@NEEDS_PROC
+def test_ctrl_c_reaches_the_child_as_ctrl_c(tmp_path: Path) -> None:
+    process, _daemon = _launch(tmp_path)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert (tmp_path / "pids.saved").read_text() == "saved"
+
+
+@NEEDS_PROC
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_patience_and_leaves_no_child(tmp_path: Path, second: signal.Signals) -> None:
+    process, daemon = _launch(tmp_path, STUBBORN)
+    process.send_signal(signal.SIGINT)
+    assert "passed Ctrl-C to the script" in process.stderr.readline()
+    process.send_signal(second)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert not _alive(daemon)
+
+
+@NEEDS_PROC
+def test_a_second_sigterm_leaves_no_child_that_ignores_it(tmp_path: Path) -> None:
+    process, daemon = _launch(tmp_path, STUBBORN)
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    process.communicate()
+    # One that comes after the child has ended may end the launcher itself.
+    assert process.returncode in (143, -signal.SIGTERM)
+    assert not _alive(daemon)
+
+
+@NEEDS_PROC
+def test_a_killed_launcher_leaves_no_child(tmp_path: Path) -> None:
+    process, daemon = _launch(tmp_path)
+    process.kill()
+    process.communicate(timeout=60)
+    _wait_until(lambda: not _alive(daemon))
+
+
+@NEEDS_PROC
+def test_ctrl_c_does_not_reach_a_tool_that_ends_when_its_target_has(tmp_path: Path) -> None:
+    """The launcher's Python plays the tool here, so that no process of the child gets the signal."""
+    process, daemon = _launch(tmp_path, patience_s=0.5, run="run_tool")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert not (tmp_path / "pids.saved").exists()
+    assert not _alive(daemon)
+
+
+@NEEDS_PROC
 def test_the_children_of_a_killed_tool_are_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    code = LEAVES_A_DAEMON.format(pids=str(pids), stubborn=False)
-    dies = code.rpartition("time.sleep(60)")[0] + "import os; os.kill(os.getpid(), 9)"
+    code = LEAVES_A_DAEMON.format(pids=str(pids), ignored="()")
+    # Once its parent is dead, only the environment still shows whose it is.
+    dies = code.replace(", env={}", "").partition("try:")[0] + "import os; os.kill(os.getpid(), 9)"
     with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError) as error:
         run_tool([sys.executable, "-c", dies], os.environ, log)
     said = "was killed (SIGKILL): its child processes were ended, and the capture is lost; its output is in"
@@ -97,7 +171,7 @@ def test_the_children_of_a_killed_tool_are_ended(tmp_path: Path) -> None:
     assert not _alive(int(pids.read_text()))
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
+@NEEDS_PROC
 def test_a_child_is_ended_that_was_only_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C may come when the program runs already and Popen has not returned yet."""
     real, started = subprocess.Popen, []

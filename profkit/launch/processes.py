@@ -1,24 +1,34 @@
-"""Running a child process so that no process that it starts outlives us."""
+"""Running a child process: signals reach it as they would without profkit, and nothing that it starts outlives us."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO
 
 from profkit.errors import ToolError
+from profkit.launch import family
+from profkit.launch.family import DONE, GRACE_S, MARK, Family
 
-_MARK = "PROFKIT_CHILD"
-_GRACE_S = 2.0
+PATIENCE_S = 30.0
+"""How long a script that was interrupted may take to end, before it is ended as by SIGTERM."""
+
+_POLL_S = 0.02
+_SILENCE_S = 1.0
+"""A script that ends within this time after Ctrl-C needs no word about it."""
+
 _LOOKS = 10
 """How often to look for a child whose start was interrupted: right after exec, Linux shows an empty environment."""
+
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_child(
@@ -32,12 +42,15 @@ def run_child(
     """Run ``argv`` to its end and return its exit status; 128 + n if signal n ended it.
 
     Standard output and error go to ``output``, or where ours go; standard input is empty, or ours if it
-    ``reads_input``. On Ctrl-C, on SIGTERM and on any other exception
-    every process that the child started is ended too, daemons of a profiler included: nsys puts its agent and the
-    target into sessions of their own, so a process group is not enough, and they are known by an environment variable.
-    So are they when a signal ended the child itself. A second Ctrl-C changes nothing.
+    ``reads_input``. Ctrl-C is passed on: the child has `PATIENCE_S` to save what it wants and end, then it is ended; a
+    second Ctrl-C ends it at once. SIGTERM, SIGHUP, SIGQUIT and any other exception end it with SIGTERM, then SIGKILL.
+    So ends all that it started, daemons of a profiler included, also if a signal ends the child, and if we are killed.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came; the child has ended.
+        SystemExit: another signal that ends a program came; the child has ended.
     """
-    status = _run(argv, environment, output, pass_fds, reads_input)
+    status = _run(argv, environment, output, pass_fds, reads_input, None)
     return status if status >= 0 else 128 - status
 
 
@@ -49,12 +62,13 @@ def run_tool(
     *,
     reads_input: bool = False,
 ) -> int:
-    """Do as `run_child`, for a tool of profkit instead of the target.
+    """Do as `run_child`, for a tool around the target. Ctrl-C reaches the target alone: the tool then ends by itself.
 
     Raises:
         ToolError: a signal ended it.
+        KeyboardInterrupt, SystemExit: as `run_child`.
     """
-    status = _run(argv, environment, output, pass_fds, reads_input)
+    status = _run(argv, environment, output, pass_fds, reads_input, Path(argv[0]).resolve().parent)
     if status < 0:
         name = signal.Signals(-status).name
         log = f"; its output is in {output.name}" if output is not None and isinstance(output.name, str) else ""
@@ -68,22 +82,28 @@ def _run(
     output: IO[bytes] | None,
     pass_fds: Sequence[int],
     reads_input: bool,
+    tool: Path | None,
 ) -> int:
-    """Run ``argv`` and return its exit status; -n if signal n ended it."""
+    """Run ``argv`` and return its exit status; -n if signal n ended it. Executables in ``tool`` get no Ctrl-C."""
     mark = uuid.uuid4().hex
     child = None
-    with sigterm_raises():
+    with _first_signal_raises() as signals:
         try:
             child = subprocess.Popen(
                 argv,
-                env={**environment, _MARK: mark},
+                env={**environment, MARK: mark},
                 stdin=None if reads_input else subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
-            status = child.wait()
+            with _guarded(Family(mark, child.pid)):
+                try:
+                    status = child.wait()
+                except KeyboardInterrupt:
+                    _let_end(child, Family(mark, child.pid), tool, signals)
+                    raise
             if status < 0:
                 _end_all(child, mark)
         except BaseException:
@@ -93,61 +113,82 @@ def _run(
     return status
 
 
+def _let_end(child: subprocess.Popen[bytes], started: Family, tool: Path | None, signals: list[int]) -> None:
+    """Pass Ctrl-C on, and wait until the child has ended, the patience is over or another signal comes."""
+    started.send(signal.SIGINT, but=tool)
+    began = time.monotonic()
+    is_said = False
+    while child.poll() is None and len(signals) == 1 and time.monotonic() < began + PATIENCE_S:
+        time.sleep(_POLL_S)
+        if not is_said and time.monotonic() > began + _SILENCE_S:
+            is_said = True
+            sys.stderr.write(
+                f"profkit: passed Ctrl-C to the script, which has {PATIENCE_S:.0f} s to end; then SIGTERM and, "
+                f"{GRACE_S:.0f} s later, SIGKILL follow (Ctrl-C again: SIGTERM now)\n"
+            )
+
+
 def _end_all(child: subprocess.Popen[bytes] | None, mark: str) -> None:
-    """Ask, then force; a second Ctrl-C meanwhile must not leave half of them alive."""
-    looks = 1 if child is not None else _LOOKS
+    """End all that is left; no signal that comes meanwhile leaves half of it alive."""
     with uninterrupted():
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + _GRACE_S
-            while time.monotonic() < deadline:
-                alive = list(_marked(mark))
-                for process in alive:
-                    _send(os.kill, process, number)
-                if child is not None and child.poll() is None:
-                    _send(os.killpg, child.pid, number)
-                elif not alive:
-                    looks -= 1
-                    if looks <= 0:
-                        return
-                time.sleep(0.02)
+        if child is None:
+            Family(mark, None).end(looks=_LOOKS)
+        else:
+            Family(mark, child.pid).end(look=child.poll)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
+
+
+@contextmanager
+def _guarded(started: Family) -> Iterator[None]:
+    """Within the block a process of our own ends ``started`` if we are killed."""
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", family.__file__, started.mark, str(started.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert guard.stdin is not None
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):
+            guard.stdin.write(DONE)
+            guard.stdin.close()
+        guard.wait()
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C within the block."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore Ctrl-C and the signals that end a program within the block."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_ENDINGS)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _marked(mark: str) -> Iterator[int]:
-    """Yield the processes with ``mark`` in their environment (on Linux; elsewhere there is no /proc to look into)."""
-    wanted = f"{_MARK}={mark}".encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            found = wanted in entry.read_bytes().split(b"\0")
-        except OSError:  # gone by now, or another user's
-            continue
-        if found:
-            yield int(entry.parent.name)
-
-
-def _send(kill: Callable[[int, int], None], process: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it ended by itself
-        kill(process, number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into an exception while a child runs, so that the child is ended before we are."""
+def _first_signal_raises() -> Iterator[list[int]]:
+    """Turn the first signal that ends a program into an exception, so that a child is ended before we are.
 
-    def leave(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + signal.SIGTERM)
+    Yields the numbers of the signals that have come; later ones are only noted. A signal that was ignored before stays
+    ignored, as `nohup` wants it.
+    """
+    signals: list[int] = []
 
-    before = signal.signal(signal.SIGTERM, leave)
+    def note(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) == 1:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = {}
+    for number in (signal.SIGINT, *_ENDINGS):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, note)
     try:
-        yield
+        yield signals
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from profkit.errors import RunError, ToolError
 from profkit.files import clear_partial_files
@@ -209,11 +209,21 @@ class _Recording:
             )
             variables = {**environment, "TMPDIR": scratch}
             with nullcontext() if self._target.reads_input else self._progress(_DOING["nsys"]):
-                status = run_in_nsys(argv, variables, log, outputs, reads_input=self._target.reads_input)
-            if has_processes(self._run):
-                with self._progress("exporting what Nsight Systems recorded"):
-                    collect_report(self._run, nsys, log)
+                try:
+                    status = run_in_nsys(argv, variables, log, outputs, reads_input=self._target.reads_input)
+                except KeyboardInterrupt:
+                    # The target has ended, and nsys with it: it may have been through its recorded steps for hours.
+                    with uninterrupted(), suppress(ToolError):
+                        self._collect(nsys, log)
+                    raise
+            self._collect(nsys, log)
         return status
+
+    def _collect(self, nsys: Nsys, log: IO[bytes]) -> None:
+        """Export nsys's report, if the target recorded any step."""
+        if has_processes(self._run):
+            with self._progress("exporting what Nsight Systems recorded"):
+                collect_report(self._run, nsys, log)
 
 
 @contextmanager

@@ -191,7 +191,7 @@ class Manifest:
         """Return how a run that is not complete came to its end."""
         if self.status == "failed":
             return f"it failed ({self.reason or f'exit status {self.exit_status}'})"
-        return "it did not finish"
+        return "its `profkit run` was killed, or has not ended yet"
 
     @property
     def unprofiled(self) -> Samples | None:
