@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -50,7 +49,7 @@ def run_child(
         KeyboardInterrupt: Ctrl-C came; the child has ended.
         SystemExit: another signal that ends a program came; the child has ended.
     """
-    status = _run(argv, environment, output, pass_fds, reads_input, None)
+    status = _run(argv, environment, output, pass_fds, reads_input=reads_input)
     return status if status >= 0 else 128 - status
 
 
@@ -68,7 +67,7 @@ def run_tool(
         ToolError: a signal ended it.
         KeyboardInterrupt, SystemExit: as `run_child`.
     """
-    status = _run(argv, environment, output, pass_fds, reads_input, Path(argv[0]).resolve().parent)
+    status = _run(argv, environment, output, pass_fds, reads_input=reads_input, tool=Path(argv[0]).resolve().parent)
     if status < 0:
         name = signal.Signals(-status).name
         log = f"; its output is in {output.name}" if output is not None and isinstance(output.name, str) else ""
@@ -81,8 +80,9 @@ def _run(
     environment: Mapping[str, str],
     output: IO[bytes] | None,
     pass_fds: Sequence[int],
+    *,
     reads_input: bool,
-    tool: Path | None,
+    tool: Path | None = None,
 ) -> int:
     """Run ``argv`` and return its exit status; -n if signal n ended it. Executables in ``tool`` get no Ctrl-C."""
     mark = uuid.uuid4().hex
