@@ -166,6 +166,25 @@ def test_a_sliding_window_is_no_leak(tmp_path: Path, window: int, record_at: int
     assert suspects(tmp_path, 20, lambda _: window, record_at) == []
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_window_that_is_full_since_the_last_step_is_no_leak(tmp_path: Path, every: int) -> None:
+    training, window = Training(steps=0), list[Block]()
+    for step in range(5 * every + 1):
+        training.mark("START", f"step {step}")
+        if len(window) == 5 and step % every == 0:
+            training.allocator.free(window.pop(0))
+        if step % every == 0:
+            window.append(training.malloc(3 * MIB, "keep"))
+        training.mark("END", f"step {step}")
+    assert not read_snapshot(training.write(tmp_path)).memory().leaks.suspects
+
+
+def test_a_leak_among_results_that_live_for_a_while_is_a_leak(tmp_path: Path) -> None:
+    """In the last step more is freed than kept."""
+    lives = [100, 2, 100, 2, 100, 3, 100, 100, 3, 1, 100]
+    assert suspects(tmp_path, 11, lives.__getitem__)
+
+
 @pytest.mark.parametrize("record_at", [0, 10])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_a_tensor_kept_every_few_steps_is_a_leak(tmp_path: Path, every: int, record_at: int) -> None:

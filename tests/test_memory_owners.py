@@ -13,6 +13,7 @@ from profkit.errors import SnapshotError
 from profkit.report.document import render
 from profkit.report.memory import build_memory_document
 from profkit.run.directory import OWNERS
+from tests.allocator_reference import MIB
 from tests.memory_captures import Training
 
 
@@ -75,3 +76,33 @@ def test_peaks_that_differ_from_the_allocators_own_fail_the_account(tmp_path: Pa
     assert result.allocator_check is not None
     assert result.allocator_check.allocated_difference_bytes == -512
     assert {"ledger-disagrees", "ledger-unmatched"} <= {warning.code for warning in result.warnings}
+
+
+def test_a_gradient_bucket_bears_the_names_of_all_its_gradients(tmp_path: Path) -> None:
+    training = Training(steps=1)
+    names = ["conv1.weight", *(f"layer{n}.conv.weight" for n in range(60)), "fc.bias"]
+    gradients = [line for line in training.ledger if line.get("role") == "gradient"]
+    training.ledger = [line for line in training.ledger if line not in gradients[:1]]
+    training.ledger += [{**gradients[0], "name": name} for name in names]
+    owners = {row.owner for row in read_snapshot(training.write_run(tmp_path)).memory().composition.largest}
+    assert "gradient bucket: conv1.weight … fc.bias (62 gradients)" in owners
+    assert "conv1.weight" not in owners
+
+
+def test_tied_weights_are_named_both_and_a_gradient_noted_at_every_step_once(tmp_path: Path) -> None:
+    training = Training(steps=1)
+    tied = next(line for line in training.ledger if line.get("role") == "parameter")
+    training.ledger += [{**tied, "name": "head.weight"}, {**tied, "name": "head.weight", "step": 1}]
+    training.ledger += [{**line, "step": 1} for line in training.ledger if line.get("role") == "gradient"]
+    owners = {row.owner for row in read_snapshot(training.write_run(tmp_path)).memory().composition.largest}
+    assert {"shared storage: w0, head.weight (2 parameters)", "w1"} <= owners
+    assert not any("gradient" in (owner or "") for owner in owners)
+
+
+def test_a_tensor_that_several_modules_saved_is_one_activation(tmp_path: Path) -> None:
+    training = Training(steps=1)
+    saved = training.malloc(50 * MIB, "forward", ("saved", ""))
+    training.ledger += [{**training.ledger[-1], "name": name} for name in ("h.0.ln", "h.0.attn")]
+    assert saved
+    (largest, *_) = read_snapshot(training.write_run(tmp_path)).memory().composition.largest
+    assert (largest.category, largest.owner) == ("activations", "h.0.ln")

@@ -94,7 +94,7 @@ class Classifier:
     def named(self, row: int) -> Named | None:
         """Return which tensor an allocation is, as the run recorded; None if unknown, or if several share the name."""
         owner = self._owners.get(row)
-        if owner is None or owner.role is None or owner.role not in _OF_ONE_TENSOR or not owner.name:
+        if owner is None or owner.role not in _OF_ONE_TENSOR or not owner.name:
             return None
         return ROLES[owner.role], owner.name
 

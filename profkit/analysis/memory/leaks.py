@@ -6,7 +6,8 @@ step N are kept by something.
 A leak grows. State that is made on first use grows once; what is prefetched, and a window of the last results, grows
 until it is full. So a stack is suspected if at the ends of `_RISES` steps or more it had more allocations than ever
 before, of which something is still there, and if the last rise is recent: about as many steps ago as rises are apart. A
-window that fills until shortly before the recording ends looks like a leak.
+window frees nothing until it is full, and then one result for each that it takes in. One that fills until the recording
+ends looks like a leak.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def _judge(memory: DeviceMemory, rows: Ints, moments: Ints, firsts: Ints) -> Lea
     # One step more, because what the program does after the last step's end is not counted.
     if len(rises) < _RISES or len(moments) - 1 - rises[-1] > gaps.max():
         return None
+    if births.max() > rises[-1] and replay.freed[all_rows].min() >= moments[rises[-1]]:
+        return None  # a window that is full since then
     # What began in the last step may be freed in the next.
     last = births[births < len(moments) - 1].max()
     left = kept[births == last]

@@ -3,19 +3,22 @@
 The owners' file (`profkit.run.owners`) names storages by address and time. An entry names an allocation that began at
 its address, has its requested size, and was alive at its time; clocks may differ by `_CLOCK_SLACK_US`. It also holds
 the allocator's own peaks, against which the replay is checked. Metadata is what the program set with
-``torch.cuda.memory._set_memory_metadata`` when it allocated: profkit's backward hooks set
-``profkit:backward:MODULE``; any other text is the owner's name as it is.
+``torch.cuda.memory._set_memory_metadata`` when it allocated: profkit's hooks set ``profkit:PHASE:MODULE``; any other
+text is the owner's name as it is.
+
+Several tensors may lie in one storage: a bucket of gradients, a flat parameter, tied weights. Its owner then bears the
+names of all of them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from profkit.allocator.history import History
 from profkit.allocator.replay import Replay
 from profkit.analysis.memory.phases import Timeline
+from profkit.names import BACKWARD, LOSS
 from profkit.run.owners import ROLES, START, Owned, Owners
 
 METADATA_PREFIX = "profkit:"
@@ -24,19 +27,47 @@ _CLOCK_SLACK_US = 500
 _FAR = 2**62
 
 
+# What a storage of several tensors is called, by their role.
+_SHARED = {"gradient": "gradient bucket"}
+_SHOWN_NAMES = 2
+
+# A saved tensor has the name of a module, and several modules may save the same one.
+_NAMED_BY_MODULE = "saved"
+
+
 @dataclass(frozen=True)
-class Owner:
-    """A name, and the tensor's role (a key of `ROLES`, or None where only the name is known)."""
+class Part:
+    """One of the tensors in a storage; where its bytes are, if the run recorded that."""
 
     name: str
-    role: str | None
+    offset: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The tensors in a storage, and their role (a key of `ROLES`)."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        """What people read: the tensor's name, or the first and last one's of several."""
+        names = list(dict.fromkeys(part.name for part in self.parts))
+        if len(names) == 1 or self.role == _NAMED_BY_MODULE:
+            return next(filter(None, names), "")
+        listed = ", ".join(names) if len(names) == _SHOWN_NAMES else f"{names[0]} … {names[-1]}"
+        return (
+            f"{_SHARED.get(self.role, 'shared storage')}: {listed} ({len(names):,} {ROLES.get(self.role, 'tensors')})"
+        )
 
 
 def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeline) -> tuple[dict[int, Owner], int]:
     """Return the owner of each allocation (row) that the run recorded, and how many entries match no allocation.
 
-    Where two entries name one allocation (a gradient that views a bucket, tied weights), the role that comes first in
-    `ROLES` wins: parameters before what is made from them.
+    Where entries of several roles name one allocation (a parameter that was also saved for backward), the role that
+    comes first in `ROLES` wins: parameters before what is made from them.
     """
     rank = {role: place for place, role in enumerate(ROLES)}
     rows_at: dict[int, list[int]] = {}
@@ -44,27 +75,54 @@ def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeli
     for row, address in enumerate(replay.address.tolist()):
         if address in wanted:
             rows_at.setdefault(address, []).append(row)
-    owners: dict[int, Owner] = {}
-    missed: Counter[str] = Counter()
+    found: dict[int, dict[str, dict[Part, None]]] = {}
+    missed = 0
     for entry in recorded.owned:
         if entry.device != device:
             continue
         match = _find(entry, rows_at.get(entry.address, []), replay, timeline)
         if match is None:
-            missed[entry.name] += 1
-        elif match not in owners or rank.get(entry.role, _FAR) < rank.get(owners[match].role or "", _FAR):
-            owners[match] = Owner(entry.name, entry.role)
-    return owners, sum(missed.values())
+            missed += 1
+        else:
+            part = Part(entry.name, entry.offset_bytes, entry.own_bytes)
+            found.setdefault(match, {}).setdefault(entry.role, {})[part] = None
+    owners = {}
+    for row, by_role in found.items():
+        role = min(by_role, key=lambda one: rank.get(one, _FAR))
+        owners[row] = Owner(role, tuple(by_role[role]))
+    return owners, missed
+
+
+@dataclass(frozen=True)
+class Text:
+    """What profkit's hooks wrote into an allocation: the phase and the module that ran, "" outside all modules."""
+
+    phase: str
+    module: str
+
+
+def read_text(raw: dict[str, Any]) -> Text | None:
+    """Return what profkit's hooks wrote into an event; None if its text is the program's own or there is none."""
+    value = raw.get("user_metadata")
+    if not isinstance(value, str) or not value.startswith(METADATA_PREFIX):
+        return None
+    phase, _, module = value.removeprefix(METADATA_PREFIX).partition(":")
+    # An earlier profkit called by this name what ran in backward before the first module's.
+    return Text(phase, "" if (phase, module) == (BACKWARD, LOSS) else module)
 
 
 def read_metadata(raw: dict[str, Any]) -> str | None:
-    """Return the owner that an event's metadata names: text, or (newer torch) a dictionary's text values joined."""
+    """Return the owner that an event's metadata names: text, or (newer torch) a dictionary's text values joined.
+
+    Of profkit's own text this is the module.
+    """
+    text = read_text(raw)
+    if text is not None:
+        return text.module or None
     value = raw.get("user_metadata")
     if isinstance(value, dict):
-        value = " ".join(f"{key}={text}" for key, text in value.items())
-    if not isinstance(value, str) or not value:
-        return None
-    return value.removeprefix(METADATA_PREFIX).rpartition(":")[2] if value.startswith(METADATA_PREFIX) else value
+        value = " ".join(f"{key}={some}" for key, some in value.items())
+    return value if isinstance(value, str) and value else None
 
 
 def _find(entry: Owned, rows: list[int], replay: Replay, timeline: Timeline) -> int | None:
