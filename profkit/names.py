@@ -15,6 +15,9 @@ OPTIMIZER = "optimizer"
 PHASES = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
 """The parts of a training step, in the order in which they run."""
 
+DATA = "data"
+"""Waiting for the next batch. It need launch no work, so that it is no phase: what looks for kernels passes it over."""
+
 ATTENTION = "attention"
 FFN = "ffn"
 SCALED_DOT_PRODUCT = "scaled dot product attention"

@@ -30,11 +30,12 @@ from torch.optim.optimizer import Optimizer
 from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
 from profkit.capture.conditions import autocast_dtypes, count_compiled_graphs
+from profkit.capture.data_loading import DataLoading
 from profkit.capture.module_names import ROOT, ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.capture.steps import StepPolicy
 from profkit.capture.times import PhaseClock
-from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, PHASES, step_range
+from profkit.names import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER, PHASES, step_range
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -129,6 +130,7 @@ class Hooks(RangeObserver):
         self.steps = StepPolicy(step_on, counts=counts_steps)
         self.clock = PhaseClock()
         """The time of backward passes and optimizers' steps, once it is started."""
+        self.loading = DataLoading(self._data_begins, self._data_ends)
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
         self.begun = -1
@@ -144,6 +146,7 @@ class Hooks(RangeObserver):
         Optimizer.profile_hook_step = staticmethod(lambda step: self._around_step(around_step(step)))
         torch.autograd.backward = self._around_backward(torch.autograd.backward)
         torch.compile = self._before_compile(torch.compile)
+        self.loading.install()
         observe_ranges(self)
         self._hook_forward()
 
@@ -205,13 +208,13 @@ class Hooks(RangeObserver):
 
     @_harmless
     def opening(self, name: str) -> None:
-        if self._open.note_opening(name) and name in PHASES:
+        if self._open.note_opening(name) and name in _TIMED:
             self.clock.begin(name)
 
     @_harmless
     def closed(self) -> None:
         name = self._open.note_closed()
-        if name in PHASES:
+        if name in _TIMED:
             self.clock.end()
 
     @_harmless
@@ -234,6 +237,14 @@ class Hooks(RangeObserver):
     def _end_phase(self, key: object) -> None:
         if self._open.close(key):
             self.clock.end()
+
+    @_harmless
+    def _data_begins(self) -> None:
+        self._begin_phase(_LOADER, DATA)
+
+    @_harmless
+    def _data_ends(self) -> None:
+        self._end_phase(_LOADER)
 
     @_harmless
     def _before_module(self, module: nn.Module, args: Any) -> None:
@@ -418,6 +429,8 @@ def with_closure(
     return args, {**kwargs, "closure": watched}, True
 
 
+_TIMED = (DATA, *PHASES)
 _STEP = object()
+_LOADER = object()
 _MODULES = object()
 """What stays open from the beginning of an outermost module call to its end."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from profkit.capture.conditions import counted_since, read_counters
-from profkit.names import BACKWARD, FORWARD, LOSS
+from profkit.names import BACKWARD, DATA, FORWARD, LOSS
 
 Part = Literal["attached", "profiled"]
 """Steps of a recorded process before its recording, and the steps that were asked for."""
@@ -21,7 +21,7 @@ class PhaseClock:
     The loss is what runs between a forward pass and the backward pass after it, unless the script has a phase for it.
     Where CUDA is in use the host only enqueues a phase, so its clock says nothing: a pair of events does, on the stream
     that is current when the phase begins and ends. Recording an event waits for nothing. Within a stream's capture into
-    a CUDA graph no event can be timed, and nothing is collected.
+    a CUDA graph no event can be timed, and nothing is collected. Waiting for data keeps the host, and is timed by it.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class PhaseClock:
         self._depth += 1
         if self._depth > 1:
             return
-        self._phase, self._began = phase, _mark()
+        self._phase, self._began = phase, _mark(phase)
         if phase == BACKWARD and self._forward_ended is not None:
             self._spans.append((LOSS, self._forward_ended, self._began))
         self._forward_ended = None
@@ -59,7 +59,7 @@ class PhaseClock:
         self._depth -= 1
         if self._depth:
             return
-        ended = _mark()
+        ended = _mark(self._phase)
         self._spans.append((self._phase, self._began, ended))
         self._forward_ended = ended if self._phase == FORWARD else None
 
@@ -69,7 +69,7 @@ class PhaseClock:
         A phase that is open ends here. It waits until the GPU has passed the last event.
         """
         if self._depth:
-            self._spans.append((self._phase, self._began, _mark()))
+            self._spans.append((self._phase, self._began, _mark(self._phase)))
             self._depth = 0
         times: dict[str, int] = {}
         for phase, first, last in self._spans:
@@ -86,9 +86,9 @@ class PhaseClock:
         return times
 
 
-def _mark() -> Any:
+def _mark(phase: str) -> Any:
     """Return the host's time, or an event where CUDA is in use; None within a stream's capture."""
-    if not torch.cuda.is_initialized():
+    if phase == DATA or not torch.cuda.is_initialized():
         return perf_counter_ns()
     if torch.cuda.is_current_stream_capturing():
         return None

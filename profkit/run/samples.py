@@ -2,8 +2,9 @@
 
 A step is an object of nanoseconds: ``step_ns`` from one step's start to the next one's, by the host's clock, the device
 waited for once at its end; ``<phase>_event_ns`` what CUDA events around a phase say, on the GPU's own clock; without a
-GPU ``<phase>_ns``, by the host's. In a run over several context lengths ``context`` is the step's. (profkit of before
-2027 waited after each phase of a built-in model, and so wrote ``<phase>_ns`` beside ``<phase>_event_ns``.)
+GPU ``<phase>_ns``, by the host's. ``data_ns`` is the host's with a GPU too: how long the step waited for batches. In a
+run over several context lengths ``context`` is the step's. (profkit of before 2027 waited after each phase of a
+built-in model, and so wrote ``<phase>_ns`` beside ``<phase>_event_ns``.)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from profkit.names import PHASES, STEP
+from profkit.names import DATA, PHASES, STEP
 
 Clock = Literal["wall", "cuda-events"]
 
@@ -62,5 +63,5 @@ def _times_of(step: Mapping[str, int], clock: Clock) -> dict[str, int]:
 
 def phase_order(phase: str) -> tuple[int, str]:
     """Return a key that sorts phases as they run, the whole step last."""
-    order = (*PHASES, STEP)
-    return (order.index(phase) if phase in order else len(PHASES), phase)
+    order = (DATA, *PHASES, STEP)
+    return (order.index(phase) if phase in order else order.index(STEP), phase)

@@ -18,7 +18,7 @@ from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.range_paths import explain_no_ranges
 from profkit.analysis.steps import find_contexts, measured_ranges, number_in_step
 from profkit.findings import Finding, Verdict
-from profkit.names import BACKWARD, FORWARD, STEP
+from profkit.names import BACKWARD, DATA, FORWARD, STEP
 from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
 
 # Every capture between cudaProfilerStart and cudaProfilerStop says this, whole ones too.
@@ -281,12 +281,17 @@ def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
 def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     """Find range names where some instances launched work and the same ones in other steps made no CUDA call.
 
-    A whole capture may have such names too (a branch not taken); in a thin capture it means loss.
+    A whole capture may have such names too (a branch not taken); in a thin capture it means loss. Waiting for data
+    calls CUDA now and then: while the loader pins memory, or another thread launches.
     """
-    trace, was_open = attribution.trace, ~attribution.is_mirror
+    trace = attribution.trace
+    waits = np.array([text == DATA for text in trace.names] or [False], dtype=np.bool_)[trace.ranges.name]
+    was_open = ~attribution.is_mirror & ~waits
     if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(trace.ranges):
         return []
     opened = np.flatnonzero(was_open)
+    if not len(opened):
+        return []
     name, silent = trace.ranges.name[opened], _without_calls(trace)[opened]
     number = number_in_step(attribution, opened, name)
     _, alike = np.unique(name * (number.max() + 1) + number, return_inverse=True)
