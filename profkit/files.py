@@ -59,13 +59,13 @@ def write_whole(path: Path, data: bytes, *, mode: int | None = None) -> None:
         os.fsync(file.fileno())
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write ``content`` as indented JSON to ``path`` as `whole_file` does.
+def write_json(path: Path, content: Any, *, mode: int | None = None) -> None:
+    """Write ``content`` as indented JSON to ``path`` as `whole_file` does, ``mode`` being its permissions.
 
     Raises:
         OSError: it cannot be written; ``filename`` is ``path``.
     """
-    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode(), mode=mode)
 
 
 def clear_partial_files(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from profkit.errors import RunError, ToolError, UsageError
 from profkit.launch import importer, manifest, nsys_run
 from profkit.launch.importer import find_importer, import_raw, missing_libraries
+from profkit.launch.manifest import SECRET_NAMES, redact
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, parse_version
 from profkit.launch.nsys_run import export_report
 from profkit.launch.targets import build_rank_argv, parse_target, target_kind
@@ -377,3 +378,19 @@ def test_a_command_that_cannot_be_started_as_ranks_is_refused_in_one_line(words:
         build_rank_argv(words, 2)
     assert str(refused.value).startswith("--nproc-per-node 2: ")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.py", "--hf-token", "s3cr3t", "--lr", "1"], ["train.py", "--hf-token", "(redacted)", "--lr", "1"]),
+        (["--api-key=s3cr3t"], ["--api-key=(redacted)"]),
+        (["env", "WANDB_API_KEY=s3cr3t", "python"], ["env", "WANDB_API_KEY=(redacted)", "python"]),
+        (["wandb.api_key=s3cr3t"], ["wandb.api_key=(redacted)"]),
+        (["--password", "--lr", "1"], ["--password", "--lr", "1"]),
+        (["--max-tokens", "5", "monkey", "x"], ["--max-tokens", "5", "monkey", "x"]),
+        (["--webhook", "https://x"], ["--webhook", "(redacted)"]),
+    ],
+)
+def test_the_manifest_leaves_the_values_of_secrets_out(words: list[str], said: list[str]) -> None:
+    assert list(redact(words, [*SECRET_NAMES, "web*"])) == said

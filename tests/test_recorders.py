@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import os
+import resource
+import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,17 +29,50 @@ def test_a_failed_block_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", ["", '{"traceEvents": [{"na'])
-def test_a_trace_that_was_cut_off_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+@pytest.mark.parametrize(
+    ("free", "limit", "said"),
+    [
+        (0, resource.RLIM_INFINITY, "No space left on device"),
+        (2**40, 10, "File too large"),
+        (2**40, resource.RLIM_INFINITY, "wrote no whole trace, and does not say why"),
+    ],
+)
+def test_a_trace_that_was_cut_off_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, free: int, limit: int, said: str
+) -> None:
     """Kineto itself says nothing of a full disk."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=free))
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, limit))
 
     def export(_profiler: object, path: str) -> None:
         Path(path).write_text(written)
         Path(f"{path}.tmp").touch()
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
-    with pytest.raises(OSError, match="No space left on device"), recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
+    with pytest.raises(OSError, match=said), recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
         torch.ones(2).sum()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_removed_directory_is_named_as_the_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError), recorded_by_kineto(folder / "trace.json.gz", CPU):
+        folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    "name", [b'a"b', b"a\nb", b"a\x1b[31mb", b"a\xffb"], ids=["quote", "newline", "ESC", "non-UTF-8"]
+)
+def test_a_trace_is_whole_in_a_directory_of_any_name_and_does_not_hold_it(tmp_path: Path, name: bytes) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    with recorded_by_kineto(folder / "trace.json.gz", CPU):
+        torch.ones(2).sum()
+    trace = gzip.decompress((folder / "trace.json.gz").read_bytes())
+    assert json.loads(trace)["traceName"] == "trace.json.gz"
+    assert os.fsencode(tmp_path) not in trace
+    assert [path.name for path in folder.iterdir()] == ["trace.json.gz"]
 
 
 def _rank(run: Path, number: int, count: int) -> LocalRanks:

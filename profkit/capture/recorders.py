@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import errno
 import gzip
+import json
 import os
+import resource
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -25,6 +28,9 @@ from profkit.run.recording import meeting_file
 
 _PATIENCE_S = 10.0
 _POLL_S = 0.001
+_CHUNK_BYTES = 1024**2
+_TAIL_BYTES = 64 * 1024
+_FULL_BYTES = 1024**2
 
 # nsys reaches the other processes in its own time: on an H200 1.2 ms after cudaProfilerStart had returned in the first,
 # another's range that was already open was lost.
@@ -44,16 +50,50 @@ def recorded_by_kineto(path: Path, device: torch.device) -> Iterator[None]:
 
 def _export(profiler: profile, path: Path) -> None:
     """Write the trace; torch's own way with ``.gz`` goes through TMPDIR, and is silent if that is full."""
-    plain = path.with_name(f"partial.{path.name}.json")
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    # Kineto writes the path into the trace without escaping it, and takes none that is not UTF-8.
+    plain = Path(f"/proc/self/fd/{folder}/partial.trace.json")
     try:
         profiler.export_chrome_trace(str(plain))
         if not _is_whole(plain):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent))
+            raise _why_not_whole(plain, path)
         with whole_file(path) as partial, plain.open("rb") as source, gzip.open(partial, "wb") as target:
-            shutil.copyfileobj(source, target)
+            _copy_with_name(source, target, str(plain), path.name)
     finally:
         for left in (plain, Path(f"{plain}.tmp")):  # the second is Kineto's own, half written
             left.unlink(missing_ok=True)
+        os.close(folder)
+
+
+def _why_not_whole(plain: Path, path: Path) -> OSError:
+    """Return why Kineto, which says nothing, left no whole trace."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if not path.parent.is_dir():
+        number = errno.ENOENT
+    elif shutil.disk_usage(path.parent).free < _FULL_BYTES:
+        number = errno.ENOSPC
+    elif limit != resource.RLIM_INFINITY and (plain.stat().st_size if plain.exists() else 0) >= limit - _TAIL_BYTES:
+        number = errno.EFBIG
+    else:
+        return OSError(errno.EIO, "torch.profiler wrote no whole trace, and does not say why", str(path))
+    return OSError(number, os.strerror(number), str(path.parent))
+
+
+class SupportsWrite(Protocol):
+    """A file that bytes can be written to."""
+
+    def write(self, data: bytes, /) -> int:
+        """Write the bytes."""
+
+
+def _copy_with_name(source: BinaryIO, target: SupportsWrite, path: str, name: str) -> None:
+    """Copy the trace, and name it by ``name``: Kineto ends it with the whole ``path``, and traces are shared."""
+    end = max(0, source.seek(0, os.SEEK_END) - _TAIL_BYTES)
+    source.seek(0)
+    while source.tell() < end:
+        target.write(source.read(min(_CHUNK_BYTES, end - source.tell())))
+    old, new = (json.dumps(text)[1:-1].encode() for text in (path, name))
+    target.write(source.read().replace(old, new))
 
 
 def _is_whole(trace: Path) -> bool:

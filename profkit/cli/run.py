@@ -60,6 +60,13 @@ _KILLED = 128 + signal.SIGKILL
 @command_options
 @ceiling_options
 @click.option(
+    "--redact",
+    metavar="GLOB",
+    multiple=True,
+    help="Leave the values of options with such names out of the manifest, as those of *token, *key, *secret, "
+    "*password, *passwd and *credential* always are.",
+)
+@click.option(
     "-o", "output", type=click.Path(path_type=Path), help="The run directory to create  [default: runs/TIME-TARGET]"
 )
 def run(
@@ -84,6 +91,7 @@ def run(
     memory_stacks: Stacks,
     memory_entries: int,
     memory_saved: bool,
+    redact: tuple[str, ...],
     **model: Any,
 ) -> int:
     """Run TARGET under a profiler and keep what it recorded in a run directory.
@@ -125,7 +133,14 @@ def run(
     if kind != "command":
         require_torch()
     _say_how_often(wanted, allocator, "Nsight Systems" if with_nsys else "torch.profiler")
-    recorded = record_run(wanted, nsys, output, command=["profkit", *sys.argv[1:]], progress=shown_after_a_second)
+    recorded = record_run(
+        wanted,
+        nsys,
+        output,
+        command=["profkit", *sys.argv[1:]],
+        progress=shown_after_a_second,
+        secret_names=redact,
+    )
     device: Device = model["device"] if kind == "model" else "auto"
     return _conclude(recorded, wanted, device if ceilings else None)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,14 +19,51 @@ from profkit.version import __version__
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def begin_manifest(target: Target, nsys: Nsys | None, command: list[str]) -> Manifest:
-    """Return the manifest of a run that is about to begin; its status is ``incomplete``."""
+SECRET_NAMES = ("*token", "*key", "*secret", "*password", "*passwd", "*credential*")
+"""Names of options and variables whose values the manifest leaves out."""
+
+REDACTED = "(redacted)"
+
+
+def redact(words: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Return a command line without the values of options and variables whose names match one of ``names``.
+
+    ``--api-key V``, ``--api-key=V``, ``api_key=V`` and ``API_KEY=V`` are all found by ``*key``: case, leading ``-`` and
+    the difference of ``-`` and ``_`` do not matter.
+    """
+    patterns = [_plain(name) for name in names]
+    found: list[str] = []
+    takes_next = False
+    for word in words:
+        name, equals, _value = word.partition("=")
+        is_secret = any(fnmatchcase(_plain(name), pattern) for pattern in patterns)
+        if takes_next and not word.startswith("-"):
+            found.append(REDACTED)
+        elif is_secret and equals:
+            found.append(f"{name}={REDACTED}")
+        else:
+            found.append(word)
+        takes_next = is_secret and not equals and word.startswith("-")
+    return tuple(found)
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+def begin_manifest(target: Target, nsys: Nsys | None, command: list[str], secret_names: Iterable[str]) -> Manifest:
+    """Return the manifest of a run that is about to begin; its status is ``incomplete``.
+
+    Values of options whose names match ``secret_names`` are left out of the command lines.
+    """
+    names = (*SECRET_NAMES, *secret_names)
+    argv = redact(target.argv, names)
     records_trace = target.passes[-1].order.recorder != "memory"
     return Manifest(
-        command=tuple(command),
-        target=target.title,
+        command=redact(command, names),
+        target=" ".join(argv) or target.title,
         kind=target.kind,
-        argv=target.argv,
+        argv=argv,
         workload=target.workload,
         preset=target.preset,
         parameter_count=target.parameter_count,

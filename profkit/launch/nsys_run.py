@@ -18,6 +18,8 @@ from profkit.launch.processes import run_tool
 from profkit.run.directory import LOG, NSYS_EXPORT, NSYS_REPORT
 
 _FULL_BYTES = 1024**2
+_PRIVATE = 0o600
+"""nsys writes the environment and the command line into its files, secrets included: they are their owner's alone."""
 
 
 def export_report(report: Path) -> Path:
@@ -144,7 +146,9 @@ def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
                 f"{run}: the disk is full, and nsys left no report; free some space, or name another with -o"
             )
         raise ToolError(f"{nsys.path} left no report; its output is in {log.name}")
+    report.chmod(_PRIVATE)
     export_to(nsys, report, run / NSYS_EXPORT, log)
+    (run / NSYS_EXPORT).chmod(_PRIVATE)
     if not nsys.options.keep_report:
         report.unlink()
 

@@ -68,7 +68,13 @@ def require_torch() -> None:
 
 
 def record_run(
-    target: Target, nsys: Nsys | None, output: Path | None, *, command: list[str], progress: Progress
+    target: Target,
+    nsys: Nsys | None,
+    output: Path | None,
+    *,
+    command: list[str],
+    progress: Progress,
+    secret_names: tuple[str, ...] = (),
 ) -> Recorded:
     """Make the target's passes, in their order, into a new run directory, as long as all goes well.
 
@@ -79,13 +85,14 @@ def record_run(
     Args:
         command: profkit's own command line, for the manifest.
         progress: makes a context manager that shows what is being done.
+        secret_names: options with such names have their values left out of the manifest.
 
     Raises:
         RunError: the directory cannot be made.
         ToolError: nsys or its importer failed.
     """
     run = make_run_directory(output, target.name)
-    manifest = begin_manifest(target, nsys, command)
+    manifest = begin_manifest(target, nsys, command, secret_names)
     _keep_manifest(run, manifest)
     recording = _Recording(run, target, nsys, progress)
     conditions, input_start = GpuWatch(os.environ), _input_position()
@@ -195,7 +202,7 @@ class _Recording:
     def _run_in_nsys(self, nsys: Nsys, words: list[str], environment: dict[str, str]) -> int:
         require_room(self._run)
         with (
-            (self._run / LOG).open("w+b") as log,
+            open(self._run / LOG, "w+b", opener=_private) as log,
             _own_outputs() as outputs,
             # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
             tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
@@ -224,6 +231,11 @@ class _Recording:
         if has_processes(self._run):
             with self._progress("exporting what Nsight Systems recorded"):
                 collect_report(self._run, nsys, log)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read: what a profiler prints may hold the command line."""
+    return os.open(path, flags, 0o600)
 
 
 @contextmanager

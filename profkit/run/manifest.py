@@ -225,9 +225,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a ``manifest.json``.
+    """Write a ``manifest.json``, which its owner alone may read: it holds the command line.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_json(path, asdict(manifest))
+    write_json(path, asdict(manifest), mode=0o600)
