@@ -386,14 +386,13 @@ def test_the_self_checks_warnings_stand_under_its_verdict(place: Path, run: Call
 @pytest.mark.parametrize(
     ("limit_bytes", "said"),
     [
-        (50_000, "nothing was recorded: No space left on device"),
+        (50_000, "nothing was recorded: File too large"),
         (500, "the recording could not be saved:"),
     ],
 )
-def test_a_full_disk_does_not_stop_the_script(
+def test_a_file_that_may_not_grow_does_not_stop_the_script(
     place: Path, run: Callable[..., Any], limit_bytes: int, said: str
 ) -> None:
-    # No file may grow beyond the limit: a full disk refuses in the same way.
     limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))\n"
     (place / "limited.py").write_text(limit + TRAIN)
     done = run("--flops", "--", sys.executable, "limited.py", "0.1", "12")
@@ -476,13 +475,12 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, recorded
         started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=30)
     assert started.returncode == 130
-    held = "trace.json.gz" if recorded else "no capture"
-    assert said.strip() == f"profkit: interrupted; run is marked failed and keeps {held}"
+    assert "KeyboardInterrupt" in said, "Ctrl-C reaches the script as Ctrl-C"
+    assert said.splitlines()[-1] == "profkit: interrupted; run is marked failed and keeps trace.json.gz"
     manifest = _manifest(place)
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", "interrupted", 130)
-    assert [one["state"] for one in manifest["processes"]] == ["complete"] * recorded
-    kept = ["manifest.json", "trace.json.gz"] if recorded else ["manifest.json"]
-    assert sorted(path.name for path in (place / "run").iterdir()) == kept
+    assert [one["state"] for one in manifest["processes"]] == ["complete" if recorded else "cut short"]
+    assert sorted(path.name for path in (place / "run").iterdir()) == ["manifest.json", "trace.json.gz"]
     time.sleep(0.1)
     alive = [entry for entry in Path("/proc").glob("[0-9]*/cmdline") if _names(entry, str(place / "run"))]
     assert not alive
