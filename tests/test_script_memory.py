@@ -426,16 +426,29 @@ def test_every_workload_is_recorded_to_its_end(workloads: dict[str, dict[str, An
     assert "blocks.1.linear.weight" in {one.name for one in ledger.owned}
 
 
-def test_allocations_in_backward_carry_the_modules_name(workloads: dict[str, dict[str, Any]]) -> None:
+def test_allocations_carry_the_phase_and_the_modules_name(workloads: dict[str, dict[str, Any]]) -> None:
     calls = workloads["remembered"]["memory"]["calls"]
     texts = [call.removeprefix("metadata ") for call in calls if call.startswith("metadata")]
-    first = texts[: texts.index("")]
-    backward = "profkit:backward:"
-    assert all(text.startswith(backward) for text in first)
-    assert first[0] == f"{backward}MSELoss"
-    names = [text.removeprefix(backward) for text in first if text.startswith(f"{backward}blocks")]
-    order = list(dict.fromkeys(names))
+    phases: list[list[str]] = [[]]
+    for text in texts:
+        if text:
+            phases[-1].append(text)
+        else:
+            phases.append([])
+    assert not phases.pop(), "nothing is left behind"
+    assert [{text.split(":")[1] for text in phase} for phase in phases[:5]] == [
+        {"forward"},
+        {"loss"},
+        {"backward"},
+        {"optimizer"},
+        {"forward"},
+    ]
+    forward, loss, backward = ([text.split(":")[2] for text in phase] for phase in phases[:3])
+    assert forward[1:6] == ["model", "first", "model", "blocks.0", "blocks.0.linear"], "and back where a module ends"
+    assert loss == ["", "MSELoss", ""]
+    assert backward[:2] == ["", "MSELoss"], "until a module's backward begins it is the loss's own"
+    order = list(dict.fromkeys(backward))
     for number in (2, 1):
         assert order.index(f"blocks.{number}.relu") < order.index(f"blocks.{number}.linear"), "in reverse"
         assert order.index(f"blocks.{number}.linear") < order.index(f"blocks.{number - 1}.relu")
-    assert len([text for text in texts if not text]) >= 4 * len(WORKLOADS), "nothing is left behind"
+    assert len(phases) >= 4 * len(WORKLOADS)

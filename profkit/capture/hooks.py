@@ -63,13 +63,10 @@ class Watcher:
         """An outermost module call has ended, or raised."""
 
     def backward_begins(self, tensors: Any) -> None:
-        """The backward pass of ``tensors`` begins on this thread; this and what follows only while ranges are open."""
+        """The backward pass of ``tensors`` begins on this thread; only while ranges are open."""
 
-    def backward_enters(self, name: str | None) -> None:
-        """The backward work of this range's module begins on this thread; None: work outside every module."""
-
-    def backward_ends(self) -> None:
-        """A backward pass has ended, or raised."""
+    def runs_for(self, phase: str | None, module: str | None) -> None:
+        """From now on this thread works for a phase and a module, None for what does not apply; on leaving one too."""
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's step begins."""
@@ -122,7 +119,7 @@ class Hooks(RangeObserver):
         self._roots: WeakSet[nn.Module] = WeakSet()
         self.has_failed = False
         self._names = ModuleNames(depth)
-        self._open = OpenRanges()
+        self._open = OpenRanges(None if watcher is None else watcher.runs_for)
         self._forward_handles: list[Any] = []
         self._root_handles: list[Any] = []
         self._compiles = False
@@ -319,6 +316,9 @@ class Hooks(RangeObserver):
         self._begin_phase(key, BACKWARD)
         if self._recording:
             self._watcher.backward_begins(tensors)
+            if self._knows_owners:
+                # What runs until a module's backward is entered is the loss's own.
+                mark_nodes(tensors, None, self._enter_backward)
 
     @_harmless
     def _backward_ends(self, key: object) -> None:
@@ -326,8 +326,6 @@ class Hooks(RangeObserver):
             self._open.close(key)
             return
         self._end_phase(key)
-        if self._recording:
-            self._watcher.backward_ends()
         self._make_boundary(self.steps.backward_ends())
 
     @_harmless
@@ -339,15 +337,11 @@ class Hooks(RangeObserver):
             self._open.graph_task = task
             at_graph_end(self._leave_backward)
         self._open.enter_backward_of(call)
-        while call is not None and call.owner is None:
-            call = call.around
-        self._watcher.backward_enters(None if call is None else call.owner)
 
     @_harmless
     def _leave_backward(self) -> None:
         self._open.graph_task = -1
         self._open.leave_backward()
-        self._watcher.backward_ends()
 
     def _around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return an optimizer's ``step`` with the range around it; a step of the script ends where it returns.

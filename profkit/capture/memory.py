@@ -2,10 +2,6 @@
 
 Nothing here changes what the target does: CUDA is never initialised for it, no tensor is held, and whatever fails ends
 the recording alone, and is reported by the launcher.
-
-The autograd thread has no Python stack, so more than half of the bytes of a training step carry no frames. The
-allocator keeps a text per thread (``torch.cuda.memory._set_memory_metadata``, torch 2.10 and later) and writes it into
-each event: here the module whose backward runs.
 """
 
 from __future__ import annotations
@@ -25,12 +21,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import record_in_torch
-from profkit.capture.backward_nodes import mark_nodes
+from profkit.capture import allocation_text
 from profkit.capture.hooks import Watcher
 from profkit.capture.module_names import Roots
 from profkit.capture.owners import OwnerLedger, now_us, when_saved
 from profkit.files import whole_file
-from profkit.names import LOSS, step_range
+from profkit.names import step_range
 from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
 from profkit.run.manifest import ProcessMemory
 from profkit.run.recording import PARTIAL, MemoryOptions
@@ -41,7 +37,6 @@ _NESTING = 4
 _OUTSIDE = "(a parameter outside the modules)"
 _PROTOCOL = 4
 _OUT_OF_MEMORY = "out of memory"
-_BACKWARD = "profkit:backward:"
 _RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 _RECORDS = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
 
@@ -80,7 +75,7 @@ class MemoryRecording(Watcher):
         self._step: tuple[int, int] | None = None
         self._on_thread = _OnThread()
         self._patches = ExitStack()
-        self._is_over = self._is_full = self._is_scripts_own = False
+        self._is_over = self._is_full = self._is_scripts_own = self._writes_text = False
         self._peak_bytes = 0
         self._failure: str | None = None
 
@@ -148,20 +143,9 @@ class MemoryRecording(Watcher):
         self._note_keywords(keywords)
 
     @_harmless
-    def backward_begins(self, tensors: Any) -> None:
-        if knows_owners():
-            # What runs until a module's backward is entered is the loss's own.
-            mark_nodes(tensors, None, lambda _: self.backward_enters(LOSS))
-
-    @_harmless
-    def backward_enters(self, name: str | None) -> None:
-        if knows_owners():
-            set_owner(name or "")
-
-    @_harmless
-    def backward_ends(self) -> None:
-        if knows_owners():
-            clear_owner()
+    def runs_for(self, phase: str | None, module: str | None) -> None:
+        if self._writes_text:
+            allocation_text.write(phase, module)
 
     @_harmless
     def optimizer_begins(self, optimizer: Optimizer) -> None:
@@ -181,6 +165,7 @@ class MemoryRecording(Watcher):
             return
         try:
             self._open_files()
+            self._writes_text = allocation_text.can_write()
             switch_on(self._options.stacks, self._options.max_entries)
             call_when_full(self._when_full)
             for name in _RESETS:
@@ -313,22 +298,3 @@ def dump(path: Path) -> None:
     """Write the allocator's snapshot as a pickle; ``path`` appears whole or not at all."""
     with whole_file(path) as partial, partial.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file, protocol=_PROTOCOL)
-
-
-def knows_owners() -> bool:
-    """Return whether this torch can store a text with each allocation."""
-    return hasattr(torch.cuda.memory, "_get_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
-
-
-def set_owner(name: str) -> None:
-    """Have the allocator write beside each block that this thread asks for from now on that ``name``'s backward runs.
-
-    "" is what runs in the backward pass outside every module.
-    """
-    torch.cuda.memory._set_memory_metadata(_BACKWARD + name)
-
-
-def clear_owner() -> None:
-    """Have the allocator write nothing any more, unless it is the script's own text that it writes."""
-    if torch.cuda.memory._get_memory_metadata().startswith(_BACKWARD):
-        torch.cuda.memory._set_memory_metadata("")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 from profkit.annotation import Range
+from profkit.names import BACKWARD, PHASES
 
 
 class Call:
@@ -37,16 +39,27 @@ class _Entry:
 _BACKWARD_OF_CALL = object()
 _SCRIPTS = object()
 
+_PURPOSES = frozenset({*PHASES, "recompute", "data", "inference"})
+
+RunsFor = Callable[[str | None, str | None], None]
+"""Is called with a phase and a module's dotted name, None for what does not apply."""
+
 
 class OpenRanges(threading.local):
     """This thread's open ranges, innermost last, the script's own among them.
 
     What profkit opens above an entry is closed before it; the script opens and closes its own.
+
+    Args:
+        runs_for: is called on a thread whenever the phase or the module that the thread works for changes, on entering
+            and on leaving. Nothing is worked out where it is None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runs_for: RunsFor | None = None) -> None:
         self._entries: list[_Entry] = []
         self._is_ours = False
+        self._runs_for = runs_for
+        self._purpose: tuple[str | None, str | None] = None, None
         self.graph_task = -1
         self.root: object = None
         """The module whose call is the outermost now."""
@@ -59,11 +72,13 @@ class OpenRanges(threading.local):
             entry.range.__enter__()
             self._is_ours = False
         self._entries.append(entry)
+        self._changed()
 
     def note_opening(self, name: str) -> bool:
         """Note a range that opens on this thread; return whether it is the script's own."""
         if not self._is_ours:
             self._entries.append(_Entry(_SCRIPTS, name))
+            self._changed()
         return not self._is_ours
 
     def note_closed(self) -> str | None:
@@ -72,7 +87,9 @@ class OpenRanges(threading.local):
             return None
         for index in range(len(self._entries) - 1, -1, -1):
             if self._entries[index].key is _SCRIPTS:
-                return self._entries.pop(index).name
+                name = self._entries.pop(index).name
+                self._changed()
+                return name
         return None
 
     def note_call(self) -> Call | None:
@@ -129,10 +146,13 @@ class OpenRanges(threading.local):
         self._close_down_to(base + kept)
         for one in wanted[kept:]:
             self.open(_BACKWARD_OF_CALL, one.name, one)
+        if self._runs_for is not None and not wanted:
+            self._tell(BACKWARD, None)
 
     def leave_backward(self) -> None:
         """Close the backward ranges above everything else that is open here: the backward pass has ended."""
         self._close_down_to(self._base())
+        self._changed()
 
     def _base(self) -> int:
         base = len(self._entries)
@@ -148,6 +168,31 @@ class OpenRanges(threading.local):
                 self._is_ours = True
                 entry.range.__exit__(None, None, None)
                 self._is_ours = False
+        if above:
+            self._changed()
+
+    def _changed(self) -> None:
+        """Tell what this thread works for now: the innermost phase, and the innermost module in it."""
+        if self._runs_for is None:
+            return
+        phase: str | None = None
+        call: Call | None = None
+        for entry in reversed(self._entries):
+            call = call or entry.call
+            if entry.key is _BACKWARD_OF_CALL:
+                phase = BACKWARD
+                break
+            if entry.name in _PURPOSES:
+                phase = entry.name
+                break
+        while call is not None and call.owner is None:
+            call = call.around
+        self._tell(phase, None if call is None else call.owner)
+
+    def _tell(self, phase: str | None, module: str | None) -> None:
+        if self._runs_for is not None and (phase, module) != self._purpose:
+            self._purpose = phase, module
+            self._runs_for(phase, module)
 
 
 @cache
