@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|\d+$")
+
 STEP = "step"
 WARMUP = "warmup"
 COUNTED = "counted step"
@@ -26,6 +30,10 @@ SOFTMAX = "computing softmax"
 VALUE_PRODUCT = "final matmul"
 
 
+MODEL = "model"
+"""The range of the outermost module; the modules in it are named as its ``named_modules`` does."""
+
+
 def step_range(number: int) -> str:
     """Return the name of the range around step ``number``, counted from 0."""
     return f"{STEP} {number}"
@@ -39,3 +47,8 @@ def context_range(context: int) -> str:
 def layer_range(number: int) -> str:
     """Return the name of the range around layer ``number``, counted from 0."""
     return f"layer {number}"
+
+
+def kind_of(name: str) -> str:
+    """Return ``layer *`` for ``layer 3``: names that differ only in a number, alone or at their end, are one kind."""
+    return _NUMBER.sub("*", name)

@@ -21,10 +21,8 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.nesting import NO_RANGE
 from profkit.errors import TraceError, UsageError
-from profkit.names import BACKWARD
+from profkit.names import BACKWARD, kind_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
-
-_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|\d+$")
 
 
 def split_path(request: str) -> list[str]:
@@ -35,11 +33,6 @@ def split_path(request: str) -> list[str]:
 def join_path(parts: Iterable[str]) -> str:
     """Return a path as it is written: parts joined by slashes; a slash within a part is ``\\/``."""
     return "/".join(part.replace("/", "\\/") for part in parts)
-
-
-def kind_of(name: str) -> str:
-    """Return ``layer *`` for ``layer 3``: names that differ only in a number, alone or at their end, are one kind."""
-    return _NUMBER.sub("*", name)
 
 
 def select_ranges(

@@ -17,12 +17,13 @@ from profkit.cli.quantities import Size
 from profkit.errors import UsageError
 from profkit.reading import open_snapshot
 from profkit.report.document import Format
-from profkit.report.memory import TOP_STACKS, build_memory_document
+from profkit.report.memory import BY, TOP_STACKS, By, build_memory_document
+from profkit.report.memory_parts import TOP_MODULES
 from profkit.report.timeline_page import STACKINGS, Stacking, write_page
 from profkit.run.directory import Run
 from profkit.snapshot.unpickler import collector_off
 
-_OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
+_OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
 
 
 @click.command()
@@ -34,6 +35,7 @@ _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline
     metavar="MOMENT",
     help="Moment to explain: peak, 2.5s after the first event, or phase:backward.",
 )
+@click.option("--by", type=click.Choice(BY), help="Show one table: what each module, category, line or phase held.")
 @click.option("--device", type=int, metavar="N", help="Show this GPU (default: the one with the highest peak).")
 @click.option(
     "--rank", type=click.IntRange(min=0), metavar="N", help="Show this rank (default: the one with the highest peak)."
@@ -59,11 +61,17 @@ _OF_ONE_SNAPSHOT = ("at", "stack", "min_size", "capacity", "timeline", "timeline
     metavar="AFTER",
     help="Explain how the peak of AFTER, a snapshot or run, differs.",
 )
-@click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N stacks (default {TOP_STACKS}).")
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Show at most N stacks (default {TOP_STACKS}) or modules (default {TOP_MODULES}).",
+)
 @output_options
 def memory(
     snapshot: Path,
     at: str,
+    by: By | None,
     device: int | None,
     rank: int | None,
     stack: str | None,
@@ -102,7 +110,7 @@ def memory(
     if timeline is not None:
         with shown_after_a_second(f"drawing {timeline.name}"):
             _draw(timeline, opened.device(device), result, timeline_by, Filter(stack, min_size))
-    document = build_memory_document(result, top=top or TOP_STACKS, leaks=leaks)
+    document = build_memory_document(result, by=by, top=top, leaks=leaks)
     print_document(document, style, output, full_names=full_names)
 
 

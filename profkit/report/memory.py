@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 from profkit.analysis.memory.composition import LargeRow
 from profkit.analysis.memory.leaks import LeakCheck
@@ -12,6 +12,7 @@ from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.opened_snapshot import PEAK
 from profkit.analysis.memory.result import MemoryResult, Totals
 from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.memory_parts import build_module_parts, build_phase_part, exact_parts
 from profkit.report.text import shorten
 from profkit.report.units import (
     BYTES,
@@ -51,24 +52,45 @@ _EQUAL = Unit(_times)
 """Equal allocations: how many, and the bytes of each."""
 
 
-def build_memory_document(result: MemoryResult, *, top: int = TOP_STACKS, leaks: bool = False) -> Document:
+By = Literal["module", "category", "stack", "phase"]
+BY: tuple[By, ...] = ("module", "category", "stack", "phase")
+
+
+def build_memory_document(
+    result: MemoryResult, *, by: By | None = None, top: int | None = None, leaks: bool = False
+) -> Document:
     """Return the account of one device's memory.
 
     Args:
         result: what to show.
-        top: how many stacks a table shows; the others are added up in one more line. JSON and CSV hold all.
+        by: the one table to show, and that CSV holds; by default those of categories, stacks and the largest. JSON
+            always holds all.
+        top: how many stacks or modules a table shows; other stacks are added up in one more line. CSV holds all.
         leaks: also show what each step left behind; JSON always holds it.
     """
     parts: list[Table | Lines] = [Lines(head_lines(result), "head")]
     if result.oom is not None:
         parts.append(_oom_lines(result.oom, result.history.zero_us))
-    parts += [_category_table(result), _stack_table(result, top), _largest_table(result)]
+    parts += _tables(result, by, top)
     if leaks and result.leaks.steps:
         parts.append(_leak_table(result.leaks))
     parts.append(Lines([*_notes(result), *(_leak_lines(result.leaks) if leaks else ())]))
     data = result.to_dict()
     del data["warnings"]
-    return Document("memory", data, parts, _exact_table(result, leaks), result.warnings)
+    exact = exact_parts(result.composition, by) if by in ("module", "phase") else _exact_table(result, leaks, by)
+    return Document("memory", data, parts, exact, result.warnings)
+
+
+def _tables(result: MemoryResult, by: By | None, top: int | None) -> list[Table | Lines]:
+    """Return the tables of what a moment was made of."""
+    if by == "module":
+        return build_module_parts(result.composition, _moment(result), top)
+    if by == "phase":
+        return [build_phase_part(result.composition, _moment(result))]
+    stacks = _stack_table(result, top or TOP_STACKS, "" if by is None else _moment(result))
+    if by is None:
+        return [_category_table(result), stacks, _largest_table(result)]
+    return [_category_table(result) if by == "category" else stacks]
 
 
 def head_lines(result: MemoryResult) -> list[str]:
@@ -126,7 +148,7 @@ def _category_table(result: MemoryResult) -> Table:
     return Table(columns, [vars(row) for row in at.by_category], _moment(result), rest=whole)
 
 
-def _stack_table(result: MemoryResult, top: int) -> Table:
+def _stack_table(result: MemoryResult, top: int, title: str) -> Table:
     columns = (
         Column("bytes", "bytes", BYTES),
         Column("share", "share", SHARE),
@@ -136,7 +158,7 @@ def _stack_table(result: MemoryResult, top: int) -> Table:
     rows: list[Row] = [vars(row) for row in result.composition.by_stack]
     rest: dict[str, Any] = {key: sum(row[key] for row in rows[top:]) for key in ("bytes", "share", "count")}
     rest["label"] = format_count(len(rows) - top, "smaller place")
-    return Table(columns, rows[:top], rest=rest if rows[top:] else None)
+    return Table(columns, rows[:top], title, rest=rest if rows[top:] else None)
 
 
 def _largest_table(result: MemoryResult) -> Table:
@@ -237,12 +259,16 @@ def _leak_lines(check: LeakCheck) -> Iterator[str]:
         yield f"May leak: {format_bytes(row.bytes)} in {format_count(row.count, 'allocation')} {often}, {row.label}"
 
 
-def _exact_table(result: MemoryResult, leaks: bool) -> Table:
+def _exact_table(result: MemoryResult, leaks: bool, by: By | None) -> Table:
     """Return the one table of CSV: categories, stacks, the largest allocations, and what steps left behind."""
     at = result.composition
-    rows: list[Row] = [{"section": "category", "name": row.category, **_sizes(row)} for row in at.by_category]
-    rows += [{"section": "stack", "name": row.label, **_sizes(row)} for row in at.by_stack]
-    rows += [_exact_large(row, at.allocated_bytes) for row in at.largest]
+    rows: list[Row] = []
+    if by != "stack":
+        rows += [{"section": "category", "name": row.category, **_sizes(row)} for row in at.by_category]
+    if by != "category":
+        rows += [{"section": "stack", "name": row.label, **_sizes(row)} for row in at.by_stack]
+    if by is None:
+        rows += [_exact_large(row, at.allocated_bytes) for row in at.largest]
     if leaks:
         rows += [
             # The phase is the step after which the memory is still there.

@@ -15,10 +15,10 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import categorize
 from profkit.analysis.intervals import union_ns
 from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.range_paths import kind_of, select_ranges
+from profkit.analysis.range_paths import select_ranges
 from profkit.analysis.selection import KernelFilter, choose_work, lies_within, outermost
 from profkit.analysis.steps import find_contexts, find_warmup, measured_ranges
-from profkit.names import STEP
+from profkit.names import STEP, kind_of
 from profkit.trace.columns import Ints, Measure, distinct_values, empty_ints, rows_by_value
 
 RangePath = tuple[str, ...]

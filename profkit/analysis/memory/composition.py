@@ -1,7 +1,7 @@
-"""What one device's memory was made of at a moment: by category, by stack, the largest, and what was unused.
+"""What one device's memory was made of at a moment: by category, stack, module and phase, the largest, the unused.
 
-The parts add up: the categories sum to what was allocated at the moment, and so do the stacks. Sizes are what the
-allocator charged, with the bytes lost to rounding.
+The parts add up: the categories sum to what was allocated at the moment, and so do the stacks, the phases, and the
+modules at the top of their tree. Sizes are what the allocator charged, with the bytes lost to rounding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ import numpy as np
 from profkit.allocator.history import History
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
 from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.memory.parts import (
+    BEFORE_RECORDING,
+    IN_NO_PHASE,
+    PartRow,
+    Piece,
+    other_row,
+    sum_by_module,
+    sum_by_phase,
+)
+from profkit.names import kind_of
 from profkit.snapshot.columns import INACTIVE
 
 NOT_SELECTED = "(not selected)"
@@ -72,6 +82,9 @@ class Composition:
     reserved_bytes: int
     by_category: tuple[CategoryRow, ...]
     by_stack: tuple[StackRow, ...]
+    by_module: tuple[PartRow, ...]
+    """The tree of modules, depth first; next to it what is in no module."""
+    by_phase: tuple[PartRow, ...]
     largest: tuple[LargeRow, ...]
     largest_groups: tuple[LargeRow, ...]
     """The largest allocations, equal ones as one row."""
@@ -111,6 +124,7 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
     total = int(curves.allocated[moment])
     rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
     live = np.array(rows, dtype=np.int64)
+    by_module, by_phase = _by_place(memory, chosen, total, rest)
     ordered = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))
     return Composition(
         what=what,
@@ -122,6 +136,8 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
         reserved_bytes=int(curves.reserved[moment]),
         by_category=_by_category(memory, chosen, total, rest),
         by_stack=_by_stack(memory, chosen, total, rest),
+        by_module=by_module,
+        by_phase=by_phase,
         largest=tuple(_large_row(memory, *one) for one in ordered[:LARGEST_COUNT]),
         largest_groups=_largest_groups(memory, ordered),
         evidence=_by_evidence(memory, chosen),
@@ -166,15 +182,36 @@ def _by_stack(
     return tuple(found)
 
 
+def _by_place(
+    memory: DeviceMemory, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
+) -> tuple[tuple[PartRow, ...], tuple[PartRow, ...]]:
+    """Return what was allocated by module, and by phase."""
+    replay = memory.history.replay
+    pieces = []
+    for row, claim in chosen:
+        phase = BEFORE_RECORDING if replay.birth[row] < 0 else memory.phase_of(row) or IN_NO_PHASE
+        pieces.append(Piece(int(replay.size_bytes[row]), claim.category, memory.place_of(row), phase))
+    others = (other_row(NOT_SELECTED, *rest, total),) if rest[1] else ()
+    by_module = sum_by_module(pieces, total, memory.places.modules)
+    return by_module + others, sum_by_phase(pieces, total) + others
+
+
 def _largest_groups(memory: DeviceMemory, ordered: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
-    """Return the largest allocations with equal ones as one row; ``ordered`` are all, the largest first."""
-    groups: dict[LargeRow, int] = {}
+    """Return the largest allocations with equal ones as one row; ``ordered`` are all, the largest first.
+
+    Owners that differ only in a number are equal: ``h.*.mlp.weight`` for ``h.0.mlp.weight`` and ``h.1.mlp.weight``.
+    """
+    groups: dict[LargeRow, list[LargeRow]] = {}
     for row, claim in ordered:
         one = _large_row(memory, row, claim)
         if len(groups) >= LARGEST_COUNT and one.bytes < next(reversed(groups)).bytes:
             break
-        groups[one] = groups.get(one, 0) + 1
-    found = [replace(one, count=count) for one, count in groups.items()]
+        kind = replace(one, owner=None if one.owner is None else kind_of(one.owner))
+        groups.setdefault(kind, []).append(one)
+    found = [
+        replace(kind if len({one.owner for one in some}) > 1 else some[0], count=len(some))
+        for kind, some in groups.items()
+    ]
     return tuple(sorted(found, key=lambda one: (-one.bytes, -one.count))[:LARGEST_COUNT])
 
 

@@ -12,6 +12,7 @@ from profkit.allocator.history import History, replay_history
 from profkit.analysis.memory.categories import Classifier
 from profkit.analysis.memory.owners import Owner, match_owners
 from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
+from profkit.analysis.memory.places import Place, Places
 from profkit.analysis.memory.stacks import StackBook
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Device, Settings
@@ -42,9 +43,24 @@ class DeviceMemory:
     """One device's history and what is known about its allocations, computed on first use."""
 
     def __init__(
-        self, device: Device, settings: Settings, recorded: Owners | None = None, named: Mapping[str, str] | None = None
+        self,
+        device: Device,
+        settings: Settings,
+        recorded: Owners | None = None,
+        named: Mapping[str, str] | None = None,
+        *,
+        is_only_device: bool = True,
     ) -> None:
+        """Replay a device.
+
+        Args:
+            settings: the allocator's.
+            recorded: the run's ledger.
+            named: phase name → glob on the names of annotations.
+            is_only_device: whether the process used no other device.
+        """
         self.device = device
+        self._is_only_device = is_only_device
         self.recorded = recorded
         self.history: History = replay_history(device, settings)
         steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
@@ -59,6 +75,25 @@ class DeviceMemory:
     def classifier(self) -> Classifier:
         """Finds the category of an allocation."""
         return Classifier(self.history, self.timeline, self.stacks, self._owners[0])
+
+    @cached_property
+    def places(self) -> Places:
+        """Finds the module and the phase of an allocation."""
+        return Places(
+            self.timeline,
+            self.device.annotations,
+            self.recorded,
+            self.stacks.raw_of,
+            is_only_device=self._is_only_device,
+        )
+
+    def place_of(self, row: int) -> Place:
+        """Return the module that an allocation (a row of the replay) belongs to."""
+        return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row))
+
+    def phase_of(self, row: int) -> str | None:
+        """Return the phase in which an allocation was made; None outside all phases and before the first event."""
+        return self.places.phase_of(row, int(self.history.replay.birth[row]))
 
     @cached_property
     def unmatched_entries(self) -> int:

@@ -36,7 +36,10 @@ class OpenedSnapshot:
     ) -> None:
         self.snapshot = snapshot
         self.devices: dict[int, DeviceMemory] = {
-            device.index: DeviceMemory(device, snapshot.settings, recorded, phases) for device in snapshot.devices
+            device.index: DeviceMemory(
+                device, snapshot.settings, recorded, phases, is_only_device=len(snapshot.devices) == 1
+            )
+            for device in snapshot.devices
         }
 
     def device(self, index: int | None = None) -> DeviceMemory:

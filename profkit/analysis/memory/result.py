@@ -12,6 +12,7 @@ from profkit.analysis.memory.device import DeviceMemory, PhasePeak
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.owners import AllocatorCheck
+from profkit.analysis.memory.parts import PartRow
 from profkit.findings import Finding
 from profkit.snapshot.columns import Snapshot
 
@@ -99,6 +100,8 @@ class MemoryResult:
                     {"bytes": row.bytes, "share": row.share, "count": row.count, "stack": row.stack or (row.label,)}
                     for row in at.by_stack
                 ],
+                "by_module": [_module(row) for row in at.by_module],
+                "by_phase": [_phase(row) for row in at.by_phase],
                 "largest": [_without(asdict(row), "label", "count") for row in at.largest],
                 "largest_groups": [_without(asdict(row), "label") for row in at.largest_groups],
                 "evidence": at.evidence,
@@ -115,6 +118,14 @@ class MemoryResult:
 
 def _without(data: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name not in keys}
+
+
+def _module(row: PartRow) -> dict[str, Any]:
+    return {"module": row.name, **_without(asdict(row), "name", "number")}
+
+
+def _phase(row: PartRow) -> dict[str, Any]:
+    return {"phase": row.name, **_without(asdict(row), "name", "number", "path", "own_bytes", "evidence")}
 
 
 def sum_up(history: History) -> Totals:

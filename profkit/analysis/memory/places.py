@@ -1,0 +1,175 @@
+"""Where in the program memory was allocated: in which module, and in which phase of the step.
+
+The module of an allocation, the best evidence first: ``identity``, the name of the tensor that the run recorded (the
+parameter ``h.0.mlp.weight`` belongs to the module ``h.0.mlp``); ``metadata``, what profkit's hooks wrote into the
+event; ``range``, profkit's ranges that were open at that time, where torch is too old for such a text; ``none``. What
+autograd saved is the exception: its text says which module made it, and its name counts only without a text.
+
+Ranges in a snapshot do not say on which thread they were open. Where several devices' autograd threads ran at a time
+they cannot be told apart, so there ranges prove nothing of the backward pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from profkit.analysis.memory.owners import Owner, Part, read_text
+from profkit.analysis.memory.phases import Timeline
+from profkit.names import BACKWARD, MODEL
+from profkit.run.owners import Owners
+from profkit.snapshot.columns import Annotation
+
+OUTSIDE = ""
+"""The module of what was allocated outside all modules."""
+
+PLACE_EVIDENCE = ("identity", "metadata", "range", "none")
+
+RECOMPUTE = "recompute"
+
+# How many parts of its name a tensor's role adds to its module's.
+_OWN_PARTS = {"parameter": 1, "gradient": 1, "buffer": 1, "optimizer_state": 2}
+
+# How the ledger's names of what belongs to no module begin.
+_NO_MODULE = "("
+
+
+@dataclass(frozen=True)
+class Place:
+    """The modules that an allocation belongs to, each with its own bytes, and how they are known.
+
+    Normally it is one module, or `OUTSIDE`, or none where that is not known. Tensors of several modules may lie in one
+    storage; their bytes are None if the run did not record them, or if they overlap as those of tied weights do.
+    """
+
+    modules: tuple[tuple[str, int | None], ...]
+    evidence: str
+
+
+class Places:
+    """Finds the module and the phase of one device's allocations."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        annotations: tuple[Annotation, ...],
+        recorded: Owners | None,
+        raw_at: Callable[[int], dict[str, Any]],
+        *,
+        is_only_device: bool,
+    ) -> None:
+        """Prepare to answer.
+
+        Args:
+            annotations: the ranges in the snapshot.
+            recorded: the run's ledger.
+            raw_at: returns the pickle's own record of an allocation, by its row.
+            is_only_device: whether the process used no other device.
+        """
+        self._timeline = timeline
+        self._annotations = annotations
+        self._owned = recorded.owned if recorded else ()
+        self._raw_at = raw_at
+        self._is_only_device = is_only_device
+
+    def place_of(self, row: int, birth: int, owner: Owner | None) -> Place:
+        """Return the module of an allocation that the event ``birth`` began."""
+        if owner is not None and owner.role in _OWN_PARTS:
+            return Place(_modules_of(owner.parts, _OWN_PARTS[owner.role]), "identity")
+        if owner is not None and owner.role == "input":
+            return Place(((OUTSIDE, None),), "identity")
+        text = read_text(self._raw_at(row))
+        if text is not None:
+            return Place(((text.module, None),), "metadata")
+        if owner is not None and owner.role == "saved" and owner.name:
+            return Place(((owner.name, None),), "identity")
+        module = self._open_module(birth)
+        return Place((), "none") if module is None else Place(((module, None),), "range")
+
+    def phase_of(self, row: int, birth: int) -> str | None:
+        """Return the phase in which an allocation was made; None outside all phases and before the first event."""
+        text = read_text(self._raw_at(row))
+        if text is not None and text.phase:
+            return text.phase
+        found = self._timeline.phase_at(birth)
+        return RECOMPUTE if found == BACKWARD and RECOMPUTE in self._open_at(birth) else found
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """The modules with tensors of their own, in the order of their definition, as the run's ledger has them."""
+        names = (entry.name for entry in self._owned if entry.role in ("parameter", "buffer"))
+        return tuple(dict.fromkeys(_module_of(name, 1) for name in names))
+
+    def _open_module(self, birth: int) -> str | None:
+        """Return the innermost module whose range was open, `OUTSIDE` if none was, None if that is not known."""
+        if birth < 0 or not self._has_modules:
+            return None
+        if not self._is_only_device and self._timeline.phase_at(birth) == BACKWARD:
+            return None
+        borders, _ = self._stretches
+        if not borders[0] <= self._timeline.times_us[birth] < borders[-1]:
+            return None
+        return next((name for name in self._open_at(birth) if name != RECOMPUTE), OUTSIDE)
+
+    def _open_at(self, birth: int) -> tuple[str, ...]:
+        """Return the ranges of modules and of recomputation that were open at an event, the innermost first."""
+        borders, names = self._stretches
+        return names[bisect_right(borders, int(self._timeline.times_us[birth]))] if birth >= 0 and borders else ()
+
+    @cached_property
+    def _stretches(self) -> tuple[list[int], list[tuple[str, ...]]]:
+        """Times at which ranges began or ended; and what was open before the first, between them, after the last."""
+        if not len(self._timeline.times_us):
+            return [], []
+        last = int(self._timeline.times_us[-1]) + 1
+        marks = [(one.start_us, 1, number) for number, one in enumerate(self._ranges)]
+        marks += [(last if one.end_us is None else one.end_us, 0, number) for number, one in enumerate(self._ranges)]
+        borders: list[int] = []
+        names: list[tuple[str, ...]] = [()]
+        is_open: dict[int, str] = {}
+        for time, begins, number in sorted(marks):
+            if begins:
+                is_open[number] = self._ranges[number].name
+            else:
+                is_open.pop(number, None)
+            borders.append(time)
+            names.append(tuple(reversed(is_open.values())))
+        return borders, names
+
+    @cached_property
+    def _has_modules(self) -> bool:
+        return any(one.name != RECOMPUTE for one in self._ranges)
+
+    @cached_property
+    def _ranges(self) -> list[Annotation]:
+        """The ranges of modules and of recomputation.
+
+        A program has ranges of its own: a module's is known by the first part of its name, which the ledger has.
+        """
+        tops = {name.partition(".")[0] for name in self.modules} | {MODEL}
+        return [one for one in self._annotations if one.name == RECOMPUTE or one.name.partition(".")[0] in tops]
+
+
+def _modules_of(parts: tuple[Part, ...], own_parts: int) -> tuple[tuple[str, int | None], ...]:
+    """Return the modules of a storage's tensors, each with the bytes that are its own if none overlap."""
+    sizes: dict[str, int] = {}
+    extents = []
+    for part in parts:
+        extents.append((part.offset or 0, part.bytes or 0))
+        module = _module_of(part.name, own_parts)
+        sizes[module] = sizes.get(module, 0) + (part.bytes or 0)
+    extents.sort()
+    are_apart = all(begin + size <= then for (begin, size), (then, _) in pairwise(extents))
+    is_known = are_apart and all(part.offset is not None and part.bytes is not None for part in parts)
+    return tuple((module, size if is_known else None) for module, size in sizes.items())
+
+
+def _module_of(name: str, own_parts: int) -> str:
+    """Return a tensor's module: its name without its own parts. The outermost module's tensors have no other parts."""
+    if name.startswith(_NO_MODULE):
+        return OUTSIDE
+    return ".".join(name.split(".")[:-own_parts]) or MODEL

@@ -1,0 +1,304 @@
+"""What each module held, and each phase: ``profkit memory --by module`` and ``--by phase``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit import read_snapshot
+from profkit.analysis.memory.composition import Composition
+from profkit.analysis.memory.parts import fold
+from profkit.report.document import render
+from profkit.report.memory import build_memory_document
+from profkit.run.directory import SNAPSHOT
+from tests.allocator_reference import MIB, Block
+from tests.captures import capture
+from tests.in_process import run_command
+from tests.memory_captures import Training
+
+LAYERS = ("h.0", "h.1", "h.2")
+OUTSIDE = "(outside modules)"
+
+
+class Layers(Training):
+    """A model of three layers and a head, tied to its embedding; one flat parameter; gradients in one bucket.
+
+    ``held`` is where the bytes are that are live, by hand: the names of the module and all around it → bytes. It is
+    kept at the allocator's peak.
+    """
+
+    def __init__(self, *, texts: bool = True, steps: int = 2, extents: bool = True) -> None:
+        super().__init__(steps=0)
+        for weight in self.weights:
+            self.allocator.free(weight)
+        self.ledger = self.ledger[:1]
+        self.texts, self.extents = texts, extents
+        self.phase = self.module = ""
+        self.live: dict[Block, list[tuple[str, int]]] = {}
+        self.held: Counter[str] = Counter()
+        embedding = self.put(5 * MIB, [("model", 5 * MIB)])
+        for name in ("wte.weight", "head.weight"):
+            self.own(embedding, "parameter", name, 0, 5 * MIB)
+        for layer in LAYERS:
+            self.own(self.put(3 * MIB, [(f"{layer}.attn", 3 * MIB)]), "parameter", f"{layer}.attn.weight")
+            # Two tensors of one block, each of another part of it, with 100 bytes of alignment between.
+            mlp = self.put(4 * MIB, [(f"{layer}.mlp.up", MIB), (f"{layer}.mlp.down", 2 * MIB)])
+            self.own(mlp, "parameter", f"{layer}.mlp.up.weight", 0, MIB)
+            self.own(mlp, "parameter", f"{layer}.mlp.down.weight", MIB + 100, 2 * MIB)
+        for step in range(steps):
+            self.train(step)
+
+    def put(self, size: int, where: list[tuple[str, int]] | None = None, stack: str = "forward") -> Block:
+        """Allocate for these modules, what is left over for the one that holds them; by default for the open one."""
+        before = len(self.allocator.events)
+        block = super().malloc(size, stack)
+        if self.texts and self.phase:
+            for event in self.allocator.events[before:]:
+                event["user_metadata"] = f"profkit:{self.phase}:{self.module}"
+        outside = f"{OUTSIDE}/{self.phase or '(in no phase)'}"
+        self.live[block] = where or [(self.module or outside, size)]
+        if self.allocator.allocated.current > sum(self.held[top] for top in ("model", OUTSIDE)):
+            self.held = self.count()
+        return block
+
+    def drop(self, *blocks: Block) -> None:
+        for block in blocks:
+            self.allocator.free(block)
+            del self.live[block]
+
+    def count(self) -> Counter[str]:
+        held: Counter[str] = Counter()
+        for block, where in self.live.items():
+            for module, size in where:
+                for name in _around(module):
+                    held[name] += size
+            names = [_around(module) for module, _ in where]
+            for name in set(names[0]).intersection(*names):
+                held[name] += block.size - sum(size for _, size in where)
+        return held
+
+    def own(self, block: Block, role: str, name: str, offset: int = 0, size: int | None = None) -> None:
+        entry = {"kind": "owned", "time_us": self.allocator.clock, "device": 0, "address": block.address, "step": 0}
+        if self.extents and size is not None:
+            entry |= {"offset_bytes": offset, "own_bytes": size}
+        self.ledger.append({**entry, "bytes": block.requested, "role": role, "name": name})
+
+    @contextmanager
+    def inside(self, name: str, phase: str | None = None) -> Iterator[None]:
+        before = self.phase, self.module
+        self.phase, self.module = phase or self.phase, "" if phase and phase != "recompute" else name
+        self.mark("START", name)
+        yield
+        self.mark("END", name)
+        self.phase, self.module = before
+
+    def train(self, number: int) -> None:
+        with self.inside(f"step {number}"):
+            self.phase = self.module = ""
+            saved, gradients = [], []
+            with self.inside("forward", "forward"), self.inside("model"):
+                for layer in LAYERS:
+                    with self.inside(layer):
+                        with self.inside(f"{layer}.attn"):
+                            saved.append(self.put(6 * MIB))
+                            self.drop(self.put(2 * MIB))
+                        with self.inside(f"{layer}.mlp"):
+                            saved.append(self.put(7 * MIB + 5))
+                saved.append(self.put(5 * MIB))
+            with self.inside("loss", "loss"):
+                saved.append(self.put(1000))
+            with self.inside("backward", "backward"):
+                for layer in reversed(LAYERS):
+                    with self.inside(layer), self.inside(f"{layer}.mlp"):
+                        with self.inside("recompute", "recompute"):
+                            self.module = f"{layer}.mlp"
+                            again = self.put(9 * MIB, stack="backward")
+                        gradients.append(self.put(3 * MIB, [(f"{layer}.mlp.up", 3 * MIB)], "backward"))
+                        self.drop(again)
+                for layer, gradient in zip(reversed(LAYERS), gradients, strict=True):
+                    self.own(gradient, "gradient", f"{layer}.mlp.up.weight")
+            with self.inside("optimizer", "optimizer"):
+                self.put(MIB, stack="state")
+            self.drop(*saved, *gradients)
+
+
+def _around(module: str) -> list[str]:
+    """Return the names of a module and of all that hold it."""
+    if module.startswith(OUTSIDE):
+        return [OUTSIDE, module.rpartition("/")[2]]
+    parts = module.split(".") if module != "model" else []
+    return ["model", *(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))]
+
+
+def at_peak(training: Layers, folder: Path, **options: Any) -> Composition:
+    return read_snapshot(training.write_run(folder)).memory(**options).composition
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_each_module_holds_what_was_counted_by_hand(tmp_path: Path, texts: bool) -> None:
+    training = Layers(texts=texts)
+    at = at_peak(training, tmp_path)
+    assert {row.name: row.bytes for row in at.by_module} == training.held
+    kinds = Counter[str]()
+    for row in at.by_module:
+        if len(row.path) == 1:
+            kinds.update(row.evidence)
+    assert set(kinds) == ({"identity", "metadata"} if texts else {"identity", "range"})
+
+
+def test_siblings_that_differ_only_in_a_number_share_a_row(tmp_path: Path) -> None:
+    result = read_snapshot(Layers().write_run(tmp_path)).memory()
+    rows = {row.name: row for row in result.composition.by_module}
+    folded = {row.name: row for row in fold(result.composition.by_module)}
+    assert list(folded)[:6] == ["model", "h.*", "h.*.attn", "h.*.mlp", "h.*.mlp.up", "h.*.mlp.down"]
+    for part in ("", ".attn", ".mlp", ".mlp.up"):
+        assert folded[f"h.*{part}"].bytes == sum(rows[f"{layer}{part}"].bytes for layer in LAYERS)
+        assert folded[f"h.*{part}"].number == 3
+    shown = render(build_memory_document(result, by="module"), "table").splitlines()
+    assert max(map(len, shown)) <= 80
+    assert [line[:20].rstrip() for line in shown if "×3" in line and "mlp" in line] == ["  mlp ×3"]
+
+
+def test_equal_allocations_of_like_modules_share_a_line(tmp_path: Path) -> None:
+    groups = {(row.owner, row.count) for row in at_peak(Layers(), tmp_path).largest_groups}
+    assert {("h.*.mlp", 3), ("h.*.attn.weight", 3)} <= groups
+    one = {row.owner for row in at_peak(Layers(), tmp_path, stack="h.1.attn.weight").largest_groups}
+    assert one == {"h.1.attn.weight"}
+
+
+def test_only_the_largest_modules_are_shown_and_the_rest_is_counted_around_them(tmp_path: Path) -> None:
+    result = read_snapshot(Layers().write_run(tmp_path)).memory()
+    shown = render(build_memory_document(result, by="module", top=3), "table")
+    assert "5 smaller rows counted in those around them" in shown
+    assert "mlp ×3" in shown
+    assert "attn ×3" not in shown
+
+
+def test_a_storage_stands_where_its_tensors_meet_if_their_bytes_are_not_known_or_overlap(tmp_path: Path) -> None:
+    at = at_peak(Layers(extents=False), tmp_path)
+    own = {row.name: row.own_bytes for row in at.by_module}
+    assert own["h.0.mlp"] >= 4 * MIB
+    assert "h.0.mlp.down" not in own
+    assert own["model"] >= 5 * MIB, "the embedding, which is tied to the head"
+    (tied,) = {row.owner for row in at.largest if row.owner and "wte" in row.owner}
+    assert tied == "shared storage: wte.weight, head.weight (2 parameters)"
+
+
+def test_a_bucket_of_gradients_is_split_among_its_modules(tmp_path: Path) -> None:
+    training = Layers(steps=0)
+    bucket = training.put(9 * MIB, stack="backward")
+    for number, layer in enumerate(LAYERS):
+        training.own(bucket, "gradient", f"{layer}.attn.weight", number * 3 * MIB, 3 * MIB)
+    rows = {row.name: row.categories for row in at_peak(training, tmp_path).by_module}
+    assert [rows[f"{layer}.attn"]["gradients"] for layer in LAYERS] == [3 * MIB] * 3
+
+
+@pytest.mark.parametrize(
+    ("owners", "where"),
+    [
+        ([("optimizer_state", "h.1.mlp.up.weight.exp_avg")], "h.1.mlp.up"),
+        ([("optimizer_state", "(a parameter outside the modules).exp_avg")], "(in no phase)"),
+        ([("parameter", "scale")], "model"),
+        ([("buffer", "h.0.mask")], "h.0"),
+        ([("input", "input")], "(in no phase)"),
+        ([("saved", "h.1.attn")], "h.1.attn"),
+        ([("gradient", "h.1.attn.weight"), ("gradient", "h.1.mlp.up.weight")], "h.1"),
+        ([], "(no module known)"),
+    ],
+)
+def test_the_module_of_a_tensor_is_what_its_name_says(
+    tmp_path: Path, owners: list[tuple[str, str]], where: str
+) -> None:
+    training = Layers(steps=0)
+    training.annotations.clear()
+    block = training.put(200 * MIB)
+    for role, name in owners:
+        training.own(block, role, name)
+    own = {row.name: row.own_bytes for row in at_peak(training, tmp_path).by_module}
+    assert own[where] >= 200 * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "phase"),
+    [
+        ("profkit:forward:h.1.attn", "h.1.attn", "forward"),
+        ("profkit:recompute:h.1", "h.1", "recompute"),
+        ("profkit:optimizer:", "optimizer", "optimizer"),
+        ("profkit:backward:loss", "backward", "backward"),  # what an earlier profkit wrote
+        ("the program's own", "(no module known)", "(in no phase)"),
+    ],
+)
+def test_the_text_in_an_event_says_its_module_and_phase(tmp_path: Path, text: str, where: str, phase: str) -> None:
+    training = Layers(steps=0)
+    training.put(200 * MIB)
+    training.allocator.events[-1]["user_metadata"] = text
+    at = at_peak(training, tmp_path)
+    own = {row.name: row.own_bytes for row in at.by_module}
+    assert own[where] >= 200 * MIB
+    assert max(at.by_phase, key=lambda row: row.bytes).name == phase
+
+
+def test_ranges_of_two_devices_prove_no_module_of_the_backward_pass(tmp_path: Path) -> None:
+    training = Layers(texts=False)
+    data = training.snapshot()
+    data["device_traces"].append([{**event, "device": 1} for event in data["device_traces"][0]])
+    data["segments"] += [{**segment, "device": 1} for segment in data["segments"]]
+    run = training.write_run(tmp_path)
+    (run / SNAPSHOT).write_bytes(pickle.dumps(data))
+    rows = {row.name: row for row in read_snapshot(run).memory(device=0).composition.by_module}
+    assert rows["(no module known)"].bytes == 9 * MIB, "what was computed again"
+    assert rows["h.0.attn"].categories["activations"] == training.held["h.0.attn"] - 3 * MIB
+
+
+@pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle", "oom.pickle"])
+def test_modules_and_phases_of_real_snapshots_sum_to_what_is_allocated(name: str) -> None:
+    opened = read_snapshot(capture(name))
+    memory, at = opened.device(), opened.memory().composition
+    for options in ({}, {"min_bytes": MIB}):
+        found = opened.memory(**options).composition
+        assert sum(row.bytes for row in found.by_module if len(row.path) == 1) == found.allocated_bytes
+        assert sum(row.own_bytes for row in found.by_module) == found.allocated_bytes
+        assert sum(row.bytes for row in found.by_phase) == found.allocated_bytes
+    by_phase: Counter[str] = Counter()
+    for row in range(len(memory.history.replay)):
+        birth, freed = int(memory.history.replay.birth[row]), int(memory.history.replay.freed[row])
+        if birth < at.moment <= freed:
+            time = memory.timeline.times_us[birth]
+            phases = [one.name for one in memory.timeline.phases if one.start_us <= time <= one.end_us]
+            where = (phases or ["(in no phase)"])[0] if birth >= 0 else "(before recording)"
+            by_phase[where] += int(memory.history.replay.size_bytes[row])
+    assert {row.name: row.bytes for row in at.by_phase} == by_phase
+
+
+@pytest.mark.parametrize("by", ["module", "category", "stack", "phase"])
+def test_by_shows_one_table_and_csv_holds_it_exactly(tmp_path: Path, by: str) -> None:
+    run = Layers().write_run(tmp_path)
+    data = json.loads(run_command("memory", run, "--by", by, "--format", "json").stdout)
+    table = run_command("memory", run, "--by", by).stdout
+    assert sum(f"  {other}" in table or table.count(f"\n{other}  ") for other in ("module", "category")) <= 1
+    rows = list(csv.DictReader(io.StringIO(run_command("memory", run, "--by", by, "--format", "csv").stdout)))
+    assert len(rows) == len(data["peak"][f"by_{by}"])
+    top = [row for row in rows if by != "module" or "/" not in row["module"]]
+    assert sum(int(row["bytes"]) for row in top) == data["allocated"]["peak_bytes"]
+    if by in ("module", "phase"):
+        kinds = [key for key in rows[0] if key not in ("module", "phase", "bytes", "own_bytes", "share", "count")]
+        assert all(sum(int(row[kind]) for kind in kinds) == int(row["bytes"]) for row in rows)
+
+
+def test_json_has_the_tree_of_modules(tmp_path: Path) -> None:
+    data = json.loads(run_command("memory", Layers().write_run(tmp_path), "--format", "json").stdout)
+    rows = {tuple(row["path"]): row for row in data["peak"]["by_module"]}
+    row = rows["model", "h", "0", "attn"]
+    assert row["module"] == "h.0.attn"
+    assert set(row) == {"module", "path", "bytes", "share", "count", "own_bytes", "categories", "evidence"}
+    assert sum(row["categories"].values()) == sum(row["evidence"].values()) == row["bytes"]
+    assert set(data["peak"]["by_phase"][0]) == {"phase", "bytes", "share", "count", "categories"}
