@@ -35,7 +35,7 @@ _TABLES = {
     ),
     "CUPTI_ACTIVITY_KIND_MEMCPY": (
         "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
-        " correlationId INTEGER, globalPid INTEGER, bytes INTEGER"
+        " correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER"
     ),
     "CUPTI_ACTIVITY_KIND_MEMSET": (
         "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
@@ -164,6 +164,22 @@ class NsysBuilder:
             }
         )
         return correlation
+
+    def copy(
+        self, launch: int, duration: int, *, kind: int = 1, tid: int = 100, pid: int = 100, device: int = 0, start: int
+    ) -> None:
+        """Add a memory copy (kind 1: from the host, 2: to it) and the call that launched it."""
+        self.add(
+            "CUPTI_ACTIVITY_KIND_MEMCPY",
+            start=start,
+            end=start + duration,
+            deviceId=device,
+            streamId=7,
+            correlationId=self.call(launch, tid=tid, pid=pid, name="cudaMemcpyAsync_v3020"),
+            globalPid=process_of(pid),
+            bytes=1,
+            copyKind=kind,
+        )
 
     def add(self, table: str, **values: Any) -> None:
         self.rows[table].append(values)

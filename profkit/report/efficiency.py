@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from profkit.analysis.efficiency.data_waits import DataWait
 from profkit.analysis.efficiency.evidence import Evidence, IdleGap
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.host_waits import MUCH, find_host_waits
@@ -39,6 +40,7 @@ LIMITS = {
     "communication-bound": "communication",
 }
 """A verdict as people read it: what the range is limited by."""
+_DATA = "data loading"
 
 TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
@@ -53,6 +55,8 @@ _SOURCES = {
 }
 
 _NAME_WIDTH = 40
+_UNEVEN = 1.5
+"""Waits for data of which the longest is this many times their mean come in bursts."""
 _WAITS_NAMED = 3
 
 
@@ -131,7 +135,7 @@ def limit_words(row: EfficiencyRow) -> str | None:
     if row.verdict == "communication-bound" and row.waiting_for is not None:
         return f"waiting for rank {row.waiting_for}"
     if row.verdict == "host-bound" and row.loads_data:
-        return "data loading"
+        return _DATA
     return None if row.verdict is None else LIMITS[row.verdict]
 
 
@@ -178,19 +182,45 @@ def _head(result: EfficiencyResult) -> Iterator[str]:
         "idle": parts.idle_ns,
     }
     yield ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in shown.items() if ns)
+    data = _add_waits([step.data for step in result.steps])
     causes = {
-        "prepared kernels": parts.launching_ns,
-        "waited for the GPU": parts.synchronising_ns,
-        "ran without calling CUDA (Python or data loading)": parts.outside_cuda_ns,
+        "waited for data": data.idle_ns,
+        "prepared kernels": parts.launching_ns - data.launching_ns,
+        "waited for the GPU": parts.synchronising_ns - data.synchronising_ns,
+        f"ran without calling CUDA ({_outside_words(result)})": parts.outside_cuda_ns - data.outside_cuda_ns,
     }
     if parts.idle_ns:
         why = ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in causes.items() if ns)
         yield f"idle while Python {why}"
+    yield from _data_line(result, data)
     if result.clean_idle_share is not None:
         yield f"idle without a profiler (estimate): {format_share(result.clean_idle_share)}"
     if result.model_flops is not None:
         mfu = "unknown" if result.mfu is None else format_share(result.mfu)
         yield f"{_flops_words(result.model_flops)} per step, MFU {mfu}"
+
+
+def _outside_words(result: EfficiencyResult) -> str:
+    """Return what the host does while it calls no CUDA; where waits for data are known, they are told apart."""
+    return "Python" if any(step.data_wait_ns for step in result.steps) else "Python or data loading"
+
+
+def _data_line(result: EfficiencyResult, data: DataWait) -> Iterator[str]:
+    """Yield how long steps waited for data: on average, and where they differ much the shortest and longest wait."""
+    waits = {(step.process, step.start_ns): step.data_wait_ns for step in result.steps}
+    if not any(waits.values()):
+        return
+    shortest, longest, mean = min(waits.values()), max(waits.values()), sum(waits.values()) / len(waits)
+    line = f"waiting for data: {format_ns(round(mean))} per step"
+    if longest > _UNEVEN * mean:
+        line += f" ({format_ns(shortest)} to {format_ns(longest)})"
+    if data.input_copy_ns:
+        line += f", then {format_ns(data.input_copy_ns // len(waits))} to copy it to the GPU"
+    yield line
+
+
+def _add_waits(waits: Sequence[DataWait]) -> DataWait:
+    return DataWait(*(sum(getattr(one, field.name) for one in waits) for field in fields(DataWait)))
 
 
 def _flops_words(flops: int) -> str:
@@ -224,7 +254,10 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     if "memory-bound" in verdicts and result.work_source is not None:
         yield "memory bandwidth: most kernel time moves data, or even a perfect kernel would wait for memory."
     if any(limit_words(row) == LIMITS["host-bound"] for row in result.ranges):
-        yield "Python: the GPU is idle while the host waits for it or does not call CUDA (Python or data loading)."
+        outside = _outside_words(result)
+        yield f"Python: the GPU is idle while the host waits for it or does not call CUDA ({outside})."
+    if any(limit_words(row) == _DATA for row in result.ranges):
+        yield "data loading: the GPU is idle while Python waits for the next batch, or only receives it."
     yield from _host_wait_line(result)
     yield from (_cost_words(one) for one in result.inflation if one.phase == STEP)
     if any(step.communication_ns for step in result.steps):
@@ -253,7 +286,7 @@ def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
         return
     paths = [split_path(row.path) for row in result.ranges]
     named = [
-        f"{_name_among(paths, one.path)} {format_share(one.share)} ({LIMITS[one.cause]})"
+        f"{_name_among(paths, one.path)} {format_share(one.share)} ({_DATA if one.loads_data else LIMITS[one.cause]})"
         for one in waits[:_WAITS_NAMED]
     ]
     more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""

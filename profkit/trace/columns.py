@@ -74,6 +74,8 @@ class Copies:
     launch_ns: Ints
     launch_thread: Ints
     is_memset: Bools
+    from_host: Bools
+    """Whether it copies from the host's memory to a GPU's; False where the trace does not say."""
     byte_count: Ints
 
     def __len__(self) -> int:

@@ -34,6 +34,7 @@ from profkit.trace.operators import OperatorForest
 
 _ROUNDING_NS = 1000  # older versions wrote whole microseconds
 _AUTOGRAD_THREAD = "pt_autograd"
+_FROM_HOST = "HtoD"
 _THREAD_NAME = re.compile(r"thread -?\d+ \((.*)\)\s*")
 BACKWARD_NODE = "autograd::engine::evaluate_function"
 """How the operator begins in which the autograd engine runs one node of the graph."""
@@ -277,6 +278,7 @@ class _GpuReader:
             launch_ns=launch_ns,
             launch_thread=launch_thread,
             is_memset=np.arange(len(rows)) >= len(copies),
+            from_host=np.array([_FROM_HOST in name_of(event) for event in rows], dtype=np.bool_),
             byte_count=integers([parse_argument(event, "bytes") or 0 for event in rows]),
         )
 

@@ -43,10 +43,13 @@ DEVICES = "TARGET_INFO_CUDA_DEVICE"
 _PID_SHIFT = 24
 _OS_PID_MASK = (1 << 24) - 1
 
+# ENUM_CUDA_MEMCPY_OPER
+_FROM_HOST = 1
+
 # ENUM_DIAGNOSTIC_SEVERITY_LEVEL; 4 is verbose. An unknown level is a warning.
 _SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "error", 4: "info"}
 
-_OPTIONAL = {"status", "stream", "graph", "bytes"}
+_OPTIONAL = {"status", "stream", "graph", "bytes", "kind"}
 _SMALL_IDS = 1 << 22
 
 # Half of an export's tables only spell out numbers.
@@ -151,7 +154,7 @@ class _Reader:
         if table == GRAPHS:
             wanted |= {"graph": ("graphId", -1)}
         if table in (COPIES, SETS):
-            wanted |= {"bytes": ("bytes", 0)}
+            wanted |= {"bytes": ("bytes", 0), "kind": ("copyKind", 0)}
         return wanted
 
     def _kernel_name_column(self) -> str:
@@ -238,7 +241,7 @@ class _Reader:
 
     def _build_copies(self, found: dict[str, Columns], launches: LaunchIndex) -> Copies:
         parts = [found[table] for table in (COPIES, SETS) if table in found]
-        column = {name: _joined(parts, name) for name in ("start", "end", "device", "process", "bytes")}
+        column = {name: _joined(parts, name) for name in ("start", "end", "device", "process", "bytes", "kind")}
         launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"), column["start"])
         is_memset = np.zeros(len(column["start"]), dtype=np.bool_)
         is_memset[len(found[COPIES]["start"]) if COPIES in found else 0 :] = True
@@ -250,6 +253,7 @@ class _Reader:
             launch_ns=launch_ns,
             launch_thread=launch_thread,
             is_memset=is_memset,
+            from_host=column["kind"] == _FROM_HOST,
             byte_count=column["bytes"],
         )
 

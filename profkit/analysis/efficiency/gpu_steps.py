@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
+from profkit.analysis.efficiency.data_waits import DataWait, find_data_waits, is_data_wait
 from profkit.analysis.efficiency.gpu_time import (
     GpuParts,
     GpuTime,
@@ -20,7 +21,7 @@ from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.ranks import Ranks
 from profkit.analysis.steps import measured_ranges
 from profkit.names import STEP
-from profkit.trace.columns import Bools, empty_ints
+from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class GpuStep:
     Python time. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.efficiency.gpu_time`).
     ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``waiting_ns`` is the part
     before the last rank arrived (`profkit.analysis.efficiency.waiting`); ``untold_ns`` is the part for which this is
-    unknown. ``waiting_ns`` is None if it is unknown for the whole, as in a trace of one rank.
+    unknown. ``waiting_ns`` is None if it is unknown for the whole, as in a trace of one rank. ``data`` is the part of
+    ``gpu`` that is waiting for data; ``data_wait_ns`` is the Python time of these waits, whatever the GPU did.
     """
 
     name: str
@@ -44,6 +46,8 @@ class GpuStep:
     communication_ns: int
     waiting_ns: int | None
     untold_ns: int
+    data: DataWait
+    data_wait_ns: int
 
     @property
     def idle_share(self) -> float:
@@ -66,6 +70,8 @@ def summarize_steps(
     group = np.arange(len(windows.member))
     parts = sum_parts(times, group, windows.device, windows.start_ns, windows.end_ns)
     measured = _measure_communication(attribution, windows, waiting)
+    data = find_data_waits(trace, times).sum_by_group(group, windows)
+    waited_ns = _sum_host_waits(attribution, members)
     ranges = trace.ranges
     numbers = {process: number for number, process in ranks.members}
     rows = [
@@ -80,10 +86,24 @@ def summarize_steps(
             communication_ns=measured[row][0],
             waiting_ns=measured[row][1],
             untold_ns=measured[row][2],
+            data=data.get(row, DataWait()),
+            data_wait_ns=waited_ns[int(windows.member[row])],
         )
         for row, index in enumerate(members[windows.member].tolist())
     ]
     return tuple(sorted(rows, key=lambda row: (row.start_ns, row.device)))
+
+
+def _sum_host_waits(attribution: Attribution, members: Ints) -> list[int]:
+    """Return how long each step waited for data, on the thread that it runs on."""
+    ranges = attribution.trace.ranges
+    waits, found = is_data_wait(attribution.trace), np.zeros(len(members), dtype=np.int64)
+    for thread in distinct_values(ranges.thread[waits]).tolist():
+        mine, here = waits & (ranges.thread == thread), ranges.thread[members] == thread
+        waited = unite(ranges.start_ns[mine], ranges.end_ns[mine])
+        found[here] = waited.within(ranges.start_ns[members[here]], ranges.end_ns[members[here]])
+    sums: list[int] = found.tolist()
+    return sums
 
 
 def _measure_communication(

@@ -45,8 +45,6 @@ _SYNCHRONISES = re.compile(
     r"(cuda|cu)((Device|Stream|Event|Ctx|Thread)Synchronize|Memcpy(?!\w*Async)\w*)(_ptsz)?(_v\d+)*$"
 )
 
-_LOADS = re.compile(r"data[ _]?load(er|ing)", re.IGNORECASE)
-
 
 @dataclass(frozen=True)
 class GpuParts:
@@ -253,17 +251,6 @@ def _add_by_group(found: dict[int, Ints], groups: Ints, values: Ints) -> None:
         found[key] = found[key] + total if key in found else total
 
 
-def find_data_loading(trace: Trace) -> Stretches:
-    """Return when a thread that launches work was in a data loader's range; workers load while the GPU computes.
-
-    Such a range has ``DataLoader`` or ``data loading`` in its name; torch opens ``enumerate(DataLoader)#…`` itself.
-    """
-    ranges = trace.ranges
-    names = [i for i in distinct_values(ranges.name).tolist() if _LOADS.search(trace.names[i])]
-    loads = np.isin(ranges.name, names) & np.isin(ranges.thread, distinct_values(trace.work.launch_thread))
-    return unite(ranges.start_ns[loads], ranges.end_ns[loads]) if loads.any() else NOTHING
-
-
 def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTime:
     work, copies = trace.work, trace.copies
     here = work.device == device
@@ -291,7 +278,7 @@ def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTi
 def build_host_times(trace: Trace) -> dict[int, HostTime]:
     """Return what the host was doing for each device of the trace."""
     calls = trace.calls
-    threads = _threads_by_device(trace)
+    threads = threads_by_device(trace)
     wanted = {thread for some in threads.values() for thread in some}
     waits = synchronising_calls(trace)
     rows_of = rows_by_value(calls.thread)
@@ -326,7 +313,8 @@ def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools) -> HostTime:
     return HostTime(subtract(busy, synchronising), synchronising)
 
 
-def _threads_by_device(trace: Trace) -> dict[int, set[int]]:
+def threads_by_device(trace: Trace) -> dict[int, set[int]]:
+    """Return the threads that launched work or copies on each GPU."""
     found: dict[int, set[int]] = {}
     for table in (trace.work, trace.copies):
         for thread, rows in rows_by_value(table.launch_thread).items():

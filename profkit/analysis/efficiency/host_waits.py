@@ -16,12 +16,13 @@ MUCH = 0.2
 
 @dataclass(frozen=True)
 class HostWait:
-    """The idle share of a range for one cause: the host launches, or does anything else."""
+    """The idle share of a range for one cause: the host launches, or does anything else, which may be to load data."""
 
     path: str
     cause: Literal["launch-bound", "host-bound"]
     share: float
     time_ns: float
+    loads_data: bool = False
 
 
 def find_host_waits(rows: Sequence[EfficiencyRow]) -> list[HostWait]:
@@ -44,4 +45,4 @@ def _long_waits(rows: Sequence[EfficiencyRow]) -> Iterator[HostWait]:
         if row.launching_share is not None and row.launching_share >= MUCH:
             yield HostWait(row.path, "launch-bound", row.launching_share, row.launching_share * span_ns)
         if row.host_share is not None and row.host_share >= MUCH:
-            yield HostWait(row.path, "host-bound", row.host_share, row.host_share * span_ns)
+            yield HostWait(row.path, "host-bound", row.host_share, row.host_share * span_ns, row.loads_data)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis.attribution import Attribution, mark_members, warn_of_placement
+from profkit.analysis.efficiency.data_waits import DataWait, find_data_waits
 from profkit.analysis.efficiency.facts import Peaks, RunFacts
 from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.efficiency.gpu_time import (
@@ -18,10 +19,8 @@ from profkit.analysis.efficiency.gpu_time import (
     build_gpu_times,
     category_rows,
     communication_rows,
-    find_data_loading,
     find_windows,
     sum_parts,
-    sum_within,
 )
 from profkit.analysis.efficiency.unprofiled import ProfilingCost, UnprofiledIdle, find_uneven_times, profiling_costs
 from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
@@ -57,7 +56,9 @@ class EfficiencyRow:
     unprofiled step time and the datasheet's peak (Chowdhery et al. 2022, appendix B). ``idle_factor`` is the share of
     idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
     share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting;
-    ``data_loading_ns`` is the part of its time outside CUDA that a data loader took.
+    ``data_loading_ns`` is the part of its idle time in which the program waited for data, ``input_copy_ns`` the time
+    in which only copies of the batch to the GPU ran (`profkit.analysis.efficiency.data_waits`); ``loads_data`` says
+    whether the two are most of what a *host-bound* range waits for: then data loading limits it.
     """
 
     path: str
@@ -85,15 +86,10 @@ class EfficiencyRow:
     idle_factor: float | None
     waiting_for: int | None
     data_loading_ns: int | None
+    input_copy_ns: int | None
+    loads_data: bool
     verdict: str | None
     rule: str
-
-    @property
-    def loads_data(self) -> bool:
-        """Whether a data loader took most of the time in which it was idle and the host did not launch."""
-        if self.gpu is None or self.data_loading_ns is None:
-            return False
-        return self.data_loading_ns > (self.gpu.synchronising_ns + self.gpu.outside_cuda_ns) / 2
 
     @property
     def best_idle_share(self) -> float | None:
@@ -184,7 +180,7 @@ class _Columns:
     moving_ns: Ints
     parts: dict[int, GpuParts]
     waited_for: dict[int, int]
-    loading_ns: dict[int, int]
+    data: dict[int, DataWait]
 
 
 def measure_efficiency(
@@ -300,10 +296,7 @@ def _sum_columns(
     kernel_time, busy, count = sum_work(attribution, nodes, members)
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members]
-    edges = (node[windows.member], windows.device, windows.start_ns, windows.end_ns)
-    parts = sum_parts(times, *edges)
-    loading = find_data_loading(attribution.trace)
-    loading_times = times if len(loading.start_ns) else {}
+    parts = sum_parts(times, node[windows.member], windows.device, windows.start_ns, windows.end_ns)
     launches, own_computing, moving = count_launches(attribution, nodes, members)
     return _Columns(
         instances=np.bincount(node, minlength=len(nodes)),
@@ -316,7 +309,7 @@ def _sum_columns(
         moving_ns=moving,
         parts=parts,
         waited_for=_find_waited_for(parts, node[windows.member], windows, waiting),
-        loading_ns=sum_within({device: time.outside_cuda(loading) for device, time in loading_times.items()}, *edges),
+        data=find_data_waits(attribution.trace, times).sum_by_group(node[windows.member], windows),
     )
 
 
@@ -366,6 +359,7 @@ def _build_row(
     parts = columns.parts.get(at.node)
     roofline = build_roofline(amount, peaks)
     own_ns = int(columns.own_computing_ns[at.node])
+    data = columns.data.get(at.node, DataWait())
     verdict = judge(
         parts,
         busy_ns,
@@ -373,6 +367,7 @@ def _build_row(
         idle_factor=idle_factor,
         only_communicates=busy_ns > 0 and not own_ns,
         mover_share=int(columns.moving_ns[at.node]) / own_ns if own_ns else 0.0,
+        data=data,
     )
     at_peak = product_ns(amount, peaks)
     operations = None if amount.flops is None or amount.other_flops is None else amount.flops + amount.other_flops
@@ -402,7 +397,9 @@ def _build_row(
         mfu=mfu,
         idle_factor=idle_factor,
         waiting_for=columns.waited_for.get(at.node),
-        data_loading_ns=None if parts is None else columns.loading_ns.get(at.node, 0),
+        data_loading_ns=None if parts is None else data.idle_ns,
+        input_copy_ns=None if parts is None else data.input_copy_ns,
+        loads_data=parts is not None and data.is_most_of(parts),
         verdict=verdict.word,
         rule=verdict.rule,
     )

@@ -3,8 +3,9 @@
 Two questions, in this order.
 
 1. Where does the range's time on the GPU go? Its span (`profkit.analysis.efficiency.gpu_time`) has four parts, and the
-   largest decides: idle while the host launches → *launch-bound*; idle while the host waits for the GPU or makes no
-   CUDA calls → *host-bound*; only communication runs, or the range launched only communication →
+   largest decides: idle while the host launches → *launch-bound*; idle while the host waits for the GPU, for data or
+   makes no CUDA calls, or receiving a batch (`profkit.analysis.efficiency.data_waits`) → *host-bound*; only
+   communication runs, or the range launched only communication →
    *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: if the
    unprofiled time of the phase is known, idle time is scaled first (`profkit.analysis.efficiency.unprofiled`).
 2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): if its FLOPs at
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from profkit.analysis.categories import CATEGORIES
+from profkit.analysis.efficiency.data_waits import DataWait
 from profkit.analysis.efficiency.facts import VECTOR_DTYPE, Peaks
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.work import Amount
@@ -31,6 +33,8 @@ Word = Literal["compute-bound", "memory-bound", "launch-bound", "communication-b
 
 MOVERS = frozenset(CATEGORIES) - {"gemm", "attention", "communication", "graph", "other"}
 """Categories of kernels that do few operations a byte: any GPU's memory limits them long before its arithmetic."""
+
+_NO_WAIT = DataWait()
 
 _SURELY = 0.5
 """FLOPs that at the peak fill this share of the busy time leave no room for a larger limit."""
@@ -91,6 +95,7 @@ def judge(
     idle_factor: float | None,
     only_communicates: bool,
     mover_share: float = 0.0,
+    data: DataWait = _NO_WAIT,
 ) -> Verdict:
     """Return what limits a range.
 
@@ -101,21 +106,28 @@ def judge(
         idle_factor: the share of idle time left without a profiler, if known.
         only_communicates: all of its own kernels are communication; anything else that runs belongs to other ranges.
         mover_share: the share of `MOVERS` in its own kernel time, without communication.
+        data: the parts of ``parts`` that are waiting for data.
     """
     if parts is None or not parts.span_ns:
         return Verdict(None, "it launched no GPU work")
     factor = 1.0 if idle_factor is None else idle_factor
     shares: dict[Word | None, float] = {
-        "launch-bound": parts.launching_ns * factor,
-        "host-bound": (parts.synchronising_ns + parts.outside_cuda_ns) * factor,
+        "launch-bound": (parts.launching_ns - data.launching_ns) * factor,
+        "host-bound": (parts.synchronising_ns + parts.outside_cuda_ns + data.launching_ns) * factor
+        + data.input_copy_ns,
         "communication-bound": float(parts.exposed_communication_ns),
-        None: float(parts.computing_ns + parts.exposed_copy_ns),
+        None: float(parts.computing_ns + parts.exposed_copy_ns - data.input_copy_ns),
     }
     whole = sum(shares.values())
     word = max(shares, key=lambda key: shares[key])
     share = f"{shares[word] / whole:.1%} of its time on the GPU"
     if idle_factor is not None:
         share += f" (idle time × {idle_factor:.2f} to estimate it without a profiler)"
+    if word == "host-bound" and data.is_most_of(parts):
+        idle, copying = (f"{ns / whole:.1%}" for ns in (data.idle_ns * factor, data.input_copy_ns))
+        return Verdict(
+            word, f"the largest part, {share}, is mostly waiting for data: idle {idle}, copying it {copying}"
+        )
     if word is not None:
         return Verdict(word, f"the largest part, {share}, is {_MEANING[word]}")
     busy = f"the largest part, {share}, is computing and copying"

@@ -1,0 +1,160 @@
+"""What limits a step that waits for data: idle time and copies, counted by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from profkit import read_trace
+from profkit.analysis.efficiency.data_waits import DataWait
+from profkit.analysis.efficiency.summary import EfficiencyResult
+from profkit.report.document import render
+from profkit.report.efficiency import build_efficiency_document, limit_words
+from tests.efficiency_runs import rows_by_path
+from tests.kineto_builder import kernel, launch, row, written
+from tests.nsys_builder import NsysBuilder
+
+MS = 1_000_000
+
+
+def _step(builder: NsysBuilder, number: int, at: int, wait: int, *, pid: int = 100, device: int = 0) -> int:
+    """Add a step: wait for data, a copy of 300 µs in which nothing else runs, 2 ms of kernels. Return its end."""
+    options = {"tid": pid, "pid": pid}
+    end = at + wait + 2_400_000
+    builder.range(f"step {number}", at, end, **options)
+    builder.range("data", at, at + wait, **options)
+    copied = at + wait + 10_000
+    builder.copy(copied, 300_000, start=copied + 10_000, device=device, **options)
+    builder.range("forward", copied + 1_000, end - 1_000, **options)
+    for part in range(4):
+        launched = copied + 2_000 + part * 500_000
+        builder.kernel(launched, 500_000, start=copied + 310_000 + part * 500_000, device=device, **options)
+    return end
+
+
+def _efficiency(builder: NsysBuilder, folder: Path) -> EfficiencyResult:
+    return read_trace(builder.write(folder / "t.sqlite")).efficiency()
+
+
+def _shown(result: EfficiencyResult) -> str:
+    return " ".join(render(build_efficiency_document(result, []), "table").split())
+
+
+def test_a_step_that_waits_for_its_batch_is_limited_by_data_loading(tmp_path: Path) -> None:
+    """Of 48 ms: 45.6 waiting, 20 µs until the copy begins, 0.3 copying, 2 computing, 80 µs until the step ends."""
+    builder, at = NsysBuilder(), 0
+    for number in range(2):
+        at = _step(builder, number, at, 45_600_000)
+    result = _efficiency(builder, tmp_path)
+    step = rows_by_path(result)["step *"]
+    assert step.gpu is not None
+    assert (step.gpu.span_ns, step.gpu.computing_ns) == (2 * 48 * MS, 4 * MS)
+    assert (step.data_loading_ns, step.input_copy_ns) == (2 * 45_600_000, 600_000)
+    assert (step.verdict, limit_words(step)) == ("host-bound", "data loading")
+    assert "idle 95.0%, copying it 0.6%" in step.rule
+    assert [one.data_wait_ns for one in result.steps] == [45_600_000] * 2
+    assert result.steps[0].data == DataWait(0, 0, 45_600_000, 300_000)
+    said = _shown(result)
+    assert "waiting for data: 45.60 ms per step, then 300.0 µs to copy it to the GPU" in said
+    assert "idle while Python waited for data 95.0%" in said
+
+
+def test_a_short_wait_between_two_launches_is_no_launching(tmp_path: Path) -> None:
+    """A wait of 0.4 ms is shorter than the pauses that count as launching; of 1 ms the GPU computes 0.3."""
+    builder = NsysBuilder()
+    for number in range(2):
+        at = number * MS
+        builder.range(f"step {number}", at, at + MS)
+        builder.range("data", at + 10_000, at + 410_000)
+        builder.kernel(at + 1_000, 300_000, start=at + 700_000)
+        builder.kernel(at + 420_000, 1_000, start=at + 430_000)
+    step = rows_by_path(_efficiency(builder, tmp_path))["step *"]
+    assert step.gpu is not None
+    assert step.gpu.launching_ns >= 800_000
+    assert step.data_loading_ns == 800_000
+    assert limit_words(step) == "data loading"
+
+
+def test_steps_in_bursts_are_judged_by_their_mean(tmp_path: Path) -> None:
+    """Eight workers deliver at once: 80 ms of waiting in one step of eight, 10 ms a step, beside 2 ms of computing."""
+    builder, at = NsysBuilder(), 0
+    for number in range(16):
+        at = _step(builder, number, at, 80 * MS if number % 8 == 0 else 0)
+    result = _efficiency(builder, tmp_path)
+    step = rows_by_path(result)["step *"]
+    assert (step.data_loading_ns, limit_words(step)) == (160 * MS, "data loading")
+    assert "waiting for data: 10.00 ms per step (0 ns to 80.00 ms)" in _shown(result)
+
+
+def test_waiting_while_the_gpu_computes_costs_nothing(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for number in range(2):
+        at = number * 10 * MS
+        builder.range(f"step {number}", at, at + 10 * MS)
+        builder.kernel(at, 9_900_000, start=at + 10_000)
+        builder.range("data", at + MS, at + 9 * MS)
+    result = _efficiency(builder, tmp_path)
+    assert rows_by_path(result)["step *"].data_loading_ns == 0
+    assert [one.data_wait_ns for one in result.steps] == [8 * MS] * 2
+
+
+def test_one_ranks_wait_is_not_anothers(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _step(builder, 0, 0, 10 * MS, pid=100, device=0)
+    builder.range("step 0", 0, 12 * MS, tid=200, pid=200)
+    builder.kernel(11 * MS, MS, start=11 * MS + 10, tid=200, pid=200, device=1)
+    waits = {one.device: (one.data.idle_ns, one.data_wait_ns) for one in _efficiency(builder, tmp_path).steps}
+    assert waits == {0: (10 * MS, 10 * MS), 1: (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "thread", "expected"),
+    [
+        (150, 1, 100, 50),  # after the wait
+        (50, 1, 100, 50),  # before it, as accelerate does, which fetches one batch ahead
+        (150, 2, 100, 0),  # to the host
+        (250, 1, 100, 0),  # in forward
+        (450, 1, 100, 0),  # after it, where nobody waits for data
+        (150, 1, 101, 0),  # on another thread
+    ],
+)
+def test_input_copies_are_those_between_phases_with_a_wait(
+    tmp_path: Path, at: int, kind: int, thread: int, expected: int
+) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 1_000)
+    builder.range("data", 100, 120)
+    builder.range("forward", 200, 400)
+    builder.range("optimizer", 600, 700)
+    builder.kernel(300, 10, start=990)
+    builder.copy(at, 50, kind=kind, tid=thread, start=800)
+    assert rows_by_path(_efficiency(builder, tmp_path))["step 0"].input_copy_ns == expected
+
+
+def test_a_torch_profilers_trace_says_the_same(tmp_path: Path) -> None:
+    """In microseconds: 900 of waiting, a copy of 40 alone, a kernel of 50."""
+    copied = row("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 920, 40, 7, pid=0, device=0, stream=7, correlation=1)
+    events = [
+        row("user_annotation", "step 0", 0, 1_020),
+        row("user_annotation", "data", 0, 900),
+        row("user_annotation", "forward", 930, 80),
+        launch(910, 1, name="cudaMemcpyAsync"),
+        copied,
+        launch(935, 2),
+        kernel("k", 965, 50, 2),
+    ]
+    step = rows_by_path(read_trace(written(tmp_path, events)).efficiency())["step 0"]
+    assert (step.data_loading_ns, step.input_copy_ns, limit_words(step)) == (900_000, 40_000, "data loading")
+
+
+def test_a_wait_is_most_of_the_hosts_time_only_beyond_half_of_it(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 10 * MS)
+    builder.range("data", 0, 4 * MS)
+    builder.kernel(9 * MS, MS, start=9 * MS + 10)
+    step = rows_by_path(_efficiency(builder, tmp_path))["step 0"]
+    assert (step.verdict, limit_words(step)) == ("host-bound", "Python")
+    assert step.gpu is not None
+    assert DataWait(outside_cuda_ns=5 * MS).is_most_of(dataclasses.replace(step.gpu, outside_cuda_ns=9 * MS))
