@@ -30,8 +30,8 @@ _PROFKIT = ("profkit/capture/", "profkit/launch/", "profkit/cli/", "profkit/anno
 _TORCH = ("-packages/torch/", "torch/nn/", "torch/optim/", "torch/_")
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", *_TORCH, *_PROFKIT)
 # Where the packages that people install keep their models: torchvision/models/resnet.py, transformers/models/….
-_MODEL = re.compile(r"-packages/(?!torch/|profkit/).*\bmodels/")
-_STANDARD = re.compile(r"/lib/python3(?!.*-packages/)|^<frozen")
+_MODEL = re.compile(r"^(?>.*?-packages/(?!torch/|profkit/)).*\bmodels/")
+_STANDARD = re.compile(r"^(?>.*/lib/python3)(?!.*-packages/)|^<frozen")
 # Code that torch.compile wrote: Inductor names its files by the SHA-256 of their content, in base 32
 # (torch/_inductor/codecache.py, code_hash), and FX numbers the code that it evaluates (torch/fx/graph_module.py).
 _GENERATED = re.compile(r"(?:^|/)c[a-z2-7]{51}\.py$|^<eval_with_key>")
