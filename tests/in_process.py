@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def run_profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comp
         kept = [os.dup(number) for number in (1, 2)]
         try:
             for file, number in ((out, 1), (err, 2)):
+                fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # a process that opens them anew appends too
                 os.dup2(file.fileno(), number)
             os.chdir(cwd)
             argv = ["profkit", *arguments]

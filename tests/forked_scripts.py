@@ -1,0 +1,163 @@
+"""Runs Python scripts as forks of one process that has imported torch: what a start of torch costs is paid once.
+
+`Forks` is the tests' end. As a script this file is the other end: it reads one job a line and answers with the exit
+status. A fork attaches profkit as a new process does once it has imported torch, and ends as Python ends a script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+import torch._dynamo
+
+from profkit.capture.session import attach
+from profkit.run.recording import VARIABLE
+from tests.in_process import run_profkit
+
+ROOT = Path(__file__).parent.parent
+_PATIENCE_S = 60
+_LAUNCHER = ["-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+class Forks:
+    """The process that is forked; close it at the end."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.forked_scripts"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "KINETO_LOG_LEVEL": "99"},
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def run(self, words: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run ``words`` (``python SCRIPT ARGUMENT…``, or torchrun as a module) in ``cwd`` without profkit."""
+        outputs = [cwd / "stdout.txt", cwd / "stderr.txt"]
+        for path in outputs:
+            path.write_text("")
+        status = self._start(words, os.environ, cwd, outputs)
+        return subprocess.CompletedProcess(list(words), status, *(path.read_text() for path in outputs))
+
+    def run_profkit(self, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run ``profkit ARGUMENTS`` as `tests.in_process.run_profkit` does, with the target as a fork."""
+
+        def start(words: Sequence[str], environment: Mapping[str, str], **_: Any) -> int:
+            # Wherever our own two standard streams go just now.
+            outputs = [Path(f"/proc/{os.getpid()}/fd/{number}") for number in (1, 2)]
+            return self._start(words, environment, cwd, outputs)
+
+        with mock.patch("profkit.launch.record.run_child", start):
+            return run_profkit(*arguments, cwd=cwd, **variables)
+
+    def _start(self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, outputs: Sequence[Path]) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"words": list(words), "environment": dict(environment), "cwd": str(cwd)}
+        self._process.stdin.write(json.dumps({**job, "outputs": [str(path) for path in outputs]}) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+def _serve() -> None:
+    torch.set_num_threads(1)
+    jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for line in jobs:
+        statuses = _run_job(json.loads(line))
+        status = next((one for one in statuses if one), 0)
+        answers.write(f"{status if status >= 0 else 128 - status}\n")
+        answers.flush()
+
+
+def _run_job(job: dict[str, Any]) -> list[int]:
+    """Run a job to its end; return the exit status of each of its processes, -n if signal n ended it."""
+    words = job["words"][1:]
+    if words[: len(_LAUNCHER)] != _LAUNCHER:
+        return _wait_for([_fork(job, words, {})])
+    count, words = int(words[len(_LAUNCHER)]), words[len(_LAUNCHER) + 1 :]
+    address, store = _fork_store()
+    statuses = _wait_for([_fork(job, words, address | _numbers_of_rank(rank, count)) for rank in range(count)])
+    os.kill(store, signal.SIGKILL)
+    os.waitpid(store, 0)
+    return statuses
+
+
+def _wait_for(children: list[int]) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def _fork_store() -> tuple[dict[str, str], int]:
+    """Start the store at which the ranks meet, which outlives them as torchrun's does; return its address and pid."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, f"{store.port}\n".encode())
+        signal.pause()
+    os.close(write)
+    with os.fdopen(read) as said:
+        port = said.readline().strip()
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}, child
+
+
+def _numbers_of_rank(rank: int, count: int) -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return dict.fromkeys(names[0], str(rank)) | dict.fromkeys(names[1], str(count))
+
+
+def _fork(job: dict[str, Any], words: list[str], variables: dict[str, str]) -> int:
+    child = os.fork()
+    if child == 0:
+        _become(words, {**job["environment"], **variables}, job["cwd"], job["outputs"])
+    return child
+
+
+def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: list[str]) -> NoReturn:
+    """Be a new process in which Python runs ``words``, from its start to its end."""
+    signal.alarm(_PATIENCE_S)
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    status = 0
+    try:
+        if VARIABLE in environment:
+            attach()
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:
+        sys.last_value = error
+        traceback.print_exception(error)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()

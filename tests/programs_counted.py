@@ -1,0 +1,71 @@
+"""What is counted by hand of each program in ``tests/programs``: its phases and modules in one step.
+
+Counts are per recorded step. Paths begin below the step. Ranges that torch itself opens for torch.profiler are
+no part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "programs"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program: how it is started, and what one step of it holds.
+
+    ``phases`` are all ranges that lie directly in a step; ``paths`` are some of those below them, each the only one of
+    its name there. ``linked`` is False where torch.profiler's links cannot say which module a backward operator
+    belongs to.
+    """
+
+    script: str
+    phases: Mapping[str, int]
+    paths: Mapping[str, int] = field(default_factory=dict)
+    argument: str = ""
+    ranks: int = 1
+    linked: bool = True
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The command after ``python``."""
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)) if self.ranks > 1 else ()
+        return (*launcher, str(FOLDER / f"{self.script}.py"), *filter(None, [self.argument]))
+
+
+def _both_ways(*modules: str, times: int = 1) -> dict[str, int]:
+    return {f"{phase}/{module}": times for phase in ("forward", "backward") for module in modules}
+
+
+_STEP = {"forward": 1, "backward": 1, "optimizer": 1}
+_BLOCKS = [f"model/blocks.{number}" for number in range(3)]
+
+PROGRAMS: dict[str, Program] = {
+    "plain loop": Program(
+        "plain_loop",
+        _STEP | {"loss": 1},
+        _both_ways("model", *(f"model/features/features.{number}" for number in range(4)), "model/norm", "model/head")
+        | {"loss/CrossEntropyLoss": 1, "backward/CrossEntropyLoss": 1},
+    ),
+    "gradient accumulation": Program(
+        "accumulation",
+        {"forward": 3, "backward": 3, "optimizer": 1},
+        _both_ways("model/0", "model/1", "model/2", "model/3", times=3),
+    ),
+    "Muon and AdamW": Program("muon", _STEP | {"optimizer": 2}, _both_ways("model/embed", "model/up", "model/down")),
+    "compiled": Program("compiled", _STEP, _both_ways("model"), linked=False),
+    "data loader with workers": Program(
+        "data_workers", _STEP | {"data": 1}, _both_ways("model/0", "model/1", "model/2")
+    ),
+    "autocast and gradient scaler": Program("mixed_precision", _STEP, _both_ways("model/0", "model/1", "model/2")),
+    "DDP": Program(
+        "ddp",
+        {"forward": 2, "backward": 2, "optimizer": 1},
+        _both_ways("model/0", "model/1", "model/2", times=2),
+        ranks=2,
+        linked=False,
+    ),
+}
