@@ -75,7 +75,10 @@ class Range:
         def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
             if _is_compiling():
                 return function(*args, **kwargs)
-            with self._of_call(args, kwargs):
+            called = self._of_call(args, kwargs)
+            for observer in _observers:
+                observer.calling(called.name)
+            with called:
                 for observer in _observers:
                     observer.called((args, kwargs))
                 result = function(*args, **kwargs)
@@ -84,6 +87,17 @@ class Range:
                 return result
 
         return annotated
+
+    @property
+    def name(self) -> str:
+        """What the range is called.
+
+        Raises:
+            TypeError: only a decorated call tells it.
+        """
+        if callable(self._name):
+            raise TypeError("a name given as a function needs a decorated call")
+        return self._name
 
     def _of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
         if self._marker is not None:
@@ -112,6 +126,9 @@ class RangeObserver:
 
     def closed(self) -> None:
         """This thread's innermost range has closed."""
+
+    def calling(self, name: str) -> None:
+        """A decorated function is about to be called; its range opens next."""
 
     def called(self, arguments: Any) -> None:
         """The range that has just opened is a decorated function's, called with these arguments."""

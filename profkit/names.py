@@ -16,8 +16,15 @@ LOSS = "loss"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 
-PHASES = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
-"""The parts of a training step, in the order in which they run."""
+INFERENCE = "inference"
+"""A model's call without gradients."""
+PREFILL = "prefill"
+"""Within ``generate``: the first call of the model, which reads the prompt."""
+DECODE = "decode"
+"""Within ``generate``: each later call."""
+
+PHASES = (FORWARD, LOSS, BACKWARD, OPTIMIZER, INFERENCE, PREFILL, DECODE)
+"""The parts of a step, in the order in which they run: those of training, then those of inference."""
 
 DATA = "data"
 """Waiting for the next batch. It need launch no work, so that it is no phase: what looks for kernels passes it over."""

@@ -148,9 +148,9 @@ def test_a_graph_run_without_backward_closes_its_ranges_too(hooked: dict[str, An
     assert "backward" not in paths
 
 
-def test_evaluation_is_no_forward_phase(hooked: dict[str, Any]) -> None:
+def test_evaluation_is_the_phase_inference(hooked: dict[str, Any]) -> None:
     paths = _trees(hooked["evaluation"]["events"])
-    assert paths["model"] == paths["model/blocks.1/blocks.1.linear"] == 4
+    assert paths["inference/model"] == paths["inference/model/blocks.1/blocks.1.linear"] == 4
 
 
 def test_accumulation_puts_three_passes_into_a_step(hooked: dict[str, Any]) -> None:

@@ -23,7 +23,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer
 
@@ -31,11 +30,13 @@ from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
 from profkit.capture.conditions import autocast_dtypes, count_compiled_graphs
 from profkit.capture.data_loading import DataLoading
-from profkit.capture.module_names import ROOT, ModuleNames
+from profkit.capture.generation import Generation
+from profkit.capture.graph_replays import watch_graphs
+from profkit.capture.module_names import ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
-from profkit.capture.steps import StepPolicy
+from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
-from profkit.names import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER, PHASES, step_range
+from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER, PHASES, step_range
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -128,6 +129,7 @@ class Hooks(RangeObserver):
         self.clock = PhaseClock()
         """The time of backward passes and optimizers' steps, once it is started."""
         self.loading = DataLoading(self._data_begins, self._data_ends)
+        self._generation = Generation(self._generate_begins, self._generate_ends)
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
         self.begun = -1
@@ -144,6 +146,8 @@ class Hooks(RangeObserver):
         torch.autograd.backward = self._around_backward(torch.autograd.backward)
         torch.compile = self._before_compile(torch.compile)
         self.loading.install()
+        self._generation.install()
+        watch_graphs(self)
         observe_ranges(self)
         self._hook_forward()
 
@@ -194,13 +198,13 @@ class Hooks(RangeObserver):
         return compiled
 
     @_harmless
-    def _before_root(self, module: nn.Module, _args: Any) -> None:
-        if module.training and torch.is_grad_enabled() and running_graph() == -1:
-            self.clock.begin(FORWARD)
+    def _before_root(self, _module: nn.Module, _args: Any) -> None:
+        if running_graph() == -1:
+            self.clock.begin(self._phase_of_call(is_loss=False))
 
     @_harmless
-    def _after_root(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if module.training and torch.is_grad_enabled() and running_graph() == -1:
+    def _after_root(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if running_graph() == -1:
             self.clock.end()
 
     @_harmless
@@ -215,11 +219,15 @@ class Hooks(RangeObserver):
             self.clock.end()
 
     @_harmless
+    def calling(self, name: str) -> None:
+        if running_graph() == -1 and self._open.innermost_call() is None:
+            self._make_boundary(self.steps.function_begins(name))
+
+    @_harmless
     def called(self, arguments: Any) -> None:
-        if self._recording:
-            around = self._open.innermost_call()
-            if self._open.note_call() is not None:
-                mark_nodes(arguments, around, self._enter_backward)
+        around = self._open.innermost_call()
+        if self._open.note_call() is not None and self._recording:
+            mark_nodes(arguments, around, self._enter_backward)
 
     @_harmless
     def returned(self, result: Any) -> None:
@@ -242,6 +250,30 @@ class Hooks(RangeObserver):
     @_harmless
     def _data_ends(self) -> None:
         self._end_phase(_LOADER)
+
+    @_harmless
+    def _generate_begins(self, model: nn.Module) -> None:
+        self._make_boundary(self.steps.generate_begins(model))
+
+    @_harmless
+    def _generate_ends(self) -> None:
+        self._make_boundary(self.steps.generate_ends())
+
+    @_harmless
+    def capture_begins(self, graph: Any) -> None:
+        self.steps.capture_begins(graph)
+
+    @_harmless
+    def capture_ends(self) -> None:
+        self.steps.capture_ends()
+
+    @_harmless
+    def replay_begins(self, graph: Any) -> None:
+        self._make_boundary(self.steps.replay_begins(graph))
+
+    @_harmless
+    def replay_ends(self, graph: Any) -> None:
+        self._make_boundary(self.steps.replay_ends(graph))
 
     @_harmless
     def _before_module(self, module: nn.Module, args: Any) -> None:
@@ -281,16 +313,23 @@ class Hooks(RangeObserver):
 
     def _begin_outermost(self, module: nn.Module) -> None:
         """Open the phase, after a step's boundary if there is one."""
-        is_loss = isinstance(module, _Loss)
         self._make_boundary(self.steps.call_begins(module))
+        is_loss = is_loss_module(module)
         self._open.open(_MODULES, None)
         self._open.root = module
         if self._recording:
-            self._names.name_root(module, type(module).__name__ if is_loss else ROOT)
-        if module.training and torch.is_grad_enabled():
-            if not is_loss:
-                self._roots.add(module)
-            self._begin_phase(FORWARD, LOSS if is_loss else FORWARD)
+            self._names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
+        if not is_loss:
+            self._roots.add(module)
+        self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss))
+
+    def _phase_of_call(self, *, is_loss: bool) -> str:
+        phase = self._generation.next_phase()
+        if phase is not None:
+            return phase
+        if not torch.is_grad_enabled():
+            return INFERENCE
+        return LOSS if is_loss else FORWARD
 
     def _around_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)
@@ -355,14 +394,15 @@ class Hooks(RangeObserver):
             if torch.compiler.is_compiling() or self.has_failed or self._open.has(OPTIMIZER):
                 return step(*args, **kwargs)
             self._optimizer_begins(args[0])
-            args, kwargs, has_closure = with_closure(args, kwargs, self._begin_update)
+            args, kwargs, has_closure = with_closure(args, kwargs, lambda: self._begin_update(args[0]))
             self.clock.begin(OPTIMIZER)
-            self._open_optimizer(is_update=not has_closure)
+            self._open_optimizer(args[0], is_update=not has_closure)
             try:
                 result = step(*args, **kwargs)
             finally:
                 self._open.close(OPTIMIZER)
                 self.clock.end()
+                self.steps.optimizer_left()
             self._step_made(args[0])
             return result
 
@@ -373,29 +413,33 @@ class Hooks(RangeObserver):
         self._make_boundary(self.steps.optimizer_begins(optimizer))
         self._watcher.optimizer_begins(optimizer)
 
-    def _open_optimizer(self, *, is_update: bool) -> None:
-        is_wanted = is_update and self._recording and not self._open.has_range(OPTIMIZER)
-        self._open.open(OPTIMIZER, OPTIMIZER if is_wanted else None)
+    def _open_optimizer(self, optimizer: Optimizer, *, is_update: bool) -> None:
+        is_wanted = is_update and self._recording
+        self._open.open(OPTIMIZER, OPTIMIZER if is_wanted and not self._open.has_range(OPTIMIZER) else None)
+        own = self.steps.label(optimizer) if is_wanted else None
+        if own is not None:
+            self._open.open(_ONE_OPTIMIZER, own)
 
     @_harmless
-    def _begin_update(self) -> None:
+    def _begin_update(self, optimizer: Optimizer) -> None:
         """An optimizer's closure has returned: the forward and backward passes in it are no part of this phase."""
         self._open.close(OPTIMIZER)
-        self._open_optimizer(is_update=True)
+        self._open_optimizer(optimizer, is_update=True)
 
     @_harmless
     def _step_made(self, optimizer: Optimizer) -> None:
         self._watcher.optimizer_ends(optimizer)
-        if self.steps.optimizer_ends(optimizer):
+        number = self.steps.optimizer_ends(optimizer)
+        if number is not None:
             self.rest()
-            self._make_boundary(is_due=True)
+            self._make_boundary(number)
 
-    def _make_boundary(self, is_due: bool) -> None:
-        """End the step that runs, and begin the next one, if a boundary ``is_due``."""
-        if not is_due:
+    def _make_boundary(self, number: int | None) -> None:
+        """End the step that runs, and begin step ``number``, if one begins here."""
+        if number is None:
             return
         self._open.close(_STEP)
-        self.begun += 1
+        self.begun = number
         self._listener.boundary(self.begun)
         if self._recording:
             self._open.open(_STEP, step_range(self.begun))
@@ -426,5 +470,6 @@ def with_closure(
 _TIMED = (DATA, *PHASES)
 _STEP = object()
 _LOADER = object()
+_ONE_OPTIMIZER = object()
 _MODULES = object()
 """What stays open from the beginning of an outermost module call to its end."""

@@ -77,6 +77,10 @@ class Roots:
             self._parts.update(parts)
         return model if any(one() is model for one in self._roots) else None
 
+    def list(self) -> list[nn.Module]:
+        """Return the models that are still there, in the order in which they were first called."""
+        return [model for one in self._roots if (model := one()) is not None]
+
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the dotted name of every parameter of the models, the first where a model has it twice."""
         models = (model for one in self._roots if (model := one()) is not None)

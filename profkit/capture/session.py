@@ -72,6 +72,8 @@ class Session:
         self._begun = -1
         self._start_ns = 0
         self._samples = StepCollector()
+        self._memory_lead = 0
+        """How many steps were counted before counting began anew: the allocator's history has them too."""
         self._recording: ExitStack | None = None
         self._failure: str | None = None
         self._warmup_range = ExitStack()
@@ -95,6 +97,9 @@ class Session:
         if self._is_over:
             return
         self._note_step()
+        if number <= self._begun:  # the script has shown what its steps are, and counting begins anew
+            self._samples = StepCollector()
+            self._memory_lead += self._begun + 1 - number
         self._begun = number
         if self.memory is not None:
             self._note_in_memory(number)
@@ -144,8 +149,7 @@ class Session:
             self._finish(NOT_REACHED)
         elif self._end is None:
             self._finish(COMPLETE)
-        elif self.is_in_last_step and self.hooks.steps.counts_calls and not self.order.own_steps:
-            # Where calls count, nothing but the end of the script ends the last step.
+        elif self.is_in_last_step and self.hooks.steps.ends_with_script and not self.order.own_steps:
             self._note_step()
             if self.memory is not None:
                 self._note_in_memory(self._end)
@@ -168,6 +172,7 @@ class Session:
         """Count the work that runs from now on; with several ranks only one of them counts."""
         if not self.order.flops or self._rank:
             return
+        self.hooks.steps.settle()
         from profkit.capture.work_counter import WorkCounter  # it loads more of torch
 
         self._samples.end()
@@ -206,9 +211,10 @@ class Session:
         assert self.memory is not None
         first = self._first if self.order.own_steps else 0
         if number >= first:
-            self.memory.boundary(number - first)
+            self.memory.boundary(number - first + self._memory_lead)
 
     def _begin_recording(self) -> None:
+        self.hooks.steps.settle()
         if self.order.recorder == "none":
             return
         _wait_for_device()
@@ -242,6 +248,7 @@ class Session:
 
     def _describe(self, state: str) -> Process:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        step, names = self.hooks.steps.what_counts() or (None, ())
         return Process(
             process=self._name,
             pid=os.getpid(),
@@ -250,6 +257,10 @@ class Session:
             state=state,
             failure=self._failure,
             steps_seen=self._begun,
+            step=step,
+            step_names=names,
+            seen=dict(self.hooks.steps.seen),
+            step_changed_to=self.hooks.steps.changed_to,
             device="cuda" if on_gpu else "cpu",
             # Asking for the name would initialise CUDA for a target that trains on the CPU.
             gpu=torch.cuda.get_device_name() if on_gpu else None,

@@ -1,76 +1,278 @@
-"""What ends a step: the policy alone. `Hooks` reports what the script does, and makes a boundary where one is due."""
+"""What a step is: the policy alone. `Hooks` reports what the script does, and makes a boundary where one is due."""
 
 from __future__ import annotations
 
-from weakref import ref
+import threading
+from collections import Counter
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules.loss import _Loss
 from torch.optim.optimizer import Optimizer
 
+from profkit.capture.backward_nodes import running_graph
+from profkit.capture.module_names import ROOT, Roots, unwrap
+from profkit.capture.rounds import Round
+from profkit.capture.variable_names import VariableNames, tell_apart
+from profkit.run.step_choice import StepChoice, StepKind
+
 
 class StepPolicy:
-    """Decides when a step ends.
+    """Decides where steps begin and end, from what the script does.
 
-    A step ends when an optimizer's step has: of several optimizers the first that made a step counts, or the one whose
-    class is named ``step_on``. In a script that has made no optimizer a step begins with each outermost module call.
+    Of all kinds of steps (`StepKind`) the strongest that the script has shown counts, or the one that ``step_on``
+    names. Counting begins anew when a stronger one appears, until `settle`. Where several optimizers, modules or graphs
+    take turns, one round of them is a step. An optimizer that has been made keeps everything weaker from counting.
 
-    Each method reports one thing that the script does, and returns whether a boundary is due: the step that runs ends
-    there and the next one begins.
+    Each method that reports something returns the number of the step that begins there, counted from 0; None if none
+    does. What is captured into a CUDA graph does not run, and ends nothing until it is replayed.
 
     Args:
-        step_on: the class of the optimizer that counts.
-        counts: False where somebody else knows the steps: no boundary is ever due then.
+        step_on: what a person says a step is (`StepChoice.parse`).
+        counts: False where somebody else knows the steps: none ever begins then.
     """
 
     def __init__(self, step_on: str | None = None, *, counts: bool = True) -> None:
-        self._step_on = step_on
+        self._choice = None if step_on is None else StepChoice.parse(step_on)
         self._counts = counts
-        self._has_begun = False
-        self._counting_optimizer: ref[Optimizer] | None = None
+        self._kind: StepKind | None = None
+        self._names: tuple[str, ...] = ()
+        self._number = -1
+        self._is_settled = False
+        self._is_postponed = False
+        self._rounds: dict[StepKind, Round] = {kind: Round() for kind in StepKind}
+        self._functions: dict[str, _Function] = {}
+        self._captured: WeakKeyDictionary[Any, StepKind] = WeakKeyDictionary()
+        self._capturing: Any = None
+        self._inside = _Inside()
+        self._models = Roots()
+        self._variables = VariableNames()
+        self.seen: Counter[str] = Counter()
+        """How often what may make a step has happened: ``backward``, ``optimizer:AdamW``, …"""
+        self.changed_to: str | None = None
+        """The kind of steps that appeared only after the recording had begun."""
 
     @property
-    def counts_calls(self) -> bool:
-        """Whether outermost module calls are the steps, because no optimizer has made a step."""
-        return self._counting_optimizer is None
+    def ends_with_script(self) -> bool:
+        """Whether nothing but the end of the script ends the last step."""
+        return self._kind is None or self._kind.begins_steps
 
-    def call_begins(self, module: nn.Module) -> bool:
+    def name_of(self, module: nn.Module) -> str:
+        """Return what an outermost module is called in ranges: of several models each has a name of its own."""
+        if not _has_parameters(module):
+            return type(module).__name__
+        models = [one for one in self._models.list() if _has_parameters(one)]
+        return tell_apart(unwrap(module), models, self._variables.known) or ROOT
+
+    def label(self, optimizer: Optimizer) -> str | None:
+        """Return what tells this optimizer from the others of a step; None if it is the only one, or nothing does."""
+        return tell_apart(optimizer, self._rounds[StepKind.OPTIMIZER].happening(), self._variables.known)
+
+    def what_counts(self) -> tuple[str, tuple[str, ...]] | None:
+        """Return the word for what a step is, and the names of what makes it; None before anything has."""
+        return None if self._kind is None else (self._kind.word, self._names)
+
+    def settle(self) -> None:
+        """The recording begins: its steps are numbered on, whatever appears."""
+        self._is_settled = True
+
+    def begin_whole(self) -> int | None:
+        """The whole script is one step, which begins here."""
+        return self._due(StepKind.WHOLE, is_boundary=True)
+
+    def call_begins(self, module: nn.Module) -> int | None:
         """An outermost module call is about to begin; in a backward pass there is none."""
-        is_step = not isinstance(module, _Loss) and not has_optimizer() and self._counting_optimizer is None
-        return self._due(is_step or not self._has_begun)
+        self._inside.depth += 1
+        if is_loss_module(module) or self._inside.depth > 1:
+            return self._due(StepKind.CALL, is_boundary=False)
+        model = unwrap(module)
+        self._models.of(model)
+        # What has no parameters transforms data, or is a function: a model counts more.
+        kind = StepKind.CALL if _has_parameters(model) else StepKind.FUNCTION
+        return self._happens(kind, model, type(model).__name__, self._variables.of_model(model))
 
-    def call_ends(self, module: nn.Module) -> bool:
+    def call_ends(self, module: nn.Module) -> int | None:
         """An outermost module call has ended, or raised; its ranges are closed."""
-        return False
+        self._inside.leave()
+        return None
 
-    def backward_begins(self) -> bool:
+    def function_begins(self, name: str) -> int | None:
+        """A function that is decorated with ``annotate(name)`` is about to be called, within no other and no module."""
+        if self._inside.depth:
+            return None
+        return self._happens(StepKind.FUNCTION, self._functions.setdefault(name, _Function(name)), name)
+
+    def generate_begins(self, model: nn.Module) -> int | None:
+        """``model.generate`` is about to be called, not within another ``generate``."""
+        self._inside.depth += 1
+        if self._inside.depth > 1:
+            return None
+        return self._happens(StepKind.GENERATE, model, type(model).__name__, self._variables.of_model(model))
+
+    def generate_ends(self) -> int | None:
+        """That call of ``generate`` has ended, or raised."""
+        self._inside.leave()
+        return None
+
+    def backward_begins(self) -> int | None:
         """A backward pass is about to begin on this thread, and not within another one."""
-        return False
+        self._inside.depth += 1
+        return self._due(StepKind.BACKWARD, is_boundary=False)
 
-    def backward_ends(self) -> bool:
+    def backward_ends(self) -> int | None:
         """That backward pass has ended, or raised; its range is closed."""
-        return False
+        self._inside.leave()
+        if self._is_postponed:
+            self._is_postponed = False
+            return self._due(StepKind.OPTIMIZER, is_boundary=True)
+        if self._inside.depth:
+            return None
+        return self._ends(StepKind.BACKWARD)
 
-    def optimizer_begins(self, optimizer: Optimizer) -> bool:
+    def optimizer_begins(self, optimizer: Optimizer) -> int | None:
         """An optimizer's step is about to begin, and not within another one's."""
-        return False
+        self._inside.depth += 1
+        self._variables.of_optimizer(optimizer)
+        self._rounds[StepKind.OPTIMIZER].note(optimizer)
+        return self._due(StepKind.OPTIMIZER, is_boundary=False)
 
-    def optimizer_ends(self, optimizer: Optimizer) -> bool:
-        """An optimizer's step has ended well; its range is closed."""
-        return self._due(self._is_last(optimizer))
+    def optimizer_left(self) -> None:
+        """That step has ended or raised."""
+        self._inside.leave()
 
-    def _is_last(self, optimizer: Optimizer) -> bool:
-        if self._step_on is not None:
-            return type(optimizer).__name__ == self._step_on
-        counting = None if self._counting_optimizer is None else self._counting_optimizer()
-        if counting is None:  # none yet, or the script is done with it
-            self._counting_optimizer = ref(optimizer)
-        return counting is None or counting is optimizer
+    def optimizer_ends(self, optimizer: Optimizer) -> int | None:
+        """An optimizer's step has ended well, and its range is closed."""
+        names = type(optimizer).__name__, self._variables.known(optimizer)
+        if running_graph() == -1:
+            return self._ends(StepKind.OPTIMIZER, optimizer, *names)
+        # A step of the script ends with the backward pass that this runs in.
+        self._count(StepKind.OPTIMIZER, names[0])
+        self._is_postponed = self._is_postponed or self._is_last(StepKind.OPTIMIZER, optimizer, *names)
+        return None
 
-    def _due(self, is_boundary: bool) -> bool:
-        if is_boundary and self._counts:
-            self._has_begun = True
-        return is_boundary and self._counts
+    def capture_begins(self, graph: Any) -> None:
+        """What follows on this thread is captured into a CUDA graph."""
+        self._capturing = graph
+        self._captured[graph] = StepKind.REPLAY
+
+    def capture_ends(self) -> None:
+        """The capture has ended, or failed."""
+        self._capturing = None
+
+    def replay_begins(self, graph: Any) -> int | None:
+        """A CUDA graph is about to be replayed."""
+        kind = self._replayed(graph)
+        if kind is None:
+            return None
+        self._rounds[kind].note(graph)
+        return self._due(kind, is_boundary=False)
+
+    def replay_ends(self, graph: Any) -> int | None:
+        """The CUDA graph has been launched."""
+        kind = self._replayed(graph)
+        return None if kind is None else self._ends(kind, graph)
+
+    def _replayed(self, graph: Any) -> StepKind | None:
+        """Return what a replay counts as; None within a call, a backward pass or an optimizer's step."""
+        if self._inside.depth or running_graph() != -1:
+            return None
+        return self._captured.get(graph, StepKind.REPLAY)
+
+    def _happens(self, kind: StepKind, one: Any, *names: str | None) -> int | None:
+        """Something that a step may begin with is about to happen."""
+        self._count(kind, names[0])
+        round_ = self._rounds[kind]
+        if self._choice is None or self._choice.allows(kind, names):
+            round_.note(one)
+        return self._due(kind, is_boundary=round_.begins_with(one))
+
+    def _ends(self, kind: StepKind, one: Any = None, *names: str | None) -> int | None:
+        """Something that a step may end with has happened."""
+        self._count(kind, names[0] if names else None)
+        return self._due(kind, is_boundary=self._is_last(kind, one, *names))
+
+    def _is_last(self, kind: StepKind, one: Any, *names: str | None) -> bool:
+        if self._choice is not None and self._choice.name is not None:
+            return self._choice.allows(kind, names)
+        return one is None or self._rounds[kind].ends_with(one)
+
+    def _count(self, kind: StepKind, name: str | None) -> None:
+        if self._capturing is None:
+            self.seen[kind.word if name is None else f"{kind.word}:{name}"] += 1
+        elif kind in _IN_CAPTURES:
+            self._captured[self._capturing] = max(self._captured[self._capturing], _IN_CAPTURES[kind])
+
+    def _due(self, kind: StepKind, *, is_boundary: bool) -> int | None:
+        """Return the number of the step that begins now, None if none does."""
+        if not self._counts or self._capturing is not None:
+            return None
+        if is_boundary and self._may_count(kind):
+            if kind is self._kind or (self._is_settled and self._number > 0):
+                self._number += 1
+            else:
+                self._number = 0 if kind.begins_steps else 1
+            self._kind = kind
+            self._names = self._names_of(kind)
+            return self._number
+        if self._number < 0 and (self._choice is None or not kind.begins_steps):
+            self._number = 0
+            return 0
+        return None
+
+    def _names_of(self, kind: StepKind) -> tuple[str, ...]:
+        """Return the classes and functions that make a step: now, because nothing here keeps them."""
+        if kind in (StepKind.REPLAY, StepKind.STEP_REPLAY):
+            return ()
+        return tuple(dict.fromkeys(_class_name(one) for one in self._rounds[kind].members()))
+
+    def _may_count(self, kind: StepKind) -> bool:
+        if self._choice is not None:
+            return kind.word == self._choice.word
+        if self._kind is not None and kind < self._kind:
+            return False
+        if kind < StepKind.OPTIMIZER and has_optimizer():
+            return False
+        if self._kind is not None and kind is not self._kind and self._is_settled and self._number > 0:
+            self.changed_to = kind.word
+        return True
+
+
+_IN_CAPTURES = {StepKind.BACKWARD: StepKind.BACKWARD, StepKind.OPTIMIZER: StepKind.STEP_REPLAY}
+"""What a replay counts as, by what was captured."""
+
+
+class _Inside(threading.local):
+    """How many calls, backward passes and optimizers' steps are open on this thread."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def leave(self) -> None:
+        self.depth = max(0, self.depth - 1)
+
+
+class _Function:
+    """A decorated function, known by its range's name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def is_loss_module(module: nn.Module) -> bool:
+    """Return whether a module computes a loss: one of torch's, or one without parameters that is called so."""
+    if isinstance(module, _Loss):
+        return True
+    name = type(module).__name__.lower()
+    return ("loss" in name or "criterion" in name) and not _has_parameters(module)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _class_name(one: Any) -> str:
+    return one.name if isinstance(one, _Function) else type(one).__name__
 
 
 def has_optimizer() -> bool:

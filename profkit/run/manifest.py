@@ -82,7 +82,12 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the target that made a step. ``state``: ``complete``, ``cut short`` or ``not reached``."""
+    """One process of the target that made a step. ``state``: ``complete``, ``cut short`` or ``not reached``.
+
+    ``step`` is the kind of its steps, in the words of ``--step-on``, and ``step_names`` are the classes or functions
+    that make one. ``seen`` says how often each thing that may make a step happened, and ``step_changed_to`` which kind
+    of steps began only when the recording had.
+    """
 
     process: str = ""
     pid: int | None = None
@@ -91,6 +96,10 @@ class Process:
     state: str = "complete"
     failure: str | None = None
     steps_seen: int | None = None
+    step: str | None = None
+    step_names: tuple[str, ...] = ()
+    seen: dict[str, int] = field(default_factory=dict)
+    step_changed_to: str | None = None
     device: str | None = None
     gpu: str | None = None
     torch: str | None = None

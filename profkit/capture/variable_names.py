@@ -1,0 +1,129 @@
+"""What the script calls an object: the text of the expression by which a line of it calls the object or passes it on.
+
+The text comes from the source of the calling line. The frames' variables are not looked at: Python before 3.13 would
+keep them alive, tensors among them.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PROFKIT = str(Path(__file__).parent.parent) + os.sep
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_CALLS = {"_wrapped_call_impl", "_call_impl", "__call__", "generate"}
+"""The functions of torch through which a module is called."""
+_FRAMES = 40
+_MOST_NUMBERED = 8
+
+
+class VariableNames:
+    """Remembers the name of each object from the first time that it was asked for; it holds none alive."""
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+    def known(self, thing: Any) -> str | None:
+        """Return the name of an object that was asked for before."""
+        return self._names.get(thing)
+
+    def of_model(self, model: Any) -> str | None:
+        """Return how the line that calls ``model`` or its ``generate`` right now names it; None if it does not."""
+        if model not in self._names:
+            self._names[model] = _name_of_called()
+        return self._names[model]
+
+    def of_optimizer(self, optimizer: Any) -> str | None:
+        """Return how the script's line that makes ``optimizer``'s step right now names it; None if it does not."""
+        if optimizer not in self._names:
+            self._names[optimizer] = _name_of_stepping()
+        return self._names[optimizer]
+
+
+def tell_apart(one: Any, things: Sequence[Any], variable: Callable[[Any], str | None]) -> str | None:
+    """Return what tells ``one`` from the others of ``things``: its class, its variable's name, or a number.
+
+    None if there are no others. Many of one class have no numbers: as where every parameter has its optimizer.
+    """
+    others = [other for other in things if other is not one]
+    if not others:
+        return None
+    kind, name = type(one), variable(one)
+    if not any(type(other) is kind for other in others) and not (name and kind.__module__.startswith("torch.nn.")):
+        return kind.__name__
+    if name is not None and not any(variable(other) == name for other in others):
+        return name
+    alike = [other for other in things if type(other) is kind]
+    if len(alike) > _MOST_NUMBERED or not any(other is one for other in alike):
+        return kind.__name__
+    return f"{kind.__name__} {next(at for at, other in enumerate(alike) if other is one)}"
+
+
+def _name_of_called() -> str | None:
+    frame: Any = sys._getframe(2)
+    within = ""
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH):
+            within = frame.f_code.co_name
+        elif not file.startswith(_PROFKIT):
+            call = _call_at(frame.f_code, frame.f_lasti) if within in _CALLS or not within else None
+            return None if call is None else _last_name(_without_method(call.func, "generate"))
+        frame = frame.f_back
+    return None
+
+
+def _name_of_stepping() -> str | None:
+    frame: Any = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _PROFKIT)) and not any(part in file for part in _PACKAGES):
+            call = _call_at(frame.f_code, frame.f_lasti)
+            if call is None or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+                return None
+            passed = _last_name(call.args[0]) if call.args else None  # as to GradScaler.step
+            is_closure = passed is not None and "closure" in passed
+            return passed if passed is not None and not is_closure else _last_name(call.func.value)
+        frame = frame.f_back
+    return None
+
+
+def _call_at(code: CodeType, instruction: int) -> ast.Call | None:
+    """Return the call that this instruction of ``code`` makes, from the source."""
+    line, end_line, column, end_column = list(code.co_positions())[instruction // 2]
+    if line is None or end_line is None or column is None or end_column is None:
+        return None
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(line, end_line + 1)]
+    lines[-1] = lines[-1][:end_column]
+    lines[0] = lines[0][column:]
+    try:
+        found = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return found if isinstance(found, ast.Call) else None
+
+
+def _without_method(expression: ast.expr, method: str) -> ast.expr:
+    is_method = isinstance(expression, ast.Attribute) and expression.attr == method
+    return expression.value if is_method and isinstance(expression, ast.Attribute) else expression
+
+
+def _last_name(expression: ast.expr) -> str | None:
+    """Return ``opt`` of ``opt`` and of ``self.opt``."""
+    if isinstance(expression, ast.Attribute):
+        return expression.attr
+    return expression.id if isinstance(expression, ast.Name) else None
