@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import sqlite3
 import subprocess
@@ -18,9 +20,11 @@ from click.testing import CliRunner
 from profkit.cli import cli
 from profkit.errors import ProfkitError, TraceError
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv
+from profkit.sharing import scrub
 from profkit.trace.scrub import TAKEN, Taken, clean_text, names_string, people_and_hosts, scrub_export, what_is_named
 from tests.nsys_builder import NsysBuilder, process_of
 
+TRACES = Path(__file__).parent.parent / "traces"
 SECRETS = (
     b"hunter2",
     b"alice",
@@ -402,3 +406,95 @@ def test_a_fresh_export_loses_the_environment(tmp_path: Path) -> None:
     _assert_same_events(raw, clean, ("ranges",))
     names = _rows(clean, "SELECT s.value FROM NVTX_EVENTS n JOIN StringIds s ON s.id = n.textId WHERE n.eventType = 59")
     assert names == [("forward",)]
+
+
+STACKS = {
+    "deviceProperties": [{"name": "NVIDIA H200"}],
+    "hostname": "gpunode07",
+    "traceEvents": [
+        {"ph": "X", "cat": "python_function", "name": "/home/alice/train.py(3): main", "ts": 1.001, "dur": 2.5},
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "aten::add",
+            "ts": 1.5,
+            "dur": 1.0,
+            "args": {"file": "/home/alice/data.bin"},
+        },
+        {"ph": "X", "cat": "user_annotation", "name": "load /data/x", "ts": 1.5, "dur": 0.5},
+    ],
+    "traceName": "/home/alice/runs/trace.json",
+}
+
+
+@pytest.mark.parametrize("ending", [".json", ".json.gz"])
+def test_a_torch_profiler_trace_keeps_its_events_and_loses_its_paths(tmp_path: Path, ending: str) -> None:
+    source, output = tmp_path / f"trace{ending}", tmp_path / f"clean{ending}"
+    data = json.dumps(STACKS).encode()
+    source.write_bytes(gzip.compress(data) if ending == ".json.gz" else data)
+    result = scrub(source, output)
+    copied = output.read_bytes()
+    clean = gzip.decompress(copied) if ending == ".json.gz" else copied
+    assert not [secret for secret in SECRETS if secret in clean]
+    events = json.loads(clean)["traceEvents"]
+    assert [event["name"] for event in events] == ["(scrubbed)/train.py(3): main", "aten::add", "load /data/x"]
+    assert [(event["ts"], event["dur"]) for event in events] == [(1.001, 2.5), (1.5, 1.0), (1.5, 0.5)]
+    assert result.kept_path_count == 1
+
+
+def test_a_snapshot_keeps_its_bytes_and_shows_no_directory(tmp_path: Path) -> None:
+    source, output = tmp_path / "home" / "alice" / "s.pickle", tmp_path / "clean.pickle"
+    source.parent.mkdir(parents=True)
+    data = pickle.loads(gzip.decompress((TRACES / "small-train.snapshot.pickle.gz").read_bytes()))
+    frames = [frame for trace in data["device_traces"] for event in trace for frame in event.get("frames", [])]
+    for frame in frames:
+        if "site-packages" not in frame["filename"]:
+            frame["filename"] = "/home/alice/model.py"
+    source.write_bytes(pickle.dumps(data))
+    scrub(source, output)
+    copied = output.read_bytes()
+    assert not [secret for secret in SECRETS if secret in copied]
+    before, after = (json.loads(memory_json(path)) for path in (source, output))
+    before["snapshot"] = after["snapshot"] = ""
+    assert json.dumps(before).replace("/home/alice/", "(scrubbed)/") == json.dumps(after)
+
+
+def memory_json(path: Path) -> str:
+    done = CliRunner().invoke(cli, ["memory", str(path), "--format", "json"])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_of_a_run_every_file_is_copied_but_the_report_and_the_log(tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "clean"
+    run.mkdir()
+    _export(run / "trace.sqlite")
+    (run / "trace.nsys-rep").write_bytes(b"TOKEN=hunter2")
+    (run / "log.txt").write_bytes(b"/home/alice")
+    manifest = {"status": "complete", "argv": ["/home/alice/train.py", "--token=hunter2"], "gpu": "NVIDIA H200"}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    done = CliRunner().invoke(cli, ["scrub", str(run), "-o", str(output)])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in output.iterdir()) == ["manifest.json", "trace.sqlite"]
+    assert json.loads((output / "manifest.json").read_text())["gpu"] == "NVIDIA H200"
+    for path in output.iterdir():
+        assert not [secret for secret in (*SECRETS,) if secret in path.read_bytes()]
+    assert "the report, which holds the environment" in done.stdout
+
+
+def test_a_run_that_cannot_be_copied_leaves_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "manifest.json").write_text('{"status": "complete"}')
+    (run / "snapshot.pickle").write_bytes(b"\x80\x04no")
+    with pytest.raises(ProfkitError):
+        scrub(run, tmp_path / "clean")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("content", [b"", b"words", b'{"a": 1}'])
+def test_what_is_no_capture_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ProfkitError):
+        scrub(tmp_path / "file", tmp_path / "clean")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

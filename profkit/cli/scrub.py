@@ -1,4 +1,4 @@
-"""``profkit scrub``: a copy of an nsys export that can be shared."""
+"""``profkit scrub``: a copy of a trace, a snapshot or a run that can be shared."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.report.document import FORMATS, Format
 from profkit.report.scrub import build_scrub_document
-from profkit.run.directory import Run
-from profkit.trace.scrub import scrub_export
+from profkit.sharing import scrub as scrub_to
 
 _REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The copy to write.")
-@click.option("--force", is_flag=True, help="Replace the copy if it exists.")
+@click.option("--force", is_flag=True, help="Replace the copy if it exists and is a file.")
 @click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
-def scrub(trace: Path, output: Path, force: bool, style: Format) -> None:
-    """Copy an nsys export without environment, host and user name, paths, command line, and other processes.
+def scrub(source: Path, output: Path, force: bool, style: Format) -> None:
+    """Copy a capture without environment, host and user name, paths, command line, and other processes.
 
-    TRACE is an nsys export (.sqlite) or a run directory. It is only read; the copy holds the same recorded events. The
-    command prints what it removed. Names of ranges stay: check what you wrote into them.
+    SOURCE is an nsys export (.sqlite), a torch.profiler trace, a memory snapshot, or a run directory. It is only read;
+    the copy holds the same recorded events. Of a run directory the copy is a directory too; with -o NAME.sqlite it is
+    the nsys export alone. The command prints what it removed. Names of ranges stay: check what you wrote into them.
     """
-    source = Run(trace).find_trace() if trace.is_dir() else trace
     if source.suffix in _REPORTS:
         raise UsageError(
             f"{source}: a report cannot be scrubbed, only its export: run `nsys export --type=sqlite {source}`,"
             " scrub the export, and do not share the report"
         )
-    refuse_overwriting([trace, source], [output])
+    refuse_overwriting([source], [output])
     if output.is_dir() or (output.exists() and not (force and output.is_file())):
         raise UsageError(f"{output}: exists; name another file with -o, or replace a file with --force")
     with shown_after_a_second(f"scrubbing {source.name}"):
-        result = scrub_export(source, output)
+        result = scrub_to(source, output)
     print_document(build_scrub_document(result), style, None)
