@@ -114,6 +114,16 @@ def test_kept_tensors_of_a_workspaces_size_are_no_workspace(tmp_path: Path, size
     assert "workspace" not in sizes(read_snapshot(training.write(tmp_path)).memory())
 
 
+def test_one_kept_tensor_of_a_workspaces_size_is_no_workspace(tmp_path: Path) -> None:
+    """A library made it alone; a workspace is asked for within a product, whose own memory comes first."""
+    training = Training(steps=1)
+    training.mark("START", "step 1")
+    training.malloc(3000, "data")
+    training.malloc(32 * MIB, "forward")
+    training.mark("END", "step 1")
+    assert "workspace" not in sizes(read_snapshot(training.write(tmp_path)).memory())
+
+
 @pytest.mark.parametrize(
     ("frames", "category"),
     [
@@ -172,6 +182,26 @@ def test_a_stack_begins_at_the_users_line_or_the_models_file(frames: tuple[Any, 
     stack = StackFacts(frames)
     assert stack.label == label
     assert not any("phase_clock" in frame for frame in stack.user_first)
+
+
+def test_lines_that_fx_recorded_name_the_stack_of_its_code(tmp_path: Path) -> None:
+    """``_snapshot(augment_with_fx_traces=True)`` puts them into the frame of the generated code."""
+    training = Training(steps=1)
+    trace = '  File "net.py", line 4, in forward\n    b(x)\n  File "net.py", line 9, in relu\n'
+    for line in (8, 9):
+        training.malloc(40 * MIB, "mask")
+        training.allocator.events[-1]["frames"] = [
+            {
+                "name": "forward",
+                "filename": "/tmp/fx_generated_abc.py",
+                "line": line,
+                "fx_original_trace": trace,
+            },
+            {"name": "__call__", "filename": "/x/site-packages/torch/fx/graph_module.py", "line": 3},
+            {"name": "main", "filename": "train.py", "line": 7},
+        ]
+    rows = {row.label: row.count for row in read_snapshot(training.write(tmp_path)).memory().composition.by_stack}
+    assert rows["net.py:9 relu (compiled code) ← net.py:4 forward ← train.py:7 main"] == 2
 
 
 def test_all_lines_of_compiled_code_are_one_row_under_the_line_that_called_it(tmp_path: Path) -> None:

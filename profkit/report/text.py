@@ -54,12 +54,15 @@ _COMMON_TEXT = """
     TensorIterator TensorListMetadata TensorListScalarListMetadata TensorListScalarTensorListMetadata OpMathType
     c10 cutlass cub thrust Params size_t uint32_t int64_t ul false true
 """
+_LONGEST_NAME = 4096
 _COMMON = frozenset(_COMMON_TEXT.split())
 _UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\))::")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PLACEHOLDER = re.compile(r"T\d+$")
 # A product that was split along its inner dimension has a second kernel, which adds up its parts: that word stays.
-_GEMM_DETAILS = re.compile(r"_stage\d+.*?(?=_split_k_kernel|$)|_execute_kernel__\w+$|(?<=_split_k)_kernel__\w+$")
+_GEMM_DETAILS = re.compile(
+    r"(?s:_stage\d(?:(?!_split_k_kernel).)*+)|_execute_kernel__\w{1,80}$|(?<=_split_k)_kernel__\w{1,80}$"
+)
 
 
 def screen_width() -> int:
@@ -115,8 +118,10 @@ def simplify_name(name: str) -> str:
 
     ``void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, …>(…)`` reads
     ``vectorized_elementwise_kernel<CUDAFunctor_add,float>``. For reading only: two kernels may read alike; the full
-    name is what counts and what JSON and CSV carry.
+    name is what counts and what JSON and CSV carry. A name of more than 4,096 characters is returned as it is.
     """
+    if len(name) > _LONGEST_NAME:
+        return name
     function, _, template = _without_arguments(_UNNAMED.sub("", name)).partition("<")
     function = _GEMM_DETAILS.sub("", function.rsplit("::", 1)[-1].removeprefix("void ").strip()).replace("tilesize", "")
     words = dict.fromkeys(

@@ -35,7 +35,7 @@ from profkit.trace.operators import OperatorForest
 _ROUNDING_NS = 1000  # older versions wrote whole microseconds
 _AUTOGRAD_THREAD = "pt_autograd"
 _FROM_HOST = "HtoD"
-_THREAD_NAME = re.compile(r"thread -?\d+ \((.*)\)\s*")
+_THREAD_NAME = re.compile(r"^thread -?\d{1,20} \((.*)\)$")
 BACKWARD_NODE = "autograd::engine::evaluate_function"
 """How the operator begins in which the autograd engine runs one node of the graph."""
 
@@ -180,7 +180,7 @@ def _thread_names(events: list[Event], reading: Reading, operators: HostRows, pa
             process_names[parse_integer(event.get("pid"))] = name
         if isinstance(name, str) and event.get("name") == "thread_name":
             place = reading.known_thread_of(event)
-            inner = _THREAD_NAME.fullmatch(name)
+            inner = _THREAD_NAME.match(name.strip())
             own = inner.group(1) if inner else name.strip()
             if place is not None and found.get(place[1]) in (None, process_names.get(place[0])):
                 found[place[1]] = own

@@ -80,7 +80,7 @@ _PATH = re.compile(
     r"(?:(?<![^\s\"'=:;,(\[{<|@])|(?<=file:/)|(?<=file://))(?:~?\\?/|[A-Za-z]:\\|\\\\\w)[^\s\"';,:|)\]}>\0]+"
 )
 _STARTS_AS_PATH = re.compile(r"~?/[^/]|[A-Za-z]:\\|\\\\\w")
-_LIBRARY = re.compile(r"[^/\\]+\.(?:so(?:\.[\w.]+)?|dll)$")
+_LIBRARY = re.compile(r"^[^/\\]+\.(?:so(?:\.[\w.]{1,30})?|dll)$")
 
 # UUIDs (of GPUs, sessions, machines) and the addresses of network cards.
 _IDENTIFIER = re.compile(
@@ -388,5 +388,5 @@ def names_string(column: str, sql: str) -> bool:
 
 
 def _without_path(path: str) -> str:
-    library = _LIBRARY.search(path)
+    library = _LIBRARY.search(re.split(r"[/\\]", path)[-1])
     return library[0] if library else TAKEN

@@ -23,14 +23,16 @@ from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, ro
 
 # Every capture between cudaProfilerStart and cudaProfilerStop says this, whole ones too.
 _USUAL_DIAGNOSTICS = re.compile(
-    r"might have been collected|No \w+ events collected|was launched by the profiler|nvtxDomainDestroy|"
+    r"might have been collected|No \w{1,40} events collected|was launched by the profiler|nvtxDomainDestroy|"
     r"IP samples|backtrace|sampling period|API was ignored",
     re.IGNORECASE,
 )
-_WHAT = r"\b(?:events?|CUDA|CUPTI)\b"
-_HOW = r"\b(?:lost|drop(?:ped)?|discard(?:ed)?|overflow(?:ed)?|incomplete|missing|failed to)\b"
-# Samples or strings may be lost without harm to what is counted here.
-_LOSS_DIAGNOSTICS = re.compile(rf"{_WHAT}[^.;\n]*{_HOW}|{_HOW}[^.;\n]*{_WHAT}", re.IGNORECASE)
+# A loss is told in one sentence. Samples or strings may be lost without harm to what is counted here.
+_SENTENCE_ENDS = re.compile(r"[.;\n]")
+_COUNTED = re.compile(r"\b(?:events?|CUDA|CUPTI)\b", re.IGNORECASE)
+_LOST = re.compile(
+    r"\b(?:lost|drop(?:ped)?|discard(?:ed)?|overflow(?:ed)?|incomplete|missing|failed to)\b", re.IGNORECASE
+)
 LOSS_IN_LOG = re.compile(r"Errors? occurred while processing the raw events|events? (were|was) (lost|dropped)", re.I)
 
 _KERNEL_LAUNCH = re.compile(r"(cu|cuda)Launch(Cooperative)?Kernel(ExC?)?(MultiDevice)?(_ptsz)?(_v\d+)?$")
@@ -110,17 +112,25 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
     for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
         findings.append(Finding("diagnostic", f"the profiler reports an error: {text}", "failed"))
     warnings = [d for d in trace.diagnostics if d.severity == "warning"]
+    pids_of: dict[str, set[int | None]] = {}
+    for diagnostic in warnings:
+        pids_of.setdefault(diagnostic.text.strip(), set()).add(diagnostic.silent_pid)
     for text, is_silent in dict.fromkeys((d.text.strip(), d.silent_pid is not None) for d in warnings):
         verdict: Verdict = "warning"
-        if _LOSS_DIAGNOSTICS.search(text):
+        if _tells_of_loss(text):
             verdict = "failed"
         elif _USUAL_DIAGNOSTICS.search(text) or (is_silent and run.steps is not None):
             verdict = "note"
-        pids = {d.silent_pid for d in warnings if d.text.strip() == text} - {None}
+        pids = pids_of[text] - {None}
         of = f"process {pids.pop()}" if len(pids) == 1 else f"{len(pids)} processes"
         about = f" about {of}, where nothing was recorded" if is_silent else ""
         findings.append(Finding("diagnostic", f"the profiler says{about}: {text}", verdict))
     return findings
+
+
+def _tells_of_loss(text: str) -> bool:
+    """Return whether one sentence of a message says that events were lost."""
+    return any(_COUNTED.search(part) and _LOST.search(part) for part in _SENTENCE_ENDS.split(text))
 
 
 def _check_values(trace: Trace) -> list[Finding]:

@@ -8,7 +8,6 @@ revision of the code, what was annotated. A fact that only one capture has is un
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,7 +60,6 @@ _EXPECTED = (
 )
 _OF_GPUS = ("GPU", "driver", "CUDA")
 _SELF_CHECK = "self-check"
-_IN_BRACKETS = re.compile(r"\s*\(.*")
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def _state_facts(capture: OpenedCapture) -> dict[str, str]:
 
 def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
     """Yield what the trace itself knows."""
-    yield "profiler", _IN_BRACKETS.sub("", trace.product)
+    yield "profiler", trace.product.partition("(")[0].rstrip()
     if trace.gpus:
         yield "GPU", ", ".join(sorted(set(trace.gpus)))
     if trace.measure == "gpu-kernel" and len(trace.work):

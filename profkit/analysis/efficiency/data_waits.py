@@ -22,7 +22,7 @@ from profkit.analysis.intervals import NOTHING, Stretches, intersect, subtract, 
 from profkit.names import DATA, PHASES
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
-_LOADS = re.compile(rf"{DATA}$|.*data[ _]?load(er|ing)", re.IGNORECASE)
+_LOADS = re.compile(rf"^{DATA}$|^.*data[ _]?load(er|ing)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ LONGEST_PAUSE_NS = 500_000
 pause between this and 5 ms."""
 
 _SYNCHRONISES = re.compile(
-    r"(cuda|cu)((Device|Stream|Event|Ctx|Thread)Synchronize|Memcpy(?!\w*Async)\w*)(_ptsz)?(_v\d+)*$"
+    r"^(cuda|cu)((Device|Stream|Event|Ctx|Thread)Synchronize(_ptsz)?(_v\d{1,5}){0,2}|Memcpy(?!\w*Async)\w*)$"
 )
 
 

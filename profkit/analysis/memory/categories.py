@@ -125,12 +125,15 @@ class Classifier:
     def _category_of_kept(self, row: int, stack: StackFacts) -> str | None:
         """Return what an allocation that is never freed may be by its lines and size.
 
-        A library asks for cuBLAS's workspace once, on the first use of a stream. What the same lines ask for a second
-        time is no workspace.
+        A library asks for cuBLAS's workspace once, on the first use of a stream, within a product of matrices: the same
+        line has just asked for the memory of the product. (Of compiled code other lines do that.) What the same lines
+        ask for a second time, or without such a product, is no workspace.
         """
-        size = int(self._history.replay.requested_bytes[row])
-        asked_for = self._workspace_requests.get((size, self._stacks.number_of(row)))
-        if asked_for == 1 and _is_in_library(stack):
+        size, number = int(self._history.replay.requested_bytes[row]), self._stacks.number_of(row)
+        is_in_product = stack.is_compiled or (
+            row > self._history.replay.start_count and self._stacks.number_of(row - 1) == number
+        )
+        if self._workspace_requests.get((size, number)) == 1 and is_in_product and _is_in_library(stack):
             return "workspace"
         return _category_by(_LIKELY_SIGNS, stack)
 

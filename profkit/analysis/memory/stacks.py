@@ -7,13 +7,15 @@ are Python frames, the C++ frames are not grouped by and not shown.
 
 A stack is named by its innermost line that somebody wrote for this program: the user's, or that of a model's file in an
 installed package. Torch's lines follow in brackets. profkit's own are never shown. Code that torch.compile wrote has no
-line that anybody knows, so its allocations are grouped under the line that called it.
+line that anybody knows, so its allocations are grouped under the line that it was made from, or else the one that
+called it. The snapshot holds that line: torch puts what Inductor recorded behind the generated frame, and on request
+(``_snapshot(augment_with_fx_traces=True)``) into a generated frame of FX.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,11 +32,13 @@ _PROFKIT = ("profkit/capture/", "profkit/launch/", "profkit/cli/", "profkit/anno
 _TORCH = ("-packages/torch/", "torch/nn/", "torch/optim/", "torch/_")
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", *_TORCH, *_PROFKIT)
 # Where the packages that people install keep their models: torchvision/models/resnet.py, transformers/models/….
-_MODEL = re.compile(r"-packages/(?!torch/|profkit/).*\bmodels/")
-_STANDARD = re.compile(r"/lib/python3(?!.*-packages/)|^<frozen")
+_MODEL = re.compile(r"^(?>.*?-packages/(?!torch/|profkit/)).*\bmodels/")
+_STANDARD = re.compile(r"^(?>.*/lib/python3)(?!.*-packages/)|^<frozen")
 # Code that torch.compile wrote: Inductor names its files by the SHA-256 of their content, in base 32
-# (torch/_inductor/codecache.py, code_hash), and FX numbers the code that it evaluates (torch/fx/graph_module.py).
-_GENERATED = re.compile(r"(?:^|/)c[a-z2-7]{51}\.py$|^<eval_with_key>")
+# (torch/_inductor/codecache.py, code_hash), and FX numbers or names the code that it evaluates
+# (torch/fx/graph_module.py).
+_GENERATED = re.compile(r"(?:^|/)(?:c[a-z2-7]{51}|fx_generated_[^/]*)\.py$|^<eval_with_key>")
+_TRACED = re.compile(r'File "(.+)", line (\d{1,9}), in (.+)')
 # Frames around a compiled call, and around every call that torch.compile does not compile.
 _COMPILER = ("torch/_dynamo/", "torch/_inductor/")
 _NATIVE_ENDINGS = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc", ".c", ".so")
@@ -166,11 +170,7 @@ class StackBook:
         return self._device.blocks.raw[block] if block >= 0 else {}
 
     def _intern(self, frames: list[dict[str, Any]]) -> int:
-        stack = tuple(
-            (str(frame.get("name", "?")), str(frame.get("filename", "?")), _line(frame.get("line")))
-            for frame in frames
-            if isinstance(frame, dict)
-        )
+        stack = tuple(one for frame in frames if isinstance(frame, dict) for one in _read_frame(frame))
         number = self._by_frames.get(stack)
         if number is None:
             number = self._by_frames[stack] = len(self.facts)
@@ -212,6 +212,13 @@ def _stands_in(file: str, places: tuple[str, ...]) -> bool:
 def _is_native(frame: tuple[str, str, int]) -> bool:
     file = frame[1]
     return file in ("", "??") or file.endswith(_NATIVE_ENDINGS)
+
+
+def _read_frame(frame: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """Yield a frame, and after one of code that FX generated the lines that it was made from, innermost first."""
+    yield str(frame.get("name", "?")), str(frame.get("filename", "?")), _line(frame.get("line"))
+    for file, line, name in reversed(_TRACED.findall(str(frame.get("fx_original_trace", "")))):
+        yield name, file, int(line)
 
 
 def _line(value: Any) -> int:
