@@ -51,12 +51,14 @@ class ReferenceAllocator:
         divisions: int = 0,
         max_entries: int | None = None,
         plain_private_pools: bool = False,
+        notes_pools: bool = False,
     ) -> None:
         """``plain_private_pools``: as torch up to 2.4, which gives private pools no expandable segments.
 
+        ``notes_pools``: as torch from 2.13 on, which writes the pool of a segment into its events.
         A program may change ``expandable`` and ``max_split`` at any time.
         """
-        self.plain_private_pools = plain_private_pools
+        self.plain_private_pools, self.notes_pools = plain_private_pools, notes_pools
         self.expandable, self.max_split, self.divisions, self.max_entries = (
             expandable,
             max_split,
@@ -169,7 +171,7 @@ class ReferenceAllocator:
         region.blocks.append(Block(begin, size, region))
         self.regions.append(region)
         self.reserved.add(size)
-        self._note("segment_alloc", begin, size, stream)
+        self._note("segment_alloc", begin, size, stream, pool)
         return region.blocks[0]
 
     def _release(self, region: Region) -> None:
@@ -177,7 +179,7 @@ class ReferenceAllocator:
         self.regions.remove(region)
         self.free_addresses = sorted([*self.free_addresses, (block.address, block.address + block.size)])
         self.reserved.add(-block.size)
-        self._note("segment_free", block.address, block.size, region.stream)
+        self._note("segment_free", block.address, block.size, region.stream, region.pool)
 
     def _expand(self, want: int, stream: int, pool: tuple[int, int]) -> Block:
         wanted = (stream, pool, want <= MIB, True)
@@ -260,11 +262,13 @@ class ReferenceAllocator:
     def _figures(self) -> tuple[int, int, int]:
         return self.allocated.current, self.requested.current, self.reserved.current
 
-    def _note(self, action: str, address: int, size: int, stream: int) -> None:
+    def _note(self, action: str, address: int, size: int, stream: int, pool: tuple[int, int] | None = None) -> None:
         self.clock += 7
         if not self.recording:
             return
         event = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": self.clock, "frames": []}
+        if self.notes_pools and pool is not None:
+            event["pool_id"] = pool
         self.events.append(event)
         self.at_event.append(self._figures())
         if self.max_entries is not None and len(self.events) > self.max_entries:
