@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.errors import SnapshotError, TraceError, UsageError
+from profkit.names import step_range
 from profkit.run.directory import Run, find_run, owners_of
 
 # Imported where they are needed: a command that reads a trace should not wait for the readers of memory, nor the other
@@ -52,6 +53,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
     from profkit.analysis.opened_trace import OpenedTrace
     from profkit.analysis.ranks import find_ranks
+    from profkit.trace.first_steps import begin_at
     from profkit.trace.processes import separate_gpus
 
     path = Path(path)
@@ -61,6 +63,8 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         known, rank_of_pid = know_run(run.manifest), run.manifest.rank_of_pid
     else:
         trace, known, rank_of_pid = _read_trace(path), UNKNOWN_RUN, {}
+    if run is not None and run.manifest.first_step is not None:
+        trace = begin_at(trace, step_range(run.manifest.first_step))
     ranks = find_ranks(trace, rank_of_pid)
     trace = separate_gpus(trace, {process: number for number, process in ranks.members})
     opened = OpenedTrace(trace, thread_only=thread_only, run=run, known=known, ranks=ranks)

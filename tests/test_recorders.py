@@ -111,6 +111,15 @@ def test_a_rank_that_does_not_come_is_not_awaited_for_ever(tmp_path: Path) -> No
     assert 0.1 <= time.monotonic() - begun < 5
 
 
+def test_ranks_agree_on_the_largest_number(tmp_path: Path) -> None:
+    agreed: list[int] = []
+    _run_threads(lambda number: agreed.append(_rank(tmp_path, number, 3).agree("drain", (2, 8, 0)[number])), 3)
+    assert agreed == [8, 8, 8]
+    assert _rank(tmp_path, 0, 1).agree("alone", 5) == 5
+    assert _rank(tmp_path, 0, 2).agree("one alone", 5, patience_s=0.1) == 0
+    assert all(path.name.startswith("partial.") for path in tmp_path.iterdir())
+
+
 def test_one_nsys_starts_and_stops_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 

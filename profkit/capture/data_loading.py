@@ -9,9 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import dataloader
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The batches of loaders with workers that are on their way: ``ready`` of at most ``capacity`` batches.
+
+    ``ready`` is None where it is not known: macOS does not tell.
+    """
+
+    workers: int = 0
+    capacity: int = 0
+    ready: int | None = 0
 
 
 class DataLoading:
@@ -23,6 +39,9 @@ class DataLoading:
     def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
         self._begins = begins
         self._ends = ends
+        self._iterators: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self._taken = 0
+        self._taken_per_step: list[int] = []
 
     def install(self) -> None:
         """Begin to watch; what torch does not have under these names is not watched."""
@@ -30,15 +49,57 @@ class DataLoading:
             kind = getattr(dataloader, owner, None)
             method = getattr(kind, name, None)
             if method is not None:
-                setattr(kind, name, self._around(method))
+                setattr(kind, name, self._around(method, is_batch=name == "__next__"))
 
-    def _around(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def step_ended(self) -> None:
+        """Note a step's boundary."""
+        self._taken_per_step.append(self._taken)
+        self._taken = 0
+
+    @property
+    def batches_per_step(self) -> float:
+        """How many batches of loaders with workers a step took, by the median of the steps so far."""
+        return median(self._taken_per_step) if self._taken_per_step else 0
+
+    def look(self) -> Queue:
+        """Return how full the queues of the loaders in use are now."""
+        try:
+            queues = [_queue_of(one) for one in self._iterators]
+        except (AttributeError, TypeError, NotImplementedError):  # what torch does not say under these names
+            return Queue(ready=None)
+        ready = [one.ready for one in queues if one.ready is not None]
+        return Queue(
+            sum(one.workers for one in queues),
+            sum(one.capacity for one in queues),
+            sum(ready) if len(ready) == len(queues) else None,
+        )
+
+    def _around(self, method: Callable[[Any], Any], *, is_batch: bool) -> Callable[[Any], Any]:
         @functools.wraps(method)
         def waited(loader: Any) -> Any:
             self._begins()
             try:
-                return method(loader)
+                result = method(loader)
             finally:
                 self._ends()
+            if is_batch and getattr(loader, "_num_workers", 0) > 0:
+                self._taken += 1
+                with suppress(TypeError):  # a kind of iterator that nothing may refer to weakly
+                    self._iterators[loader] = None
+            return result
 
         return waited
+
+
+def _queue_of(iterator: Any) -> Queue:
+    """Return the queue of an iterator with workers; of one that has given out its last batch it is empty."""
+    workers = iterator._num_workers
+    capacity = min(workers * iterator._prefetch_factor, iterator._tasks_outstanding)
+    # A batch that came before its turn waits in the iterator itself, one that is to be pinned in a queue before.
+    held = sum(len(task) > 1 for task in iterator._task_info.values())
+    queues = {id(one): one for one in (iterator._data_queue, iterator._worker_result_queue)}
+    try:
+        ready = held + sum(one.qsize() for one in queues.values())
+    except NotImplementedError:
+        return Queue(workers if capacity else 0, capacity, None)
+    return Queue(workers if capacity else 0, capacity, min(ready, capacity))

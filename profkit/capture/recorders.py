@@ -151,3 +151,16 @@ class LocalRanks:
                 return False
             time.sleep(_POLL_S)
         return True
+
+    def agree(self, occasion: str, number: int, patience_s: float = _PATIENCE_S) -> int:
+        """Return the largest number that a rank of this machine came here with; 0 if one did not come in time."""
+        if self.count == 1:
+            return number
+        mine = meeting_file(self._run, occasion, self.number)
+        written = mine.with_name(f"{mine.name}.new")
+        written.write_text(str(number), encoding="ascii")
+        written.replace(mine)  # whoever sees the file sees the number
+        if not self.meet(occasion, patience_s):
+            return 0
+        files = [meeting_file(self._run, occasion, rank) for rank in range(self.count)]
+        return max(int(file.read_text(encoding="ascii")) for file in files)

@@ -22,6 +22,7 @@ from profkit.annotation import RangeObserver, annotate, observe_ranges
 from profkit.capture.conditions import read_conditions
 from profkit.capture.hooks import Hooks
 from profkit.capture.memory import MemoryRecording
+from profkit.capture.queue_drain import QueueDrain
 from profkit.capture.recorders import recorded_by_kineto, recorded_by_nsys
 from profkit.capture.times import StepCollector
 from profkit.errors import ProfkitError
@@ -74,6 +75,7 @@ class Session:
         self._samples = StepCollector()
         self._memory_lead = 0
         """How many steps were counted before counting began anew: the allocator's history has them too."""
+        self._drain = QueueDrain(self.run, self.hooks.loading)
         self._recording: ExitStack | None = None
         self._failure: str | None = None
         self._warmup_range = ExitStack()
@@ -111,7 +113,10 @@ class Session:
             if not self.order.own_steps:
                 self.end_counting()
             self._samples.begin("profiled")
+            self._drain.look()
             self._begin_recording()
+            if self._recording is not None:
+                self._leave_out_first_steps()
         elif number == self._first - 1 and self.order.flops and not self.order.own_steps:
             self.begin_counting()
         elif number == 1 and not self.order.own_steps:
@@ -203,6 +208,7 @@ class Session:
             return
         _wait_for_device()
         step_ns = perf_counter_ns() - self._start_ns
+        self.hooks.loading.step_ended()
         context = {} if self.context is None else {"context": self.context}
         self._samples.note({**context, **self.hooks.clock.take(), "step_ns": step_ns})
 
@@ -228,6 +234,12 @@ class Session:
         if self.order.annotate and self.memory is None:
             self.hooks.start()
 
+    def _leave_out_first_steps(self) -> None:
+        """Record some steps more than were asked for, if a data loader's queue is not as usual at first."""
+        steps = self._drain.plan(self._samples.steps["attached"], may_drain=not self.order.own_steps)
+        if self._end is not None:
+            self._end += steps
+
     def _finish(self, state: str) -> None:
         self._is_over = True
         self._samples.end()
@@ -249,6 +261,10 @@ class Session:
     def _describe(self, state: str) -> Process:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         step, names = self.hooks.steps.what_counts() or (None, ())
+        loading = self._drain.describe(len(self._samples.steps["profiled"]))
+        profiled = self._samples.steps["profiled"][0 if loading is None else loading.drained_steps :]
+        if state == CUT_SHORT and self.order.steps is not None and len(profiled) >= self.order.steps:
+            state = COMPLETE  # the script ended among the steps that a data loader made it record beyond those
         return Process(
             process=self._name,
             pid=os.getpid(),
@@ -268,9 +284,10 @@ class Session:
             cuda=torch.version.cuda,
             conditions=read_conditions(self.hooks.autocast_dtypes),
             attached=tuple(self._samples.steps["attached"]),
-            profiled=tuple(self._samples.steps["profiled"]),
+            profiled=tuple(profiled),
             during=self._samples.during,
             memory=None if self.memory is None else self.memory.result(),
+            loading=loading,
         )
 
     def _leave_failure(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 from profkit.launch.gpu_state import GpuState, read_gpu_state, used_gpus
-from profkit.run.manifest import Gpu, Gpus, Manifest, Process
+from profkit.run.manifest import Gpu, Gpus, Loading, Manifest, Process
 from profkit.run.samples import Samples
 
 # A first step counts as not warmed up if it is this much longer than the later ones, and stands out of their spread.
@@ -59,7 +59,7 @@ def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
     found = []
     for context in dict.fromkeys(step.get("context") for step in steps):
         alone, with_it = (
-            [step["step_ns"] for step in some if step.get("context") == context] for some in (steps, recorded)
+            [_without_data(step) for step in some if step.get("context") == context] for some in (steps, recorded)
         )
         if not with_it or median(with_it) >= _FASTER * median(alone):
             continue
@@ -70,6 +70,11 @@ def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
             " a profiler never speeds a step up, so something slowed the others down; measure again"
         )
     return found
+
+
+def _without_data(step: Mapping[str, int]) -> int:
+    """Return a step's time less its waiting for data, which comes in bursts, and which a profiler may well shorten."""
+    return step["step_ns"] - step.get("data_ns", 0)
 
 
 def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
@@ -87,7 +92,7 @@ def _warn_of_first(steps: Steps, where: str) -> list[str]:
 
     And longer than each step of that half: times that alternate between two values are not a warm-up.
     """
-    times = [step["step_ns"] for step in steps]
+    times = [_without_data(step) for step in steps]
     if len(times) < _FEWEST_TO_TELL_FIRST:
         return []
     later = times[len(times) // 2 :]
@@ -215,4 +220,16 @@ def warn_of_run(manifest: Manifest) -> list[str]:
         if timed is not None:
             found += warn_of_times(timed.steps, timed.during, where)
             found += warn_of_gain(timed.steps, profiled.steps, where)
-    return found + warn_of_counted(profiled.during, "recorded")
+    found += warn_of_counted(profiled.during, "recorded")
+    return found + warn_of_full_queue(manifest.loading)
+
+
+def warn_of_full_queue(loading: Loading | None) -> list[str]:
+    """Say that steps found more data ready than usual, where those that empty the queue could not be left out."""
+    if loading is None or loading.drained_steps >= loading.needed_steps:
+        return []
+    return [
+        f"the data loader's queue filled while the recorder started ({loading.start_ns / 1e9:.1f} s): the first"
+        f" {loading.needed_steps - loading.drained_steps} recorded steps wait less for data than usual;"
+        " record more (`profkit run --steps`), or trust the times without a profiler"
+    ]

@@ -34,7 +34,7 @@ def clean_times_parts(manifest: Manifest) -> list[Table | Lines]:
         phases = [one for one in times.phases if one.context == context]
         title = "" if context is None else f"context {context}"
         parts += [Table(_COLUMNS, [_row(one) for one in phases], title), Lines([_spread(phases)])]
-    return [*parts, Lines(_notes(times))]
+    return [*parts, Lines([*_notes(times), *_drain_note(manifest)])]
 
 
 def _row(one: PhaseTimes) -> dict[str, Any]:
@@ -57,6 +57,18 @@ def _spread(phases: list[PhaseTimes]) -> str:
         deviation = format_ns(round(one.clean.standard_deviation))
         text += f" ± {deviation} (standard deviation, {format_share(one.clean.relative_deviation)})"
     return text
+
+
+def _drain_note(manifest: Manifest) -> list[str]:
+    """Return which recorded steps are left out because they found a full queue."""
+    loading = manifest.loading
+    if loading is None or not loading.drained_steps:
+        return []
+    steps, held = format_count(loading.drained_steps, "recorded step"), format_ns(loading.start_ns)
+    return [
+        f"left out: {steps} before these; they emptied the data loader's queue of {loading.queue_batches:,} batches,"
+        f" which had filled while the recorder started ({held})"
+    ]
 
 
 def _notes(times: StepTimes) -> list[str]:

@@ -81,6 +81,25 @@ class ProcessMemory:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """The data loaders with workers of a process when its recording began, and what was done about their queues.
+
+    ``ready_before`` and ``ready_after`` are the batches that were ready before the recorder was started and after that,
+    of at most ``queue_batches``; None if unknown. It took ``start_ns``. Until the queue was as usual again
+    ``needed_steps`` had to go by; the first ``drained_steps`` in the trace do not count for that reason.
+    """
+
+    workers: int = 0
+    queue_batches: int = 0
+    ready_before: int | None = None
+    ready_after: int | None = None
+    batches_per_step: float = 0.0
+    start_ns: int = 0
+    needed_steps: int = 0
+    drained_steps: int = 0
+
+
+@dataclass(frozen=True)
 class Process:
     """One process of the target that made a step. ``state``: ``complete``, ``cut short`` or ``not reached``.
 
@@ -109,6 +128,7 @@ class Process:
     profiled: tuple[dict[str, int], ...] = ()
     during: dict[str, dict[str, int]] = field(default_factory=dict)
     memory: ProcessMemory | None = None
+    loading: Loading | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +227,19 @@ class Manifest:
         """Return the steps that ran without a profiler, None where none was timed."""
         found = self.clean or self.attached
         return found if found is not None and found.steps else None
+
+    @property
+    def loading(self) -> Loading | None:
+        """Return the data loaders of the first process that has some."""
+        return next((one.loading for one in self.processes if one.loading is not None), None)
+
+    @property
+    def first_step(self) -> int | None:
+        """Return the number of the first step that counts, where the trace begins with some that do not."""
+        loading = self.loading
+        if loading is None or not loading.drained_steps:
+            return None
+        return (self.workload.warmup_steps or 0) + loading.drained_steps
 
     @property
     def recorded_peaks(self) -> dict[str, int]:

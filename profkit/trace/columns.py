@@ -7,8 +7,8 @@ serialized ``globalPid`` and ``globalTid``), meaningful only against each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +169,20 @@ class Trace:
 
     has_invisible_ranges: bool = False
     """True when NVTX domains were recorded and not one range: the fingerprint of nvtx ≥ 0.2.12 under an old nsys."""
+
+
+Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)
+
+
+def array_columns(table: Table) -> list[str]:
+    """Return the names of a table's columns."""
+    return [field.name for field in fields(table) if isinstance(getattr(table, field.name), np.ndarray)]
+
+
+def take_rows(table: Table, rows: Bools | Ints) -> Table:
+    """Return some rows of a table; what is no column, such as the ranges' payload, stays."""
+    taken: dict[str, Any] = {name: getattr(table, name)[rows] for name in array_columns(table)}
+    return replace(table, **taken)
 
 
 def distinct_values(values: Ints) -> Ints:

@@ -9,9 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Bools, Calls, Copies, Ints, Origins, Ranges, Trace, Work, distinct_values
-
-Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)
+from profkit.trace.columns import Table, Trace, Work, array_columns, distinct_values, take_rows
 
 _NCCL = ("ncclKernel", "ncclDevKernel")
 
@@ -25,11 +23,11 @@ def only_process(trace: Trace, process: int) -> Trace:
     kept = np.cumsum(mine) - 1
     return replace(
         trace,
-        work=_take(trace.work, trace.work.process == process),
-        copies=_take(trace.copies, trace.copies.process == process),
-        calls=_take(trace.calls, trace.calls.process == process),
+        work=take_rows(trace.work, trace.work.process == process),
+        copies=take_rows(trace.copies, trace.copies.process == process),
+        calls=take_rows(trace.calls, trace.calls.process == process),
         ranges=replace(
-            _take(trace.ranges, mine),
+            take_rows(trace.ranges, mine),
             payload={int(kept[index]): number for index, number in trace.ranges.payload.items() if mine[index]},
         ),
         process_ids={process: trace.process_ids[process]},
@@ -73,7 +71,7 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         names=list(names),
         work=_join(works),
         copies=_join([part.copies for part in parts]),
-        calls=_take(calls, np.argsort(calls.start_ns, kind="stable")),
+        calls=take_rows(calls, np.argsort(calls.start_ns, kind="stable")),
         ranges=replace(_join([part.ranges for part in parts]), payload=payload),
         origins=_join([part.origins for part in parts if part.origins]) if any(p.origins for p in parts) else None,
         thread_names={thread: name for part in parts for thread, name in part.thread_names.items()},
@@ -164,17 +162,8 @@ def _shift_origins(work: Work, offset: int) -> Work:
     return replace(work, sequence=np.where(sequence < 0, sequence, sequence + offset))
 
 
-def _take(table: Table, rows: Bools | Ints) -> Table:
-    taken: dict[str, Any] = {name: getattr(table, name)[rows] for name in _columns(table)}
-    return replace(table, **taken)
-
-
 def _join(tables: Sequence[Table]) -> Table:
     joined: dict[str, Any] = {
-        name: np.concatenate([getattr(table, name) for table in tables]) for name in _columns(tables[0])
+        name: np.concatenate([getattr(table, name) for table in tables]) for name in array_columns(tables[0])
     }
     return replace(tables[0], **joined)
-
-
-def _columns(table: Table) -> list[str]:
-    return [field.name for field in fields(table) if isinstance(getattr(table, field.name), np.ndarray)]

@@ -1,0 +1,103 @@
+"""What starting a recorder does to the queue of a data loader, and which steps are left out of the recording for it.
+
+A loader with workers runs ahead of the program, by a queue of at most prefetch factor × workers batches. Starting a
+recorder holds the program for a second or so. Where the program usually waits for data, the queue is nearly empty
+before that and full afterwards: the next steps find their data ready, and look faster than all others (2.4 ms for
+48 ms). So the steps that empty a full queue once do not count, although the recorder sees them: whoever reads the run
+leaves them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter_ns
+
+from profkit.capture.data_loading import DataLoading, Queue
+from profkit.capture.recorders import LocalRanks
+from profkit.run.manifest import Loading
+
+LONGEST_DRAIN = 64
+"""At most so many steps are left out."""
+LONGEST_DRAIN_NS = 30_000_000_000
+"""And at most so many as take this long without a profiler."""
+
+_WAITS = 0.1
+"""A loop that waits for data for this share of its steps' time is limited by data, at least in part."""
+
+
+class QueueDrain:
+    """Looks at the queue before the recorder is started and after it, and says how many steps do not count."""
+
+    def __init__(self, run: Path, loading: DataLoading) -> None:
+        self._run = run
+        self._loading = loading
+        self._before = Queue()
+        self._began_ns = 0
+        self._found: Loading | None = None
+
+    def look(self) -> None:
+        """The recorder is about to be started."""
+        self._before = self._loading.look()
+        self._began_ns = perf_counter_ns()
+
+    def plan(self, unprofiled: Sequence[Mapping[str, int]], *, may_drain: bool) -> int:
+        """The recorder has been started: return how many of the steps that begin now do not count.
+
+        All ranks of this machine leave out equally many, as many as the one that needs most. All must come here.
+
+        Args:
+            unprofiled: the times of the steps before.
+            may_drain: False where the number of steps that follow is fixed.
+        """
+        start_ns = perf_counter_ns() - self._began_ns
+        after, per_step = self._loading.look(), self._loading.batches_per_step
+        step_ns = fmean(one["step_ns"] for one in unprofiled) if unprofiled else 0.0
+        waited_ns = fmean(one.get("data_ns", 0) for one in unprofiled) if unprofiled else 0.0
+        needed = count_steps_to_drain(self._before, after, per_step, waited_ns / step_ns if step_ns else 0.0)
+        drained = min(needed, LONGEST_DRAIN, int(LONGEST_DRAIN_NS / step_ns) if step_ns else LONGEST_DRAIN)
+        try:
+            drained = LocalRanks(self._run).agree("drain", drained) if may_drain else 0
+        except OSError:  # a full disk
+            drained = 0
+        if after.workers:
+            self._found = Loading(
+                after.workers, after.capacity, self._before.ready, after.ready, per_step, start_ns, needed, drained
+            )
+        elif drained:
+            self._found = Loading(drained_steps=drained)
+        return drained
+
+    def describe(self, recorded: int) -> Loading | None:
+        """Return what is to be said of the loaders, None without workers; ``recorded`` steps ended since the plan.
+
+        Where the program ended before a step that counts, those that it made are all that there is, and count.
+        """
+        if self._found is None or recorded > self._found.drained_steps:
+            return self._found
+        return replace(self._found, drained_steps=0)
+
+
+def count_steps_to_drain(before: Queue, after: Queue, batches_per_step: float, waited_share: float) -> int:
+    """Return how many steps empty a full queue, if it was filled only while the recorder started.
+
+    A loop finds its data ready anyway if it waits for less than a tenth of its time, and if its queue was at least half
+    full before.
+
+    Args:
+        before: the queue before the recorder was started.
+        after: the queue when that was done.
+        batches_per_step: how many batches a step takes.
+        waited_share: the part of the unprofiled steps' time in which they waited for data.
+    """
+    if not after.capacity or not batches_per_step:
+        return 0
+    was_half_full = before.ready is None or 2 * before.ready >= before.capacity
+    if waited_share < _WAITS and was_half_full:
+        return 0
+    if before.ready is not None and after.ready is not None and after.ready - before.ready <= batches_per_step:
+        return 0
+    return math.ceil(after.capacity / batches_per_step)

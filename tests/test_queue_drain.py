@@ -1,0 +1,238 @@
+"""A data loader's queue that fills while the recorder starts: which steps are left out, and how a run is read then."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
+from torch.utils.data import dataloader as torchs  # noqa: E402
+
+from profkit import read_trace  # noqa: E402
+from profkit.capture.data_loading import DataLoading, Queue  # noqa: E402
+from profkit.capture.queue_drain import LONGEST_DRAIN, QueueDrain, count_steps_to_drain  # noqa: E402
+from profkit.capture.session import Session  # noqa: E402
+from profkit.launch.conditions import warn_of_full_queue, warn_of_gain, warn_of_times  # noqa: E402
+from profkit.run.manifest import Loading  # noqa: E402
+from profkit.run.recording import Order, take_processes  # noqa: E402
+from profkit.trace.first_steps import begin_at  # noqa: E402
+from tests.in_process import run_profkit  # noqa: E402
+from tests.nsys_builder import NsysBuilder  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+
+# The recorder takes as long to start as the workers need to fill their queue.
+SLOW_START = """
+import sys
+import time
+import torch
+from torch import nn
+from torch.profiler import profile
+from torch.utils.data import DataLoader, Dataset
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return torch.full((8,), float(index)), torch.ones(1)
+
+
+class Batches:
+    def __iter__(self):
+        self.own = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
+        return self.own
+
+
+batches = Batches()
+enter = profile.__enter__
+
+
+def enter_slowly(self):
+    result = enter(self)
+    while batches.own._worker_result_queue.qsize() < 4:
+        time.sleep(0.001)
+    return result
+
+
+profile.__enter__ = enter_slowly
+torch.manual_seed(0)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
+for number, (inputs, targets) in enumerate(batches):
+    if number == int(sys.argv[1]):
+        break
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+"""
+
+EMPTY, FULL = Queue(2, 4, 0), Queue(2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "per_step", "waited", "steps"),
+    [
+        (EMPTY, FULL, 1, 0.9, 4),
+        (EMPTY, FULL, 3, 0.9, 2),
+        (EMPTY, FULL, 0.5, 0.9, 8),
+        (EMPTY, FULL, 1, 0.0, 4),  # too few steps to have waited yet, but the loader hardly keeps up
+        (Queue(2, 4, 3), FULL, 1, 0.05, 0),  # data are ready anyway
+        (Queue(8, 8, 6), Queue(8, 8, 8), 1, 0.5, 8),  # just after a burst
+        (EMPTY, Queue(2, 4, 1), 1, 0.9, 0),  # the recorder started at once
+        (Queue(2, 4, None), Queue(2, 4, None), 1, 0.9, 4),
+        (Queue(2, 4, None), Queue(2, 4, None), 1, 0.05, 0),
+        (EMPTY, FULL, 0, 0.9, 0),  # the steps take no batches of it
+        (Queue(), Queue(), 1, 0.9, 0),  # no workers
+    ],
+)
+def test_only_a_queue_that_filled_during_the_start_must_drain(
+    before: Queue, after: Queue, per_step: float, waited: float, steps: int
+) -> None:
+    assert count_steps_to_drain(before, after, per_step, waited) == steps
+
+
+class Numbers(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((torchs.DataLoader, "__iter__"), (torchs._BaseDataLoaderIter, "__next__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    loading = DataLoading(lambda: None, lambda: None)
+    loading.install()
+    list(DataLoader(Numbers(), batch_size=None))
+    assert loading.look() == Queue(), "without workers nothing runs ahead"
+    batches = iter(DataLoader(Numbers(), batch_size=None, num_workers=1, prefetch_factor=3))
+    next(batches)
+    loading.step_ended()
+    deadline = time.monotonic() + 60
+    while loading.look().ready != 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert loading.look() == Queue(1, 3, 3)
+    assert loading.batches_per_step == 1
+    list(batches)
+    assert loading.look() == Queue(), "all batches are given out"
+
+
+class Filled:
+    """Stands for the data loaders: a queue that is empty at the first look and full at the next."""
+
+    batches_per_step = 1.0
+
+    def __init__(self, capacity: int = 4) -> None:
+        self._queues = iter((Queue(2, capacity, 0), Queue(2, capacity, capacity)))
+
+    def look(self) -> Queue:
+        return next(self._queues)
+
+    def step_ended(self) -> None:
+        pass
+
+
+def _drained(folder: Path, loading: Any, step_ns: int, *, may_drain: bool = True) -> int:
+    drain = QueueDrain(folder, loading)
+    drain.look()
+    return drain.plan([{"step_ns": step_ns, "data_ns": step_ns // 2}], may_drain=may_drain)
+
+
+def test_a_drain_is_bounded_by_steps_and_by_time(tmp_path: Path) -> None:
+    assert _drained(tmp_path, Filled(), 1_000) == 4
+    assert _drained(tmp_path, Filled(1_000), 1_000) == LONGEST_DRAIN
+    assert _drained(tmp_path, Filled(1_000), 10_000_000_000) == 3
+    assert _drained(tmp_path, Filled(), 1_000, may_drain=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "counted", "state"),
+    [(9, 3, "complete"), (7, 1, "cut short"), (6, 4, "complete"), (5, 3, "complete"), (4, 2, "cut short")],
+)
+def test_a_session_records_so_many_steps_more(tmp_path: Path, made: int, counted: int, state: str) -> None:
+    """Two warm-up steps, four that drain the queue, three that count. A script that ends sooner keeps what it made."""
+    session = Session(Order(str(tmp_path), "kineto", 2, 3, annotate=False))
+    session.hooks.loading = Filled()  # type: ignore[assignment]
+    session._drain = QueueDrain(tmp_path, session.hooks.loading)
+    for number in range(made + 1):
+        session.boundary(number)
+    session.end()
+    (process,) = take_processes(tmp_path)
+    assert (process.state, len(process.profiled)) == (state, counted)
+    assert process.loading is not None
+    assert process.loading.drained_steps == (4 if made > 6 else 0)
+    assert (process.loading.needed_steps, process.loading.queue_batches) == (4, 4)
+
+
+def test_a_trace_begins_where_the_first_counted_step_does(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("epoch", 0, 500)
+    for number in range(4):
+        at = 100 * number
+        builder.range(f"step {number}", at, at + 100, int64Value=number)
+        builder.kernel(at + 10, 30, name=f"k{number}")
+        builder.copy(at + 50, 10, start=at + 60)
+    builder.kernel(None, 5, name="early", start=150)
+    builder.kernel(310, 5, tid=200, pid=200, name="another process")
+    trace = begin_at(read_trace(builder.write(tmp_path / "t.sqlite")).trace, "step 2")
+    names = [trace.names[i] for i in trace.ranges.name]
+    spans = sorted(zip(names, trace.ranges.start_ns.tolist(), trace.ranges.end_ns.tolist(), strict=True))
+    assert spans == [("epoch", 200, 500), ("step 2", 200, 300), ("step 3", 300, 400)]
+    assert {names[at]: number for at, number in trace.ranges.payload.items()} == {"step 2": 2, "step 3": 3}
+    assert sorted(trace.names[i] for i in trace.work.name) == ["another process", "k2", "k3"]
+    assert (trace.copies.start_ns.tolist(), len(trace.calls)) == ([260, 360], 5)
+    assert begin_at(trace, "step 9") is trace
+
+
+@pytest.mark.parametrize(("length", "counted"), [(30, 3), (9, 4)])
+def test_a_run_says_which_steps_it_leaves_out(tmp_path: Path, length: int, counted: int) -> None:
+    """Of 30 steps 5 warm up, 4 empty the queue, 3 count; of 9 the 4 that would empty it are all that was recorded."""
+    (tmp_path / "train.py").write_text(SLOW_START)
+    words = ("--warmup", "5", "--steps", "3", "--", sys.executable, "train.py", str(length))
+    done = run_profkit("run", "-o", "run", *words, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    loading = manifest["processes"][0]["loading"]
+    assert (loading["workers"], loading["queue_batches"], loading["ready_after"]) == (2, 4, 4)
+    is_drained = length == 30
+    assert loading["drained_steps"] == (4 if is_drained else 0)
+    assert len(manifest["profiled"]["steps"]) == counted
+    opened = read_trace(tmp_path / "run")
+    paths = opened.ranges().to_pandas()["path"]
+    first, last = (9, 11) if is_drained else (5, 9)  # the script ends in a step that it does not finish
+    assert {path for path in paths if path.startswith("step ") and "/" not in path} == {
+        f"step {number}" for number in range(first, last + 1)
+    }
+    assert not opened.self_check.failed
+    assert manifest["status"] == "complete"
+    assert "ended while it was recorded" not in done.stderr
+    said = " ".join(done.stdout.split())
+    assert ("left out: 4 recorded steps before these" in said) == is_drained
+    assert ("wait less for data than usual" in done.stderr) != is_drained
+
+
+def test_a_queue_that_could_not_drain_is_said() -> None:
+    assert warn_of_full_queue(None) == warn_of_full_queue(Loading(needed_steps=4, drained_steps=4)) == []
+    (said,) = warn_of_full_queue(Loading(needed_steps=100, drained_steps=64, start_ns=1_200_000_000))
+    assert "(1.2 s): the first 36 recorded steps" in said
+
+
+def test_bursts_of_data_are_neither_warm_up_nor_a_gain() -> None:
+    """Every step takes 2 ms and waits now and then; recorded steps of which none waits are not faster."""
+    waits = [80, 0, 0, 0, 0, 0, 80, 80]
+    steps = [{"step_ns": (2 + wait) * 1_000_000, "data_ns": wait * 1_000_000} for wait in waits]
+    quick = [{"step_ns": 2_000_000, "data_ns": 0}] * 3
+    assert warn_of_times(steps, {}, "unprofiled") == []
+    assert warn_of_gain(steps[-3:], quick, "unprofiled") == []
+    assert warn_of_gain([{"step_ns": 82_000_000}] * 3, quick, "unprofiled") != []
