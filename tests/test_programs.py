@@ -24,9 +24,6 @@ STEPS = 2
 _IS_TORCHS = re.compile(r".*#|DistributedDataParallel\.forward$").match
 """Matches the names of ranges that torch itself opens, for torch.profiler alone."""
 
-UNEVEN = {"data loader with workers": "a loader rebuilds more batches in one step than in another"}
-"""Programs whose steps run different work."""
-
 
 @dataclass(frozen=True)
 class Recording:
@@ -121,9 +118,7 @@ def test_every_operator_lies_in_one_line_of_the_tree(recording: Recording) -> No
     assert ledger.total_ns == int(opened.trace.work.duration_ns.sum()) > 0
 
 
-def test_the_self_check_finds_nothing(name: str, recording: Recording) -> None:
-    if name in UNEVEN:
-        pytest.skip(UNEVEN[name])
+def test_the_self_check_finds_nothing(recording: Recording) -> None:
     assert [finding.message for finding in recording.trace.self_check.findings] == []
 
 

@@ -326,3 +326,15 @@ def test_durations_with_a_sum_beyond_64_bits_are_refused(tmp_path: Path, duratio
         opened.kernels()
     with pytest.raises(TraceError, match="impossible times"):
         opened.ranges()
+
+
+def test_work_of_a_data_loader_may_differ_between_steps(tmp_path: Path) -> None:
+    """A loader that collates on the GPU, or whose batches come out of turn, does more in one step than in another."""
+    for name, codes in (("data", []), ("metrics", ["idle-instances", "unequal-steps"])):
+        builder = NsysBuilder()
+        _steps(builder, [3, 3])
+        builder.range(name, 500, 600)
+        builder.range(name, 1_500, 1_600)
+        builder.kernel(510, 5)
+        (tmp_path / name).mkdir()
+        assert sorted(_codes(_check(builder, tmp_path / name), "warning")) == codes

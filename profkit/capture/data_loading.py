@@ -56,6 +56,10 @@ class DataLoading:
         self._taken_per_step.append(self._taken)
         self._taken = 0
 
+    def forget_steps(self) -> None:
+        """Something else counts as a step from now on."""
+        self._taken_per_step.clear()
+
     @property
     def batches_per_step(self) -> float:
         """How many batches of loaders with workers a step took, by the median of the steps so far."""

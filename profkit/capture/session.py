@@ -101,6 +101,7 @@ class Session:
         self._note_step()
         if number <= self._begun:  # the script has shown what its steps are, and counting begins anew
             self._samples = StepCollector()
+            self.hooks.loading.forget_steps()
             self._memory_lead += self._begun + 1 - number
         self._begun = number
         if self.memory is not None:

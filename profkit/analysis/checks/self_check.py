@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
+from profkit.analysis.attribution import Attribution, mark_members
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.range_paths import explain_no_ranges
 from profkit.analysis.steps import find_contexts, measured_ranges, number_in_step
@@ -295,8 +295,7 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     calls CUDA now and then: while the loader pins memory, or another thread launches.
     """
     trace = attribution.trace
-    waits = np.array([text == DATA for text in trace.names] or [False], dtype=np.bool_)[trace.ranges.name]
-    was_open = ~attribution.is_mirror & ~waits
+    was_open = ~attribution.is_mirror & ~_waits_for_data(trace)
     if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(trace.ranges):
         return []
     opened = np.flatnonzero(was_open)
@@ -335,7 +334,7 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
     of_gpu = trace.measure == "gpu-kernel"
     findings = []
     for label, members in measured_ranges(attribution).items():
-        counts = attribution.work.count(members)
+        counts = _count_outside_data(attribution, members)
         uneven: dict[int, list[tuple[bool, int, Ints, int]]] = {}
         for process, number, which in _alike(attribution, members):
             some = counts[which]
@@ -358,6 +357,22 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
                 )
             )
     return findings
+
+
+def _count_outside_data(attribution: Attribution, members: Ints) -> Ints:
+    """Return how much work each range holds outside ``data``: a loader rebuilds batches in the order they come in."""
+    data = np.flatnonzero(_waits_for_data(attribution.trace))
+    if not len(data):
+        return attribution.work.count(members)
+    loads = mark_members(len(attribution.trace.work), attribution.work.under(data).rows)
+    under = attribution.work.under(members, np.arange(len(members)))
+    return np.bincount(under.member[~loads[under.rows]], minlength=len(members))
+
+
+def _waits_for_data(trace: Trace) -> Bools:
+    names = np.array([text == DATA for text in trace.names] or [False], dtype=np.bool_)
+    waits: Bools = names[trace.ranges.name]
+    return waits
 
 
 def _alike(attribution: Attribution, members: Ints) -> Iterator[tuple[int, int, Ints]]:
