@@ -55,12 +55,41 @@ PROGRAMS: dict[str, Program] = {
         {"forward": 3, "backward": 3, "optimizer": 1},
         _both_ways("model/0", "model/1", "model/2", "model/3", times=3),
     ),
-    "Muon and AdamW": Program("muon", _STEP | {"optimizer": 2}, _both_ways("model/embed", "model/up", "model/down")),
+    "attention without module and optimizer": Program("attention_benchmark", {"backward": 1}),
+    "GAN": Program(
+        "gan",
+        {"forward": 4, "loss": 3, "backward": 3, "optimizer": 2},
+        _both_ways(*(f"Discriminator/main/main.{number}" for number in range(3)), times=3)
+        | _both_ways(*(f"Generator/main/main.{number}" for number in range(3)))
+        | {"optimizer/Adam": 1, "optimizer/SGD": 1},
+    ),
+    "Muon and AdamW": Program(
+        "muon",
+        _STEP | {"optimizer": 2},
+        _both_ways("model/embed", "model/up", "model/down") | {"optimizer/AdamW": 1, "optimizer/Muon": 1},
+    ),
     "compiled": Program("compiled", _STEP, _both_ways("model"), linked=False),
     "data loader with workers": Program(
         "data_workers", _STEP | {"data": 1}, _both_ways("model/0", "model/1", "model/2")
     ),
     "autocast and gradient scaler": Program("mixed_precision", _STEP, _both_ways("model/0", "model/1", "model/2")),
+    "average of the weights and validation": Program(
+        "ema_validation",
+        _STEP | {"loss": 1, "inference": 2},
+        _both_ways(*(f"model/{number}" for number in range(4)))
+        | {f"inference/average/{number}": 1 for number in range(4)}
+        | {"loss/MSELoss": 1, "inference/MSELoss": 1, "backward/MSELoss": 1},
+    ),
+    "inference": Program("inference", {"inference": 1}, {f"inference/model/{number}": 1 for number in range(5)}),
+    "generation": Program(
+        "generate",
+        {"prefill": 1, "decode": 3},
+        {
+            f"{phase}/model/{module}": times
+            for phase, times in (("prefill", 1), ("decode", 3))
+            for module in ("embed", "qkv", "lm_head")
+        },
+    ),
     "DDP": Program(
         "ddp",
         {"forward": 2, "backward": 2, "optimizer": 1},

@@ -54,6 +54,23 @@ def test_a_trace_that_was_cut_off_is_refused_with_the_reason(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_that_write_their_traces_at_the_same_time_keep_out_of_each_others_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = torch.profiler.profile.export_chrome_trace
+
+    def export_while_another_rank_does(profiler: torch.profiler.profile, path: str) -> None:
+        export(profiler, path)
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+        with recorded_by_kineto(tmp_path / "trace.rank1.json.gz", CPU):
+            torch.ones(2).sum()
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export_while_another_rank_does)
+    with recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
+        torch.ones(2).sum()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json.gz", "trace.rank1.json.gz"]
+
+
 def test_a_removed_directory_is_named_as_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

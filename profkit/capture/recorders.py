@@ -51,8 +51,9 @@ def recorded_by_kineto(path: Path, device: torch.device) -> Iterator[None]:
 def _export(profiler: profile, path: Path) -> None:
     """Write the trace; torch's own way with ``.gz`` goes through TMPDIR, and is silent if that is full."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    # Kineto writes the path into the trace without escaping it, and takes none that is not UTF-8.
-    plain = Path(f"/proc/self/fd/{folder}/partial.trace.json")
+    # Kineto writes the path into the trace without escaping it, and takes none that is not UTF-8. Other ranks write
+    # into the same folder at the same time.
+    plain = Path(f"/proc/self/fd/{folder}/partial.{path.name}.json")
     try:
         profiler.export_chrome_trace(str(plain))
         if not _is_whole(plain):
