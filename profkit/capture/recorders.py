@@ -8,17 +8,18 @@ shows no collective of profkit's own.
 from __future__ import annotations
 
 import errno
+import functools
 import gzip
 import json
 import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -37,14 +38,62 @@ _FULL_BYTES = 1024**2
 _SETTLING_S = 0.2
 
 
+class ScriptsProfiler:
+    """Knows when the script's own torch.profiler runs: a process has one Kineto, and the script's goes first."""
+
+    def __init__(self) -> None:
+        """Watch every profiler of this process from now on."""
+        self.before_start: Callable[[], None] | None = None
+        """Called once, before the script starts one."""
+        self._running: set[int] = set()
+        self._is_ours = False
+        kind = torch.autograd.profiler.profile
+        prepare, leave = kind._prepare_trace, kind.__exit__
+
+        @functools.wraps(prepare)
+        def prepared(profiler: Any) -> None:
+            if not self._is_ours:
+                self._running.add(id(profiler))
+                tell, self.before_start = self.before_start, None
+                if tell is not None:
+                    tell()
+            prepare(profiler)
+
+        @functools.wraps(leave)
+        def left(profiler: Any, *error: Any) -> Any:
+            self._running.discard(id(profiler))
+            return leave(profiler, *error)
+
+        kind._prepare_trace, kind.__exit__ = prepared, left
+
+    @property
+    def runs(self) -> bool:
+        """Whether one of the script's records now, or warms up to it."""
+        return bool(self._running)
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Take what starts within the block for a profiler of profkit's."""
+        self._is_ours = True
+        try:
+            yield
+        finally:
+            self._is_ours = False
+
+
 @contextmanager
-def recorded_by_kineto(path: Path, device: torch.device) -> Iterator[None]:
+def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfiler | None = None) -> Iterator[None]:
     """Record the block, and write the gzipped Chrome trace to ``path``, whole or not at all, when it has gone well."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
     options = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
-    with profile(activities=activities, **options) as profiler:
+    profiler = profile(activities=activities, **options)
+    with nullcontext() if scripts is None else scripts.ours():
+        profiler.start()
+    try:
         yield
+    finally:
+        profiler.stop()
     _export(profiler, path)
 
 

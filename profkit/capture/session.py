@@ -23,7 +23,7 @@ from profkit.capture.conditions import read_conditions
 from profkit.capture.hooks import Hooks
 from profkit.capture.memory import MemoryRecording
 from profkit.capture.queue_drain import QueueDrain
-from profkit.capture.recorders import recorded_by_kineto, recorded_by_nsys
+from profkit.capture.recorders import ScriptsProfiler, recorded_by_kineto, recorded_by_nsys
 from profkit.capture.times import StepCollector
 from profkit.errors import ProfkitError
 from profkit.names import CONTEXT, COUNTED, STEP, WARMUP
@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 
 _OWN_STEP = re.compile(rf"{WARMUP}|{STEP} \d+")
 _CONTEXT = re.compile(rf"{CONTEXT} (\d+)")
+
+
+_MEETS = (
+    "the script's own torch.profiler ran in the steps to record, and a process has only one: record other steps "
+    "(--warmup), or with --nsys"
+)
 
 
 def attach() -> None:
@@ -77,6 +83,7 @@ class Session:
         """How many steps were counted before counting began anew: the allocator's history has them too."""
         self._drain = QueueDrain(self.run, self.hooks.loading)
         self._recording: ExitStack | None = None
+        self._scripts_profiler = ScriptsProfiler() if order.recorder == "kineto" else None
         self._failure: str | None = None
         self._warmup_range = ExitStack()
         self._counter: WorkCounter | None = None
@@ -110,6 +117,8 @@ class Session:
             self._finish(COMPLETE)
             if self.order.stop:
                 raise SystemExit(0)
+        elif number == self._first and self._scripts_profiler is not None and self._scripts_profiler.runs:
+            self._wait_a_step()
         elif number == self._first:
             if not self.order.own_steps:
                 self.end_counting()
@@ -229,7 +238,10 @@ class Session:
         self._recording = ExitStack()
         if self.order.recorder == "kineto":
             path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)
-            self._recording.enter_context(recorded_by_kineto(path, device))
+            self._recording.enter_context(recorded_by_kineto(path, device, self._scripts_profiler))
+            self._failure = None
+            if self._scripts_profiler is not None:
+                self._scripts_profiler.before_start = self._make_way
         elif self.order.recorder == "nsys":
             self._recording.enter_context(recorded_by_nsys(self.run, device))
         if self.order.annotate and self.memory is None:
@@ -241,8 +253,24 @@ class Session:
         if self._end is not None:
             self._end += steps
 
+    def _wait_a_step(self) -> None:
+        """Begin to record a step later: the script's own torch.profiler runs, and a process has only one."""
+        self._samples.end()
+        self.end_counting()
+        self._failure = _MEETS
+        self._first += 1
+        if self._end is not None:
+            self._end += 1
+
+    def _make_way(self) -> None:
+        """End the recording: the script starts its own torch.profiler."""
+        self._failure = _MEETS
+        self._finish(CUT_SHORT)
+
     def _finish(self, state: str) -> None:
         self._is_over = True
+        if self._scripts_profiler is not None:
+            self._scripts_profiler.before_start = None
         self._samples.end()
         self.hooks.stop()
         self.hooks.clock.stop()
@@ -250,8 +278,8 @@ class Session:
             recording, self._recording = self._recording, None
             try:
                 recording.close()
-            except OSError as error:  # a full disk, say: the target trains on, and the launcher reports it
-                self._failure = error.strerror or str(error)
+            except Exception as error:  # a full disk, say: the target trains on, and the launcher reports it
+                self._failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         if self.memory is not None:
             self.memory.finish()
         try:

@@ -157,6 +157,8 @@ def why_no_step(processes: Sequence[Process], order: Order) -> str | None:
         )
     if processes[0].state != NOT_REACHED:
         return None
+    if processes[0].failure is not None:
+        return f"nothing was recorded: {processes[0].failure}"
     if order.step_on is not None and steps_seen == 0:
         return (
             f"nothing was recorded: no optimizer of class {order.step_on} made a step; --step-on takes the class name "
@@ -177,8 +179,8 @@ def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
     first = outcome.processes[0]
     found = []
     if first.failure and outcome.reason is None:
-        found.append(f"part of what was recorded could not be saved: {first.failure}")
-    if first.state == CUT_SHORT:
+        found.append(f"the recording is not whole: {first.failure}")
+    elif first.state == CUT_SHORT:
         wanted = f"{len(first.profiled)} complete steps of the {outcome.order.steps} requested"
         found.append(f"the script ended while it was recorded: {wanted}")
     return found
