@@ -11,14 +11,20 @@ in any order, and expandable segments ignore the limit.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from profkit.allocator.replay import Replay
-from profkit.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, round_sizes
+from profkit.allocator.rules import (
+    LARGE_SEGMENT_BYTES,
+    MIN_SPLIT_LIMIT_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    round_sizes,
+)
 from profkit.allocator.start import find_regions
 from profkit.snapshot.columns import ALLOC, OTHER, SEGMENT_ALLOC, SEGMENT_FREE, Device, Settings
 
@@ -30,18 +36,19 @@ _BEFORE = -1
 
 def chose_best_fits(device: Device, settings: Settings, replay: Replay) -> bool:
     """Return whether every large request got the block that these settings and the replay's free blocks give it."""
-    events, begins, sizes = device.events, replay.address.tolist(), replay.size_bytes.tolist()
+    if not np.any(replay.size_bytes >= MIN_SPLIT_LIMIT_BYTES):
+        return True  # no limit decides about the sizes
+    sizes = replay.size_bytes.tolist()
     pool = _LargePool(settings.max_split_size_bytes)
     segments = _default_segments(device)
+    # The rows from before the first event are sorted by address.
+    begins = replay.address[: replay.start_count].tolist()
     for (event, address), (size, stream) in segments.items():
         if event == _BEFORE:
-            pool.reserve(address, size, stream)
-    for begin, size in zip(begins[: replay.start_count], sizes, strict=False):
-        pool.take(begin, size)
-    rounded = round_sizes(events.size_bytes, settings).tolist()
+            inside = range(bisect_left(begins, address), bisect_left(begins, address + size))
+            pool.reserve(address, size, stream, [(begins[row], sizes[row]) for row in inside])
     reserved = None
-    for event, action, row in _operations(device, replay):
-        address = int(events.address[event])
+    for event, action, address, want, row in _operations(device, settings, replay):
         if action == SEGMENT_ALLOC:
             reserved = address
             if (event, address) in segments:
@@ -49,18 +56,18 @@ def chose_best_fits(device: Device, settings: Settings, replay: Replay) -> bool:
         elif action == SEGMENT_FREE:
             pool.release(address)
         elif action == _FREE:
-            pool.free(begins[row], sizes[row])
+            pool.free(address, sizes[row])
         else:
-            if not pool.is_best(address, rounded[event], is_new=address == reserved):
+            if not pool.serve(address, want, sizes[row], is_new=address == reserved):
                 return False
-            pool.take(address, sizes[row])
             reserved = None
     return True
 
 
-def _operations(device: Device, replay: Replay) -> Iterator[tuple[int, int, int]]:
-    """Yield what happened to segments and large blocks, in order: the event, what it did, the row of the allocation."""
-    action, row = device.events.action.astype(np.int64), np.full(len(device.events), -1, dtype=np.int64)
+def _operations(device: Device, settings: Settings, replay: Replay) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield what happened to segments and large blocks, in order: (event, what, address, rounded request, row)."""
+    events = device.events
+    action, row = events.action.astype(np.int64), np.full(len(events), -1, dtype=np.int64)
     action[(action != SEGMENT_ALLOC) & (action != SEGMENT_FREE)] = OTHER
     is_large = replay.size_bytes > SMALL_BYTES
     freed = np.flatnonzero(is_large & (replay.completed < replay.event_count))
@@ -68,7 +75,9 @@ def _operations(device: Device, replay: Replay) -> Iterator[tuple[int, int, int]
     for event, some, what in ((replay.completed[freed], freed, _FREE), (replay.birth[born], born, ALLOC)):
         action[event], row[event] = what, some
     where = np.flatnonzero(action != OTHER)
-    return zip(where.tolist(), action[where].tolist(), row[where].tolist(), strict=True)
+    wanted = round_sizes(events.size_bytes[where], settings)
+    columns = (where, action[where], events.address[where], wanted, row[where])
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _default_segments(device: Device) -> dict[tuple[int, int], tuple[int, int]]:
@@ -99,88 +108,78 @@ def _default_segments(device: Device) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 class _LargePool:
-    """The free blocks of large segments, by stream."""
+    """The blocks of large segments: free ones by stream, and the streams of those in use."""
 
     def __init__(self, split_limit_bytes: int) -> None:
         self._limit = split_limit_bytes
-        self._segments: list[int] = []
-        self._end_and_stream: dict[int, tuple[int, int]] = {}
+        self._fences: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
-        self._ordered: dict[int, list[tuple[int, int]]] = {}
+        self._streams: dict[int, int] = {}
+        """Of every block, by its beginning."""
+        self._ordered: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
-    def reserve(self, address: int, size: int, stream: int) -> None:
-        """Add a segment, all free."""
-        insort(self._segments, address)
-        self._end_and_stream[address] = address + size, stream
-        self._add(address, size, stream)
+    def reserve(self, address: int, size: int, stream: int, live: Iterable[tuple[int, int]] = ()) -> None:
+        """Add a segment, free but for the blocks (address, size) that are ``live`` in it, sorted."""
+        self._fences.add(address)
+        at = address
+        for begin, extent in live:
+            self._add(at, begin - at, stream)
+            self._streams[begin] = stream
+            at = begin + extent
+        self._add(at, address + size - at, stream)
 
     def release(self, address: int) -> None:
         """Remove a segment, all free; nothing happens if it was not added."""
-        if address in self._end_and_stream:
-            _, stream = self._end_and_stream.pop(address)
-            self._segments.remove(address)
-            self._remove(address, stream)
+        if address in self._fences and address in self._sizes:
+            self._fences.discard(address)
+            self._remove(address)
 
-    def is_best(self, address: int, want: int, *, is_new: bool) -> bool:
-        """Return whether a request for ``want`` bytes gets the free block at ``address``.
+    def serve(self, address: int, want: int, size: int, *, is_new: bool) -> bool:
+        """Use ``size`` bytes of the free block at ``address``; return whether it is the one that a request gets.
 
         Args:
+            want: the bytes of the request.
             is_new: whether the block is a segment that was reserved because no free block served the request.
         """
-        stream = self._stream_at(address)
-        if stream is None:
+        have = self._sizes.get(address)
+        if have is None:
             return True
-        own = self._sizes.get(address, 0), address
+        stream = self._streams[address]
+        self._remove(address)
         blocks = self._ordered[stream]
         at = bisect_left(blocks, (want, 0))
-        if is_new and blocks[at : at + 1] == [own]:
-            at += 1
-        best = blocks[at] if at < len(blocks) else None
-        is_served = best is not None and not self._is_too_large(best[0], want)
-        return not is_served if is_new else is_served and best == own
-
-    def take(self, address: int, size: int) -> None:
-        """Use ``size`` bytes at ``address`` of the free block that holds them."""
-        stream = self._stream_at(address)
-        if stream is None:
-            return
-        begin = address if address in self._sizes else max((b for b in self._sizes if b < address), default=address)
-        have = self._remove(begin, stream)
-        self._add(begin, address - begin, stream)
-        self._add(address + size, begin + have - address - size, stream)
+        other = blocks[at] if at < len(blocks) else None
+        self._streams[address] = stream
+        self._add(address + size, have - size, stream)
+        if is_new:
+            return other is None or self._is_too_large(other[0], want)
+        return not self._is_too_large(have, want) and (other is None or (have, address) < other)
 
     def free(self, address: int, size: int) -> None:
-        """Free a block, which merges with its free neighbours."""
-        stream = self._stream_at(address)
+        """Free a block, which merges with its free neighbours; nothing happens if its segment was not added."""
+        stream = self._streams.pop(address, None)
         if stream is None:
             return
         end = address + size
-        if address not in self._end_and_stream and address in self._begin_of:
-            before = self._begin_of[address]
-            self._remove(before, stream)
-            address = before
-        if end not in self._end_and_stream and end in self._sizes:
-            end += self._remove(end, stream)
+        if address not in self._fences and address in self._begin_of:
+            address = self._begin_of[address]
+            self._remove(address)
+        if end not in self._fences and end in self._sizes:
+            end += self._remove(end)
         self._add(address, end - address, stream)
 
     def _is_too_large(self, size: int, want: int) -> bool:
         return size >= self._limit if want < self._limit else size >= want + LARGE_SEGMENT_BYTES
 
-    def _stream_at(self, address: int) -> int | None:
-        at = bisect_right(self._segments, address) - 1
-        end, stream = self._end_and_stream[self._segments[at]] if at >= 0 else (0, 0)
-        return stream if address < end else None
-
     def _add(self, begin: int, size: int, stream: int) -> None:
         if size > 0:
-            self._sizes[begin], self._begin_of[begin + size] = size, begin
-            insort(self._ordered.setdefault(stream, []), (size, begin))
+            self._sizes[begin], self._begin_of[begin + size], self._streams[begin] = size, begin, stream
+            insort(self._ordered[stream], (size, begin))
 
-    def _remove(self, begin: int, stream: int) -> int:
-        size = self._sizes.pop(begin, 0)
-        if size:
-            del self._begin_of[begin + size]
-            blocks = self._ordered[stream]
-            del blocks[bisect_left(blocks, (size, begin))]
+    def _remove(self, begin: int) -> int:
+        size = self._sizes.pop(begin)
+        del self._begin_of[begin + size]
+        blocks = self._ordered[self._streams.pop(begin)]
+        del blocks[bisect_left(blocks, (size, begin))]
         return size

@@ -38,7 +38,7 @@ _STANDARD = re.compile(r"^(?>.*/lib/python3)(?!.*-packages/)|^<frozen")
 # (torch/_inductor/codecache.py, code_hash), and FX numbers or names the code that it evaluates
 # (torch/fx/graph_module.py).
 _GENERATED = re.compile(r"(?:^|/)(?:c[a-z2-7]{51}|fx_generated_[^/]*)\.py$|^<eval_with_key>")
-_TRACED = re.compile(r'File "(.+)", line (\d{1,9}), in (.+)')
+_LONGEST_NUMBER = 10
 # Frames around a compiled call, and around every call that torch.compile does not compile.
 _COMPILER = ("torch/_dynamo/", "torch/_inductor/")
 _NATIVE_ENDINGS = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc", ".c", ".so")
@@ -217,8 +217,11 @@ def _is_native(frame: tuple[str, str, int]) -> bool:
 def _read_frame(frame: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
     """Yield a frame, and after one of code that FX generated the lines that it was made from, innermost first."""
     yield str(frame.get("name", "?")), str(frame.get("filename", "?")), _line(frame.get("line"))
-    for file, line, name in reversed(_TRACED.findall(str(frame.get("fx_original_trace", "")))):
-        yield name, file, int(line)
+    for line in reversed(str(frame.get("fx_original_trace", "")).splitlines()):
+        place, _, name = line.partition(", in ")
+        file, is_there, number = place.strip().removeprefix('File "').partition('", line ')
+        if is_there:
+            yield name, file, int(number) if number.isdecimal() and len(number) < _LONGEST_NUMBER else 0
 
 
 def _line(value: Any) -> int:
