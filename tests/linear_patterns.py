@@ -7,6 +7,7 @@ linear if that happens at most once: one unbounded repeat that starts at one pla
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from re import _compiler, _parser  # type: ignore[attr-defined]
@@ -25,9 +26,10 @@ _SINGLE = (sre.LITERAL, sre.NOT_LITERAL, sre.IN, sre.ANY)
 def explain_not_linear(pattern: str, flags: int = 0) -> str | None:
     """Return why matching ``pattern`` may take longer than in proportion to the text; None if it may not."""
     tree = _parser.parse(pattern, flags)
-    for branch in _branches(list(tree)):
+    for whole in _branches(list(tree)):
+        branch = whole[:-1] if whole and _ends_freely(whole[-1]) else whole
         try:
-            degree, bounded = _degree(branch[:-1] if branch and _ends_freely(branch[-1]) else branch)
+            degree, bounded = _degree(branch)
         except _NestedError as error:
             return str(error)
         if bounded > _MOST_BOUNDED:
@@ -103,8 +105,8 @@ def _width(body: Any) -> int:
 def _starts_once(items: list[Item]) -> bool:
     """Return whether the unbounded repeats of a pattern run through each part of the text from one start alone.
 
-    True of a pattern that is tied to the start of the text; of one that begins with a letter which no repeat can run
-    across; and of one that cannot begin within what its repeats run through (a word, after ``\\b``).
+    True of a pattern that is tied to the start of the text; of one that begins with letters of which one stops its
+    repeats; and of one that cannot begin within what its repeats run through (a word, after ``\\b``).
     """
     items = [item for item in items if item[0] is not sre.ASSERT or item[1][0] == 1]  # not what stands before
     kind, argument = items[0] if items else (None, None)
@@ -115,7 +117,8 @@ def _starts_once(items: list[Item]) -> bool:
         return all(character.isalnum() or character == "_" for character in repeated)
     if kind is sre.ASSERT_NOT and argument[0] == -1:
         return repeated <= _characters(list(argument[1]))
-    return not repeated & _characters(items)
+    beginning = list(itertools.takewhile(lambda item: item[0] in _SINGLE, items))
+    return any(not repeated & _characters([item]) for item in beginning) or not repeated & _characters(items)
 
 
 def _repeated(items: Iterable[Item]) -> set[str]:

@@ -45,6 +45,7 @@ def modules() -> Iterator[ModuleType]:
         (r"\ba\w*x", None),
         (r"\ba.*x", "anywhere"),
         (r"::\w+$", None),
+        (r"a:\w+$", None),
         (r"(?<!\d)\d+$", None),
         (r"\d+$", "anywhere"),
         (r"\w{0,60}x", None),

@@ -5,12 +5,16 @@ dictionary of ``segments`` and ``device_traces``, which newer versions of torch 
 ``external_annotations`` and more keys per event. Unknown keys are ignored; events of an unknown kind are ignored and
 counted. A bare list of segments (``torch.cuda.memory_snapshot()``) is a snapshot without history.
 
+Every value is of its expected type before anything is done with it: one that is nested in itself a hundred times fits
+in a kilobyte, and to print, compare or hash it would take for ever.
+
 The blocks of a segment tile it: the first begins where the segment begins, each next one where the one before ends, and
 the last ends where the segment ends. A file in which they do not is damaged.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from operator import itemgetter
@@ -42,6 +46,12 @@ from profkit.snapshot.unpickler import load_data
 _LARGEST = 2**60
 """Every address, size and time is smaller, so that sums of them stay within 64 bits."""
 
+_MOST_DEVICES = 128
+"""PyTorch counts devices in 8 bits with a sign."""
+
+_LARGEST_SIZE_T = 2**64 - 1
+_MOST_DIVISIONS = 2**16
+
 _STATES = {
     "active_allocated": ALLOCATED,
     "active_pending_free": PENDING,
@@ -68,7 +78,7 @@ def build_snapshot(path: Path, data: Any) -> Snapshot:
     try:
         return _build(path, data)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        what = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0][:200]
         raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot, or a damaged one ({what})") from None
 
 
@@ -81,10 +91,14 @@ def _build(path: Path, data: Any) -> Snapshot:
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
         raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot (its device_traces are not lists)")
     by_device = _read_segments(data["segments"])
-    annotations = _read_annotations(data.get("external_annotations") or [])
+    annotations = _read_annotations(_records(data.get("external_annotations") or [], "external_annotations"))
     unknown: Counter[str] = Counter()
     devices: list[Device] = []
-    for index in sorted({*by_device, *range(len(traces))}):
+    recorded = [index for index, trace in enumerate(traces) if trace]
+    _refuse_shared([traces[index] for index in recorded], "device_traces")
+    for index in sorted({*by_device, *recorded}):
+        if not 0 <= index < _MOST_DEVICES:
+            raise ValueError("an impossible device")
         events = _read_events(traces[index] if index < len(traces) else [], unknown)
         segments, blocks = by_device.get(index) or _tile([])
         device = Device(index, events, segments, blocks, annotations)
@@ -97,16 +111,40 @@ def _build(path: Path, data: Any) -> Snapshot:
     return Snapshot(str(path), tuple(devices), _read_settings(data.get("allocator_settings")), dict(unknown))
 
 
+def _records(entries: Any, what: str) -> list[dict[str, Any]]:
+    """Return a list of dictionaries; anything else is a ValueError that names it."""
+    if not isinstance(entries, list) or not set(map(type, entries)) <= {dict}:
+        raise ValueError(f"{what} is no list of records")
+    return entries
+
+
+def _refuse_shared(lists: list[Any], what: str) -> None:
+    """Refuse one list in several places: a small file could so name any amount of data."""
+    if len(set(map(id, lists))) < len(lists):
+        raise ValueError(f"two of the {what} are one list")
+
+
+def _integer(record: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = record[key] if default is None else record.get(key, default)
+    if not isinstance(value, int):
+        raise ValueError(f"{key} is no integer")
+    return value
+
+
 def _read_events(trace: list[dict[str, Any]], unknown: Counter[str]) -> Events:
+    _records(trace, "a history")
     codes = _Codes(ACTIONS)
     has_times = bool(trace) and "time_us" in trace[0]
     count = len(trace)
-    action = np.fromiter(map(codes.__getitem__, map(itemgetter("action"), trace)), np.int8, count)
-    for name in codes.keys() - ACTIONS.keys():
-        unknown[str(name)] += sum(event["action"] == name for event in trace)
+    names = list(map(itemgetter("action"), trace))
+    if not set(map(type, names)) <= {str}:
+        raise ValueError("action is no text")
+    action = np.fromiter(map(codes.__getitem__, names), np.int8, count)
+    if len(codes) > len(ACTIONS):
+        unknown.update(name for name in names if name not in ACTIONS)
     stream = np.zeros(count, dtype=np.int64)
     of_segments = np.flatnonzero(action >= SEGMENT_ALLOC)
-    stream[of_segments] = [trace[event].get("stream", 0) for event in of_segments.tolist()]
+    stream[of_segments] = [_integer(trace[event], "stream", 0) for event in of_segments.tolist()]
     return Events(
         action=action,
         address=_bounded(_read_addresses(trace), "address"),
@@ -127,7 +165,13 @@ class _Codes(dict[str, int]):
 
 
 def _column(trace: list[dict[str, Any]], key: str) -> Ints:
-    return np.fromiter(map(itemgetter(key), trace), np.int64, len(trace))
+    return _integers(list(map(itemgetter(key), trace)), key)
+
+
+def _integers(values: list[Any], what: str) -> Ints:
+    if not set(map(type, values)) <= {int}:
+        raise ValueError(f"{what} is no integer")
+    return np.fromiter(values, np.int64, len(values))
 
 
 def _read_addresses(trace: list[dict[str, Any]]) -> Ints:
@@ -135,8 +179,7 @@ def _read_addresses(trace: list[dict[str, Any]]) -> Ints:
     try:
         return _column(trace, "addr")
     except KeyError:
-        found = (event.get("addr", event.get("device_free", 0)) for event in trace)
-        return np.fromiter(found, np.int64, len(trace))
+        return _integers([event.get("addr", event.get("device_free", 0)) for event in trace], "addr")
 
 
 def _bounded(column: Ints, what: str) -> Ints:
@@ -152,8 +195,11 @@ def _read_annotations(entries: list[dict[str, Any]]) -> tuple[Annotation, ...]:
     """
     found: list[Annotation] = []
     is_open: dict[str, list[int]] = {}
+    _bounded(_column(entries, "time_us"), "time of an annotation")
     for entry in sorted(entries, key=itemgetter("time_us")):
-        name, time_us = str(entry["name"]), int(entry["time_us"])
+        name, time_us = entry["name"], entry["time_us"]
+        if not isinstance(name, str):
+            raise ValueError("the name of an annotation is no text")
         if entry["stage"] == "START":
             is_open.setdefault(name, []).append(time_us)
         elif starts := is_open.get(name):
@@ -171,38 +217,39 @@ def _read_segments(entries: list[dict[str, Any]]) -> dict[int, tuple[Segments, B
         KeyError: a segment or block lacks its address, size or state.
     """
     by_device: dict[int, list[dict[str, Any]]] = {}
-    for entry in entries:
-        by_device.setdefault(int(entry.get("device", 0)), []).append(entry)
+    for entry in _records(entries, "segments"):
+        by_device.setdefault(_integer(entry, "device", 0), []).append(entry)
+    _refuse_shared([entry["blocks"] for entry in entries], "segments' blocks")
     return {device: _tile(found) for device, found in by_device.items()}
 
 
 def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
-    entries = sorted(entries, key=lambda entry: int(entry["address"]))
+    entries = sorted(entries, key=lambda entry: _integer(entry, "address"))
     rows: list[tuple[int, int, int, int, int]] = []
     raw: list[dict[str, Any]] = []
     end = 0
     for index, entry in enumerate(entries):
-        start = int(entry["address"])
+        start = entry["address"]
         if start < end:
             raise ValueError("segments overlap")
         end = start
-        for block in entry["blocks"]:
-            size = int(block["size"])
-            if size <= 0 or int(block.get("address", end)) != end:
+        for block in _records(entry["blocks"], "blocks"):
+            size = _integer(block, "size")
+            if size <= 0 or _integer(block, "address", end) != end:
                 raise ValueError("a segment's blocks do not tile it")
-            state = _STATES.get(block["state"])
+            state = _STATES.get(block["state"]) if isinstance(block["state"], str) else None
             if state is None:
-                raise ValueError(f"a block in state {block['state']!r}")
+                raise ValueError("a block in an unknown state")
             rows.append((end, size, _requested(block, size), state, index))
             raw.append(block)
             end += size
-        if end != start + int(entry["total_size"]) or not 0 <= start <= end < _LARGEST:
+        if end != start + _integer(entry, "total_size") or not 0 <= start <= end < _LARGEST:
             raise ValueError("a segment's blocks do not tile it")
     columns = np.array(rows, dtype=np.int64).reshape(-1, 5)
     segments = Segments(
-        address=np.array([int(entry["address"]) for entry in entries], dtype=np.int64),
-        size_bytes=np.array([int(entry["total_size"]) for entry in entries], dtype=np.int64),
-        stream=np.array([int(entry.get("stream", 0)) for entry in entries], dtype=np.int64),
+        address=np.array([entry["address"] for entry in entries], dtype=np.int64),
+        size_bytes=np.array([entry["total_size"] for entry in entries], dtype=np.int64),
+        stream=np.array([_integer(entry, "stream", 0) for entry in entries], dtype=np.int64),
         is_large=np.array([entry.get("segment_type") != "small" for entry in entries], dtype=np.bool_),
         is_expandable=np.array([bool(entry.get("is_expandable")) for entry in entries], dtype=np.bool_),
         pool=[_pool(entry.get("segment_pool_id")) for entry in entries],
@@ -214,16 +261,22 @@ def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
 def _requested(block: dict[str, Any], size: int) -> int:
     """Return the bytes that the program asked for; snapshots before torch 2.1 keep them in the block's history."""
     if "requested_size" in block:
-        return int(block["requested_size"])
+        return _integer(block, "requested_size")
     history = block.get("history")
-    return int(history[0].get("real_size", size)) if history else size
+    return _integer(_records(history, "history")[0], "real_size", size) if history else size
+
+
+def _is_number(text: Any) -> bool:
+    return isinstance(text, str) and len(text) < 20 and text.isdecimal()
 
 
 def _pool(value: Any) -> tuple[int, int]:
     if value is None:
         return (0, 0)
     first, second = value
-    return (int(first), int(second))
+    if not isinstance(first, int) or not isinstance(second, int):
+        raise ValueError("segment_pool_id is no pair of integers")
+    return (first, second)
 
 
 def _read_settings(entry: Any) -> Settings:
@@ -234,14 +287,24 @@ def _read_settings(entry: Any) -> Settings:
     """
     if not isinstance(entry, dict):
         return Settings()
-    limit = int(entry.get("max_split_size", -1))
+    limit = _integer(entry, "max_split_size", -1)
+    if limit > _LARGEST_SIZE_T:
+        raise ValueError("an impossible max_split_size")
+    threshold = entry.get("garbage_collection_threshold", 0.0)
+    if not isinstance(threshold, int | float) or not math.isfinite(threshold):
+        raise ValueError("garbage_collection_threshold is no number")
     divisions = entry.get("roundup_power2_divisions") or {}
-    ordered = tuple(int(divisions[key]) for key in sorted(divisions, key=int))
+    if not isinstance(divisions, dict) or not all(_is_number(key) for key in divisions):
+        raise ValueError("roundup_power2_divisions is no table of integers")
+    ordered = tuple(_integer(divisions, key) for key in sorted(divisions, key=int))
+    if not all(0 <= count <= _MOST_DIVISIONS for count in ordered):
+        raise ValueError("an impossible number in roundup_power2_divisions")
+    text = entry.get("PYTORCH_CUDA_ALLOC_CONF", entry.get("PYTORCH_ALLOC_CONF", ""))
     return Settings(
         is_recorded=True,
         expandable_segments=bool(entry.get("expandable_segments", False)),
-        max_split_size_bytes=limit if limit > 0 else NO_SPLIT_LIMIT,
-        garbage_collection_threshold=float(entry.get("garbage_collection_threshold", 0.0)),
+        max_split_size_bytes=limit if 0 < limit < NO_SPLIT_LIMIT else NO_SPLIT_LIMIT,
+        garbage_collection_threshold=float(threshold),
         roundup_power2_divisions=ordered if any(count > 1 for count in ordered) else (),
-        text=str(entry.get("PYTORCH_CUDA_ALLOC_CONF", entry.get("PYTORCH_ALLOC_CONF", ""))),
+        text=text if isinstance(text, str) else "",
     )

@@ -3,6 +3,10 @@
 A pickle is a program for a small machine. It is dangerous because it may name any importable object and call it. A
 snapshot of PyTorch's allocator holds dictionaries, lists, tuples, strings and numbers and names no object, so this
 reader stops at the first global, persistent id or extension code.
+
+Data alone can do harm too: keys of a dictionary that all hash alike, or a tuple nested in itself as a key, keep the
+unpickler busy for years, and nothing in Python can interrupt it. So a small file is first read in a child process that
+the kernel stops (`_rehearse`). A large one that was made to harm can still take its time.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from __future__ import annotations
 import gc
 import gzip
 import io
+import os
 import pickle
 import stat
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,11 +31,15 @@ MAX_DECOMPRESSED_BYTES = 4 * 2**30
 """A ``.pickle.gz`` may not decompress to more than this."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
-# One byte of a pickle can build an empty dictionary of 64 bytes and a pointer to it; real snapshots take a twelfth.
-_MAX_MEMORY_PER_BYTE = 80
-_MEMORY_SLACK_BYTES = 2**30
-# Snapshots repeat themselves and shrink to a twentieth.
-_GZIP_RATIO = 32
+# Real snapshots take 7 bytes of memory for each of their own, and gzip shrinks them to a twentieth.
+_MAX_MEMORY_PER_BYTE = 12
+_GZIP_RATIO = 24
+_LEAST_MEMORY_BYTES = 3 * 2**29
+
+_REHEARSED_BYTES = 8 * 2**20
+"""A file of up to this size is first read in a child process; that takes as long as reading it."""
+_REHEARSAL_CPU_SECONDS = 8
+_OUT_OF_MEMORY = 2
 
 
 class _RefusedError(Exception):
@@ -80,6 +90,8 @@ def load_data(path: Path) -> Any:
                 raise SnapshotError(f"{path}: empty file; was the dump interrupted?")
             is_gzip = head == _GZIP_MAGIC
             with collector_off(), _bounded_memory(status.st_size * (_GZIP_RATIO if is_gzip else 1)):
+                if status.st_size <= _REHEARSED_BYTES:
+                    _rehearse(path, is_gzip)
                 return _load(file, is_gzip)
     except FileNotFoundError:
         raise SnapshotError(f"{path}: no such file") from None
@@ -112,6 +124,37 @@ def _load(file: IO[bytes], is_gzip: bool) -> Any:
         return _DataUnpickler(io.BufferedReader(_BoundedReader(stream, MAX_DECOMPRESSED_BYTES), 2**20)).load()
 
 
+def _rehearse(path: Path, is_gzip: bool) -> None:
+    """Load the file in a child process that may use so much time; raise if that or the memory did not suffice."""
+    if not sys.platform.startswith("linux"):
+        return
+    import resource
+
+    with warnings.catch_warnings():
+        # That of a process with threads, which may leave a lock taken in the child: the child takes none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        status = 0
+        try:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            seconds = int(used.ru_utime + used.ru_stime) + _REHEARSAL_CPU_SECONDS
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            with path.open("rb") as file:  # a place in the file of the child's own
+                _load(file, is_gzip)
+        except MemoryError:
+            status = _OUT_OF_MEMORY
+        finally:
+            # Also after any other exception, which the parent will meet itself.
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OUT_OF_MEMORY:
+        raise MemoryError
+    if os.WIFSIGNALED(status):
+        raise _RefusedError("it takes more time or memory to read than its size can need")
+
+
 @contextmanager
 def collector_off() -> Iterator[None]:
     """Switch cyclic garbage collection off within this block.
@@ -141,7 +184,7 @@ def _bounded_memory(pickle_bytes: int) -> Iterator[None]:
 
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = in_use + pickle_bytes * _MAX_MEMORY_PER_BYTE + _MEMORY_SLACK_BYTES
+    wanted = in_use + max(pickle_bytes * _MAX_MEMORY_PER_BYTE, _LEAST_MEMORY_BYTES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         yield
         return

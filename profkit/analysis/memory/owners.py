@@ -121,7 +121,8 @@ def read_metadata(raw: dict[str, Any]) -> str | None:
         return text.module or None
     value = raw.get("user_metadata")
     if isinstance(value, dict):
-        value = " ".join(f"{key}={some}" for key, some in value.items())
+        texts = {key: some for key, some in value.items() if isinstance(key, str) and isinstance(some, str)}
+        value = " ".join(f"{key}={some}" for key, some in texts.items())
     return value if isinstance(value, str) and value else None
 
 

@@ -23,6 +23,9 @@ from typing import Any
 from profkit.allocator.replay import Replay
 from profkit.snapshot.columns import Device, Stack
 
+_MOST_LINES = 2**31
+# Twice as deep as Python calls itself.
+_MOST_FRAMES = 2000
 NO_FRAMES = "no Python line (backward pass, or before recording)"
 NO_OWN_LINE = "no line of yours"
 COMPILED = "compiled code"
@@ -127,6 +130,8 @@ class StackBook:
         self._device = device
         self._replay = replay
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
+        # A list of frames that a million events share is looked at once.
+        self._by_list: dict[int, int] = {}
         self._by_frames: dict[Stack, int] = {(): 0}
         self.facts: list[StackFacts] = [StackFacts(())]
 
@@ -136,10 +141,15 @@ class StackBook:
         frames = raw.get("frames") or raw.get("forward_frames")  # the latter from anomaly mode
         if not frames or not isinstance(frames, list):
             return 0
-        key = tuple(map(id, frames))
-        number = self._numbers.get(key)
+        place = id(frames)
+        number = self._by_list.get(place)
         if number is None:
-            number = self._numbers[key] = self._intern(frames)
+            frames = frames[:_MOST_FRAMES]
+            key = tuple(map(id, frames))
+            number = self._numbers.get(key)
+            if number is None:
+                number = self._numbers[key] = self._intern(frames)
+            self._by_list[place] = number
         return number
 
     def of(self, row: int) -> StackFacts:
@@ -216,13 +226,17 @@ def _is_native(frame: tuple[str, str, int]) -> bool:
 
 def _read_frame(frame: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
     """Yield a frame, and after one of code that FX generated the lines that it was made from, innermost first."""
-    yield str(frame.get("name", "?")), str(frame.get("filename", "?")), _line(frame.get("line"))
-    for line in reversed(str(frame.get("fx_original_trace", "")).splitlines()):
+    yield _text(frame.get("name")), _text(frame.get("filename")), _line(frame.get("line"))
+    for line in reversed(_text(frame.get("fx_original_trace")).splitlines()):
         place, _, name = line.partition(", in ")
         file, is_there, number = place.strip().removeprefix('File "').partition('", line ')
         if is_there:
             yield name, file, int(number) if number.isdecimal() and len(number) < _LONGEST_NUMBER else 0
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "?"
+
+
 def _line(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and 0 <= value < _MOST_LINES else 0
