@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,65 @@ def test_steps_in_bursts_are_judged_by_their_mean(tmp_path: Path) -> None:
     step = rows_by_path(result)["step *"]
     assert (step.data_loading_ns, limit_words(step)) == (160 * MS, "data loading")
     assert "waiting for data: 10.00 ms per step (0 ns to 80.00 ms)" in _shown(result)
+
+
+def _run(folder: Path, unprofiled: list[tuple[int, int]], recorded: int, workers: int = 8) -> EfficiencyResult:
+    """Steps that take 2.4 ms, of which every eighth waits 80 ms; ``unprofiled`` are steps and their waits."""
+    builder, at = NsysBuilder(), 0
+    for number in range(recorded):
+        at = _step(builder, number, at, 80 * MS if number % 8 == 0 else 0)
+    builder.write(folder / "trace.sqlite")
+    steps = [{"step_ns": step, "data_ns": wait} for step, wait in unprofiled]
+    loading = {"workers": workers, "queue_batches": 2 * workers, "batches_per_step": 1.0}
+    manifest = {
+        "status": "complete",
+        "device": "cuda",
+        "attached": {"steps": steps},
+        "processes": [{"loading": loading}],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return read_trace(folder).efficiency()
+
+
+BURST = [(82 * MS, 80 * MS), *[(2 * MS, 0)] * 7]
+
+
+def test_unprofiled_steps_in_bursts_count_with_their_mean_wait(tmp_path: Path) -> None:
+    """The median of 2 ms would leave no idle time. The rate is 10 + 2 ms, of which the GPU is busy for 2.3."""
+    result = _run(tmp_path, BURST, 8)
+    step = rows_by_path(result)["step *"]
+    assert step.clean_idle_share == pytest.approx(9.7 / 12)
+    assert limit_words(step) == "data loading"
+    costs = {one.phase: (one.clean_ns, one.profiled_ns) for one in result.inflation}
+    assert costs == {}, "no recorded step was timed by the host"
+    assert "use their mean wait for data and the median of the rest" in _shown(result)
+
+
+@pytest.mark.parametrize(
+    ("unprofiled", "recorded", "workers", "found"),
+    [
+        (BURST, 4, 8, True),
+        (BURST, 8, 8, False),
+        ([(2 * MS, 0)] * 4, 4, 8, True),  # what is recorded waits
+        (BURST, 4, 4, False),
+    ],
+)
+def test_fewer_steps_than_workers_say_little_of_waiting(
+    tmp_path: Path, unprofiled: list[tuple[int, int]], recorded: int, workers: int, found: bool
+) -> None:
+    result = _run(tmp_path, unprofiled, recorded, workers)
+    said = [one.message for one in result.warnings if one.code == "few-steps-for-data"]
+    assert len(said) == found
+    assert all("record 8 or more" in message for message in said)
+
+
+def test_few_steps_of_a_program_that_does_not_wait_are_enough(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _step(builder, 0, 0, 100_000)
+    builder.write(tmp_path / "trace.sqlite")
+    loading = {"workers": 8, "batches_per_step": 1.0}
+    (tmp_path / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [{"loading": loading}]}))
+    assert "few-steps-for-data" not in {one.code for one in read_trace(tmp_path).efficiency().warnings}
 
 
 def test_waiting_while_the_gpu_computes_costs_nothing(tmp_path: Path) -> None:

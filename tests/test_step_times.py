@@ -128,3 +128,27 @@ def test_statistics_of_four_samples_worked_out_by_hand() -> None:
 def test_no_samples_have_no_statistics() -> None:
     with pytest.raises(ValueError, match="no samples"):
         summarize_samples([])
+
+
+def test_a_step_that_waits_for_data_takes_its_mean_wait_and_the_median_of_the_rest() -> None:
+    """Waits of 90, 0 and 0 (mean 30); the rest takes 10, 12 and 40 (median 12). The median step would be 12."""
+    steps = [(100, 90), (12, 0), (40, 0)]
+    manifest = {
+        "attached": {"steps": [{"data_ns": wait, "step_ns": step} for step, wait in steps]},
+        "profiled": {"steps": [{"data_ns": 20, "step_ns": 41}, {"data_ns": 0, "step_ns": 21}]},
+    }
+    times = _summarize(manifest)
+    assert times is not None
+    data, step = times.phases
+    assert (data.phase, data.clean_ns, data.profiled_ns) == ("data", 30, 10)
+    assert (step.phase, step.clean.median, step.clean_ns, step.profiled_ns) == ("step", 40, 42, 31)
+    assert step.cost == 31 / 42 - 1
+
+
+def test_steps_that_wait_for_nothing_keep_their_median() -> None:
+    times = _summarize({"attached": {"steps": [{"data_ns": 0, "step_ns": step} for step in (1, 2, 9)]}})
+    assert times is not None
+    assert [(one.phase, one.clean_ns, one.clean_rate_ns) for one in times.phases] == [
+        ("data", 0, None),
+        ("step", 2, None),
+    ]

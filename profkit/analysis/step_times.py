@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from profkit.names import STEP, context_range
+from profkit.names import DATA, STEP, context_range
 from profkit.run.directory import Run
 from profkit.run.manifest import Manifest
 from profkit.run.samples import Clock, Samples, phase_order
@@ -76,6 +76,10 @@ class PhaseTimes:
     """One phase (or the whole step): its time in ns without a profiler and with one.
 
     ``clock`` says what measured both: CUDA events around the phase, on the GPU's own clock, or the host's clock.
+
+    Data come in bursts: of eight workers all may deliver at once, so that seven steps find their batch ready and one
+    waits for all. The median would hide that. ``clean_rate_ns`` and ``profiled_rate_ns`` are a step's mean wait for
+    data plus the median of the rest, of the waits themselves their mean; None if nothing was waited for.
     """
 
     phase: str
@@ -83,13 +87,27 @@ class PhaseTimes:
     clock: Clock
     clean: SampleStatistics
     profiled: SampleStatistics | None
+    clean_rate_ns: float | None = None
+    profiled_rate_ns: float | None = None
+
+    @property
+    def clean_ns(self) -> float:
+        """What one takes without a profiler: the rate if it is known, else the median."""
+        return self.clean.median if self.clean_rate_ns is None else self.clean_rate_ns
+
+    @property
+    def profiled_ns(self) -> float | None:
+        """What one takes with a profiler, likewise; None if it was not timed."""
+        if self.profiled_rate_ns is not None or self.profiled is None:
+            return self.profiled_rate_ns
+        return self.profiled.median
 
     @property
     def cost(self) -> float | None:
-        """What profiling added, as a fraction of the unprofiled median; None if one of the two was not timed."""
-        if self.profiled is None or self.clean.median <= 0:
+        """What profiling added, as a fraction of the unprofiled time; None if one of the two was not timed."""
+        if self.profiled_ns is None or self.clean_ns <= 0:
             return None
-        return self.profiled.median / self.clean.median - 1
+        return self.profiled_ns / self.clean_ns - 1
 
 
 @dataclass(frozen=True)
@@ -176,5 +194,21 @@ def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> I
     for phase, (clock, times) in unprofiled_times_ns(unprofiled, context).items():
         recorded = profiled.times_ns(clock, context).get(phase)
         yield PhaseTimes(
-            phase, context, clock, summarize_samples(times), summarize_samples(recorded) if recorded else None
+            phase,
+            context,
+            clock,
+            summarize_samples(times),
+            summarize_samples(recorded) if recorded else None,
+            _rate_ns(unprofiled, phase, context),
+            _rate_ns(profiled, phase, context),
         )
+
+
+def _rate_ns(samples: Samples, phase: str, context: int | None) -> float | None:
+    """Return a step's mean wait for data plus the median of the rest, or the mean wait; None for anything else."""
+    times = samples.times_ns("wall", context)
+    waits, steps = times.get(DATA, []), times.get(STEP, [])
+    if phase not in (DATA, STEP) or not any(waits) or len(waits) != len(steps):
+        return None
+    mean = float(np.mean(waits))
+    return mean if phase == DATA else mean + float(np.median(np.subtract(steps, waits)))

@@ -12,7 +12,7 @@ from profkit.findings import Finding
 from profkit.names import STEP
 from profkit.run.ceilings import Ceilings, read_ceilings
 from profkit.run.directory import Run
-from profkit.run.manifest import Manifest
+from profkit.run.manifest import Loading, Manifest
 from profkit.run.work import RunWork
 from profkit.trace.columns import Trace
 
@@ -45,6 +45,7 @@ class RunFacts:
     ``dtype`` is the type of matrix products whose range does not name one. ``peaks`` are the measured ones if there are
     any, else the datasheet's; MFU always uses ``datasheet``. ``step_times`` holds unprofiled and profiled times.
     ``ceilings_uuid`` is the GPU that was measured, if the run is known to have used another one of the same name.
+    ``loading`` is of the data loaders with workers, if there were any.
     """
 
     gpu: str | None
@@ -54,6 +55,7 @@ class RunFacts:
     datasheet: Datasheet | None
     step_times: StepTimes | None
     ceilings_uuid: str | None
+    loading: Loading | None
 
     @property
     def phases(self) -> tuple[PhaseTimes, ...]:
@@ -65,9 +67,9 @@ class RunFacts:
         return next((one for one in self.phases if (one.phase, one.context) == (phase, context)), None)
 
     def step_ns(self, context: int | None) -> float | None:
-        """Return the median unprofiled step time."""
+        """Return the unprofiled step time: the median, of steps that wait for data with their mean wait."""
         timed = self.unprofiled(STEP, context)
-        return None if timed is None else timed.clean.median
+        return None if timed is None else timed.clean_ns
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -120,6 +122,7 @@ def read_run_facts(
         datasheet=sheet,
         step_times=summarize_step_times(manifest),
         ceilings_uuid=_other_uuid(measured, manifest),
+        loading=manifest.loading,
     )
 
 

@@ -22,7 +22,13 @@ from profkit.analysis.efficiency.gpu_time import (
     find_windows,
     sum_parts,
 )
-from profkit.analysis.efficiency.unprofiled import ProfilingCost, UnprofiledIdle, find_uneven_times, profiling_costs
+from profkit.analysis.efficiency.unprofiled import (
+    ProfilingCost,
+    UnprofiledIdle,
+    find_too_few_steps,
+    find_uneven_times,
+    profiling_costs,
+)
 from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
 from profkit.analysis.efficiency.waiting import Waiting, find_waiting
 from profkit.analysis.efficiency.work import Amount, ModelFlops, RangeWorks
@@ -52,13 +58,14 @@ class EfficiencyRow:
     ``busy_ns``. ``ceiling_share`` is the time that ``flops`` would take at their dtypes' peak, over ``busy_ns``.
     ``roof_share`` is how near the range comes to the peak that it would meet first: the time of all operations or of
     the least bytes at their peak, whichever is longer (of the least bytes if the range is memory-bound), over
-    ``busy_ns``. ``intensity`` is all operations per least byte. ``mfu`` exists for steps: model FLOPs over the median
-    unprofiled step time and the datasheet's peak (Chowdhery et al. 2022, appendix B). ``idle_factor`` is the share of
-    idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
-    share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting;
-    ``data_loading_ns`` is the part of its idle time in which the program waited for data, ``input_copy_ns`` the time
-    in which only copies of the batch to the GPU ran (`profkit.analysis.efficiency.data_waits`); ``loads_data`` says
-    whether the two are most of what a *host-bound* range waits for: then data loading limits it.
+    ``busy_ns``. ``intensity`` is all operations per least byte. ``mfu`` exists for steps: model FLOPs over the
+    unprofiled step time (`RunFacts.step_ns`) and the datasheet's peak (Chowdhery et al. 2022, appendix B).
+    ``idle_factor`` is the share of idle time left without a profiler, if the phase around the range was timed so;
+    ``clean_idle_share`` is the idle share that follows. ``waiting_for`` is the rank for which most of the communication
+    in its time was waiting; ``data_loading_ns`` is the part of its idle time in which the program waited for data,
+    ``input_copy_ns`` the time in which only copies of the batch to the GPU ran
+    (`profkit.analysis.efficiency.data_waits`); ``loads_data`` says whether the two are most of what a *host-bound*
+    range waits for: then data loading limits it.
     """
 
     path: str
@@ -237,7 +244,7 @@ def measure_efficiency(
         mfu=models.mfu_of_all,
         idle_share=sum(step.gpu.idle_ns for step in steps) / span_ns if span_ns else None,
         clean_idle_share=unprofiled.idle_share,
-        warnings=tuple(_find_doubts(attribution, rows, facts)),
+        warnings=(*_find_doubts(attribution, rows, facts), *find_too_few_steps(facts, steps)),
     )
 
 

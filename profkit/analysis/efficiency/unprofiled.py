@@ -7,20 +7,23 @@ The step is timed too; what it keeps is divided among its phases and the rest of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from profkit.analysis.attribution import Attribution, mark_members
 from profkit.analysis.efficiency.facts import RunFacts
+from profkit.analysis.efficiency.gpu_steps import GpuStep
 from profkit.analysis.efficiency.gpu_time import GpuParts, GpuTime, find_windows, sum_parts
 from profkit.analysis.nesting import NO_RANGE, mark_nested
 from profkit.analysis.range_paths import RangeNodes
 from profkit.analysis.step_times import PhaseTimes
 from profkit.analysis.steps import context_of, find_steps, is_step, measured_ranges
 from profkit.findings import Finding
-from profkit.names import PHASES, STEP
+from profkit.names import DATA, PHASES, STEP
 from profkit.trace.columns import Ints, empty_ints
 
 _WIDE = 0.3
@@ -35,9 +38,10 @@ _PART = 0.1
 
 @dataclass(frozen=True)
 class ProfilingCost:
-    """A phase's (or step's) median with a profiler and without one, in ns; ``cost`` is what profiling added, relative.
+    """What a phase (or step) takes with a profiler and without one, in ns; ``cost`` is what profiling added, relative.
 
-    The unprofiled steps are those of another process, or other steps of the same one.
+    Both are medians, of steps that wait for data as in `PhaseTimes.clean_rate_ns`. The unprofiled steps are those of
+    another process, or other steps of the same one.
     """
 
     phase: str
@@ -148,7 +152,7 @@ def _scale_idle(
     own = members[windows.member]
     step = np.where(steps[own] != NO_RANGE, steps[own], own)
     count = np.unique(np.stack([step, windows.device]), axis=1).shape[1]
-    factor = max(0.0, phase.clean.median - parts.busy_ns / count) / (parts.idle_ns / count)
+    factor = max(0.0, phase.clean_ns - parts.busy_ns / count) / (parts.idle_ns / count)
     if factor > _FITS and count > len(np.unique(step)):
         return None
     return parts, min(1.0, factor)
@@ -157,9 +161,9 @@ def _scale_idle(
 def profiling_costs(facts: RunFacts) -> tuple[ProfilingCost, ...]:
     """Return what profiling cost each phase that was timed with and without a profiler."""
     return tuple(
-        ProfilingCost(one.phase, one.context, one.clean.median, one.profiled.median, one.cost)
+        ProfilingCost(one.phase, one.context, one.clean_ns, one.profiled_ns, one.cost)
         for one in facts.phases
-        if one.profiled is not None and one.cost is not None
+        if one.profiled_ns is not None and one.cost is not None
     )
 
 
@@ -174,7 +178,7 @@ def find_uneven_times(facts: RunFacts) -> Iterator[Finding]:
             yield Finding(
                 "uneven-clean-steps",
                 f"{one.clean.count} unprofiled steps{_where(one)} vary widely: their standard deviation is"
-                f" {deviation:.0%} of their mean. Verdicts and MFU use their median;"
+                f" {deviation:.0%} of their mean. Verdicts and MFU use {_used_of(one)};"
                 " time more steps (`profkit run --warmup`)",
             )
     uneven = [one for one in facts.phases if _is_uneven(facts, one)]
@@ -184,6 +188,29 @@ def find_uneven_times(facts: RunFacts) -> Iterator[Finding]:
         )
         rest = "its verdict and idle share use" if len(uneven) == 1 else "their verdicts and idle shares use"
         yield Finding("uneven-clean-phases", f"{ranges} unprofiled (10th to 90th percentile); {rest} the median")
+
+
+def _used_of(step: PhaseTimes) -> str:
+    return "their median" if step.clean_rate_ns is None else "their mean wait for data and the median of the rest"
+
+
+def find_too_few_steps(facts: RunFacts, steps: Sequence[GpuStep]) -> Iterator[Finding]:
+    """Say if fewer steps were recorded than workers deliver batches at once, in a program that waits for data."""
+    loading = facts.loading
+    if loading is None or not loading.batches_per_step or not steps:
+        return
+    recorded = max(Counter(process for process, _ in {(step.process, step.start_ns) for step in steps}).values())
+    burst = math.ceil(loading.workers / loading.batches_per_step)
+    waited_ns, whole_ns = (sum(getattr(step, name) for step in steps) for name in ("data_wait_ns", "wall_ns"))
+    unprofiled = facts.unprofiled(DATA, None), facts.unprofiled(STEP, None)
+    shares = [waited_ns / whole_ns] + [data.clean_ns / step.clean_ns for data, step in [unprofiled] if data and step]
+    if recorded < burst and max(shares) > _PART:
+        yield Finding(
+            "few-steps-for-data",
+            f"{loading.workers} data loader workers deliver in bursts of up to {burst} steps, and {recorded} were"
+            " recorded: they may wait more or less for data than usual;"
+            f" record {burst} or more (`profkit run --steps`)",
+        )
 
 
 def _is_uneven(facts: RunFacts, one: PhaseTimes) -> bool:
