@@ -253,7 +253,8 @@ def main() -> None:
     if memory is not None:
         from tests.paper_cuda import CALLS
 
-        memory.finish()
+        memory.steps_end()
+        memory.close()
         found["memory"] = {**asdict(memory.result()), "calls": CALLS}
     found["end"] = {"events": EVENTS}
     print(json.dumps(found))

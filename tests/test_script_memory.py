@@ -168,7 +168,7 @@ def test_a_script_is_recorded_from_the_first_use_of_cuda_to_its_last_measured_st
     assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
     calls = json.loads(done.stdout.splitlines()[5].replace("'", '"'))
     assert calls[:2] == ["init", "record all"]
-    assert calls[-2:] == ["snapshot", "record None"], "switched off after it"
+    assert calls[-1] == "snapshot", "and goes on: an allocation may fail later"
     ledger = _ledger(place)
     assert [one.name for one in ledger.steps] == ["step 0", "step 1", "step 2"], "three of five"
     assert [one.moment for one in ledger.figures] == ["step 0", "step 1", "step 2", "dump"]
@@ -365,7 +365,7 @@ def test_a_callable_without_cuda_has_its_trace_and_no_snapshot(place: Path, run:
     assert _files(place) == ["manifest.json", "trace.json.gz"]
 
 
-def test_ctrl_c_leaves_nothing_half_written(place: Path) -> None:
+def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path) -> None:
     command = _command("--memory", "--steps", "9", "--", sys.executable, "train.py", "wait")
     with subprocess.Popen(
         command, cwd=place, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -377,8 +377,8 @@ def test_ctrl_c_leaves_nothing_half_written(place: Path) -> None:
         started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=30)
     assert started.returncode == 130
-    assert said.splitlines()[-1] == "profkit: interrupted; run is marked failed and keeps no capture"
-    assert _files(place) == ["manifest.json"]
+    assert said.splitlines()[-1] == "profkit: interrupted; run is marked failed and keeps snapshot.pickle"
+    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
 
 
 @pytest.mark.parametrize("recorder", ["--nsys", "--kineto"])

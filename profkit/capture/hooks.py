@@ -57,6 +57,9 @@ class StepListener(Protocol):
 class Watcher:
     """Sees what the script does while the hooks are installed; this one does nothing."""
 
+    follows_modules = False
+    """Whether `runs_for` is wanted, also of modules that have no range."""
+
     def call_begins(self, module: nn.Module, args: Any) -> None:
         """An outermost module call begins; in a backward pass there is none."""
 
@@ -116,11 +119,11 @@ class Hooks(RangeObserver):
     ) -> None:
         self._listener = listener
         self._watcher = watcher or Watcher()
-        self._knows_owners = watcher is not None
+        self._knows_owners = self._watcher.follows_modules
         self._roots: WeakSet[nn.Module] = WeakSet()
         self.has_failed = False
         self._names = ModuleNames(depth)
-        self._open = OpenRanges(None if watcher is None else watcher.runs_for)
+        self._open = OpenRanges(self._watcher.runs_for if self._watcher.follows_modules else None)
         self._forward_handles: list[Any] = []
         self._root_handles: list[Any] = []
         self._compiles = False

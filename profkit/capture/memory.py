@@ -1,4 +1,7 @@
-"""The allocator's recording in the target's process: from CUDA's first use to the end of the last measured step.
+"""The allocator's recording in the target's process, from CUDA's first use to the process's end.
+
+What the last recorded step leaves is written down where it ends. From then on only an allocation that fails writes
+anything: the snapshot of that moment, over the one before.
 
 Nothing here changes what the target does: CUDA is never initialised for it, no tensor is held, and whatever fails ends
 the recording alone, and is reported by the launcher.
@@ -15,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -63,19 +67,29 @@ class _OnThread(threading.local):
 
 
 class MemoryRecording(Watcher):
-    """Records the allocator of this process into ``run``: `wait_for_cuda` once, `finish` at the end."""
+    """Records the allocator of this process into ``run``: `wait_for_cuda` once, `close` at the end.
 
-    def __init__(self, run: Path, options: MemoryOptions) -> None:
+    Args:
+        notes_steps: write down whose each storage is at every step, until `steps_end`; otherwise only where an
+            allocation fails.
+    """
+
+    def __init__(self, run: Path, options: MemoryOptions, *, notes_steps: bool = True) -> None:
+        self.follows_modules = notes_steps
+        self._notes_steps = notes_steps
         self._run = run
         self._options = options
         self.owners: OwnerLedger | None = None
         """The ledger, while the allocator is recorded."""
         self._files: tuple[Path, Path] | None = None
         self._roots = Roots()
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._step: tuple[int, int] | None = None
         self._on_thread = _OnThread()
         self._patches = ExitStack()
-        self._is_over = self._is_full = self._is_scripts_own = self._writes_text = False
+        self._is_over = self._is_full = self._is_scripts_own = self._lacks_events = self._writes_text = False
+        self._is_of_failure = False
+        self._failed_allocations = 0
         self._peak_bytes = 0
         self._failure: str | None = None
 
@@ -83,11 +97,21 @@ class MemoryRecording(Watcher):
         """Begin to record when this process first uses CUDA, before it can have allocated anything; maybe never."""
         torch.cuda._lazy_call(self._begin)
 
-    def finish(self) -> None:
-        """Write the snapshot, unless an allocation that failed in this step already wrote it, and stop recording."""
-        if not self._is_full:
+    def steps_end(self) -> None:
+        """Write the snapshot, unless an allocation that failed in this step already wrote it.
+
+        From now on only allocations that fail matter.
+        """
+        if self._notes_steps and not self._is_full:
             self._take("dump")
+            self._is_of_failure = False
+        self._notes_steps = False
+
+    def close(self) -> None:
+        """Stop recording: the process ends. A ledger without a snapshot is deleted."""
         self._stop()
+        for path in self._files or ():
+            _partial(path).unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Do nothing more in this process: it is a forked copy, and the files belong to its parent."""
@@ -109,15 +133,19 @@ class MemoryRecording(Watcher):
         is_there = self._files is not None and self._files[0].exists()
         return ProcessMemory(
             snapshot=self._files[0].name if self._files and is_there else None,
-            allocated_peak_bytes=self._peak_bytes,
+            allocated_peak_bytes=self._peak_bytes if self.owners is None else self.owners.allocated_peak_bytes,
             failure=self._failure,
-            script_records=self._is_scripts_own,
+            script_records=self._lacks_events,
+            failed_allocations=self._failed_allocations,
+            is_of_failure=self._is_of_failure,
         )
 
     @_harmless
     def boundary(self, number: int) -> None:
         """Step ``number`` begins; the one before it has ended."""
         assert self.owners is not None
+        if not self._notes_steps:
+            return
         if self._step is not None:
             self.owners.note_step(step_range(self._step[0]), self._step[1])
         self._step = number, now_us()
@@ -128,6 +156,8 @@ class MemoryRecording(Watcher):
     def call_begins(self, module: nn.Module, args: Any) -> None:
         assert self.owners is not None
         root = self._roots.of(module)
+        if not self._notes_steps:
+            return
         if root is not None:
             self.owners.note_module(root)
         self.owners.note_inputs(_inputs(args, "input", _NESTING))
@@ -150,6 +180,9 @@ class MemoryRecording(Watcher):
     @_harmless
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         assert self.owners is not None
+        self._optimizers.add(optimizer)
+        if not self._notes_steps:
+            return
         names = self._roots.parameter_names()
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self.owners.note_gradients((names.get(parameter, _OUTSIDE), parameter) for parameter in parameters)
@@ -157,7 +190,8 @@ class MemoryRecording(Watcher):
     @_harmless
     def optimizer_ends(self, optimizer: Optimizer) -> None:
         assert self.owners is not None
-        self.owners.note_optimizer(optimizer, self._roots.parameter_names())
+        if self._notes_steps:
+            self.owners.note_optimizer(optimizer, self._roots.parameter_names())
 
     def _begin(self) -> None:
         """Begin to record; CUDA is being initialised, no device has a context yet, and none is made here."""
@@ -169,7 +203,7 @@ class MemoryRecording(Watcher):
             switch_on(self._options.stacks, self._options.max_entries)
             call_when_full(self._when_full)
             for name in _RESETS:
-                self._tell_before(name, lambda: self._note_figures("before the script reset the peaks"))
+                self._tell_before(name, self._note_peaks)
             for name in _RECORDS:
                 self._tell_before(name, self._leave_to_script)
         except Exception as error:
@@ -198,13 +232,15 @@ class MemoryRecording(Watcher):
         self._patches.callback(setattr, torch._C, name, function)
 
     @_harmless
-    def _note_figures(self, moment: str) -> None:
+    def _note_peaks(self) -> None:
         assert self.owners is not None
-        self.owners.note_figures(moment)
+        self.owners.note_figures("before the script reset the peaks", only_higher=not self._notes_steps)
 
     @_harmless
     def _leave_to_script(self) -> None:
         self._is_scripts_own = True
+        # After the recorded steps the snapshot of them has been written.
+        self._lacks_events = self._notes_steps or not self.follows_modules
 
     @_harmless
     def _note_saved(self, tensor: Tensor) -> None:
@@ -214,17 +250,23 @@ class MemoryRecording(Watcher):
     @_harmless
     def _note_keywords(self, keywords: Any) -> None:
         assert self.owners is not None
-        self.owners.note_inputs(_inputs(keywords, "input", _NESTING))
+        if self._notes_steps:
+            self.owners.note_inputs(_inputs(keywords, "input", _NESTING))
 
     @_harmless
     def _when_full(self, device: int) -> None:
         """Handle a failed allocation; the script may catch the error and go on."""
         assert self.owners is not None
+        self._failed_allocations += 1
+        names = self._roots.parameter_names()
+        for model in self._roots.list():
+            self.owners.note_module(model)
         # Other devices' gradients may be changing on other threads.
-        parameters = self._roots.parameter_names().items()
-        self.owners.note_gradients((name, one) for one, name in parameters if one.device.index in {device, None})
+        self.owners.note_gradients((name, one) for one, name in names.items() if one.device.index in {device, None})
+        for optimizer in list(self._optimizers):
+            self.owners.note_optimizer(optimizer, names)
         self._take(_OUT_OF_MEMORY)
-        self._is_full = True
+        self._is_full = self._is_of_failure = self.owners is not None
 
     @_harmless
     def _take(self, moment: str) -> None:

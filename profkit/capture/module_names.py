@@ -83,5 +83,4 @@ class Roots:
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the dotted name of every parameter of the models, the first where a model has it twice."""
-        models = (model for one in self._roots if (model := one()) is not None)
-        return {parameter: name for model in models for name, parameter in model.named_parameters()}
+        return {parameter: name for model in self.list() for name, parameter in model.named_parameters()}

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from profkit.run.owners import START
+
 VERSION = 1
 
 # What has one storage for good is written down when it is new there, not at every step.
@@ -43,13 +45,14 @@ class OwnerLedger:
         self._step: int | None = None
         self._capacity_bytes: dict[int, int] = {}
         self._lasting: dict[tuple[str, str], tuple[int, int]] = {}
+        self._peaks: dict[int, list[int]] = {}
         self.allocated_peak_bytes = 0
         """The highest of the allocator's own peaks that were noted, of all devices."""
         self._write(
             {"kind": "header", "version": VERSION, "torch": torch.__version__, "peaks_reset_us": peaks_reset_us}
         )
         if before is not None:
-            self._write_figures("start", self._index, before)
+            self._write_figures(START, self._index, before)
 
     def close(self) -> None:
         """End the ledger."""
@@ -88,22 +91,30 @@ class OwnerLedger:
         """Write down where a tensor lies that autograd saves for backward."""
         self._note("saved", [("", tensor)])
 
-    def note_figures(self, moment: str) -> None:
-        """Write down the allocator's own statistics."""
+    def note_figures(self, moment: str, *, only_higher: bool = False) -> None:
+        """Write down the allocator's own statistics; ``only_higher``: of devices with a peak above all noted ones."""
         devices = range(torch.cuda.device_count()) if self._device is None else [self._index]
         for device in devices:
             statistics = torch.cuda.memory_stats(device)
             if self._device is not None or statistics.get("reserved_bytes.all.peak", 0):
-                self._write_figures(moment, device, statistics)
+                self._write_figures(moment, device, statistics, only_higher=only_higher)
 
-    def _write_figures(self, moment: str, device: int, statistics: Mapping[str, Any]) -> None:
+    def _write_figures(
+        self, moment: str, device: int, statistics: Mapping[str, Any], *, only_higher: bool = False
+    ) -> None:
+        peaks = [statistics.get(f"{name}.all.peak", 0) for name in _FIGURES]
+        noted = self._peaks.get(device, [0] * len(peaks))
+        if only_higher and all(one <= most for one, most in zip(peaks, noted, strict=True)):
+            return
+        if moment != START:
+            self._peaks[device] = [max(one, most) for one, most in zip(peaks, noted, strict=True)]
         if device not in self._capacity_bytes:
             self._capacity_bytes[device] = torch.cuda.mem_get_info(device)[1]
         figures: dict[str, Any] = {"capacity_bytes": self._capacity_bytes[device]}
         for name in _FIGURES:
             figures[name] = statistics.get(f"{name}.all.current", 0)
             figures[name.replace("_bytes", "_peak_bytes")] = statistics.get(f"{name}.all.peak", 0)
-        if moment != "start":
+        if moment != START:
             self.allocated_peak_bytes = max(self.allocated_peak_bytes, figures["allocated_peak_bytes"])
         self._write({"kind": "figures", "time_us": now_us(), "device": device, "moment": moment, **figures})
 

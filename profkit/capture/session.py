@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -68,7 +69,10 @@ class Session:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.run = Path(order.run)
-        self.memory = None if order.memory is None else MemoryRecording(self.run, order.memory)
+        self._records_memory = order.recorder == "memory"
+        self.memory = (
+            None if order.memory is None else MemoryRecording(self.run, order.memory, notes_steps=self._records_memory)
+        )
         self.hooks = Hooks(self, order.depth, order.step_on, self.memory, counts_steps=not order.own_steps)
         self.context: int | None = None
         """The context length of the steps that run now, in a target that has several."""
@@ -87,19 +91,22 @@ class Session:
         self._failure: str | None = None
         self._warmup_range = ExitStack()
         self._counter: WorkCounter | None = None
-        self._is_over = False
+        self._process: Process | None = None
+        # Steps do not matter, and counting them would wait for the device at each.
+        self._is_over = order.recorder == "oom"
 
     def begin(self) -> None:
         """Install the hooks; record the allocator from CUDA's first use if it is to be recorded."""
         self.hooks.install()
         if self.order.own_steps:
             observe_ranges(_OwnSteps(self))
-        if self.memory is None:
-            self.hooks.clock.start()
-        else:
+        if self.memory is not None:
             self.memory.wait_for_cuda()
+        if self._records_memory:
             if self.order.annotate:
                 self.hooks.start()
+        elif not self._is_over:
+            self.hooks.clock.start()
 
     def boundary(self, number: int) -> None:
         """Time the step that ended; begin or end the recording if it is time to."""
@@ -157,8 +164,19 @@ class Session:
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say what ended the process."""
         self._leave_failure()
-        used_cuda = self.memory is not None and self.memory.owners is not None
-        if self._is_over or (self._begun < 0 and not used_cuda):
+        if not self._is_over:
+            self._end_early()
+        if self.memory is not None:
+            self.memory.close()
+            found = self.memory.result()
+            if found is not None and (self._process is None or self._process.memory != found):
+                state = COMPLETE if self.order.recorder == "oom" else NOT_REACHED
+                self._leave(replace(self._process or self._describe(state), memory=found))
+
+    def _end_early(self) -> None:
+        """The process ends before its last recorded step has."""
+        used_cuda = self._records_memory and self.memory is not None and self.memory.owners is not None
+        if self._begun < 0 and not used_cuda:
             return
         if self._begun < self._first:
             self._finish(NOT_REACHED)
@@ -180,6 +198,7 @@ class Session:
             self._counter.stop()
         if self.memory is not None:
             self.memory.forget()
+            self.memory = None
         self.hooks.stop()
         self.hooks.clock.stop()
 
@@ -244,7 +263,7 @@ class Session:
                 self._scripts_profiler.before_start = self._make_way
         elif self.order.recorder == "nsys":
             self._recording.enter_context(recorded_by_nsys(self.run, device))
-        if self.order.annotate and self.memory is None:
+        if self.order.annotate and not self._records_memory:
             self.hooks.start()
 
     def _leave_out_first_steps(self) -> None:
@@ -281,9 +300,13 @@ class Session:
             except Exception as error:  # a full disk, say: the target trains on, and the launcher reports it
                 self._failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         if self.memory is not None:
-            self.memory.finish()
+            self.memory.steps_end()
+        self._leave(self._describe(state))
+
+    def _leave(self, process: Process) -> None:
+        self._process = process
         try:
-            leave_process(self.run, self._describe(state))
+            leave_process(self.run, process)
         except OSError as error:
             sys.stderr.write(f"profkit: {self.run}: the recording could not be saved: {self._failure or error}\n")
 
@@ -326,7 +349,7 @@ class Session:
             said = str(error) if isinstance(error, ProfkitError) else f"{type(error).__name__}: {error}"
             text = next(iter(said.strip().splitlines()), type(error).__name__)
             with suppress(OSError):  # a full disk may be the very reason
-                leave_failure(self.run, self._name, Failure(text, self._rank))
+                leave_failure(self.run, self._name, Failure(text, self._rank, out_of_memory=is_out_of_memory(error)))
 
 
 class _OwnSteps(RangeObserver):
@@ -367,6 +390,17 @@ class _OwnSteps(RangeObserver):
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable)
     return None if text is None else int(text)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether a failed allocation is the exception, or led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _wait_for_device() -> None:

@@ -33,7 +33,8 @@ _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "ti
     default=PEAK,
     show_default=True,
     metavar="MOMENT",
-    help="Moment to explain: peak, 2.5s after the first event, or phase:backward.",
+    help="Moment to explain: peak, oom (the last allocation that failed), phase:backward, or 2.5s after the first "
+    "event.",
 )
 @click.option("--by", type=click.Choice(BY), help="Show one table: what each module, category, line or phase held.")
 @click.option("--device", type=int, metavar="N", help="Show this GPU (default: the one with the highest peak).")

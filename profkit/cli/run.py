@@ -19,18 +19,21 @@ from profkit.cli.run_options import (
     hook_options,
     memory_options,
     model_options,
+    names_recorder,
     recorder_options,
     refuse_options_of_other_kinds,
     require_nsys,
     step_options,
 )
-from profkit.errors import UsageError
+from profkit.errors import CaptureError, UsageError
 from profkit.launch.nsys import GraphTrace
-from profkit.launch.passes import Target, callable_passes, command_passes, model_passes
+from profkit.launch.passes import OutOfMemory, Target, callable_passes, command_passes, model_passes
 from profkit.launch.record import Recorded, record_run, require_torch
 from profkit.launch.targets import build_rank_argv, command_name, parse_target, target_kind
 from profkit.models.options import Device, TrainingOptions
 from profkit.names import context_range
+from profkit.report.units import format_count
+from profkit.run.directory import Run
 from profkit.run.manifest import Workload
 from profkit.run.recording import MemoryOptions, Order, Recorder, Stacks
 
@@ -88,6 +91,7 @@ def run(
     ceilings: bool,
     memory: bool,
     memory_only: bool,
+    oom: bool,
     memory_stacks: Stacks,
     memory_entries: int,
     memory_saved: bool,
@@ -104,6 +108,9 @@ def run(
     without an optimizer each outermost call of a module is a step. With --memory the command runs twice: the first
     run records the allocator, from the first use of CUDA to the last measured step.
 
+    With --memory or --oom a command that runs out of memory, at whatever step, is explained when it ends: what was
+    asked for, what was free, and who held the rest.
+
     Callables and commands need no edit: profkit opens the ranges for phases and modules.
 
     The exit status is the target's.
@@ -112,7 +119,7 @@ def run(
     refuse_options_of_other_kinds(kind)
     nsys = require_nsys(traces, graph_trace, nsys_args, keep_report) if with_nsys else None
     recorder: Recorder = "nsys" if with_nsys else "kineto"
-    allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory or memory_only else None
+    allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory or memory_only or oom else None
     warmup_steps = warmup if warmup is not None else _COMMAND_WARMUP if kind == "command" else _WARMUP
     if flops and warmup_steps < _COUNTABLE_WARMUP:
         raise UsageError(
@@ -127,7 +134,9 @@ def run(
         wanted = Target(target[0].replace(":", "-"), target[0], kind, tuple(passes), _workload(order))
     else:
         words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
-        passes = command_passes(words, order, allocator, with_trace=not memory_only)
+        with_memory = memory or memory_only
+        with_trace = not memory_only and (with_memory or not oom or names_recorder())
+        passes = command_passes(words, order, allocator, with_memory=with_memory, with_trace=with_trace)
         name, title = command_name(words), " ".join(words)
         wanted = Target(name, title, kind, tuple(passes), _workload(order), argv=words)
     if kind != "command":
@@ -222,6 +231,8 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
     for warning in recorded.warnings:
         click.echo(f"profkit: warning: {warning}", err=True)
     status = recorded.exit_status
+    if recorded.out_of_memory is not None:
+        _explain_out_of_memory(recorded, recorded.out_of_memory, where)
     if status != 0:
         name = target.argv[0] if target.argv else target.title
         killed = " (killed: perhaps the memory was full)" if status == _KILLED else ""
@@ -237,6 +248,25 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
         _show(recorded)
     _say_next(recorded, target, where)
     return status or (1 if recorded.reason else 0)
+
+
+def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) -> None:
+    """Print why the allocation failed that ended the target; of one that it survived say where that stands."""
+    if failed.is_fatal and failed.rank is not None:
+        from profkit.report.memory_summary import render_out_of_memory
+
+        try:
+            click.echo(render_out_of_memory(recorded.run, failed.rank))
+        except (CaptureError, UsageError) as error:
+            click.echo(f"profkit: {error}", err=True)
+    elif recorded.has_snapshot:
+        failures = format_count(failed.count, "allocation")
+        ranks = len(Run(recorded.run).snapshots)
+        rank = f" --rank {failed.rank}" if failed.rank is not None and ranks > 1 else ""
+        click.echo(
+            f"profkit: {failures} failed and the target went on; profkit memory {where}{rank} says why the last failed",
+            err=True,
+        )
 
 
 def _show(recorded: Recorded) -> None:

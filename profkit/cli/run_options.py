@@ -38,7 +38,7 @@ _COMMAND: tuple[Kind, ...] = ("command",)
 _MEANT_FOR = {
     **dict.fromkeys(("batch", "contexts", "passes", "dtype", "compile_mode", "seed", "device"), _MODEL),
     **dict.fromkeys(("depth", "annotate", "flops"), _HOOKED),
-    **dict.fromkeys(("stop", "step_on", "memory_only"), _COMMAND),
+    **dict.fromkeys(("stop", "step_on", "memory_only", "oom"), _COMMAND),
     "ranks": ("model", "command"),
 }
 _KIND_NAMES = {
@@ -173,6 +173,13 @@ def memory_options(command: Command) -> Command:
             is_flag=True,
             help="Record a command's allocator and no trace. The command then runs once; with --memory it runs twice.",
         ),
+        click.option(
+            "--oom",
+            is_flag=True,
+            help="Keep the allocator's last events to the end of a command, at about 2 µs an allocation, and save them "
+            "only if an allocation fails. It records nothing else unless you add --kineto or --nsys (then in the same "
+            "run) or --memory (which does this anyway).",
+        ),
         _choice(
             "--memory-stacks", Stacks, "python", "Stack of each allocation: Python frames, or all with C++ (slower)."
         ),
@@ -245,6 +252,11 @@ def _given_name(parameter: click.Parameter, ctx: click.Context) -> str:
     """Return the name of an option as it was given; of an on/off pair, the one that was used."""
     said_no = parameter.secondary_opts and ctx.params[parameter.name or ""] is False
     return (parameter.secondary_opts if said_no else parameter.opts)[0]
+
+
+def names_recorder() -> bool:
+    """Return whether the recorder of the trace was named on the command line."""
+    return click.get_current_context().get_parameter_source("with_nsys") is ParameterSource.COMMANDLINE
 
 
 def require_nsys(traces: str, graph_trace: GraphTrace, nsys_args: str, keep_report: bool) -> Nsys:

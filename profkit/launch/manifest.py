@@ -58,7 +58,7 @@ def begin_manifest(target: Target, nsys: Nsys | None, command: list[str], secret
     """
     names = (*SECRET_NAMES, *secret_names)
     argv = redact(target.argv, names)
-    records_trace = target.passes[-1].order.recorder != "memory"
+    records_trace = target.passes[-1].order.recorder not in ("memory", "oom")
     return Manifest(
         command=redact(command, names),
         target=" ".join(argv) or target.title,

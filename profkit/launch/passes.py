@@ -52,6 +52,15 @@ class Target:
 
 
 @dataclass(frozen=True)
+class OutOfMemory:
+    """How many allocations failed, the first rank whose snapshot shows one, and whether the target ended with it."""
+
+    count: int
+    rank: int | None
+    is_fatal: bool
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a pass ended: the target's exit status, what its processes left, and why nothing was recorded, if so."""
 
@@ -68,6 +77,18 @@ class Outcome:
         return self.exit_status == 0 and why_no_step(self.processes, self.order) is None
 
     @property
+    def out_of_memory(self) -> OutOfMemory | None:
+        """Return what is known of allocations that failed in this pass; None if none did, or nobody watched."""
+        failed = [(one, one.memory) for one in self.processes if one.memory is not None]
+        count = sum(memory.failed_allocations for _, memory in failed)
+        if not count:
+            return None
+        # A script that prints its error and leaves with a status of its own has left no exception.
+        is_fatal = self.exit_status != 0 and (not self.failures or any(one.out_of_memory for one in self.failures))
+        ranks = [one.rank or 0 for one, memory in failed if memory.is_of_failure]
+        return OutOfMemory(count, ranks[0] if ranks else None, is_fatal=is_fatal)
+
+    @property
     def what_failed(self) -> str | None:
         """Return the target's own error, with the rank if there are several; None if it left none."""
         ranks = [f"rank {one.rank}: {one.error}" for one in self.failures if one.rank is not None]
@@ -75,11 +96,21 @@ class Outcome:
         return "; ".join(ranks) or next(iter(alone), None)
 
 
-def command_passes(words: Sequence[str], order: Order, memory: MemoryOptions | None, *, with_trace: bool) -> list[Pass]:
-    """Return the passes over somebody's own command: one for the allocator if it is wanted, one for the trace."""
-    remembered = replace(order, recorder="memory", memory=memory, flops=False)
-    orders = (*[remembered] * (memory is not None), *[order] * with_trace)
-    return [Pass(tuple(words), one) for one in orders]
+def command_passes(
+    words: Sequence[str], order: Order, allocator: MemoryOptions | None, *, with_memory: bool, with_trace: bool
+) -> list[Pass]:
+    """Return the passes over somebody's own command: one for the allocator if it is wanted, one for the trace.
+
+    Without the former, options for the allocator have the trace's pass watched for allocations that fail; without
+    either there is one pass that does nothing else.
+    """
+    watched = replace(order, memory=allocator)
+    orders = []
+    if with_memory:
+        orders.append(replace(watched, recorder="memory", flops=False))
+    if with_trace:
+        orders.append(order if with_memory else watched)
+    return [Pass(tuple(words), one) for one in orders or [replace(watched, recorder="oom", flops=False)]]
 
 
 def model_passes(
@@ -138,6 +169,9 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
     """Return why a pass recorded nothing into ``run``, None if it did record."""
     if order.recorder == "memory":
         return None if Run(run).snapshots else _why_no_snapshot(processes)
+    if order.recorder == "oom":
+        is_watched = any(one.memory is not None and one.memory.failure is None for one in processes)
+        return None if is_watched or Run(run).snapshots else _why_no_snapshot(processes)
     why = why_no_step(processes, order)
     if why is not None or order.recorder == "none":
         return why
@@ -172,12 +206,12 @@ def why_no_step(processes: Sequence[Process], order: Order) -> str | None:
 
 def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
     """Return what a pass lacks although it recorded something, or other passes did."""
-    if outcome.order.recorder == "memory":
+    if outcome.order.recorder in ("memory", "oom"):
         return ([] if is_last or outcome.reason is None else [outcome.reason]) + _memory_shortfalls(outcome)
     if not outcome.processes:
         return []
     first = outcome.processes[0]
-    found = []
+    found = _memory_shortfalls(outcome)
     if first.failure and outcome.reason is None:
         found.append(f"the recording is not whole: {first.failure}")
     elif first.state == CUT_SHORT:

@@ -18,7 +18,7 @@ from profkit.launch.conditions import GpuWatch, warn_of_run
 from profkit.launch.manifest import begin_manifest, utc_now
 from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.nsys_run import collect_report, lost_events, require_room, run_in_nsys
-from profkit.launch.passes import LOSSES, Outcome, Pass, Target, shortfalls, why_no_step, why_nothing
+from profkit.launch.passes import LOSSES, Outcome, OutOfMemory, Pass, Target, shortfalls, why_no_step, why_nothing
 from profkit.launch.processes import run_child, uninterrupted
 from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, Run, make_run_directory
 from profkit.run.manifest import Manifest, MemoryPass, write_manifest
@@ -38,6 +38,7 @@ _REDIRECTED = "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); os.execvp(sys.a
 
 _DOING = {
     "memory": "recording the allocator",
+    "oom": "watching for allocations that fail",
     "none": "timing the steps without a profiler",
     "kineto": "recording the steps with torch.profiler",
     "nsys": "recording the steps with Nsight Systems",
@@ -49,7 +50,7 @@ class Recorded:
     """A finished run: its directory, the target's exit status, and what was recorded.
 
     ``reason`` says why the last pass recorded nothing, None if it did record. ``has_kernels`` is False where the
-    recorder sees none: Nsight Systems without CUDA.
+    recorder sees none: Nsight Systems without CUDA. ``out_of_memory``: allocations that failed in the last pass.
     """
 
     run: Path
@@ -58,6 +59,7 @@ class Recorded:
     has_trace: bool = False
     has_kernels: bool = False
     has_snapshot: bool = False
+    out_of_memory: OutOfMemory | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -186,6 +188,7 @@ class _Recording:
             has_trace=has_trace,
             has_kernels=has_trace and self._sees_kernels(last),
             has_snapshot=bool(Run(self._run).snapshots),
+            out_of_memory=last.out_of_memory,
             warnings=warnings,
         )
 
@@ -282,12 +285,13 @@ def _with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
             conditions=first.conditions,
             float32_matmul_precision=first.conditions.float32_matmul_precision if first.conditions else None,
         )
-    if order.recorder == "memory" and order.memory is not None:
+    if order.memory is not None:
         processes = tuple(replace(one, attached=(), profiled=(), during={}) for one in outcome.processes)
-        options = asdict(order.memory)
-        return replace(
-            manifest, memory=MemoryPass(steps=recorded.steps, losses=outcome.losses, processes=processes, **options)
-        )
+        remembered = MemoryPass(processes=processes, **asdict(order.memory))
+        if order.recorder in ("memory", "oom"):
+            return replace(manifest, memory=replace(remembered, steps=recorded.steps, losses=outcome.losses))
+        # Its steps are those of the trace, which the recorder slowed too.
+        manifest = replace(manifest, memory=remembered)
     if order.recorder == "none":
         return replace(manifest, clean=recorded)
     manifest = replace(manifest, processes=outcome.processes)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from profkit.analysis.memory.composition import LargeRow
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.oom import OomVerdict
-from profkit.analysis.memory.opened_snapshot import PEAK
+from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK
 from profkit.analysis.memory.result import MemoryResult, Totals
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.memory_parts import build_module_parts, build_phase_part, exact_parts
@@ -125,10 +125,13 @@ def _proof(totals: Totals) -> str:
     return f"not proven: between {low:,} and {high:,} B"
 
 
+_MOMENTS = {PEAK: "At the peak", FAILURE: "When the allocation failed"}
+
+
 def _moment(result: MemoryResult) -> str:
     """Return which moment the tables describe."""
     at = result.composition
-    what = "At the peak" if at.what == PEAK else f"At {at.what}"
+    what = _MOMENTS.get(at.what, f"At {at.what}")
     phase = f" in {at.phase}" if at.phase else ""
     when = format_after(at.time_us, result.history.zero_us)
     return f"{what}, {when}{phase}: {format_bytes(at.allocated_bytes)} allocated"

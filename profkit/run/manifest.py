@@ -72,12 +72,17 @@ class Conditions:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """What one process left of its allocator's recording: the snapshot's file name, and why it lacks something."""
+    """What one process left of its allocator's recording: the snapshot's file name, and why it lacks something.
+
+    ``failed_allocations`` is how many found no memory; ``is_of_failure``: the last of them wrote the snapshot.
+    """
 
     snapshot: str | None = None
     allocated_peak_bytes: int = 0
     failure: str | None = None
     script_records: bool = False
+    failed_allocations: int = 0
+    is_of_failure: bool = False
 
 
 @dataclass(frozen=True)

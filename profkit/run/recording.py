@@ -18,7 +18,7 @@ from profkit.run.records import decode, read_record
 
 VARIABLE = "PROFKIT_ATTACH"
 
-Recorder = Literal["none", "kineto", "nsys", "memory"]
+Recorder = Literal["none", "kineto", "nsys", "memory", "oom"]
 Stacks = Literal["python", "all"]
 
 COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
@@ -51,11 +51,13 @@ class MemoryOptions:
 class Order:
     """Steps ``warmup_steps`` to ``warmup_steps + steps - 1`` of the target, counted from 0, are recorded into ``run``.
 
-    The recorder ``none`` times these steps; ``memory`` begins with CUDA's first use instead of at a step, as ``memory``
-    says. ``steps`` None: all that follow. ``depth`` of the modules' ranges, None: modules have none; ``annotate`` False
-    opens no range at all; ``stop`` ends the target after the last step; ``step_on`` is the class of the optimizer that
-    counts; ``flops`` counts the work of the step before the recorded ones, or of the range `profkit.names.COUNTED`.
-    ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
+    The recorder ``none`` times these steps; ``memory`` begins with CUDA's first use instead of at a step. With
+    every recorder the allocator's history is kept as ``memory`` says, if that is given, and whatever allocation
+    fails, to the end of the process, is written down; ``oom`` does that alone. ``steps`` None: all that follow.
+    ``depth`` of the modules' ranges, None: modules have none; ``annotate`` False opens no range at all; ``stop``
+    ends the target after the last step; ``step_on`` is the class of the optimizer that counts; ``flops`` counts the
+    work of the step before the recorded ones, or of the range `profkit.names.COUNTED`. ``own_steps``: the target's
+    own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
     """
 
     run: str
@@ -83,10 +85,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Failure:
-    """The exception that ended a process, in one line, and the process's rank if it has one."""
+    """The exception that ended a process, in one line, and the process's rank if it has one.
+
+    ``out_of_memory``: a failed allocation is the exception, or led to it.
+    """
 
     error: str
     rank: int | None = None
+    out_of_memory: bool = False
 
 
 def leave_process(run: Path, process: Process) -> None:

@@ -72,13 +72,18 @@ class OomVerdict:
     largest_free: tuple[Candidate, ...]
 
 
+def last_failure(memory: DeviceMemory) -> int | None:
+    """Return the event of the last allocation that failed; None if none did."""
+    where = np.flatnonzero(memory.device.events.action == OOM)
+    return int(where[-1]) if len(where) else None
+
+
 def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVerdict | None:
     """Return the verdict on the last out-of-memory error of the history; None if there was none."""
     events = memory.device.events
-    where = np.flatnonzero(events.action == OOM)
-    if not len(where):
+    event = last_failure(memory)
+    if event is None:
         return None
-    event = int(where[-1])
     wanted, device_free = int(events.size_bytes[event]), int(events.address[event])
     is_expandable = memory.history.settings.expandable_segments
     needed = wanted if is_expandable else segment_size_bytes(wanted)
@@ -99,7 +104,7 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
         cause=cause,
         message=_MESSAGES[cause] + (_LIMITED if is_limited else ""),
         is_limited=is_limited,
-        count=len(where),
+        count=int((events.action == OOM).sum()),
         time_us=memory.history.time_us(event + 1),
         requested_bytes=wanted,
         needed_bytes=needed,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from profkit.analysis.memory.composition import compose, measure_fragmentation
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.leaks import check_leaks
-from profkit.analysis.memory.oom import judge_oom
+from profkit.analysis.memory.oom import judge_oom, last_failure
 from profkit.analysis.memory.owners import check_with_allocator, find_capacity
 from profkit.analysis.memory.result import MemoryResult, describe_history, find_warnings, sum_up
 from profkit.errors import SnapshotError, UsageError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from profkit.analysis.memory.compare import Comparison
 
 PEAK = "peak"
+FAILURE = "oom"
 _PHASE = "phase:"
 _TIME = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|µs|ms|s|)$")
 _UNITS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
@@ -78,8 +79,8 @@ class OpenedSnapshot:
         """Return how much was allocated, when it peaked, and what a moment was made of; ``profkit memory`` prints it.
 
         Args:
-            at: ``peak``; ``phase:NAME`` for the peak within a phase; or a time: ``1.5s`` or ``300ms`` after the first
-                event on any device, or microseconds since the epoch.
+            at: ``peak``; ``oom`` for the last allocation that failed; ``phase:NAME`` for the peak within a phase; or a
+                time: ``1.5s`` or ``300ms`` after the first event on any device, or microseconds since the epoch.
             device: the device's index; by default the one with the highest peak.
             stack: show only allocations with this text in their stack or owner.
             min_bytes: show only allocations of at least this size.
@@ -119,12 +120,17 @@ def find_moment(memory: DeviceMemory, at: str) -> int:
     history = memory.history
     if at == PEAK:
         return history.peak_moment
+    if at == FAILURE:
+        failed = last_failure(memory)
+        if failed is None:
+            raise UsageError(f"moment {at!r}: no allocation failed in this history")
+        return failed + 1
     if at.startswith(_PHASE):
         return _phase_moment(memory, at.removeprefix(_PHASE))
     match = _TIME.fullmatch(at.strip())
     if match is None:
         raise UsageError(
-            f"moment {at!r}: write peak, phase:NAME, or a time after the first event such as 1.5s or 300ms"
+            f"moment {at!r}: write peak, oom, phase:NAME, or a time after the first event such as 1.5s or 300ms"
         )
     if history.time_us(1) is None:
         raise SnapshotError(f"moment {at!r}: the snapshot records no times; only peak is possible")
