@@ -15,6 +15,8 @@ FORWARD = "forward"
 LOSS = "loss"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
+RECOMPUTE = "recompute"
+"""Within ``backward``: what a checkpoint computes again."""
 
 INFERENCE = "inference"
 """A model's call without gradients."""

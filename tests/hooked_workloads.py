@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.func import functional_call, grad_and_value
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from profkit.capture.work_counter import WorkCounter
 
@@ -55,12 +57,16 @@ class Block(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.mark = Mark() if how == "plain" else nn.Identity()
+        self.keeps_products = how == "selective"
         self.linear = nn.Linear(8, 8)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        y += x
+        if self.keeps_products:
+            y = y + x
+        else:
+            y += x
         return self.mark(self.relu(y))  # type: ignore[no-any-return]
 
 
@@ -75,8 +81,22 @@ class DictBlock(nn.Module):
         return {"hidden": self.block(hidden), "rest": [None, 3]}
 
 
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+    "nested": {"use_reentrant": False},
+    "nested-reentrant": {"use_reentrant": True},
+    "selective": {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(_keep_products)},
+}
+
+
+def _keep_products(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    is_product = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Model(nn.Module):
-    """Blocks run plain, checkpointed, or as dicts."""
+    """Blocks run plain, checkpointed (``nested``: all of them once more), or as dicts."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -92,15 +112,51 @@ class Model(nn.Module):
         for block in self.blocks:
             if self.how == "dict":
                 x = block(hidden=Marked.apply(x))["hidden"]
-            elif self.how in {"reentrant", "non-reentrant"}:
-                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            elif self.how.startswith("nested"):
+                continue
+            elif self.how in CHECKPOINTS:
+                x = checkpoint(block, x, **CHECKPOINTS[self.how])
             else:
                 x = block(x)
                 if not torch.compiler.is_compiling():
                     ACTIVATIONS.append(weakref.ref(x))
+        if self.how.startswith("nested"):
+            x = checkpoint(self._nested, x, **CHECKPOINTS[self.how])
         if self.fails:
             raise ValueError("a bad batch")
         return self.head(self.dropout(x))  # type: ignore[no-any-return]
+
+    def _nested(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **CHECKPOINTS[self.how])
+        return x
+
+
+class Penalised(nn.Module):
+    """Adds to a critic's scores how far their gradient by the input is from one, as a Wasserstein GAN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = Model("penalty")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        scores = self.critic(x)
+        (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return scores + (gradient.norm(dim=1) - 1).square().mean()  # type: ignore[no-any-return]
+
+
+def _set_functional_gradients(model: nn.Module, criterion: nn.Module) -> Tensor:
+    """Set the parameters' gradients as ``torch.func`` gives them, and return the loss."""
+
+    def loss_of(parameters: dict[str, Tensor]) -> Tensor:
+        return criterion(functional_call(model, parameters, torch.randn(4, 8)), torch.ones(4, 1))  # type: ignore[no-any-return]
+
+    parameters = {name: one.detach() for name, one in model.named_parameters()}
+    gradients, loss = grad_and_value(loss_of)(parameters)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
+    return loss  # type: ignore[no-any-return]
 
 
 def train(how: str) -> tuple[list[str], list[int]]:
@@ -108,7 +164,7 @@ def train(how: str) -> tuple[list[str], list[int]]:
     and after it."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model: Any = Model(how)
+    model: Any = Penalised() if how == "penalty" else Model(how)
     called = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
     optimizer: Any = torch.optim.LBFGS if how == "closure" else torch.optim.AdamW
     optimizer = optimizer(model.parameters(), lr=0.01)
@@ -118,6 +174,10 @@ def train(how: str) -> tuple[list[str], list[int]]:
     ACTIVATIONS.clear()
 
     def forward_backward() -> Tensor:
+        if how == "function":
+            loss = _set_functional_gradients(model, criterion)
+            losses.append(loss.item().hex())
+            return loss
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             loss = criterion(called(torch.randn(4, 8)), torch.ones(4, 1))
         alive.append(sum(one() is not None for one in ACTIVATIONS))
@@ -177,6 +237,11 @@ WORKLOADS = (
     "dict",
     "reentrant",
     "non-reentrant",
+    "nested",
+    "nested-reentrant",
+    "selective",
+    "penalty",
+    "function",
     "accumulation",
     "evaluation",
     "exception",
@@ -233,6 +298,8 @@ def _install(memory: Any) -> Callable[[], None]:
 
 def main() -> None:
     """Print what every workload gave."""
+    # The outer of two reentrant checkpoints runs the inner one with gradients off.
+    warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     memory = _remember(Path(sys.argv[2])) if "remembered" in sys.argv else None
     stop = _install(memory) if "hooked" in sys.argv or memory is not None else None
     found: dict[str, Any] = {}

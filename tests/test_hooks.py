@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.hooked_workloads import WORKLOADS
+from tests.hooked_workloads import CHECKPOINTS, WORKLOADS
 
 SCRIPT = Path(__file__).parent / "hooked_workloads.py"
 
@@ -142,10 +142,22 @@ def test_work_between_modules_lies_in_the_models_range(hooked: dict[str, Any]) -
     assert sum(count for path, count in paths.items() if path.endswith("/marked")) == 12
 
 
-def test_a_graph_run_without_backward_closes_its_ranges_too(hooked: dict[str, Any]) -> None:
-    paths = _trees(hooked["grad"]["events"])
-    assert paths["model/blocks.1/blocks.1.relu"] == paths["optimizer"] == 4
-    assert "backward" not in paths
+@pytest.mark.parametrize("how", ["grad", "function"])
+def test_gradients_that_a_function_returns_are_a_backward_too(how: str, hooked: dict[str, Any]) -> None:
+    paths, plain = (_trees(hooked[one]["events"]) for one in (how, "plain"))
+    backward = [path for path in plain if path.startswith("backward") and "mark" not in path]
+    assert {path: paths.get(path) for path in backward} == dict.fromkeys(backward, 4)
+
+
+def test_a_gradient_penalty_in_a_forward_pass_has_its_backward_there(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["penalty"]["events"])
+    block = "model/critic/critic.blocks.1"
+    assert {path: count for path, count in paths.items() if path.endswith(block)} == {
+        f"forward/{block}": 4,
+        f"forward/model/backward/{block}": 4,
+        f"backward/{block}": 4,
+    }
+    assert paths["forward"] == paths["forward/model/backward"] == paths["backward"] == 4
 
 
 def test_evaluation_is_the_phase_inference(hooked: dict[str, Any]) -> None:
@@ -167,12 +179,20 @@ def test_a_modules_keyword_and_dict_have_their_backward(hooked: dict[str, Any]) 
         assert paths[block] == 4
 
 
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_a_checkpointed_block_is_run_again_within_backward(how: str, hooked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_what_a_checkpoint_computes_again_lies_in_a_range_under_backward(how: str, hooked: dict[str, Any]) -> None:
     paths = _trees(hooked[how]["events"])
     assert paths["forward"] == paths["backward"] == 4
-    again = [path for path in paths if path.startswith("backward/") and path.endswith("blocks.1/blocks.1.linear")]
-    assert sum(paths[path] for path in again) >= 8, "once run again, once backward"
+    times = 8 if how.startswith("nested") else 4  # both checkpoints around the block run it again
+    for block in range(2):
+        linear = f"blocks.{block}/blocks.{block}.linear"
+        assert {path: count for path, count in paths.items() if path.endswith(linear)} == {
+            f"forward/model/{linear}": 4,
+            f"backward/recompute/{linear}": times,
+            f"backward/model/{linear}": 4,
+        }
+    assert all(path.startswith("backward/recompute") for path in paths if "recompute" in path)
+    assert paths["backward/recompute"] == (16 if how.startswith("nested") else 12)
 
 
 def test_compiled_code_stays_whole_and_is_annotated_as_one(plain: dict[str, Any], hooked: dict[str, Any]) -> None:
@@ -183,4 +203,4 @@ def test_compiled_code_stays_whole_and_is_annotated_as_one(plain: dict[str, Any]
 
 
 def test_nothing_is_left_open(hooked: dict[str, Any]) -> None:
-    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 44"]
+    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 64"]

@@ -1,10 +1,10 @@
 """Ranges and times for steps, phases and modules of any training script, without a change to it.
 
-Forward hooks of all modules open and close them, wrappers around ``torch.autograd.backward`` (which ``Tensor.backward``
-calls) and around what torch itself puts around every optimizer's ``step``, and hooks on the graph's nodes for what runs
-on the autograd thread. A phase that the script annotates itself gets no second range, and a function that it annotates
-has its backward range as a module has. The hooks change no value and keep no tensor; what fails in them ends them, and
-never reaches the script.
+Forward hooks of all modules open and close them, wrappers around backward calls and around what torch itself puts
+around every optimizer's ``step``, and hooks on the graph's nodes for what runs on the autograd thread. What a
+checkpoint computes again has a range of its own under ``backward``. A phase that the script annotates itself gets no
+second range, and a function that it annotates has its backward range as a module has. The hooks change no value and
+keep no tensor; what fails in them ends them, and never reaches the script.
 
 While Dynamo traces they do nothing: of a compiled model the module that was compiled is annotated as a whole, forward
 and backward. Dynamo guards on the hooks of all modules that it found while it traced, and would compile anew without
@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import RangeObserver, observe_ranges
+from profkit.capture.backward_calls import watch_backward_calls
 from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
 from profkit.capture.conditions import autocast_dtypes, count_compiled_graphs
 from profkit.capture.data_loading import DataLoading
@@ -34,9 +35,10 @@ from profkit.capture.generation import Generation
 from profkit.capture.graph_replays import watch_graphs
 from profkit.capture.module_names import ModuleNames
 from profkit.capture.open_ranges import Call, OpenRanges
+from profkit.capture.recompute import watch_recompute
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
-from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER, PHASES, step_range
+from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER, PHASES, RECOMPUTE, step_range
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -146,7 +148,8 @@ class Hooks(RangeObserver):
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         around_step = Optimizer.profile_hook_step
         Optimizer.profile_hook_step = staticmethod(lambda step: self._around_step(around_step(step)))
-        torch.autograd.backward = self._around_backward(torch.autograd.backward)
+        watch_backward_calls(self._backward_begins, self._backward_ends)
+        watch_recompute(self)
         torch.compile = self._before_compile(torch.compile)
         self.loading.install()
         self._generation.install()
@@ -334,25 +337,12 @@ class Hooks(RangeObserver):
             return INFERENCE
         return LOSS if is_loss else FORWARD
 
-    def _around_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(backward)
-        def annotated(*args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or self.has_failed:
-                return backward(*args, **kwargs)
-            key = object()
-            self._backward_begins(key, args[:1])
-            try:
-                return backward(*args, **kwargs)
-            finally:
-                self._backward_ends(key)
-
-        return annotated
-
     @_harmless
     def _backward_begins(self, key: object, tensors: Any) -> None:
-        # Within a backward pass it is a checkpoint's: no phase of its own, but ranges that end with it.
+        # Within a backward pass it is mostly a checkpoint's: no phase of its own, but ranges that end with it.
         if running_graph() != -1:
-            self._open.open(key, None)
+            is_computed_again = self._open.has_range(RECOMPUTE)
+            self._open.interrupt_backward(key, BACKWARD if self._recording and is_computed_again else None)
             return
         self._make_boundary(self.steps.backward_begins())
         self._begin_phase(key, BACKWARD)
@@ -365,7 +355,7 @@ class Hooks(RangeObserver):
     @_harmless
     def _backward_ends(self, key: object) -> None:
         if running_graph() != -1:
-            self._open.close(key)
+            self._open.resume_backward(key)
             return
         self._end_phase(key)
         self._make_boundary(self.steps.backward_ends())
@@ -379,6 +369,21 @@ class Hooks(RangeObserver):
             self._open.graph_task = task
             at_graph_end(self._leave_backward)
         self._open.enter_backward_of(call)
+
+    def call_to_recompute(self) -> Call | None:
+        """Return the call in whose forward pass a checkpoint's part begins."""
+        return self._open.innermost_call() if self._recording else None
+
+    @_harmless
+    def recompute_begins(self, key: object, call: Call | None) -> None:
+        """Open the range of what a checkpoint computes again, not within the backward ranges of modules."""
+        if self._recording:
+            self._open.interrupt_backward(key, RECOMPUTE, call)
+
+    @_harmless
+    def recompute_ends(self, key: object) -> None:
+        """Close it and what is open in it, and go on with the backward work that it interrupted."""
+        self._open.resume_backward(key)
 
     @_harmless
     def _leave_backward(self) -> None:

@@ -161,8 +161,9 @@ class MemoryRecording(Watcher):
         if root is not None:
             self.owners.note_module(root)
         self.owners.note_inputs(_inputs(args, "input", _NESTING))
-        # Compiled code saves what it likes, and would be compiled again.
-        if self._options.saved and torch.is_grad_enabled() and type(module).__name__ != "OptimizedModule":
+        # Compiled code saves what it likes, and would be compiled again; torch.func knows no hooks of saved tensors.
+        is_eager = type(module).__name__ != "OptimizedModule" and torch._C._functorch.peek_interpreter_stack() is None
+        if self._options.saved and torch.is_grad_enabled() and is_eager:
             self._on_thread.saving = when_saved(self._note_saved)
             self._on_thread.saving.__enter__()
 

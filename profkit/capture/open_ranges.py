@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from profkit.annotation import Range
-from profkit.names import BACKWARD, PHASES
+from profkit.names import BACKWARD, PHASES, RECOMPUTE
 
 
 class Call:
@@ -28,18 +28,22 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An open range: ``key`` says who opened it; ``call`` is set where it belongs to a call's forward or backward."""
+    """An open range: ``key`` says who opened it; ``call`` is set where it belongs to a call's forward or backward.
+
+    ``interrupted`` is the call whose backward work goes on where this entry closes.
+    """
 
     key: object
     name: str | None
     range: Range | None = None
     call: Call | None = None
+    interrupted: Call | None = None
 
 
 _BACKWARD_OF_CALL = object()
 _SCRIPTS = object()
 
-_PURPOSES = frozenset({*PHASES, "recompute", "data", "inference"})
+_PURPOSES = frozenset({*PHASES, RECOMPUTE, "data", "inference"})
 
 RunsFor = Callable[[str | None, str | None], None]
 """Is called with a phase and a module's dotted name, None for what does not apply."""
@@ -148,6 +152,20 @@ class OpenRanges(threading.local):
             self.open(_BACKWARD_OF_CALL, one.name, one)
         if self._runs_for is not None and not wanted:
             self._tell(BACKWARD, None)
+
+    def interrupt_backward(self, key: object, name: str | None, call: Call | None = None) -> None:
+        """Open ``name`` as `open` does, but not within the backward ranges of a call: these close before."""
+        running = self._entries[-1].call if self._base() < len(self._entries) else None
+        self.leave_backward()
+        self.open(key, name, call)
+        self._entries[-1].interrupted = running
+
+    def resume_backward(self, key: object) -> None:
+        """Close ``key`` and all above it, and open the backward ranges that were interrupted there."""
+        entry = next((entry for entry in reversed(self._entries) if entry.key is key), None)
+        if entry is not None:
+            self.close(key)
+            self.enter_backward_of(entry.interrupted)
 
     def leave_backward(self) -> None:
         """Close the backward ranges above everything else that is open here: the backward pass has ended."""

@@ -131,10 +131,10 @@ class OwnerLedger:
                     self._write_owned(now, role, name, part)
 
     def _write_owned(self, time_us: int, role: str, name: str, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
         try:
+            storage = tensor.untyped_storage()
             place = storage.data_ptr(), storage.nbytes()
-        except RuntimeError:  # a tensor that only stands for one, such as a compiler's
+        except RuntimeError:  # a tensor that only stands for one, such as a compiler's or torch.func's
             return
         if role in _LASTING:
             if self._lasting.get((role, name)) == place:

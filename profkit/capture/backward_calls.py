@@ -1,0 +1,57 @@
+"""Sees the calls that begin a backward pass: ``torch.autograd.backward``, which ``Tensor.backward`` calls, and
+``torch.autograd.grad``, which ``torch.func``'s transforms call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+
+Begins = Callable[[object, Sequence[Any]], None]
+Ends = Callable[[object], None]
+
+
+def watch_backward_calls(begins: Begins, ends: Ends) -> None:
+    """Call ``begins(key, tensors)`` before each backward call of this process and ``ends(key)`` after it.
+
+    ``tensors`` holds what is differentiated: a tensor, or a sequence of them. ``key`` is another object for each call.
+    """
+    torch.autograd.backward = _watched(torch.autograd.backward, begins, ends)
+    torch.autograd.grad = _watched(torch.autograd.grad, begins, ends)
+
+
+def is_creating_graph() -> bool:
+    """Return whether a backward call runs, or is beginning or ending, that makes a graph for a second derivative."""
+    return _creating_graph.count > 0
+
+
+def _watched(backward: Callable[..., Any], begins: Begins, ends: Ends) -> Callable[..., Any]:
+    names = list(signature(backward).parameters)
+
+    @functools.wraps(backward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return backward(*args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        key, creates_graph = object(), bool(given.get("create_graph"))
+        _creating_graph.count += creates_graph
+        begins(key, (given.get(names[0]),))
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            ends(key)
+            _creating_graph.count -= creates_graph
+
+    return watched
+
+
+class _Creating:
+    """How many calls that make a graph run now: autograd's threads do not say for which call they work."""
+
+    count = 0
+
+
+_creating_graph = _Creating()

@@ -1,0 +1,90 @@
+"""Sees where a backward pass computes activations again: both variants of ``torch.utils.checkpoint``.
+
+The variant without reentrance keeps a function that computes again what the graph's nodes ask for; the reentrant one is
+a node that runs the block again and then the backward pass of what it got. In both, only the function that runs again
+is wrapped: what it computes, and when, stays the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils import checkpoint
+
+from profkit.capture.open_ranges import Call
+
+
+class RecomputeListener(Protocol):
+    """Is called around what a backward pass computes again, on the thread that does it."""
+
+    def call_to_recompute(self) -> Call | None:
+        """Return the call in whose forward pass a part begins that will be computed again."""
+
+    def recompute_begins(self, key: object, call: Call | None) -> None:
+        """What ran in ``call`` is about to be computed again; ``key`` is the same where it ends."""
+
+    def recompute_ends(self, key: object) -> None:
+        """It has been computed again, or has been stopped early, or raised."""
+
+
+def watch_recompute(listener: RecomputeListener) -> None:
+    """Call ``listener`` for each checkpoint that is made from now on, until the process ends."""
+    frame = getattr(checkpoint, "_CheckpointFrame", None)  # private: a later torch may have another
+    if frame is not None:
+        frame.__init__ = _with_watched_frame(frame.__init__, listener)
+    reentrant = checkpoint.CheckpointFunction
+    reentrant.forward = staticmethod(_with_watched_function(reentrant.forward, listener))
+
+
+def is_recomputing() -> bool:
+    """Return whether a checkpoint that is watched computes something again on this thread."""
+    return _running.depth > 0
+
+
+class _Running(threading.local):
+    depth = 0
+
+
+_running = _Running()
+
+
+def _with_watched_frame(init: Callable[..., None], listener: RecomputeListener) -> Callable[..., None]:
+    @functools.wraps(init)
+    def watched(frame: Any, *args: Any, **kwargs: Any) -> None:
+        init(frame, *args, **kwargs)
+        if not torch.compiler.is_compiling() and hasattr(frame, "recompute_fn"):
+            frame.recompute_fn = _watched(frame.recompute_fn, listener)
+
+    return watched
+
+
+def _with_watched_function(forward: Callable[..., Any], listener: RecomputeListener) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def watched(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, _watched(function, listener), *args)
+
+    return watched
+
+
+def _watched(function: Callable[..., Any], listener: RecomputeListener) -> Callable[..., Any]:
+    """Return ``function`` so that the listener sees each time that it runs again, which is with gradients on."""
+    call = listener.call_to_recompute()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        # The reentrant variant also runs its first forward pass through here, with gradients off.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        key = object()
+        listener.recompute_begins(key, call)
+        _running.depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _running.depth -= 1
+            listener.recompute_ends(key)
+
+    return watched
