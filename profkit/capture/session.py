@@ -36,6 +36,8 @@ from profkit.run.recording import (
     NOT_REACHED,
     Failure,
     Order,
+    leave_attached,
+    leave_ended,
     leave_failure,
     leave_process,
 )
@@ -55,10 +57,15 @@ _MEETS = (
 
 
 def attach() -> None:
-    """Start in this process what the environment asks for."""
+    """Start in this process what the environment asks for.
+
+    Raises:
+        OSError: the run's directory cannot be written to.
+    """
     session = Session(Order.from_environment(os.environ))
+    leave_attached(session.run, os.getpid())
     session.begin()
-    atexit.register(session.end)
+    atexit.register(session.leave)
     # A forked child, such as a data loader's worker, is not the process that trains.
     os.register_at_fork(after_in_child=session.abandon)
 
@@ -77,7 +84,8 @@ class Session:
         self.context: int | None = None
         """The context length of the steps that run now, in a target that has several."""
         self._rank = _number("RANK")
-        self._name = f"{os.getpid()}" if self._rank is None else f"rank{self._rank}"
+        self._pid = os.getpid()
+        self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
         self._first = order.warmup_steps
         self._end = None if order.steps is None else order.warmup_steps + order.steps
         self._begun = -1
@@ -160,6 +168,16 @@ class Session:
     def hooks_failed(self, error: Exception) -> None:
         """Note why the hooks ended."""
         self._failure = f"profkit's hooks failed ({type(error).__name__}: {error})"
+
+    def leave(self) -> None:
+        """End with the process; whatever fails is said in a line."""
+        if self._pid != os.getpid():
+            return
+        try:
+            self.end()
+            leave_ended(self.run, self._pid)
+        except Exception as error:
+            sys.stderr.write(f"profkit: {self.run}: the recording could not be saved: {describe_error(error)}\n")
 
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say what ended the process."""
@@ -298,7 +316,7 @@ class Session:
             try:
                 recording.close()
             except Exception as error:  # a full disk, say: the target trains on, and the launcher reports it
-                self._failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                self._failure = describe_error(error)
         if self.memory is not None:
             self.memory.steps_end()
         self._leave(self._describe(state))
@@ -350,6 +368,12 @@ class Session:
             text = next(iter(said.strip().splitlines()), type(error).__name__)
             with suppress(OSError):  # a full disk may be the very reason
                 leave_failure(self.run, self._name, Failure(text, self._rank, out_of_memory=is_out_of_memory(error)))
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error in one line: what the system says of it, else its type and text."""
+    said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return next(iter(said.strip().splitlines()), type(error).__name__)
 
 
 class _OwnSteps(RangeObserver):

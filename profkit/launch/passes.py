@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -179,6 +180,23 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
     if has_trace or Run(run).rank_traces:
         return None
     return f"nothing was recorded: {processes[0].failure or 'the recorder left no trace'}"
+
+
+def why_no_process(attached: int, unended: int, exit_status: int) -> str | None:
+    """Return why no process left word of its steps, None if all of them ended as Python ends."""
+    if not attached:
+        return (
+            "nothing was recorded: profkit got into no Python process that imports torch; python -I, -E and -S and a "
+            "cleared environment (env -i) keep it out"
+        )
+    if not unended:
+        return None
+    signal_number = exit_status - 128
+    if 0 < signal_number < signal.NSIG:
+        how = f"was ended by {signal.Signals(signal_number).name}"
+    else:
+        how = "ended without Python's own end (os._exit, or a crash)"
+    return f"nothing was recorded: a process {how} before it could save its recording"
 
 
 def why_no_step(processes: Sequence[Process], order: Order) -> str | None:

@@ -18,11 +18,21 @@ from profkit.launch.conditions import GpuWatch, warn_of_run
 from profkit.launch.manifest import begin_manifest, utc_now
 from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.nsys_run import collect_report, lost_events, require_room, run_in_nsys
-from profkit.launch.passes import LOSSES, Outcome, OutOfMemory, Pass, Target, shortfalls, why_no_step, why_nothing
+from profkit.launch.passes import (
+    LOSSES,
+    Outcome,
+    OutOfMemory,
+    Pass,
+    Target,
+    shortfalls,
+    why_no_process,
+    why_no_step,
+    why_nothing,
+)
 from profkit.launch.processes import run_child, uninterrupted
 from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, Run, make_run_directory
 from profkit.run.manifest import Manifest, MemoryPass, write_manifest
-from profkit.run.recording import PARTIAL, VARIABLE, Order, has_processes, take_failures, take_processes
+from profkit.run.recording import PARTIAL, VARIABLE, Order, has_processes, take_attached, take_failures, take_processes
 from profkit.run.records import decode, read_json
 from profkit.run.samples import Samples
 
@@ -157,6 +167,9 @@ class _Recording:
                 status = run_child(words, environment)
         processes = take_processes(self._run)
         reason = why_nothing(self._run, processes, order)
+        attached = take_attached(self._run)
+        if reason is not None and not processes:
+            reason = why_no_process(*attached, status) or reason
         outcome = Outcome(order, status, processes, take_failures(self._run), _take_losses(self._run), reason)
         self.done.append(outcome)
         return outcome

@@ -33,6 +33,8 @@ PARTIAL = "partial."
 _PROCESS = "attached-{}.json"
 _FAILURE = "failed-{}.json"
 _MEETING = PARTIAL + "meeting-{}"
+_ATTACHED = PARTIAL + "attached-{}"
+_ENDED = PARTIAL + "ended-{}"
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,32 @@ class Failure:
     error: str
     rank: int | None = None
     out_of_memory: bool = False
+
+
+def leave_attached(run: Path, pid: int) -> None:
+    """Leave word that profkit is in the process ``pid``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    (run / _ATTACHED.format(pid)).touch()
+
+
+def leave_ended(run: Path, pid: int) -> None:
+    """Leave word that the process ``pid`` ended as Python ends: neither killed, nor by ``os._exit``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    (run / _ATTACHED.format(pid)).rename(run / _ENDED.format(pid))
+
+
+def take_attached(run: Path) -> tuple[int, int]:
+    """Return in how many processes profkit was, and how many of them did not end as Python ends; remove the files."""
+    unended, ended = (list(run.glob(name.format("*"))) for name in (_ATTACHED, _ENDED))
+    for path in (*unended, *ended):
+        path.unlink()
+    return len(unended) + len(ended), len(unended)
 
 
 def leave_process(run: Path, process: Process) -> None:

@@ -42,13 +42,22 @@ def _run_after(loader: Any, watcher: _TorchWatcher) -> None:
 
 
 def _attach() -> None:
+    """Attach profkit; whatever stands in the way is said in a line, and the script runs all the same."""
+    spec = PathFinder.find_spec("profkit", sys.path)
     try:
-        from profkit.capture.session import attach
-    except ModuleNotFoundError as error:
-        # The script's Python is not the launcher's; the script is to run all the same.
-        sys.stderr.write(f"profkit: nothing is recorded in {sys.executable}, which has no {error.name}\n")
+        if spec is not None and not spec.submodule_search_locations:
+            raise ImportError(f"{spec.origin} has its name")
+        from profkit.capture.session import attach, describe_error
+    except Exception as error:
+        # The script's Python is not the launcher's, for example.
+        name = getattr(error, "name", None)
+        why = f"which has no {name}" if isinstance(error, ModuleNotFoundError) and name else f"because {error}"
+        sys.stderr.write(f"profkit: nothing is recorded in {sys.executable}, {why}\n")
         return
-    attach()
+    try:
+        attach()
+    except Exception as error:
+        sys.stderr.write(f"profkit: nothing is recorded in process {os.getpid()}: {describe_error(error)}\n")
 
 
 def _run_the_next_one(folder: str) -> None:

@@ -1,0 +1,122 @@
+"""What goes wrong around a script: it runs as it would alone, and profkit says the true reason why nothing was kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from profkit.launch.passes import why_no_process
+from tests.forked_scripts import Forks
+
+TRAIN = """
+import os, shutil, signal, sys
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(int(sys.argv[2])):
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    if sys.argv[1] == "unlink":
+        shutil.rmtree("run", ignore_errors=True)
+print(loss.item())
+sys.stdout.flush()
+if sys.argv[1] == "exit":
+    os._exit(3)
+if sys.argv[1].startswith("SIG"):
+    os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+"""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "status", "reason"),
+    [
+        ("SIGKILL", 3, 137, "nothing was recorded: a process was ended by SIGKILL before it could save its recording"),
+        ("SIGSEGV", 3, 139, "nothing was recorded: a process was ended by SIGSEGV before it could save its recording"),
+        ("exit", 3, 3, "nothing was recorded: a process ended without Python's own end (os._exit, or a crash)"),
+        ("SIGKILL", 12, 137, "exit status 137"),
+        ("exit", 12, 3, "exit status 3"),
+    ],
+)
+def test_the_reason_is_how_the_process_ended(
+    forks: Forks, place: Path, how: str, steps: int, status: int, reason: str
+) -> None:
+    done = forks.run_profkit(
+        "run", "-o", "run", "--", sys.executable, str(place / "train.py"), how, str(steps), cwd=place
+    )
+    assert done.returncode == status
+    manifest = json.loads((place / "run" / "manifest.json").read_text())
+    assert manifest["reason"].startswith(reason)
+    assert (place / "run" / "trace.json.gz").exists() == (steps == 12)
+    assert not list((place / "run").glob("partial.*"))
+
+
+def test_a_run_directory_that_is_removed_does_not_stop_the_script(forks: Forks, place: Path) -> None:
+    words = [sys.executable, str(place / "train.py"), "unlink", "12"]
+    plain = forks.run(words, place)
+    done = forks.run_profkit("run", "-o", "run", "--", *words, cwd=place)
+    assert done.stdout.startswith(plain.stdout)
+    assert "Traceback" not in done.stderr
+    assert "No such file or directory" in done.stderr
+    assert "space" not in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E"])
+def test_a_python_that_keeps_profkit_out_is_named_as_the_reason(place: Path, flag: str) -> None:
+    (place / "own.py").write_text(
+        "print(1)"
+    )  # whether it imports torch does not matter, and importing it takes seconds
+    command = [sys.executable, "-m", "profkit", "run", "-o", "run", "--", sys.executable, flag, "own.py"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "profkit got into no Python process that imports torch; python -I, -E and -S and a cleared" in done.stderr
+
+
+def test_a_module_of_the_scripts_own_that_is_called_profkit_is_left_alone(place: Path) -> None:
+    (place / "profkit.py").write_text("print('own')")
+    (place / "torch.py").write_text("")  # the real one takes seconds to import, and is not reached
+    (place / "own.py").write_text("import torch, profkit")
+    folder = Path(__file__).parent.parent / "profkit" / "capture" / "child"
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PROFKIT_ATTACH": "{}"}
+    done = subprocess.run(
+        [sys.executable, "own.py"], cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "own\n")
+    assert done.stderr.startswith("profkit: nothing is recorded in ")
+    assert done.stderr.strip().endswith("profkit.py has its name")
+
+
+@pytest.mark.parametrize(
+    ("attached", "unended", "status", "said"),
+    [
+        (0, 0, 0, "no Python process"),
+        (2, 0, 0, None),
+        (2, 1, 0, "os._exit"),
+        (1, 1, 137, "SIGKILL"),
+        (1, 1, 255, "crash"),
+    ],
+)
+def test_why_no_process_left_word(attached: int, unended: int, status: int, said: str | None) -> None:
+    found = why_no_process(attached, unended, status)
+    assert found is None if said is None else said in (found or "")
