@@ -54,17 +54,16 @@ class Batches:
 
 
 batches = Batches()
-enter = profile.__enter__
+start = profile.start
 
 
-def enter_slowly(self):
-    result = enter(self)
+def start_slowly(self):
+    start(self)
     while batches.own._worker_result_queue.qsize() < 4:
         time.sleep(0.001)
-    return result
 
 
-profile.__enter__ = enter_slowly
+profile.start = start_slowly
 torch.manual_seed(0)
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
@@ -80,25 +79,25 @@ EMPTY, FULL = Queue(2, 4, 0), Queue(2, 4, 4)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "per_step", "waited", "steps"),
+    ("before", "after", "per_step", "waits", "steps"),
     [
-        (EMPTY, FULL, 1, 0.9, 4),
-        (EMPTY, FULL, 3, 0.9, 2),
-        (EMPTY, FULL, 0.5, 0.9, 8),
-        (EMPTY, FULL, 1, 0.0, 4),  # too few steps to have waited yet, but the loader hardly keeps up
-        (Queue(2, 4, 3), FULL, 1, 0.05, 0),  # data are ready anyway
-        (Queue(8, 8, 6), Queue(8, 8, 8), 1, 0.5, 8),  # just after a burst
-        (EMPTY, Queue(2, 4, 1), 1, 0.9, 0),  # the recorder started at once
-        (Queue(2, 4, None), Queue(2, 4, None), 1, 0.9, 4),
-        (Queue(2, 4, None), Queue(2, 4, None), 1, 0.05, 0),
-        (EMPTY, FULL, 0, 0.9, 0),  # the steps take no batches of it
-        (Queue(), Queue(), 1, 0.9, 0),  # no workers
+        (EMPTY, FULL, 1, True, 4),
+        (EMPTY, FULL, 3, True, 2),
+        (EMPTY, FULL, 0.5, True, 8),
+        (EMPTY, FULL, 1, False, 4),  # too few steps to have waited yet, but the loader hardly keeps up
+        (Queue(2, 4, 3), FULL, 1, False, 0),  # data are ready anyway
+        (Queue(8, 8, 6), Queue(8, 8, 8), 1, True, 8),  # just after a burst
+        (EMPTY, Queue(2, 4, 1), 1, True, 0),  # the recorder started at once
+        (Queue(2, 4, None), Queue(2, 4, None), 1, True, 4),
+        (Queue(2, 4, None), Queue(2, 4, None), 1, False, 0),
+        (EMPTY, FULL, 0, True, 0),  # the steps take no batches of it
+        (Queue(), Queue(), 1, True, 0),  # no workers
     ],
 )
 def test_only_a_queue_that_filled_during_the_start_must_drain(
-    before: Queue, after: Queue, per_step: float, waited: float, steps: int
+    before: Queue, after: Queue, per_step: float, waits: bool, steps: int
 ) -> None:
-    assert count_steps_to_drain(before, after, per_step, waited) == steps
+    assert count_steps_to_drain(before, after, per_step, usually_waits=waits) == steps
 
 
 class Numbers(Dataset):  # type: ignore[type-arg]
@@ -128,10 +127,37 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
     assert loading.look() == Queue(), "all batches are given out"
 
 
+@pytest.mark.parametrize(
+    ("ready", "falls_behind"),
+    [
+        ([8, 7, 6, 5], True),  # nothing new came
+        ([8, 7, 7, 6], True),  # one batch for three
+        ([8, 7, 8, 7], False),  # the workers keep up
+        ([8, 8, 8, 8], False),
+        ([8, 7], False),  # too few steps to tell
+        ([8, None, None, None], False),
+    ],
+)
+def test_workers_that_are_slower_than_the_steps_are_found_before_the_queue_is_empty(
+    monkeypatch: pytest.MonkeyPatch, ready: list[int | None], falls_behind: bool
+) -> None:
+    """The first step took long, so that the queue was full; every step takes a batch."""
+    loading = DataLoading(lambda: None, lambda: None)
+    for one in ready:
+        monkeypatch.setattr(loading, "look", lambda one=one: Queue(4, 8, one))
+        loading._taken = 1
+        loading.step_ended()
+    assert loading.falls_behind == falls_behind
+    loading.forget_steps()
+    assert not loading.falls_behind
+    assert loading.batches_per_step == 0
+
+
 class Filled:
     """Stands for the data loaders: a queue that is empty at the first look and full at the next."""
 
     batches_per_step = 1.0
+    falls_behind = False
 
     def __init__(self, capacity: int = 4) -> None:
         self._queues = iter((Queue(2, capacity, 0), Queue(2, capacity, capacity)))

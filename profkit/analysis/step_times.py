@@ -79,7 +79,8 @@ class PhaseTimes:
 
     Data come in bursts: of eight workers all may deliver at once, so that seven steps find their batch ready and one
     waits for all. The median would hide that. ``clean_rate_ns`` and ``profiled_rate_ns`` are a step's mean wait for
-    data plus the median of the rest, of the waits themselves their mean; None if nothing was waited for.
+    data plus the median of the rest, of the waits themselves their mean; None if nothing was waited for. The first
+    takes the profiled steps' waits if they are longer: then the others found a queue that was full at first.
     """
 
     phase: str
@@ -199,16 +200,30 @@ def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> I
             clock,
             summarize_samples(times),
             summarize_samples(recorded) if recorded else None,
-            _rate_ns(unprofiled, phase, context),
+            _rate_ns(unprofiled, phase, context, others=profiled),
             _rate_ns(profiled, phase, context),
         )
 
 
-def _rate_ns(samples: Samples, phase: str, context: int | None) -> float | None:
-    """Return a step's mean wait for data plus the median of the rest, or the mean wait; None for anything else."""
-    times = samples.times_ns("wall", context)
-    waits, steps = times.get(DATA, []), times.get(STEP, [])
-    if phase not in (DATA, STEP) or not any(waits) or len(waits) != len(steps):
+def _rate_ns(samples: Samples, phase: str, context: int | None, *, others: Samples | None = None) -> float | None:
+    """Return a step's mean wait for data plus the median of the rest, or the mean wait; None for anything else.
+
+    A profiler never makes a program wait longer for its data: where the ``others``, with one, waited longer, a queue
+    that was full at first hid it from these.
+    """
+    waits, rests = _data_times(samples, context)
+    if phase not in (DATA, STEP) or not waits:
         return None
     mean = float(np.mean(waits))
-    return mean if phase == DATA else mean + float(np.median(np.subtract(steps, waits)))
+    if others is not None:
+        mean = max(mean, float(np.mean(_data_times(others, context)[0] or [0])))
+    return None if not mean else mean if phase == DATA else mean + float(np.median(rests))
+
+
+def _data_times(samples: Samples, context: int | None) -> tuple[list[int], list[int]]:
+    """Return how long each step waited for data, and how long the rest of it took; none where not all steps say."""
+    times = samples.times_ns("wall", context)
+    waits, steps = times.get(DATA, []), times.get(STEP, [])
+    if len(waits) != len(steps):
+        return [], []
+    return waits, [step - wait for step, wait in zip(steps, waits, strict=True)]

@@ -17,6 +17,9 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import dataloader
 
+_FEWEST = 2
+"""So many steps after the first must have ended before anything is said of the workers' pace."""
+
 
 @dataclass(frozen=True)
 class Queue:
@@ -42,6 +45,7 @@ class DataLoading:
         self._iterators: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self._taken = 0
         self._taken_per_step: list[int] = []
+        self._ready: list[int | None] = []
 
     def install(self) -> None:
         """Begin to watch; what torch does not have under these names is not watched."""
@@ -54,16 +58,30 @@ class DataLoading:
     def step_ended(self) -> None:
         """Note a step's boundary."""
         self._taken_per_step.append(self._taken)
+        self._ready.append(self.look().ready)
         self._taken = 0
 
     def forget_steps(self) -> None:
         """Something else counts as a step from now on."""
         self._taken_per_step.clear()
+        self._ready.clear()
 
     @property
     def batches_per_step(self) -> float:
         """How many batches of loaders with workers a step took, by the median of the steps so far."""
         return median(self._taken_per_step) if self._taken_per_step else 0
+
+    @property
+    def falls_behind(self) -> bool:
+        """Whether the workers made at most half as many batches as the steps after the first took.
+
+        Such a program will wait for data once the queue is empty, which was full when its first step took long.
+        """
+        if len(self._ready) <= _FEWEST:
+            return False
+        first, last = self._ready[0], self._ready[-1]
+        taken = sum(self._taken_per_step[1:])
+        return first is not None and last is not None and 0 < taken <= 2 * (first - last)
 
     def look(self) -> Queue:
         """Return how full the queues of the loaders in use are now."""

@@ -57,7 +57,8 @@ class QueueDrain:
         after, per_step = self._loading.look(), self._loading.batches_per_step
         step_ns = fmean(one["step_ns"] for one in unprofiled) if unprofiled else 0.0
         waited_ns = fmean(one.get("data_ns", 0) for one in unprofiled) if unprofiled else 0.0
-        needed = count_steps_to_drain(self._before, after, per_step, waited_ns / step_ns if step_ns else 0.0)
+        usually_waits = self._loading.falls_behind or waited_ns > _WAITS * step_ns
+        needed = count_steps_to_drain(self._before, after, per_step, usually_waits=usually_waits)
         drained = min(needed, LONGEST_DRAIN, int(LONGEST_DRAIN_NS / step_ns) if step_ns else LONGEST_DRAIN)
         try:
             drained = LocalRanks(self._run).agree("drain", drained) if may_drain else 0
@@ -81,22 +82,21 @@ class QueueDrain:
         return replace(self._found, drained_steps=0)
 
 
-def count_steps_to_drain(before: Queue, after: Queue, batches_per_step: float, waited_share: float) -> int:
+def count_steps_to_drain(before: Queue, after: Queue, batches_per_step: float, *, usually_waits: bool) -> int:
     """Return how many steps empty a full queue, if it was filled only while the recorder started.
 
-    A loop finds its data ready anyway if it waits for less than a tenth of its time, and if its queue was at least half
-    full before.
+    A program whose queue was at least half full before finds its data ready anyway, unless it usually waits.
 
     Args:
         before: the queue before the recorder was started.
         after: the queue when that was done.
         batches_per_step: how many batches a step takes.
-        waited_share: the part of the unprofiled steps' time in which they waited for data.
+        usually_waits: the unprofiled steps waited for data, or will when the queue is empty.
     """
     if not after.capacity or not batches_per_step:
         return 0
     was_half_full = before.ready is None or 2 * before.ready >= before.capacity
-    if waited_share < _WAITS and was_half_full:
+    if was_half_full and not usually_waits:
         return 0
     if before.ready is not None and after.ready is not None and after.ready - before.ready <= batches_per_step:
         return 0
