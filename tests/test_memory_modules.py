@@ -202,6 +202,38 @@ def test_a_bucket_of_gradients_is_split_among_its_modules(tmp_path: Path) -> Non
     assert [rows[f"{layer}.attn"]["gradients"] for layer in LAYERS] == [3 * MIB] * 3
 
 
+@pytest.mark.parametrize("texts", [True, False])
+def test_what_a_checkpoint_computes_again_is_a_phase_and_outlives_it_as_activations(
+    tmp_path: Path, texts: bool
+) -> None:
+    rows = {row.name: row.categories for row in at_peak(Layers(texts=texts), tmp_path).by_phase}
+    assert rows["recompute"] == {"activations": 9 * MIB}
+    training = Layers(texts=texts, steps=1)
+    with training.inside("backward", "backward"), training.inside("recompute", "recompute"):
+        training.drop(training.put(300 * MIB, stack="backward"))
+    rows = {row.name: row.categories for row in at_peak(training, tmp_path).by_phase}
+    assert rows["recompute"] == {"temporaries": 300 * MIB}
+
+
+def test_a_range_that_ends_when_it_begins_holds_nothing(tmp_path: Path) -> None:
+    training = Layers(texts=False, steps=1)
+    with training.inside("forward", "forward"), training.inside("model"):
+        training.annotations += [{**training.annotations[-1], "name": "h.1"} for _ in range(2)]
+        training.annotations[-1]["stage"] = "END"
+        training.drop(training.put(300 * MIB))
+    own = {row.name: row.own_bytes for row in at_peak(training, tmp_path).by_module}
+    assert own["model"] >= 300 * MIB
+
+
+def test_a_model_that_only_answers_has_phases_too(tmp_path: Path) -> None:
+    training = Layers(texts=False, steps=0)
+    for phase in ("prefill", "decode"):
+        with training.inside(phase), training.inside("inference", "inference"):
+            training.drop(training.put(300 * MIB))
+    result = read_snapshot(training.write_run(tmp_path)).memory()
+    assert [phase.name for phase in result.phases] == ["prefill", "decode"]
+
+
 @pytest.mark.parametrize(
     ("owners", "where"),
     [
@@ -250,8 +282,9 @@ def test_the_text_in_an_event_says_its_module_and_phase(tmp_path: Path, text: st
 def test_ranges_of_two_devices_prove_no_module_of_the_backward_pass(tmp_path: Path) -> None:
     training = Layers(texts=False)
     data = training.snapshot()
-    data["device_traces"].append([{**event, "device": 1} for event in data["device_traces"][0]])
-    data["segments"] += [{**segment, "device": 1} for segment in data["segments"]]
+    other = pickle.loads(pickle.dumps(data))
+    data["device_traces"] += other["device_traces"]
+    data["segments"] += [{**segment, "device": 1} for segment in other["segments"]]
     run = training.write_run(tmp_path)
     (run / SNAPSHOT).write_bytes(pickle.dumps(data))
     rows = {row.name: row for row in read_snapshot(run).memory(device=0).composition.by_module}

@@ -7,8 +7,9 @@ mostly allocate this kind), ``none``. A guess stays a guess where the name of th
 
 The guess: memory allocated in the forward pass and freed in the backward pass was saved for backward (activations); if
 freed earlier, it was a temporary. Memory allocated in the backward pass and freed within it was a temporary; what
-outlives it is a gradient. Memory allocated by the optimizer is its state if it outlives the step. The autograd thread
-has no Python frames: where the history has stacks and no phases, an alloc without a stack belongs to backward.
+outlives it is a gradient. Of what a checkpoint computes again in it, the memory that outlives that is activations.
+Memory allocated by the optimizer is its state if it outlives the step. The autograd thread has no Python frames: where
+the history has stacks and no phases, an alloc without a stack belongs to backward.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Classifier:
         regime = _OPTIMIZER if _has_file(stack, "torch/optim/") else int(self._regimes[birth])
         stays = freed >= int(self._regime_ends[birth])
         if regime == _BACKWARD:
-            return "gradients" if stays and int(self._regime_ends[birth]) < replay.event_count else _temporary(is_kept)
+            return self._category_of_backward(birth, freed, stays=stays)
         if regime == _OPTIMIZER:
             return "optimizer state" if stays else "temporaries"
         if regime == _MAIN:
@@ -136,6 +137,14 @@ class Classifier:
         if self._workspace_requests.get((size, number)) == 1 and is_in_product and _is_in_library(stack):
             return "workspace"
         return _category_by(_LIKELY_SIGNS, stack)
+
+    def _category_of_backward(self, birth: int, freed: int, *, stays: bool) -> str | None:
+        """Return the category of memory allocated in the backward pass; ``stays``: it outlives the pass."""
+        never = self._history.replay.event_count
+        again = self._timeline.recomputation_at(birth)
+        if again is not None and freed >= self._timeline.moment_at(again.end_us):
+            return "activations"
+        return "gradients" if stays and int(self._regime_ends[birth]) < never else _temporary(freed == never)
 
     def _category_of_forward(self, birth: int, freed: int, is_kept: bool, stack: StackFacts) -> str | None:
         """Return the category of memory allocated on the main thread outside the optimizer: forward pass, data, others.

@@ -28,7 +28,7 @@ import numpy as np
 
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.owners import read_metadata
+from profkit.analysis.memory.owners import read_metadata, read_text
 from profkit.findings import Finding
 
 KINDS = ("new", "gone", "larger", "smaller", "longer-lived", "shorter-lived", "moved peak", "padding", "same")
@@ -100,7 +100,10 @@ class _Side:
             frames = self.memory.stacks.facts[number].but_compiler
             self._normalised[number] = tuple((name, file.rpartition("/")[2]) for name, file, _ in frames)
         is_from_before = int(self.replay.birth[row]) < 0
-        return self._normalised[number], read_metadata(self.memory.stacks.raw_of(row)), is_from_before
+        raw = self.memory.stacks.raw_of(row)
+        # An earlier profkit wrote its text in the backward pass alone, where there is no stack.
+        metadata = None if number and read_text(raw) else read_metadata(raw)
+        return self._normalised[number], metadata, is_from_before
 
     def identity(self, row: int) -> Key:
         """Return what an allocation matches by: its tensor's name if both runs know it, else its origin."""

@@ -2,7 +2,8 @@
 
 A snapshot holds the ``record_function`` ranges of user scope. Those with the name of a phase are phases: profkit's own
 names (`profkit.names.PHASES`), common short forms, torch's ``Optimizer.step#…``, and the globs that the user gives for
-a phase. Phases do not overlap: of nested ones the outermost counts.
+a phase. Phases do not overlap: of nested ones the outermost counts. What a checkpoint computes again within the
+backward pass is noted besides.
 """
 
 from __future__ import annotations
@@ -15,16 +16,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, STEP, WARMUP
+from profkit.names import BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTE, STEP, WARMUP
 from profkit.snapshot.columns import Annotation, Device, Ints
 
-_NAMES = {
-    FORWARD: FORWARD,
+_NAMES = {name: name for name in PHASES} | {
     "fwd": FORWARD,
-    LOSS: LOSS,
-    BACKWARD: BACKWARD,
     "bwd": BACKWARD,
-    OPTIMIZER: OPTIMIZER,
     "opt": OPTIMIZER,
     "optim": OPTIMIZER,
 }
@@ -49,11 +46,16 @@ class Timeline:
     """Times of the events, made monotonic: the clocks of two threads may differ slightly."""
     phases: tuple[Phase, ...]
     steps: tuple[Phase, ...]
+    recomputations: tuple[Phase, ...] = ()
 
     def phase_at(self, event: int) -> str | None:
         """Return the phase in which an event happened; None outside all phases and before the first event."""
         phase = self._at(self.phases, event)
         return phase.name if phase else None
+
+    def recomputation_at(self, event: int) -> Phase | None:
+        """Return what was being computed again when an event happened, if anything."""
+        return self._at(self.recomputations, event)
 
     def step_at(self, event: int) -> int:
         """Return the index of the step in which an event happened, or the last one before it; -1 before the first."""
@@ -99,7 +101,8 @@ def find_timeline(device: Device, named: Mapping[str, str] | None = None, steps:
         for one in annotations
         if one.end_us is not None and any(fnmatchcase(one.name, glob) for glob in _STEPS)
     )
-    return Timeline(times, phases, tuple(found) or _steps_between(phases, int(times[0])))
+    again = _outermost(_span(one, one.name, end) for one in annotations if one.name == RECOMPUTE)
+    return Timeline(times, phases, tuple(found) or _steps_between(phases, int(times[0])), again)
 
 
 def _phases(annotations: Iterable[Annotation], named: Mapping[str, str], end: int) -> Iterable[Phase]:

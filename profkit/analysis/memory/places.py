@@ -20,7 +20,7 @@ from typing import Any
 
 from profkit.analysis.memory.owners import Owner, Part, read_text
 from profkit.analysis.memory.phases import Timeline
-from profkit.names import BACKWARD, MODEL
+from profkit.names import BACKWARD, MODEL, RECOMPUTE
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Annotation
 
@@ -28,8 +28,6 @@ OUTSIDE = ""
 """The module of what was allocated outside all modules."""
 
 PLACE_EVIDENCE = ("identity", "metadata", "range", "none")
-
-RECOMPUTE = "recompute"
 
 # How many parts of its name a tensor's role adds to its module's.
 _OWN_PARTS = {"parameter": 1, "gradient": 1, "buffer": 1, "optimizer_state": 2}
@@ -95,8 +93,7 @@ class Places:
         text = read_text(self._raw_at(row))
         if text is not None and text.phase:
             return text.phase
-        found = self._timeline.phase_at(birth)
-        return RECOMPUTE if found == BACKWARD and RECOMPUTE in self._open_at(birth) else found
+        return RECOMPUTE if self._timeline.recomputation_at(birth) else self._timeline.phase_at(birth)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -106,30 +103,22 @@ class Places:
 
     def _open_module(self, birth: int) -> str | None:
         """Return the innermost module whose range was open, `OUTSIDE` if none was, None if that is not known."""
-        if birth < 0 or not self._has_modules:
+        if birth < 0 or not self._ranges or not len(self._timeline.times_us):
             return None
         if not self._is_only_device and self._timeline.phase_at(birth) == BACKWARD:
             return None
-        borders, _ = self._stretches
-        if not borders[0] <= self._timeline.times_us[birth] < borders[-1]:
-            return None
-        return next((name for name in self._open_at(birth) if name != RECOMPUTE), OUTSIDE)
-
-    def _open_at(self, birth: int) -> tuple[str, ...]:
-        """Return the ranges of modules and of recomputation that were open at an event, the innermost first."""
-        borders, names = self._stretches
-        return names[bisect_right(borders, int(self._timeline.times_us[birth]))] if birth >= 0 and borders else ()
+        borders, innermost = self._stretches
+        at = bisect_right(borders, int(self._timeline.times_us[birth]))
+        return innermost[at] if 0 < at < len(borders) else None
 
     @cached_property
-    def _stretches(self) -> tuple[list[int], list[tuple[str, ...]]]:
-        """Times at which ranges began or ended; and what was open before the first, between them, after the last."""
-        if not len(self._timeline.times_us):
-            return [], []
+    def _stretches(self) -> tuple[list[int], list[str]]:
+        """Times at which ranges began or ended; and which was innermost before the first, between them, at last."""
         last = int(self._timeline.times_us[-1]) + 1
         marks = [(one.start_us, 1, number) for number, one in enumerate(self._ranges)]
         marks += [(last if one.end_us is None else one.end_us, 0, number) for number, one in enumerate(self._ranges)]
         borders: list[int] = []
-        names: list[tuple[str, ...]] = [()]
+        innermost = [OUTSIDE]
         is_open: dict[int, str] = {}
         for time, begins, number in sorted(marks):
             if begins:
@@ -137,21 +126,18 @@ class Places:
             else:
                 is_open.pop(number, None)
             borders.append(time)
-            names.append(tuple(reversed(is_open.values())))
-        return borders, names
-
-    @cached_property
-    def _has_modules(self) -> bool:
-        return any(one.name != RECOMPUTE for one in self._ranges)
+            innermost.append(next(reversed(is_open.values()), OUTSIDE))
+        return borders, innermost
 
     @cached_property
     def _ranges(self) -> list[Annotation]:
-        """The ranges of modules and of recomputation.
+        """The ranges of modules.
 
         A program has ranges of its own: a module's is known by the first part of its name, which the ledger has.
         """
         tops = {name.partition(".")[0] for name in self.modules} | {MODEL}
-        return [one for one in self._annotations if one.name == RECOMPUTE or one.name.partition(".")[0] in tops]
+        named = (one for one in self._annotations if one.name.partition(".")[0] in tops)
+        return [one for one in named if one.end_us != one.start_us]
 
 
 def _modules_of(parts: tuple[Part, ...], own_parts: int) -> tuple[tuple[str, int | None], ...]:
