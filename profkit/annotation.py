@@ -49,24 +49,33 @@ class Range:
         self._flops = flops
         self._marker: Any = None if callable(flops) or callable(name) else nvtx.annotate(name, payload=flops)
 
-    def __enter__(self) -> Range:
+    def open(self, opener: RangeObserver | None = None) -> Any:
+        """Open the range and return what `close` needs; an observer that is the ``opener`` is not shown it."""
         if self._marker is None or callable(self._name):
             raise TypeError("a name or flops given as a function needs a decorated call; give `with` a value")
         for observer in _observers:
-            observer.opening(self._name)
+            if observer is not opener:
+                observer.opening(self._name)
         self._marker.__enter__()
-        _open_in_torch.records.append(_record_in_torch(self._name))
+        return _record_in_torch(self._name)
+
+    def close(self, record: Any, opener: RangeObserver | None = None) -> None:
+        """Close the range, this thread's innermost; ``record`` is what `open` returned for the same ``opener``."""
+        if record is not None:
+            record.__exit__(None, None, None)
+        self._marker.__exit__(None, None, None)
+        for observer in _observers:
+            if observer is not opener:
+                observer.closed()
+
+    def __enter__(self) -> Range:
+        _open_in_torch.records.append(self.open())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        record = _open_in_torch.records.pop()
-        if record is not None:
-            record.__exit__(kind, error, trace)
-        self._marker.__exit__(kind, error, trace)
-        for observer in _observers:
-            observer.closed()
+        self.close(_open_in_torch.records.pop())
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return ``function`` with the range around every call."""

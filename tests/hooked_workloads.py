@@ -274,10 +274,10 @@ def _install(memory: Any) -> Callable[[], None]:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def __enter__(self) -> None:
+        def open(self, _opener: object) -> None:
             EVENTS.append(("open", self.name, threading.get_ident()))
 
-        def __exit__(self, *_: object) -> None:
+        def close(self, _token: None, _opener: object) -> None:
             EVENTS.append(("close", self.name, threading.get_ident()))
 
     class Always:

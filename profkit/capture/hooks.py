@@ -15,35 +15,29 @@ torch 2.4 and 2.13).
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
-from inspect import signature
 from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_calls import watch_backward_calls
-from profkit.capture.backward_nodes import at_graph_end, mark_keywords, mark_nodes, running_graph
-from profkit.capture.conditions import autocast_dtypes, count_compiled_graphs
+from profkit.capture.backward_nodes import at_graph_end, mark_nodes, running_graph
+from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.data_loading import DataLoading
 from profkit.capture.generation import Generation
 from profkit.capture.graph_replays import watch_graphs
+from profkit.capture.module_calls import observe_module_calls
 from profkit.capture.module_names import ModuleNames
-from profkit.capture.open_ranges import Call, OpenRanges
+from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
 from profkit.capture.recompute import watch_recompute
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
 from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER, PHASES, RECOMPUTE, step_range
 
 Method = TypeVar("Method", bound=Callable[..., None])
-
-# Before torch 2.6 a hook of all modules is not shown their keyword arguments.
-_KEYWORDS = {"with_kwargs": True} if "with_kwargs" in signature(register_module_forward_hook).parameters else {}
 
 
 class StepListener(Protocol):
@@ -91,10 +85,7 @@ def _harmless(method: Method) -> Method:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            self.has_failed = True
-            self.stop()
-            self.clock.stop()
-            self._listener.hooks_failed(error)
+            self._fail(error)
 
     return guarded  # type: ignore[return-value]
 
@@ -122,13 +113,9 @@ class Hooks(RangeObserver):
         self._listener = listener
         self._watcher = watcher or Watcher()
         self._knows_owners = self._watcher.follows_modules
-        self._roots: WeakSet[nn.Module] = WeakSet()
         self.has_failed = False
         self._names = ModuleNames(depth)
-        self._open = OpenRanges(self._watcher.runs_for if self._watcher.follows_modules else None)
-        self._forward_handles: list[Any] = []
-        self._root_handles: list[Any] = []
-        self._compiles = False
+        self._on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
         self._recording = False
         self.steps = StepPolicy(step_on, counts=counts_steps)
         self.clock = PhaseClock()
@@ -141,104 +128,62 @@ class Hooks(RangeObserver):
         """The number of the step that runs now, counted from 0; -1 before the first."""
 
     def install(self) -> None:
-        """Begin to count steps. The forward hooks stay until the first optimizer's step: then that is what counts.
-
-        They stay longer in a script that has compiled something by then.
-        """
-        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+        """Begin to count and time steps."""
         around_step = Optimizer.profile_hook_step
         Optimizer.profile_hook_step = staticmethod(lambda step: self._around_step(around_step(step)))
         watch_backward_calls(self._backward_begins, self._backward_ends)
         watch_recompute(self)
-        torch.compile = self._before_compile(torch.compile)
         self.loading.install()
         self._generation.install()
         watch_graphs(self)
         observe_ranges(self)
-        self._hook_forward()
+        observe_module_calls(self)
 
     def start(self) -> None:
         """Open ranges from now on, that of the step which is about to begin first."""
         self._recording = True
-        self._hook_forward()
 
     def stop(self) -> None:
         """Close what is open on this thread, and open no more."""
         self._open.close_all()
         self._recording = False
 
-    def _hook_forward(self) -> None:
-        if not self._forward_handles:
-            self._forward_handles = [
-                register_module_forward_pre_hook(self._before_module),
-                register_module_forward_hook(self._after_module, always_call=True, **_KEYWORDS),
-            ]
-
-    def rest(self) -> None:
-        """Take the hooks of all modules away and time the outermost calls alone; never from within a hook.
-
-        After something was compiled with them they stay, and while ranges are open.
-        """
-        if self._recording or not self._forward_handles or count_compiled_graphs():
-            return
-        for handle in self._forward_handles:
-            handle.remove()
-        self._forward_handles = []
-        for root in () if self._compiles else self._roots:
-            self._root_handles += [
-                root.register_forward_pre_hook(self._before_root),
-                root.register_forward_hook(self._after_root, always_call=True),
-            ]
-
-    def _before_compile(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``torch.compile`` so that it sees no hook of one module: with one, Dynamo guards on the others too."""
-
-        @functools.wraps(compile_)
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            self._compiles = True
-            for handle in self._root_handles:
-                handle.remove()
-            self._root_handles = []
-            return compile_(*args, **kwargs)
-
-        return compiled
-
-    @_harmless
-    def _before_root(self, _module: nn.Module, _args: Any) -> None:
-        if running_graph() == -1:
-            self.clock.begin(self._phase_of_call(is_loss=False))
-
-    @_harmless
-    def _after_root(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if running_graph() == -1:
-            self.clock.end()
+    @property
+    def _open(self) -> OpenRanges:
+        return self._on_thread.ranges
 
     @_harmless
     def opening(self, name: str) -> None:
-        if self._open.note_opening(name) and name in _TIMED:
+        self._open.note_opening(name)
+        if name in _TIMED:
             self.clock.begin(name)
 
     @_harmless
     def closed(self) -> None:
-        name = self._open.note_closed()
-        if name in _TIMED:
+        if self._open.note_closed() in _TIMED:
             self.clock.end()
 
     @_harmless
     def calling(self, name: str) -> None:
-        if running_graph() == -1 and self._open.innermost_call() is None:
+        if running_graph() == -1 and self._open.call is None:
             self._make_boundary(self.steps.function_begins(name))
 
     @_harmless
     def called(self, arguments: Any) -> None:
-        around = self._open.innermost_call()
+        around = self._open.call
         if self._open.note_call() is not None and self._recording:
             mark_nodes(arguments, around, self._enter_backward)
 
     @_harmless
     def returned(self, result: Any) -> None:
         if self._recording:
-            mark_nodes(result, self._open.innermost_call(), self._enter_backward)
+            mark_nodes(result, self._open.call, self._enter_backward)
+
+    def _fail(self, error: Exception) -> None:
+        self.has_failed = True
+        self.stop()
+        self.clock.stop()
+        self._listener.hooks_failed(error)
 
     def _begin_phase(self, key: object, phase: str) -> None:
         self.clock.begin(phase)
@@ -281,53 +226,67 @@ class Hooks(RangeObserver):
     def replay_ends(self, graph: Any) -> None:
         self._make_boundary(self.steps.replay_ends(graph))
 
-    @_harmless
-    def _before_module(self, module: nn.Module, args: Any) -> None:
-        around = self._open.innermost_call()
-        is_outermost = running_graph() == -1 and not self._open.has(_MODULES)
-        if is_outermost:
-            self._begin_outermost(module)
-            self._watcher.call_begins(module, args)
-        if not self._recording:
-            # Only which call is outermost matters now.
-            if is_outermost:
-                self._open.open(module, None, Call(None, around))
-            return
-        self.autocast_dtypes |= autocast_dtypes()
-        name = self._names.range_name(module)
-        if name is not None or is_outermost or around is None or self._knows_owners:
-            mark_nodes(args, around, self._enter_backward)
-            self._open.open(module, name, Call(name, around, self._names.name(module)))
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Open what belongs around a call of ``module``; None: nothing does."""
+        try:
+            opened = self._on_thread.ranges
+            if opened.root is None and not self.has_failed and running_graph() == -1:
+                return self._begin_outermost(opened, module, args, kwargs)
+            if not self._recording:
+                return None
+            part = self._names.part(module)
+            around = opened.call
+            if part is not None and not part.is_known:
+                part.is_known = True
+                self.autocast_dtypes |= autocast_dtypes()
+            if around is not None and not self._knows_owners and (part is None or part.range is None):
+                return None
+            call = Call(part.range, around, part.name) if part is not None else Call(None, around)
+            self._open_call(opened, call, args, kwargs)
+            return call
+        except Exception as error:
+            self._fail(error)
+            return None
 
-    @_harmless
-    def _after_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        """Close the module's range; ``rest`` is its keyword arguments and output, after an exception the latter."""
-        if not self._open.has(module):
-            return
-        call = self._open.innermost_call()
-        if self._recording and call is not None:
-            *keywords, output = rest
-            mark_keywords(keywords, call, self._enter_backward)
-            mark_nodes(output, call, self._enter_backward)
-        self._open.close(module)
-        if self._open.root is module and not self._open.has(module):
-            self._end_phase(FORWARD)
-            self._open.close(_MODULES)
-            self._open.root = None
-            self._watcher.call_ends(rest[:-1])
-            self._make_boundary(self.steps.call_ends(module))
+    def leave(self, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
+        """Close what was opened around a call of ``module``, which has ended."""
+        try:
+            opened = self._on_thread.ranges
+            if self._recording:
+                mark_nodes(output, call, self._enter_backward)
+            opened.close_call(call)
+            if opened.root is call:
+                opened.root = None
+                self._end_phase(FORWARD)
+                self._watcher.call_ends([kwargs])
+                self._make_boundary(self.steps.call_ends(module))
+        except Exception as error:
+            self._fail(error)
 
-    def _begin_outermost(self, module: nn.Module) -> None:
-        """Open the phase, after a step's boundary if there is one."""
+    def _begin_outermost(
+        self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        """Open the phase and the range of an outermost call, after a step's boundary if there is one."""
         self._make_boundary(self.steps.call_begins(module))
         is_loss = is_loss_module(module)
-        self._open.open(_MODULES, None)
-        self._open.root = module
+        call = Call(None, opened.call)
         if self._recording:
-            self._names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
-        if not is_loss:
-            self._roots.add(module)
+            part = self._names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
+            call = Call(part.range, opened.call, part.name)
+            self.autocast_dtypes |= autocast_dtypes()
+        opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss))
+        self._watcher.call_begins(module, args)
+        self._open_call(opened, call, args, kwargs)
+        return call
+
+    def _open_call(self, opened: OpenRanges, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._recording:
+            for value in args:
+                mark_nodes(value, call.around, self._enter_backward)
+            for value in kwargs.values():
+                mark_nodes(value, call.around, self._enter_backward)
+        opened.open_call(call)
 
     def _phase_of_call(self, *, is_loss: bool) -> str:
         phase = self._generation.next_phase()
@@ -360,19 +319,22 @@ class Hooks(RangeObserver):
         self._end_phase(key)
         self._make_boundary(self.steps.backward_ends())
 
-    @_harmless
     def _enter_backward(self, call: Call | None) -> None:
         if not self._recording:
             return
-        task = running_graph()
-        if self._open.graph_task != task:
-            self._open.graph_task = task
-            at_graph_end(self._leave_backward)
-        self._open.enter_backward_of(call)
+        try:
+            opened = self._on_thread.ranges
+            task = running_graph()
+            if opened.graph_task != task:
+                opened.graph_task = task
+                at_graph_end(self._leave_backward)
+            opened.enter_backward_of(call)
+        except Exception as error:
+            self._fail(error)
 
     def call_to_recompute(self) -> Call | None:
         """Return the call in whose forward pass a checkpoint's part begins."""
-        return self._open.innermost_call() if self._recording else None
+        return self._open.call if self._recording else None
 
     @_harmless
     def recompute_begins(self, key: object, call: Call | None) -> None:
@@ -437,10 +399,7 @@ class Hooks(RangeObserver):
     @_harmless
     def _step_made(self, optimizer: Optimizer) -> None:
         self._watcher.optimizer_ends(optimizer)
-        number = self.steps.optimizer_ends(optimizer)
-        if number is not None:
-            self.rest()
-            self._make_boundary(number)
+        self._make_boundary(self.steps.optimizer_ends(optimizer))
 
     def _make_boundary(self, number: int | None) -> None:
         """End the step that runs, and begin step ``number``, if one begins here."""
@@ -479,5 +438,3 @@ _TIMED = (DATA, *PHASES)
 _STEP = object()
 _LOADER = object()
 _ONE_OPTIMIZER = object()
-_MODULES = object()
-"""What stays open from the beginning of an outermost module call to its end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
@@ -27,6 +27,19 @@ def unwrap(root: nn.Module) -> nn.Module:
     return root
 
 
+class Part:
+    """A module of a model that the script calls: its dotted ``name``, and ``range``, that of its range or None."""
+
+    __slots__ = ("is_known", "name", "range", "reference")
+
+    def __init__(self, name: str, range_: str | None, reference: ref[nn.Module]) -> None:
+        self.name = name
+        self.range = range_
+        self.reference = reference
+        self.is_known = False
+        """Whether somebody has looked at the conditions of its calls."""
+
+
 class ModuleNames:
     """Names modules as ``named_modules`` of the outermost module does, wrappers' own prefixes left out.
 
@@ -36,25 +49,28 @@ class ModuleNames:
 
     def __init__(self, depth: int | None) -> None:
         self._depth = -1 if depth is None else depth
-        self._names: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
+        # By the module's id, which is much faster to look up than a weak reference to it.
+        self._parts: dict[int, Part] = {}
 
-    def name_root(self, root: nn.Module, name: str = ROOT) -> None:
+    def name_root(self, root: nn.Module, name: str = ROOT) -> Part:
         """Register ``root`` as an outermost module named ``name``, unless it already has a name."""
-        if root in self._names:
-            return
+        known = self.part(root)
+        if known is not None:
+            return known
         for path, module in unwrap(root).named_modules():
             if path:  # of the wrapped model itself the wrapper has the range
-                self._names[module] = (path, path.count(".") + 1)
-        self._names[root] = (name, 0)
+                self._register(module, path, path.count(".") + 1)
+        return self._register(root, name, 0)
 
-    def range_name(self, module: nn.Module) -> str | None:
-        """Return the name of the module's range, or None if it has none: deeper than wanted, or in no known model."""
-        name, depth = self._names.get(module, ("", self._depth + 1))
-        return name if depth <= self._depth else None
+    def part(self, module: nn.Module) -> Part | None:
+        """Return what is known of the module, or None if it is in no known model."""
+        return self._parts.get(id(module))
 
-    def name(self, module: nn.Module) -> str | None:
-        """Return the module's dotted name, or None if it is in no known model."""
-        return self._names.get(module, (None, 0))[0]
+    def _register(self, module: nn.Module, name: str, depth: int) -> Part:
+        key, parts = id(module), self._parts
+        part = Part(name, name if depth <= self._depth else None, ref(module, lambda _: parts.pop(key, None)))
+        parts[key] = part
+        return part
 
 
 class Roots:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import Any, Final
 
-from profkit.annotation import Range
+from profkit.annotation import Range, RangeObserver
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
 
 
@@ -26,19 +26,12 @@ class Call:
         self.owner = owner
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """An open range: ``key`` says who opened it; ``call`` is set where it belongs to a call's forward or backward.
-
-    ``interrupted`` is the call whose backward work goes on where this entry closes.
-    """
-
-    key: object
-    name: str | None
-    range: Range | None = None
-    call: Call | None = None
-    interrupted: Call | None = None
-
+# An open range: who opened it, its name, the range and what it needs to close (both None where there is none), and the
+# call with the forward or backward that it is. A plain tuple, because one is made twice for each call of a module.
+_Entry = tuple[object, str | None, Range | None, Any, Call | None]
+_KEY: Final = 0
+_NAME: Final = 1
+_CALL: Final = 4
 
 _BACKWARD_OF_CALL = object()
 _SCRIPTS = object()
@@ -49,70 +42,91 @@ RunsFor = Callable[[str | None, str | None], None]
 """Is called with a phase and a module's dotted name, None for what does not apply."""
 
 
-class OpenRanges(threading.local):
-    """This thread's open ranges, innermost last, the script's own among them.
+class OpenRanges:
+    """One thread's open ranges, innermost last, the script's own among them.
 
     What profkit opens above an entry is closed before it; the script opens and closes its own.
 
     Args:
-        runs_for: is called on a thread whenever the phase or the module that the thread works for changes, on entering
-            and on leaving. Nothing is worked out where it is None.
+        opener: the observer of ranges that is not shown those which are opened here.
+        runs_for: is called whenever the phase or the module that the thread works for changes, on entering and on
+            leaving. Nothing is worked out where it is None.
     """
 
-    def __init__(self, runs_for: RunsFor | None = None) -> None:
-        self._entries: list[_Entry] = []
-        self._is_ours = False
+    __slots__ = ("_entries", "_interrupted", "_opener", "_purpose", "_runs_for", "call", "graph_task", "root")
+
+    def __init__(self, opener: RangeObserver, runs_for: RunsFor | None = None) -> None:
+        self._opener = opener
         self._runs_for = runs_for
         self._purpose: tuple[str | None, str | None] = None, None
+        self._entries: list[_Entry] = []
+        # By the key of what interrupted it, the call whose backward work goes on where that closes.
+        self._interrupted: dict[object, Call | None] = {}
+        self.call: Call | None = None
+        """The call whose forward runs on this thread now, or None."""
         self.graph_task = -1
-        self.root: object = None
-        """The module whose call is the outermost now."""
+        self.root: Call | None = None
+        """The outermost call of a module that runs now."""
 
     def open(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open the range ``name`` (None: only remember ``key``)."""
-        entry = _Entry(key, name, None if name is None else _range(name), call)
-        if entry.range is not None:
-            self._is_ours = True
-            entry.range.__enter__()
-            self._is_ours = False
-        self._entries.append(entry)
+        if name is None:
+            self._entries.append((key, None, None, None, call))
+        else:
+            one = _range(name)
+            self._entries.append((key, name, one, one.open(self._opener), call))
+        if call is not None:
+            self.call = None if key is _BACKWARD_OF_CALL else call
         self._changed()
 
-    def note_opening(self, name: str) -> bool:
-        """Note a range that opens on this thread; return whether it is the script's own."""
-        if not self._is_ours:
-            self._entries.append(_Entry(_SCRIPTS, name))
+    def open_call(self, call: Call) -> None:
+        """Open the range of a call that begins."""
+        self.open(call, call.name, call)
+
+    def close_call(self, call: Call) -> None:
+        """Close the range of a call that has ended."""
+        entries = self._entries
+        if entries and entries[-1][_KEY] is call:
+            _, _, one, token, _ = entries.pop()
+            if one is not None:
+                one.close(token, self._opener)
+            self.call = call.around
             self._changed()
-        return not self._is_ours
+        else:
+            self.close(call)
+
+    def note_opening(self, name: str) -> None:
+        """Note a range of the script's own that opens on this thread."""
+        self._entries.append((_SCRIPTS, name, None, None, None))
+        self._changed()
 
     def note_closed(self) -> str | None:
-        """Note that a range has closed on this thread; return its name if it is the script's own."""
-        if self._is_ours:
-            return None
+        """Note that the script's innermost range has closed on this thread; return its name, None if it is unknown."""
         for index in range(len(self._entries) - 1, -1, -1):
-            if self._entries[index].key is _SCRIPTS:
-                name = self._entries.pop(index).name
+            if self._entries[index][_KEY] is _SCRIPTS:
+                name = self._entries.pop(index)[_NAME]
+                self.call = self._innermost_call()
                 self._changed()
                 return name
         return None
 
     def note_call(self) -> Call | None:
         """Make the script's innermost range that of a call, and return the call."""
-        around = self.innermost_call()
-        if not self._entries or self._entries[-1].key is not _SCRIPTS:  # it opened before anybody took note
+        if not self._entries or self._entries[-1][_KEY] is not _SCRIPTS:  # it opened before anybody took note
             return None
-        entry = self._entries[-1]
-        entry.call = Call(entry.name, around)
-        return entry.call
+        name = self._entries[-1][_NAME]
+        self.call = Call(name, self.call)
+        self._entries[-1] = (_SCRIPTS, name, None, None, self.call)
+        return self.call
 
     def has_range(self, name: str) -> bool:
         """Return whether a range of this name is open on this thread."""
-        return any(entry.name == name for entry in self._entries)
+        return any(entry[_NAME] == name for entry in self._entries)
 
     def close(self, key: object) -> bool:
         """Close the innermost entry of ``key`` and all above it; return False if there is none."""
         for index in range(len(self._entries) - 1, -1, -1):
-            if self._entries[index].key is key:
+            if self._entries[index][_KEY] is key:
                 self._close_down_to(index)
                 return True
         return False
@@ -123,69 +137,65 @@ class OpenRanges(threading.local):
 
     def has(self, key: object) -> bool:
         """Return whether an entry of ``key`` is open."""
-        return any(entry.key is key for entry in self._entries)
-
-    def innermost_call(self) -> Call | None:
-        """Return the call whose forward runs on this thread now, or None."""
-        for entry in reversed(self._entries):
-            if entry.key is _BACKWARD_OF_CALL:
-                return None
-            if entry.call is not None:
-                return entry.call
-        return None
+        return any(entry[_KEY] is key for entry in self._entries)
 
     def enter_backward_of(self, call: Call | None) -> None:
         """Open exactly the backward ranges of ``call`` and the calls around it, above everything else that is open."""
         wanted: list[Call] = []
         while call is not None:
-            wanted.append(call)
+            if call.name is not None or self._runs_for is not None:
+                wanted.append(call)
             call = call.around
-        wanted.reverse()
-        base = self._base()
-        kept = 0
-        for entry, one in zip(self._entries[base:], wanted, strict=False):
-            if entry.call is not one:
-                break
-            kept += 1
-        self._close_down_to(base + kept)
-        for one in wanted[kept:]:
+        entries = self._entries
+        kept = len(entries)
+        while kept and entries[kept - 1][_KEY] is _BACKWARD_OF_CALL and entries[kept - 1][_CALL] not in wanted:
+            kept -= 1
+        if kept < len(entries):
+            self._close_down_to(kept)
+        # Below a range that stays there are those of the calls around it, no others.
+        innermost = entries[-1][_CALL] if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL else None
+        missing = wanted if innermost is None else wanted[: wanted.index(innermost)]
+        for one in reversed(missing):
             self.open(_BACKWARD_OF_CALL, one.name, one)
         if self._runs_for is not None and not wanted:
             self._tell(BACKWARD, None)
 
     def interrupt_backward(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open ``name`` as `open` does, but not within the backward ranges of a call: these close before."""
-        running = self._entries[-1].call if self._base() < len(self._entries) else None
+        top = self._entries[-1] if self._entries else None
+        self._interrupted[key] = top[_CALL] if top is not None and top[_KEY] is _BACKWARD_OF_CALL else None
         self.leave_backward()
         self.open(key, name, call)
-        self._entries[-1].interrupted = running
 
     def resume_backward(self, key: object) -> None:
         """Close ``key`` and all above it, and open the backward ranges that were interrupted there."""
-        entry = next((entry for entry in reversed(self._entries) if entry.key is key), None)
-        if entry is not None:
-            self.close(key)
-            self.enter_backward_of(entry.interrupted)
+        interrupted = self._interrupted.pop(key, None)
+        if self.close(key):
+            self.enter_backward_of(interrupted)
 
     def leave_backward(self) -> None:
         """Close the backward ranges above everything else that is open here: the backward pass has ended."""
-        self._close_down_to(self._base())
+        base = len(self._entries)
+        while base and self._entries[base - 1][_KEY] is _BACKWARD_OF_CALL:
+            base -= 1
+        self._close_down_to(base)
         self._changed()
 
-    def _base(self) -> int:
-        base = len(self._entries)
-        while base and self._entries[base - 1].key is _BACKWARD_OF_CALL:
-            base -= 1
-        return base
+    def _innermost_call(self) -> Call | None:
+        for entry in reversed(self._entries):
+            if entry[_KEY] is _BACKWARD_OF_CALL:
+                return None
+            if entry[_CALL] is not None:
+                return entry[_CALL]
+        return None
 
     def _close_down_to(self, index: int) -> None:
         above = self._entries[index:]
-        self._entries[index:] = [entry for entry in above if entry.key is _SCRIPTS]
-        for entry in reversed(above):
-            if entry.range is not None:
-                self._is_ours = True
-                entry.range.__exit__(None, None, None)
-                self._is_ours = False
+        self._entries[index:] = [entry for entry in above if entry[_KEY] is _SCRIPTS]
+        for _, _, one, token, _ in reversed(above):
+            if one is not None:
+                one.close(token, self._opener)
+        self.call = self._innermost_call()
         if above:
             self._changed()
 
@@ -195,13 +205,13 @@ class OpenRanges(threading.local):
             return
         phase: str | None = None
         call: Call | None = None
-        for entry in reversed(self._entries):
-            call = call or entry.call
-            if entry.key is _BACKWARD_OF_CALL:
+        for key, name, _, _, one in reversed(self._entries):
+            call = call or one
+            if key is _BACKWARD_OF_CALL:
                 phase = BACKWARD
                 break
-            if entry.name in _PURPOSES:
-                phase = entry.name
+            if name in _PURPOSES:
+                phase = name
                 break
         while call is not None and call.owner is None:
             call = call.around
@@ -211,6 +221,13 @@ class OpenRanges(threading.local):
         if self._runs_for is not None and (phase, module) != self._purpose:
             self._purpose = phase, module
             self._runs_for(phase, module)
+
+
+class OpenOnThread(threading.local):
+    """The open ranges of the thread that looks."""
+
+    def __init__(self, opener: RangeObserver, runs_for: RunsFor | None) -> None:
+        self.ranges = OpenRanges(opener, runs_for)
 
 
 @cache

@@ -147,8 +147,6 @@ class Session:
         elif number == 1 and not self.order.own_steps:
             # The first step built what later ones have: kernels, optimizer state, the allocator's pool.
             self._samples.begin("attached")
-        if self.order.own_steps and number > 0:
-            self.hooks.rest()
         self._start_ns = perf_counter_ns()
 
     def own_boundary(self) -> None:

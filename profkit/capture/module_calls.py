@@ -1,0 +1,80 @@
+"""Every call of a module, seen by one wrapper around ``nn.Module.__call__``.
+
+Hooks of all modules would see them too, but with one of those torch takes a slow way through every call. A ``forward``
+replaced on a module would break copying and pickling it.
+
+While Dynamo traces, the wrapper is not there: it compiles what it would without profkit. In code that is compiled in
+part the rest of it runs without ranges too: what was compiled is annotated as a whole, from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from profkit.capture.open_ranges import Call
+
+
+class CallObserver(Protocol):
+    """Sees each call of a module begin and end, on the thread that makes it. It must not raise."""
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """A call is about to begin; None: its end does not matter."""
+
+    def leave(self, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
+        """A call has ended; ``output`` is None if it raised."""
+
+
+def observe_module_calls(observer: CallObserver) -> None:
+    """Show ``observer`` every call of a module in this process from now on, until the process ends."""
+    plain = nn.Module.__call__
+    enter, leave = observer.enter, observer.leave
+    is_compiling = torch.compiler.is_compiling
+    # The callback with which Dynamo compiles what this thread runs, or None; torch 2.4 has no way to ask for it.
+    in_compiled_code = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _no_callback)
+
+    @functools.wraps(plain)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or in_compiled_code() is not None:
+            return plain(self, *args, **kwargs)
+        entered = enter(self, args, kwargs)
+        if entered is None:
+            return plain(self, *args, **kwargs)
+        try:
+            output = plain(self, *args, **kwargs)
+        except BaseException:
+            leave(entered, self, None, kwargs)
+            raise
+        leave(entered, self, output, kwargs)
+        return output
+
+    code: CodeType = call.__code__  # type: ignore[attr-defined]
+    nn.Module.__call__ = call
+    torch.compile = _compile_around(code, torch.compile)
+
+
+def _no_callback() -> None:
+    return None
+
+
+def _compile_around(code: CodeType, compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.compile`` so that Dynamo passes over frames of ``code`` to those within, as over torch's own.
+
+    All modules' calls share this code: compiled, it would soon have been compiled more often than Dynamo allows.
+    """
+
+    @functools.wraps(compile_)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        result = compile_(*args, **kwargs)
+        skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+        if skip is not None:
+            skip(code)
+        return result
+
+    return compiled
