@@ -265,6 +265,19 @@ def _remember(folder: Path) -> Any:
     return memory
 
 
+class Always:
+    """A listener that calls ``begin`` with the number of each step, and lets no failure of a hook pass."""
+
+    def __init__(self, begin: Callable[[int], None]) -> None:
+        self._begin = begin
+
+    def boundary(self, number: int) -> None:
+        self._begin(number)
+
+    def hooks_failed(self, error: Exception) -> None:
+        raise error
+
+
 def _install(memory: Any) -> Callable[[], None]:
     """Open ranges from the first step on, and note each in EVENTS instead of showing it to a profiler."""
     from profkit.capture import open_ranges
@@ -280,18 +293,15 @@ def _install(memory: Any) -> Callable[[], None]:
         def close(self, _token: None, _opener: object) -> None:
             EVENTS.append(("close", self.name, threading.get_ident()))
 
-    class Always:
-        def boundary(self, number: int) -> None:
-            if memory is not None:
-                memory.boundary(number)
-            if number == 0:
-                hooks.start()
-
-        def hooks_failed(self, error: Exception) -> None:
-            raise error
-
     open_ranges._range = Noted  # type: ignore[assignment]
-    hooks = Hooks(Always(), depth=3, watcher=memory)
+
+    def begin(number: int) -> None:
+        if memory is not None:
+            memory.boundary(number)
+        if number == 0:
+            hooks.start()
+
+    hooks = Hooks(Always(begin), depth=3, watcher=memory)
     hooks.install()
     return hooks.stop
 

@@ -17,20 +17,10 @@ from tests.hooked_workloads import CHECKPOINTS, WORKLOADS
 
 SCRIPT = Path(__file__).parent / "hooked_workloads.py"
 
-# Runs the script as a torch before 2.6 would, whose hooks of all modules are shown no keyword arguments.
-BEFORE_2_6 = """
-import runpy, sys
-from torch.nn.modules import module
-register = module.register_module_forward_hook
-module.register_module_forward_hook = lambda hook, *, always_call=False: register(hook, always_call=always_call)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
-
-def _run(*arguments: str, instead: tuple[str, ...] = ()) -> dict[str, Any]:
+def _run(*arguments: str, script: Path = SCRIPT, warnings: str = "error") -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-W", "error", *instead, str(SCRIPT), *arguments],
+        [sys.executable, "-W", warnings, str(script), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -77,17 +67,6 @@ def _trees(events: list[list[Any]]) -> dict[str, int]:
 def test_losses_are_the_same_to_the_bit(how: str, plain: dict[str, Any], hooked: dict[str, Any]) -> None:
     assert hooked[how]["losses"] == plain[how]["losses"]
     assert len(plain[how]["losses"]) >= 4
-
-
-@pytest.mark.slow
-def test_a_torch_without_keywords_in_its_hooks_changes_nothing_either(
-    plain: dict[str, Any], hooked: dict[str, Any]
-) -> None:
-    old = _run("hooked", instead=("-c", BEFORE_2_6))
-    for how in WORKLOADS:
-        assert (old[how]["losses"], old[how]["alive"]) == (plain[how]["losses"], plain[how]["alive"])
-    # Nothing in it is called by keywords.
-    assert _trees(old["plain"]["events"]) == _trees(hooked["plain"]["events"])
 
 
 @pytest.mark.parametrize("how", WORKLOADS)
@@ -200,6 +179,15 @@ def test_compiled_code_stays_whole_and_is_annotated_as_one(plain: dict[str, Any]
     paths = _trees(hooked["compiled"]["events"])
     assert paths["forward/model"] == paths["backward/model"] == 4
     assert not any("blocks" in path for path in paths)
+
+
+@pytest.mark.slow
+def test_dynamo_makes_the_same_graphs_whether_the_hooks_are_there_or_not() -> None:
+    script = SCRIPT.with_name("compiled_workloads.py")
+    # Where a graph is broken torch itself warns.
+    plain, hooked = (_run(*how, script=script, warnings="ignore") for how in ((), ("hooked",)))
+    assert hooked == plain
+    assert plain["first again"][1] == [], "what was compiled before is not compiled again"
 
 
 def test_nothing_is_left_open(hooked: dict[str, Any]) -> None:

@@ -1,15 +1,13 @@
 """Ranges and times for steps, phases and modules of any training script, without a change to it.
 
-Forward hooks of all modules open and close them, wrappers around backward calls and around what torch itself puts
-around every optimizer's ``step``, and hooks on the graph's nodes for what runs on the autograd thread. What a
-checkpoint computes again has a range of its own under ``backward``. A phase that the script annotates itself gets no
+A wrapper around every call of a module opens and closes them, wrappers around backward calls and around what torch
+itself puts around every optimizer's ``step``, and hooks on the graph's nodes for what runs on the autograd thread. What
+a checkpoint computes again has a range of its own under ``backward``. A phase that the script annotates itself gets no
 second range, and a function that it annotates has its backward range as a module has. The hooks change no value and
 keep no tensor; what fails in them ends them, and never reaches the script.
 
 While Dynamo traces they do nothing: of a compiled model the module that was compiled is annotated as a whole, forward
-and backward. Dynamo guards on the hooks of all modules that it found while it traced, and would compile anew without
-them: so where it compiled they stay. What was compiled without them is not compiled again when they come (seen with
-torch 2.4 and 2.13).
+and backward.
 """
 
 from __future__ import annotations
