@@ -171,6 +171,14 @@ def _read_trace(path: Path) -> Trace:
     """Return the columns of one file, by the reader that its content calls for."""
     if path.suffix == _REPORT and path.is_file():
         path = _find_export(path)
+    from profkit.trace.columns import refuse_impossible_times
+
+    trace = _read_columns(path)
+    refuse_impossible_times(trace)
+    return trace
+
+
+def _read_columns(path: Path) -> Trace:
     head = _read_head(path)
     if not head:
         raise TraceError(f"{path}: the file is empty")

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from profkit.errors import TraceError
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -169,6 +171,30 @@ class Trace:
 
     has_invisible_ranges: bool = False
     """True when NVTX domains were recorded and not one range: the fingerprint of nvtx ≥ 0.2.12 under an old nsys."""
+
+
+LARGEST_TIME_NS = 2**62
+"""No time is as large, and no sum of durations: 146 years, and sums of two still fit in 64 bits."""
+
+
+def refuse_impossible_times(trace: Trace) -> None:
+    """Raise if a time, or the sum of a table's durations, does not fit in 64 bits with room to add.
+
+    Raises:
+        TraceError: with the table at fault.
+    """
+    for what, table in (
+        ("kernels", trace.work),
+        ("copies", trace.copies),
+        ("calls", trace.calls),
+        ("ranges", trace.ranges),
+    ):
+        if not len(table):
+            continue
+        start_ns, end_ns = table.start_ns.astype(np.float64), table.end_ns.astype(np.float64)
+        total = float(np.abs(end_ns - start_ns).sum())
+        if max(-start_ns.min(), -end_ns.min(), start_ns.max(), end_ns.max(), total) >= LARGEST_TIME_NS:
+            raise TraceError(f"{trace.path}: damaged: impossible times of {what} (146 years or more); record it again")
 
 
 Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)

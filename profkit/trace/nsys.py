@@ -51,6 +51,7 @@ _SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "e
 
 _OPTIONAL = {"status", "stream", "graph", "bytes", "kind"}
 _SMALL_IDS = 1 << 22
+_LARGEST_ID = 1 << 62
 
 # Half of an export's tables only spell out numbers.
 _ENUMS = "ENUM_"
@@ -203,7 +204,10 @@ class _Reader:
         """
         if not {"gpuId", "cudaId", "pid"} <= self.tables.get(DEVICES, frozenset()):
             return
-        known = self.file.rows(f"SELECT pid, cudaId, gpuId FROM {DEVICES} WHERE gpuId IS NOT NULL AND gpuId != cudaId")
+        are_numbers = " AND ".join(f"typeof({column}) = 'integer'" for column in ("pid", "cudaId", "gpuId"))
+        known = self.file.rows(
+            f"SELECT DISTINCT pid, cudaId, gpuId FROM {DEVICES} WHERE {are_numbers} AND gpuId != cudaId"
+        )
         for columns in found.values() if known else ():
             if "device" in columns:
                 device, pid = columns["device"].copy(), columns["process"] & _OS_PID_MASK
@@ -220,7 +224,7 @@ class _Reader:
     def _build_work(self, found: dict[str, Columns], launches: LaunchIndex) -> Work:
         kernels, graphs = found.get(KERNELS, {}), found.get(GRAPHS, {})
         if graphs:
-            graphs = {**graphs, "name": -2 - np.maximum(graphs["graph"], 0)}
+            graphs = {**graphs, "name": -2 - np.clip(graphs["graph"], 0, _LARGEST_ID)}
         parts = [part for part in (kernels, graphs) if part]
         column = {name: _joined(parts, name) for name in ("name", "start", "end", "device", "stream", "process")}
         launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"), column["start"])
@@ -264,8 +268,8 @@ class _Reader:
             ids = distinct_values(column)
             graphs = {i: _GRAPH_NAME.format(-2 - i) for i in ids.tolist() if i < -1}
             indices = names.indices(ids.tolist(), graphs)
-            if len(ids) and int(ids[-1] - ids[0]) < _SMALL_IDS:
-                table = np.zeros(int(ids[-1] - ids[0]) + 1, dtype=np.int64)
+            if len(ids) and (span := int(ids[-1]) - int(ids[0])) < _SMALL_IDS:
+                table = np.zeros(span + 1, dtype=np.int64)
                 table[ids - ids[0]] = indices
                 column[:] = table[column - ids[0]]
             else:
@@ -285,8 +289,10 @@ class _Reader:
     def _thread_names(self) -> dict[int, str]:
         if not {"ThreadNames", "StringIds"} <= self.tables.keys():
             return {}
-        sql = "SELECT t.globalTid, s.value FROM ThreadNames t JOIN StringIds s ON s.id = t.nameId"
-        return {int(thread) & POSITIVE: str(name) for thread, name in self.file.rows(sql) if thread is not None}
+        are_numbers = "typeof(globalTid) = 'integer' AND typeof(nameId) = 'integer'"
+        rows = self.file.rows(f"SELECT globalTid, nameId FROM ThreadNames WHERE {are_numbers}")
+        names = Names(self.file).values(list({name for _, name in rows}))
+        return {thread & POSITIVE: names[name] for thread, name in rows if name in names}
 
     def _gpus(self) -> tuple[str, ...]:
         if "TARGET_INFO_GPU" not in self.tables or "name" not in self.tables["TARGET_INFO_GPU"]:

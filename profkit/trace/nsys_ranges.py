@@ -71,7 +71,9 @@ def has_invisible_ranges(file: SqliteFile, tables: dict[str, frozenset[str]]) ->
     """Return whether NVTX domains came and went in the capture, but no range."""
     if TABLE not in tables or "eventType" not in tables[TABLE]:
         return False
-    types = {int(kind) for (kind,) in file.rows(f"SELECT DISTINCT eventType FROM {TABLE} WHERE eventType NOT NULL")}
+    types = {
+        kind for (kind,) in file.rows(f"SELECT DISTINCT eventType FROM {TABLE} WHERE typeof(eventType) = 'integer'")
+    }
     return bool(types & set(_DOMAIN_TYPES)) and not types & set(_RANGE_TYPES)
 
 
@@ -115,7 +117,9 @@ def _payloads(file: SqliteFile, columns: frozenset[str], where: str, row_id: Int
     if not there:
         return {}
     value = f"coalesce({', '.join(there)})" if len(there) > 1 else there[0]
-    rows = file.rows(f"SELECT rowid, {value} FROM {TABLE} WHERE {where} AND {value} IS NOT NULL")
+    # A REAL may be infinite.
+    is_number = f"typeof({value}) IN ('integer', 'real') AND {value} BETWEEN -1e300 AND 1e300"
+    rows = file.rows(f"SELECT rowid, {value} FROM {TABLE} WHERE {where} AND {is_number}")
     at = np.searchsorted(row_id, np.array([row[0] for row in rows], dtype=np.int64))
     return {int(index): number for index, (_, number) in zip(at, rows, strict=True)}
 

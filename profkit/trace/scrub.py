@@ -172,8 +172,6 @@ class _Copy:
     def __post_init__(self) -> None:
         if self._rows("PRAGMA encoding")[0][0] != "UTF-8":
             raise TraceError(f"{self.path}: its text is not UTF-8, and nsys only writes UTF-8; export it again")
-        if self._rows("SELECT 1 FROM sqlite_master WHERE type = 'trigger'"):
-            raise TraceError(f"{self.path}: holds triggers, and nsys writes none; export it again")
         from sqlite_utils import Database  # loads pandas where that is installed, so only once it is needed
 
         # Plugins could write.

@@ -31,8 +31,24 @@ from profkit.trace.columns import Ints, empty_ints
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
 
+# SQLite counts in steps of its virtual machine; whole exports take 5 for each of their bytes, at 50 million a second.
+_STEPS_PER_BYTE = 40
+_LEAST_STEPS = 200_000_000
+_STEPS_AT_A_TIME = 1_000_000
+# The longest values of an export are the environments of processes, which the kernel limits to 6 MiB.
+_LONGEST_VALUE_BYTES = 2**26
+
 # One aggregate string of this many rows stays far below SQLite's limit of 10⁹ bytes, and small in memory.
 _CHUNK_ROWS = 1 << 15
+
+# What SQLite says → what that means here.
+_COMPLAINTS = (
+    (("locked", "busy"), "another process is writing it; wait until the export is done"),
+    (("malformed", "not a database", "corrupt"), "a damaged SQLite file ({}); export it again from the .nsys-rep"),
+    (("no such column: rowid",), "holds a table without row numbers, and nsys writes none; export it again"),
+    (("interrupted",), "takes more steps to read than a file of its size can need; export it again"),
+    (("too big",), f"holds a value of over {_LONGEST_VALUE_BYTES >> 20} MiB, and nsys writes none; export it again"),
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -63,7 +79,9 @@ class SqliteFile:
 
     Raises:
         TraceError: the file is missing, empty, no SQLite database, cut short, malformed, or not at rest (a non-empty
-            ``-wal`` or ``-journal`` lies next to it, or another process is writing).
+            ``-wal`` or ``-journal`` lies next to it, or another process is writing); it holds anything but plain
+            tables and indices, such as views, triggers or computed columns; or reading it takes more steps than a file
+            of its size can need.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,18 +92,24 @@ class SqliteFile:
             # At rest, a database in WAL mode is whole; opened in the ordinary way SQLite would create files next to it.
             uri += "&immutable=1"
         self._layout: dict[str, tuple[str, ...]] = {}
-        self._views: frozenset[str] = frozenset()
+        self._steps_left = _LEAST_STEPS + _STEPS_PER_BYTE * path.stat().st_size
         self._file = path.open("rb")
         self._pages = PageReader(self._file.fileno(), header)
         try:
             self._connection = sqlite3.connect(uri, uri=True, timeout=0)
             self._connection.text_factory = _decode
+            self._connection.set_progress_handler(self._is_over_budget, _STEPS_AT_A_TIME)
+            self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE_BYTES)
+            self._connection.execute("PRAGMA trusted_schema = OFF")
             # A read transaction, so that nobody can begin to write meanwhile.
             self._connection.execute("BEGIN")
-            self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        except sqlite3.Error as error:
-            self._file.close()
+            self._refuse_programs()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            self.__exit__()
             raise self.error(error) from None
+        except TraceError:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> SqliteFile:
         return self
@@ -94,38 +118,50 @@ class SqliteFile:
         self._connection.close()
         self._file.close()
 
-    def error(self, error: sqlite3.Error) -> TraceError:
+    def _is_over_budget(self) -> bool:
+        self._steps_left -= _STEPS_AT_A_TIME
+        return self._steps_left < 0
+
+    def _refuse_programs(self) -> None:
+        """Refuse what computes when it is read: views, triggers, virtual tables."""
+        rows = self.rows("SELECT type, name, rootpage FROM sqlite_master")
+        for kind, name, root_page in rows:
+            if kind == "trigger":
+                raise TraceError(f"{self.path}: holds triggers, and nsys writes none; export it again")
+            if kind not in ("table", "index") or (kind == "table" and not root_page):
+                what = "virtual" if kind == "table" else f"a {kind}"
+                raise TraceError(f"{self.path}: {str(name)[:80]} is {what}, and nsys writes tables; export it again")
+
+    def error(self, error: sqlite3.Error | UnicodeDecodeError) -> TraceError:
         """Return SQLite's complaint as a line for a person."""
-        text = str(error)
-        if "locked" in text or "busy" in text:
-            return TraceError(f"{self.path}: another process is writing it; wait until the export is done")
-        if "malformed" in text or "not a database" in text or "corrupt" in text:
-            return TraceError(f"{self.path}: a damaged SQLite file ({text}); export it again from the .nsys-rep")
-        if "no such column: rowid" in text:
-            return TraceError(f"{self.path}: holds a table without row numbers, and nsys writes none; export it again")
+        text = "malformed: names that are no UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        for words, meaning in _COMPLAINTS:
+            if any(word in text for word in words):
+                return TraceError(f"{self.path}: {meaning.format(text)}")
         return TraceError(f"{self.path}: SQLite says: {text}")
 
     def rows(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         """Return all rows of a query."""
         try:
             return self._connection.execute(sql, parameters).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self.error(error) from None
 
     def tables(self, without: str | None = None) -> dict[str, frozenset[str]]:
-        """Return the columns of every table and view, except those whose names begin with ``without``."""
+        """Return the columns of every table, except those whose names begin with ``without``."""
         found: dict[str, list[str]] = {}
-        views = set()
         sql = (
-            "SELECT m.type, m.name, c.name FROM sqlite_master m JOIN pragma_table_info(m.name) c"
-            " WHERE m.type IN ('table', 'view') AND m.name NOT LIKE 'sqlite~_%' ESCAPE '~' ORDER BY c.cid"
+            "SELECT m.name, c.name, c.hidden FROM sqlite_master m JOIN pragma_table_xinfo(m.name) c"
+            " WHERE m.type = 'table' AND m.name NOT LIKE 'sqlite~_%' ESCAPE '~' ORDER BY c.cid"
         )
-        for kind, table, column in self.rows(sql):
+        for table, column, is_computed in self.rows(sql):
+            if is_computed:
+                raise TraceError(
+                    f"{self.path}: {table[:80]} has a computed column, and nsys writes none; export it again"
+                )
             if without is None or not table.startswith(without):
                 found.setdefault(table, []).append(column)
-                if kind == "view":
-                    views.add(table)
-        self._layout, self._views = {table: tuple(columns) for table, columns in found.items()}, frozenset(views)
+        self._layout = {table: tuple(columns) for table, columns in found.items()}
         return {table: frozenset(columns) for table, columns in found.items()}
 
     def columns(self, requests: Sequence[ColumnRequest]) -> list[list[Ints]]:
@@ -134,9 +170,6 @@ class SqliteFile:
         Tables of plain integers are decoded from the file's pages. Of any other table SQLite concatenates each column
         into one string, which NumPy parses: still many times faster than Python integers.
         """
-        for request in requests:
-            if request.table in self._views:
-                raise TraceError(f"{self.path}: {request.table} is a view, and nsys writes tables; export it again")
         return [self._read_plain(request) or self._read_by_sql(request) for request in requests]
 
     def _read_plain(self, request: ColumnRequest) -> list[Ints] | None:
@@ -146,7 +179,7 @@ class SqliteFile:
             return None
         root = self.rows("SELECT rootpage, sql FROM sqlite_master WHERE type = 'table' AND name = ?", (request.table,))
         # A row number kept as a column, or rows kept in an index, are laid out otherwise.
-        if not root or re.search(r"PRIMARY\s+KEY|WITHOUT\s+ROWID|GENERATED|\bAS\s*\(", root[0][1], re.IGNORECASE):
+        if not root or re.search(r"PRIMARY\s+KEY|WITHOUT\s+ROWID", str(root[0][1]), re.IGNORECASE):
             return None
         places = {name: layout.index(name) for name in request.columns}
         order = sorted(places, key=places.__getitem__)
@@ -253,6 +286,7 @@ class PageReader:
     def __init__(self, descriptor: int, header: bytes) -> None:
         """``header`` is the first 100 bytes of the file."""
         self._descriptor = descriptor
+        self._most_pages = os.fstat(descriptor).st_size // 512
         size = int.from_bytes(header[16:18], "big")
         self._page_bytes = 65536 if size == 1 else size
         # The last bytes of a page may be reserved for extensions; a longer payload spills into overflow pages.
@@ -278,7 +312,11 @@ class PageReader:
             kind = first[100] if level[0] == 1 else first[0]
             if kind == _LEAF:
                 return level
-            level = np.concatenate([self._children(int(page)) for page in level])
+            # A damaged tree may lead to one page by many ways, and so to more leaves than any file has.
+            children = [self._children(int(page)) for page in level]
+            if sum(map(len, children)) > self._most_pages:
+                raise NotPlain
+            level = np.concatenate(children)
         raise NotPlain
 
     def _children(self, number: int) -> Ints:

@@ -1,0 +1,124 @@
+"""nsys exports made to hang or to be misread: each gets its one line, or is read without the odd value."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from profkit.errors import TraceError
+from profkit.reading import open_trace
+from profkit.trace import sqlite
+from tests.child import run_in_child
+from tests.nsys_builder import NsysBuilder
+
+KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+DAMAGED = [
+    ("CREATE VIEW v AS SELECT 1", "v is a view"),
+    ("CREATE TRIGGER t AFTER DELETE ON StringIds BEGIN SELECT 1; END", "holds triggers"),
+    ("CREATE VIRTUAL TABLE f USING fts5(a)", "f is virtual"),
+    ("CREATE TABLE g (a INTEGER, b INTEGER AS (a * 2))", "g has a computed column"),
+    ("CREATE TABLE g (a INTEGER, b INTEGER AS (a * 2) STORED)", "g has a computed column"),
+    (f"UPDATE {KERNELS} SET end = 4611686018427387904", "impossible times of kernels"),
+    (f"UPDATE {KERNELS} SET start = -9223372036854775808", "impossible times of kernels"),
+    (f"UPDATE {KERNELS} SET end = 1e300", "values that are not integers"),
+    (f"UPDATE {KERNELS} SET start = 'soon'", "values that are not integers"),
+    (f"UPDATE {KERNELS} SET correlationId = x'ff00'", "not integers"),
+    ("UPDATE NVTX_EVENTS SET end = 9223372036854775807", "impossible times of ranges"),
+    ("UPDATE NVTX_EVENTS SET globalTid = 'x'", "not integers"),
+]
+HARMLESS = [
+    "INSERT INTO ThreadNames VALUES (1, 1, 'x'), (NULL, 1, 5), (1.5, NULL, 2), ('x', 1, 3), (77, 1, 4)",
+    "INSERT INTO TARGET_INFO_CUDA_DEVICE VALUES (1, 0, 'x'), ('a', 0, 100), (NULL, 0, 100)",
+    "UPDATE NVTX_EVENTS SET doubleValue = 9e999",
+    "UPDATE NVTX_EVENTS SET int64Value = 'many'",
+    "UPDATE NVTX_EVENTS SET text = x'ff00fe'",
+    "INSERT INTO NVTX_EVENTS (start, eventType, globalTid) VALUES (1, 'x', 1), (1, 75.5, 1), (1, 75, 1)",
+    "INSERT INTO META_DATA_EXPORT VALUES (NULL, NULL), (x'ff', x'fe')",
+    "INSERT INTO TARGET_INFO_GPU VALUES (1, NULL), (2, x'ff')",
+]
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    builder = NsysBuilder()
+    builder.name_thread("main", 100)
+    builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA H200")
+    builder.add("TARGET_INFO_CUDA_DEVICE", gpuId=0, cudaId=0, pid=100)
+    builder.range("forward", 0, 100)
+    builder.kernel(10, 50)
+    return builder.write(tmp_path / "t.sqlite")
+
+
+def change(path: Path, sql: str) -> Path:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(sql)
+        connection.commit()
+    return path
+
+
+@pytest.mark.parametrize(("sql", "expected"), DAMAGED)
+def test_what_nsys_does_not_write_is_refused_in_one_line(export: Path, sql: str, expected: str) -> None:
+    with pytest.raises(TraceError, match=expected) as caught:
+        open_trace(change(export, sql))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sql", HARMLESS)
+def test_an_odd_value_that_nothing_is_counted_by_is_passed_over(export: Path, sql: str) -> None:
+    opened = open_trace(change(export, sql))
+    assert opened.kernels("forward" if "forward" in opened.trace.names else None).total_ns == 50
+
+
+def test_a_name_that_is_no_utf8_in_the_schema_is_a_damaged_file(export: Path) -> None:
+    content = export.read_bytes()
+    assert content.count(b"CREATE TABLE StringIds") == 1
+    export.write_bytes(content.replace(b"CREATE TABLE StringIds", b"CREATE TABLE \xff\xfe\xfdingIds"))
+    with pytest.raises(TraceError, match=r"t\.sqlite: "):
+        open_trace(export)
+
+
+def test_a_query_that_takes_more_steps_than_the_file_can_need_is_stopped(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "_LEAST_STEPS", 2_000_000)
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+    with sqlite.SqliteFile(export) as file, pytest.raises(TraceError, match="more steps to read"):
+        file.rows(endless)
+
+
+def test_a_value_that_is_too_long_is_refused(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "_LONGEST_VALUE_BYTES", 2**16)
+    change(export, "UPDATE NVTX_EVENTS SET text = printf('%.100000c', 'x')")
+    with pytest.raises(TraceError, match="holds a value of over"):
+        open_trace(export)
+
+
+def test_a_tree_of_pages_that_leads_to_itself_is_not_followed_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "tree.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA page_size = 512")
+        connection.execute("CREATE TABLE StringIds (a INTEGER, b INTEGER)")
+        connection.executemany("INSERT INTO StringIds VALUES (?, ?)", ((i, i) for i in range(20_000)))
+        connection.commit()
+        (root,) = connection.execute("SELECT rootpage FROM sqlite_master").fetchone()
+    content = bytearray(path.read_bytes())
+    page = memoryview(content)[(root - 1) * 512 : root * 512]
+    assert page[0] == 5
+    count = page[3] << 8 | page[4]
+    for cell in range(count):
+        place = page[12 + 2 * cell] << 8 | page[13 + 2 * cell]
+        page[place : place + 4] = root.to_bytes(4, "big")
+    page[8:12] = root.to_bytes(4, "big")
+    path.write_bytes(content)
+
+    def read() -> str:
+        with path.open("rb") as file:
+            try:
+                return str(sqlite.PageReader(file.fileno(), bytes(content[:100])).read(root, [0], [0]))
+            except sqlite.NotPlain:
+                return "not plain"
+
+    assert run_in_child(read, cpu_seconds=20, memory_bytes=2**30) == "not plain"
