@@ -148,6 +148,8 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
         runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException as error:
         sys.last_value = error
         traceback.print_exception(error)

@@ -145,7 +145,7 @@ def test_a_target_that_makes_no_step_is_one_line(
     assert done.returncode == 2
     first, last = done.stderr.removeprefix("importing\n").splitlines()
     assert said in first
-    assert last == f"profkit: {target} failed with exit status 2; see run/manifest.json"
+    assert last == f"profkit: {target} failed with exit status 2; nothing was recorded; see run/manifest.json"
     assert f"profkit: {_manifest(tmp_path)['reason']}" == first
 
 

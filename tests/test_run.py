@@ -244,7 +244,7 @@ def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp
     done = _profkit("model.tiny", "--device", "cuda", "-o", "run", cwd=tmp_path)
     assert done.returncode == 2
     assert "sees no CUDA GPU" in done.stderr
-    assert "failed with exit status 2; see run" in done.stderr
+    assert "failed with exit status 2; nothing was recorded; see run" in done.stderr
     manifest = _manifest(tmp_path / "run")
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 2)
     assert "sees no CUDA GPU" in manifest["reason"]

@@ -80,8 +80,9 @@ def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, run: Run, pro
 def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: Path, run: Run) -> None:
     done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "fails.py")
     assert done.returncode == 1
-    assert "profkit: warning: rank 1 failed: ValueError: the data of this rank are bad" in done.stderr
+    assert "rank 1: ValueError: the data of this rank are bad); " in done.stderr.splitlines()[-1]
     manifest = _manifest(tmp_path)
+    assert "rank 1 failed: ValueError: the data of this rank are bad" in manifest["warnings"]
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(("failed", "partial"))]
 

@@ -316,7 +316,7 @@ def test_a_script_that_fails_keeps_what_was_recorded(place: Path, run: Callable[
     done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "train.py", "0.1", "20", "raise", "3")
     assert done.returncode == 1
     assert "ValueError: the data are bad" in done.stderr
-    assert "what was recorded up to then is kept" in done.stderr
+    assert "3 of 9 steps were recorded and are kept: profkit ranges run" in done.stderr
     manifest = _manifest(place)
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
     assert manifest["reason"] == "ValueError: the data are bad"

@@ -226,28 +226,44 @@ def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) 
 
 
 def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> int:
-    """Print what was recorded and what to ask next; return the target's status, 1 if it left nothing to record."""
+    """Print what was recorded and what to ask next, or one line if the target failed; return its status.
+
+    The status is 1 if it succeeded and nothing was recorded.
+    """
     where = shlex.quote(str(recorded.run))
+    if recorded.exit_status != 0:
+        if recorded.out_of_memory is not None and recorded.out_of_memory.is_fatal:
+            _explain_out_of_memory(recorded, recorded.out_of_memory, where)
+        click.echo(f"profkit: {_describe_failure(recorded, target, where)}", err=True)
+        return recorded.exit_status
     for warning in recorded.warnings:
         click.echo(f"profkit: warning: {warning}", err=True)
-    status = recorded.exit_status
     if recorded.out_of_memory is not None:
         _explain_out_of_memory(recorded, recorded.out_of_memory, where)
-    if status != 0:
-        name = target.argv[0] if target.argv else target.title
-        killed = " (killed: perhaps the memory was full)" if status == _KILLED else ""
-        kept = "; what was recorded up to then is kept" if recorded.has_trace or recorded.has_snapshot else ""
-        click.echo(
-            f"profkit: {name} failed with exit status {status}{killed}{kept}; see {where}/manifest.json", err=True
-        )
-    elif recorded.reason is not None:
+    if recorded.reason is not None:
         click.echo(f"profkit: {recorded.reason}", err=True)
-    if ceilings is not None and recorded.reason is None and status == 0:
+    elif ceilings is not None:
         measure_to(recorded.run, ceilings)
-    if status == 0:
-        _show(recorded)
+    _show(recorded)
     _say_next(recorded, target, where)
-    return status or (1 if recorded.reason else 0)
+    return 1 if recorded.reason else 0
+
+
+def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
+    """Return one line: how the target ended, what was recorded, and the next command.
+
+    The target's own error stands directly above, and what else there is to say in the manifest.
+    """
+    name = target.argv[0] if target.argv else target.title
+    killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
+    ranks = f" ({recorded.failed_ranks})" if recorded.failed_ranks else ""
+    failed = f"{name} failed with exit status {recorded.exit_status}{killed}{ranks}"
+    if recorded.has_trace:
+        steps = f"{recorded.complete_steps} of {target.workload.steps} steps"
+        return f"{failed}; {steps} were recorded and are kept: profkit ranges {where}"
+    if recorded.has_snapshot:
+        return f"{failed}; what was recorded up to then is kept: profkit memory {where}"
+    return f"{failed}; nothing was recorded; see {where}/manifest.json"
 
 
 def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) -> None:

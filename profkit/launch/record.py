@@ -61,6 +61,8 @@ class Recorded:
 
     ``reason`` says why the last pass recorded nothing, None if it did record. ``has_kernels`` is False where the
     recorder sees none: Nsight Systems without CUDA. ``out_of_memory``: allocations that failed in the last pass.
+    ``complete_steps`` is how many steps the trace holds whole. ``failed_ranks`` is what ended each rank that failed,
+    empty if none did or there are no ranks.
     """
 
     run: Path
@@ -70,6 +72,8 @@ class Recorded:
     has_kernels: bool = False
     has_snapshot: bool = False
     out_of_memory: OutOfMemory | None = None
+    complete_steps: int = 0
+    failed_ranks: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -181,12 +185,19 @@ class _Recording:
         reason = last.reason
         if reason is None and not has_failed and len(self.done) < len(self._target.passes):
             reason = why_no_step(last.processes, last.order)
-        if has_failed and last.order.own_steps:
+        if has_failed:
             reason = last.what_failed or reason
         missing = [text for one in self.done for text in shortfalls(one, is_last=one is last)]
-        ranks = [f"rank {one.rank} failed: {one.error}" for one in last.failures if has_failed and one.rank is not None]
+        ranks = [(f"rank {one.rank}", one.error) for one in last.failures if has_failed and one.rank is not None]
         compiled = [_NO_RANGES] * (manifest.workload.compile_mode not in (None, "none"))
-        warnings = (*lost_events(self._run), *compiled, *missing, *ranks, *disturbed, *warn_of_run(manifest))
+        warnings = (
+            *lost_events(self._run),
+            *compiled,
+            *missing,
+            *(f"{one[0]} failed: {one[1]}" for one in ranks),
+            *disturbed,
+            *warn_of_run(manifest),
+        )
         manifest = replace(manifest, warnings=warnings)
         if reason is not None or has_failed:
             why = reason or last.what_failed or f"exit status {last.exit_status}"
@@ -202,6 +213,8 @@ class _Recording:
             has_kernels=has_trace and self._sees_kernels(last),
             has_snapshot=bool(Run(self._run).snapshots),
             out_of_memory=last.out_of_memory,
+            complete_steps=len(last.processes[0].profiled) if last.processes else 0,
+            failed_ranks="; ".join(map(": ".join, ranks)),
             warnings=warnings,
         )
 

@@ -1,0 +1,80 @@
+"""A script that fails: its own error is the last line but one, and profkit's line says what was kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.forked_scripts import Forks
+
+TRAIN = """
+import os
+import signal
+import sys
+import torch
+
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+how, fails_at = sys.argv[1], int(sys.argv[2])
+for number in range(9):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    if number == fails_at:
+        if how == "raise":
+            raise ValueError("the data are bad")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit("no more data" if how == "message" else 7)
+    optimizer.step()
+"""
+
+NOTHING = "nothing was recorded; see run/manifest.json"
+RANGES = "steps were recorded and are kept: profkit ranges run"
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "status"),
+    [
+        ("raise", ["ValueError: the data are bad"], "1"),
+        ("message", ["no more data"], "1"),
+        ("status", [], "7"),
+        ("kill", [], "137 (killed: perhaps the memory was full)"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("fails_at", "kept"),
+    [(1, NOTHING), (4, f"2 of 3 {RANGES}"), (7, f"3 of 3 {RANGES}")],
+    ids=["before", "in", "after"],
+)
+def test_the_scripts_own_error_is_the_last_line_but_one(
+    forks: Forks, tmp_path: Path, how: str, error: list[str], status: str, fails_at: int, kept: str
+) -> None:
+    if (how, fails_at) == ("kill", 4):
+        kept = NOTHING  # torch.profiler keeps its events in the process until it stops
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = [sys.executable, "train.py", how, str(fails_at)]
+    done = forks.run_profkit("run", "-o", "run", "--warmup", "2", "--steps", "3", "--", *words, cwd=tmp_path)
+    assert done.returncode == int(status.split(maxsplit=1)[0])
+    *above, own, last = ["", "", *done.stderr.splitlines()]
+    assert last == f"profkit: {sys.executable} failed with exit status {status}; {kept}"
+    assert [own] == (error or [""])
+    assert all(not line.startswith("profkit") for line in above)
+    assert done.stdout == "", "profkit's line is the last one"
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["status"] == "failed"
+    assert (tmp_path / "run" / "trace.json.gz").exists() == (kept != NOTHING)
+    if how == "raise":
+        assert manifest["reason"] == error[0]
