@@ -259,6 +259,25 @@ def test_the_module_of_a_tensor_is_what_its_name_says(
     assert own[where] >= 200 * MIB
 
 
+def test_two_models_have_a_tree_each(tmp_path: Path) -> None:
+    training = Layers(steps=0)
+    for name in ("netG/main.0.weight", "netD/main.0.weight", "netD/scale"):
+        training.own(training.put(50 * MIB), "parameter", name)
+    training.put(60 * MIB)
+    training.allocator.events[-1]["user_metadata"] = "profkit:forward:netD/main.1"
+    training.put(70 * MIB)
+    training.allocator.events[-1]["user_metadata"] = "profkit:forward:netD/"
+    rows = {row.name: row for row in at_peak(training, tmp_path).by_module}
+    assert {name: rows[name].bytes for name in ("netG", "netD", "netD/main", "netD/main.0", "netD/main.1")} == {
+        "netG": 50 * MIB,
+        "netD": 230 * MIB,
+        "netD/main": 110 * MIB,
+        "netD/main.0": 50 * MIB,
+        "netD/main.1": 60 * MIB,
+    }
+    assert rows["netD"].own_bytes == 120 * MIB
+
+
 @pytest.mark.parametrize(
     ("text", "where", "phase"),
     [
@@ -317,6 +336,7 @@ def test_by_shows_one_table_and_csv_holds_it_exactly(tmp_path: Path, by: str) ->
     run = Layers().write_run(tmp_path)
     data = json.loads(run_command("memory", run, "--by", by, "--format", "json").stdout)
     table = run_command("memory", run, "--by", by).stdout
+    assert "--by module shows" not in table
     assert sum(f"  {other}" in table or table.count(f"\n{other}  ") for other in ("module", "category")) <= 1
     rows = list(csv.DictReader(io.StringIO(run_command("memory", run, "--by", by, "--format", "csv").stdout)))
     assert len(rows) == len(data["peak"][f"by_{by}"])
@@ -325,6 +345,11 @@ def test_by_shows_one_table_and_csv_holds_it_exactly(tmp_path: Path, by: str) ->
     if by in ("module", "phase"):
         kinds = [key for key in rows[0] if key not in ("module", "phase", "bytes", "own_bytes", "share", "count")]
         assert all(sum(int(row[kind]) for kind in kinds) == int(row["bytes"]) for row in rows)
+
+
+def test_where_modules_are_known_a_line_says_how_to_see_them(tmp_path: Path) -> None:
+    assert "--by module shows what each module held" in run_command("memory", Layers().write_run(tmp_path)).stdout
+    assert "--by module" not in run_command("memory", capture("small.pickle")).stdout
 
 
 def test_json_has_the_tree_of_modules(tmp_path: Path) -> None:

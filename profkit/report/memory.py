@@ -10,6 +10,7 @@ from profkit.analysis.memory.composition import LargeRow
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK
+from profkit.analysis.memory.parts import names_modules
 from profkit.analysis.memory.result import MemoryResult, Totals
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.memory_parts import build_module_parts, build_phase_part, exact_parts
@@ -74,7 +75,8 @@ def build_memory_document(
     parts += _tables(result, by, top)
     if leaks and result.leaks.steps:
         parts.append(_leak_table(result.leaks))
-    parts.append(Lines([*_notes(result), *(_leak_lines(result.leaks) if leaks else ())]))
+    hint = by is None and names_modules(result.composition.by_module)
+    parts.append(Lines([*_notes(result, hint=hint), *(_leak_lines(result.leaks) if leaks else ())]))
     data = result.to_dict()
     del data["warnings"]
     exact = exact_parts(result.composition, by) if by in ("module", "phase") else _exact_table(result, leaks, by)
@@ -183,7 +185,7 @@ def _largest_table(result: MemoryResult) -> Table:
     return Table(columns, rows)
 
 
-def _notes(result: MemoryResult) -> Iterator[str]:
+def _notes(result: MemoryResult, *, hint: bool) -> Iterator[str]:
     at, history, check, some = result.composition, result.history, result.allocator_check, result.fragmentation
     if result.phases:
         yield "Peak by phase: " + ", ".join(f"{one.name} {format_bytes(one.peak_bytes)}" for one in result.phases)
@@ -204,6 +206,8 @@ def _notes(result: MemoryResult) -> Iterator[str]:
         yield "PyTorch's own peaks, recorded by the run, agree to the byte"
     if check is not None and check.earlier_peak_bytes and not history.complete:
         yield f"Before recording began PyTorch's own peak was {format_exactly(check.earlier_peak_bytes)}"
+    if hint:
+        yield "--by module shows what each module held"
 
 
 def _oom_lines(oom: OomVerdict, zero_us: int) -> Lines:

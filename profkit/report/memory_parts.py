@@ -9,7 +9,6 @@ from typing import Any
 from profkit.analysis.memory.composition import Composition
 from profkit.analysis.memory.parts import NO_MODULE_KNOWN, PartRow, fold
 from profkit.analysis.memory.places import PLACE_EVIDENCE
-from profkit.names import MODEL
 from profkit.report.document import UNKNOWN, Column, Lines, Row, Table
 from profkit.report.units import SHARE, TEXT, Unit, format_count, format_share
 
@@ -126,7 +125,7 @@ def _tree_name(row: Row) -> str:
 def _notes(at: Composition, shown: Sequence[PartRow], hidden: int) -> Iterator[str]:
     if hidden:
         yield f"{format_count(hidden, 'smaller row')} counted in those around them; --top shows more"
-    if any(row.path[0] == MODEL for row in shown):
+    if any(len(row.path) > 1 or row.number > 1 for row in shown):
         yield "A module includes the modules inside it; × is how many a row stands for"
     known: Counter[str] = Counter()
     for row in at.by_module:

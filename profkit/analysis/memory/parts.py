@@ -95,7 +95,7 @@ def sum_by_module(pieces: Iterable[Piece], total: int, known: Sequence[str]) -> 
     for path in [*map(path_of, known), *sums]:
         for depth in range(1, len(path) + 1):
             order.setdefault(path[:depth], len(order))
-    paths = sorted(sums, key=lambda path: (path[0] != MODEL, [order[path[: n + 1]] for n in range(len(path))]))
+    paths = sorted(sums, key=lambda path: (not _is_module(path), [order[path[: n + 1]] for n in range(len(path))]))
     return tuple(_row(path, sums[path], total) for path in paths)
 
 
@@ -126,9 +126,15 @@ def fold(rows: Iterable[PartRow]) -> tuple[PartRow, ...]:
     return tuple(_join_chains([_add(path, folded[path]) for path in paths]))
 
 
+def names_modules(rows: Iterable[PartRow]) -> bool:
+    """Return whether any module is known."""
+    return any(_is_module(row.path) for row in rows)
+
+
 def path_of(module: str) -> Path:
-    """Return where a module stands in the tree."""
-    return (MODEL,) if module == MODEL else (MODEL, *module.split("."))
+    """Return where a module stands in the tree; before a slash stands the model, if there are several."""
+    root, _, inner = module.rpartition("/")
+    return (root or MODEL, *(part for part in inner.split(".") if part and (root or part != MODEL)))
 
 
 def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
@@ -160,7 +166,13 @@ def _row(path: Path, one: _Sum, total: int) -> PartRow:
 
 
 def _name(path: Path) -> str:
-    return ".".join(path[1:]) if path[0] == MODEL and len(path) > 1 else path[-1]
+    if len(path) == 1 or not _is_module(path):
+        return path[-1]
+    return ("" if path[0] == MODEL else f"{path[0]}/") + ".".join(path[1:])
+
+
+def _is_module(path: Path) -> bool:
+    return not path[0].startswith("(")
 
 
 def _add(path: Path, rows: list[PartRow]) -> PartRow:
@@ -194,7 +206,7 @@ def _join_chains(rows: list[PartRow]) -> Iterator[PartRow]:
     for row in rows:
         name = part + row.path[-1]
         above = joined[row.path[:-1]]
-        if len(row.path) > 1 and row.path[0] == MODEL and not row.own_bytes and children[row.path] == 1:
+        if len(row.path) > 1 and _is_module(row.path) and not row.own_bytes and children[row.path] == 1:
             part, joined[row.path] = f"{name}.", above
             continue
         part, joined[row.path] = "", (*above, name)

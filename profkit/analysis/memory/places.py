@@ -158,4 +158,6 @@ def _module_of(name: str, own_parts: int) -> str:
     """Return a tensor's module: its name without its own parts. The outermost module's tensors have no other parts."""
     if name.startswith(_NO_MODULE):
         return OUTSIDE
-    return ".".join(name.split(".")[:-own_parts]) or MODEL
+    root, slash, inner = name.rpartition("/")
+    module = ".".join(inner.split(".")[:-own_parts])
+    return root + slash + module or MODEL
