@@ -61,6 +61,13 @@ def test_mfu_uses_unprofiled_time_and_the_datasheets_peak(tmp_path: Path) -> Non
     assert (result.peaks.source, result.peaks.flops_per_s) == ("measured", {"bf16": 1e12})
 
 
+def test_hfu_counts_all_that_the_hardware_did(tmp_path: Path) -> None:
+    result = read_trace(make_timed_run(tmp_path)).efficiency()
+    assert (result.model_flops, result.hardware_flops) == (9_000, 9_100)
+    assert result.hfu == rows_by_path(result)["step *"].hfu == pytest.approx(9_100 / (800e-9 * 989.5e12))
+    assert rows_by_path(result)["step */forward"].hfu is None
+
+
 def test_mfu_of_one_process_on_several_gpus_is_of_all_of_them(tmp_path: Path) -> None:
     run = make_timed_run(tmp_path)
     with sqlite3.connect(run / "trace.sqlite") as database:

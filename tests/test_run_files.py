@@ -32,6 +32,7 @@ WORK: dict[str, Any] = {
             "flops_by_dtype": {"bf16": 90, "fp32": 10},
             "instances": 2,
             "varies": True,
+            "recomputed_flops": 30,
         }
     ],
     "model_flops": 300,
@@ -58,11 +59,17 @@ def _write(path: Path, content: Any) -> Path:
 def test_work_that_is_written_comes_back(tmp_path: Path) -> None:
     work = read_work(_write(tmp_path / "work.json", WORK))
     assert (work.source, work.dtype, work.model_flops, work.missing) == ("counted", "bf16", 300, ("aten::made_up",))
-    layer = RangeWork(("forward", "layer 0"), 100, 7, 60, 400, {"bf16": 90, "fp32": 10}, 2, True)
+    layer = RangeWork(("forward", "layer 0"), 100, 7, 60, 400, {"bf16": 90, "fp32": 10}, 2, True, 30)
     assert work == RunWork(1, "counted", "bf16", (layer,), 300, ("aten::made_up",))
     assert (work.find(("forward", "layer 0")), work.find(("forward",))) == (layer, None)
     write_work(tmp_path / "again.json", work)
     assert read_work(tmp_path / "again.json") == work
+
+
+def test_a_file_that_knows_no_recomputed_work_is_read_as_before(tmp_path: Path) -> None:
+    row = {key: value for key, value in WORK["ranges"][0].items() if key != "recomputed_flops"}
+    (read,) = read_work(_write(tmp_path / "work.json", {**WORK, "ranges": [row]})).ranges
+    assert (read.flops, read.recomputed_flops) == (100, 0)
 
 
 def test_ceilings_that_are_written_come_back(tmp_path: Path) -> None:

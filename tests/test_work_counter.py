@@ -15,10 +15,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count  # noqa: E402
 
 from profkit.annotation import annotate  # noqa: E402
 from profkit.capture import work_counter  # noqa: E402
+from profkit.capture.backward_calls import watch_backward_calls  # noqa: E402
 from profkit.capture.work_counter import WorkCounter  # noqa: E402
+from profkit.models.flops import backward_flops, forward_flops  # noqa: E402
+from profkit.models.presets import PRESETS  # noqa: E402
+from profkit.models.transformer import TransformerLM  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +85,6 @@ WORKLOADS = [_convolution, _attention, _inference, _checkpointed, _embedding_and
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_flops_equal_torchs_counter(workload: Callable[[], None]) -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
     with FlopCounterMode(display=False) as torchs:
         workload()
     row = _count(workload)[()]
@@ -139,6 +142,59 @@ def test_recomputed_work_is_counted_but_not_as_model_flops() -> None:
     # Two forward, four backward; again only the first: nothing is wanted of the second's result.
     assert content[()]["flops"] == 7 * product
     assert content[("",)]["model_flops"] == 6 * product
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_checkpointed_transformer_equals_the_formula_by_hand(layers: int) -> None:
+    preset, batch, context = PRESETS["tiny"], 2, 16
+    torch.manual_seed(0)
+    tokens = torch.randint(preset.vocab_size, (batch, context))
+
+    def step(checkpoint_layers: int) -> Callable[[], None]:
+        model = TransformerLM(preset, context, checkpoint_layers)
+        return lambda: model(tokens).sum().backward()
+
+    plain, checkpointed = _count(step(0)), _count(step(layers))
+    model_flops = forward_flops(preset, batch, context) + backward_flops(preset, batch, context)
+    assert plain[("",)]["model_flops"] == checkpointed[("",)]["model_flops"] == model_flops
+    # Each group of layers runs again up to its last product, the result of which nobody wants.
+    head, down = (2 * batch * context * preset.d_model * one for one in (preset.vocab_size, preset.d_ff))
+    again = forward_flops(preset, batch, context) - head - preset.num_layers // layers * down
+    assert checkpointed[()]["recomputed_flops"] == again
+    with FlopCounterMode(display=False) as torchs:
+        step(layers)()
+    assert checkpointed[()]["flops"] == torchs.get_total_flops() == model_flops + again
+    assert plain[()]["recomputed_flops"] == 0
+
+
+def test_a_second_derivative_is_the_models_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("backward", "grad"):
+        monkeypatch.setattr(torch.autograd, name, getattr(torch.autograd, name))
+    watch_backward_calls(lambda *_: None, lambda _: None)
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+
+    def step() -> None:
+        (gradient,) = torch.autograd.grad((x @ weight).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    content = _count(step)
+    assert content[()]["recomputed_flops"] == 0
+    assert content[("",)]["model_flops"] == content[()]["flops"] > 0
+
+
+@pytest.mark.parametrize(("channels", "value_channels"), [(16, 16), (24, 16)])
+def test_fused_attention_computes_its_scores_again_in_backward(channels: int, value_channels: int) -> None:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    query, key, value = (
+        torch.randn(2, 4, 8, channels),
+        torch.randn(2, 4, 6, channels),
+        torch.randn(2, 4, 6, value_channels),
+    )
+    flops = sdpa_backward_flop_count((2, 4, 8, value_channels), query.shape, key.shape, value.shape)
+    scores = 2 * 2 * 4 * 8 * 6 * channels
+    given = {"query": query, "key": key, "value": value}
+    assert work_counter.recomputed_flops(backward, given, flops) == scores
+    assert work_counter.recomputed_flops(torch.ops.aten._scaled_dot_product_flash_attention, given, flops) == 0
 
 
 def test_ranges_nest_and_instances_that_differ_say_so() -> None:

@@ -221,6 +221,23 @@ def masked_flops(func: Any, given: dict[str, Any], flops: int) -> int:
     return flops - flops * seen // (queries * keys)
 
 
+def recomputed_flops(func: Any, given: dict[str, Any], flops: int) -> int:
+    """Return how much of a fused attention's backward FLOPs computes the scores again, which its forward did not keep.
+
+    Of its five products this is one: with q channels of query and key and v of value, q of 3 q + 2 v.
+
+    Args:
+        given: its arguments by name; those of flex attention by their number.
+    """
+    if not base_name(func).endswith("attention_backward"):
+        return 0
+    query, value = given.get("query", given.get("0")), given.get("value", given.get("2"))
+    if not isinstance(query, Tensor) or not isinstance(value, Tensor):
+        return 0
+    channels, value_channels = query.shape[-1], value.shape[-1]
+    return flops * channels // (3 * channels + 2 * value_channels)
+
+
 def _attention_flops(name: str, given: dict[str, Any]) -> int:
     batch, heads, queries, channels = given["query"].shape
     keys = given["key"].shape[-2]

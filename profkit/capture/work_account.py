@@ -25,13 +25,15 @@ Path = tuple[str, ...]
 class Work:
     """What one instance of a range does, the ranges inside it included; ``flops`` by the type in which they are done.
 
-    ``masked_flops`` is the part of the FLOPs that goes into keys which a causal mask hides.
+    ``masked_flops`` is the part of the FLOPs that goes into keys which a causal mask hides, ``recomputed_flops`` the
+    part that repeats what the forward pass did.
     """
 
     flops: dict[str, int] = field(default_factory=dict)
     other_flops: int = 0
     masked_flops: int = 0
     least_bytes: int = 0
+    recomputed_flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,23 @@ class WorkAccount:
         self.instances.append(Instance(name, around))
         return self.instances[-1]
 
-    def add(self, innermost: Instance, *, flops: int, dtype: str, masked_flops: int, other_flops: int) -> None:
+    def add(
+        self,
+        innermost: Instance,
+        *,
+        flops: int,
+        dtype: str,
+        masked_flops: int = 0,
+        recomputed_flops: int = 0,
+        other_flops: int = 0,
+    ) -> None:
         """Add an operator's FLOPs to the ranges that it ran in."""
         for instance in innermost.chain():
             work = instance.work
             if flops:
                 work.flops[dtype] = work.flops.get(dtype, 0) + flops
             work.masked_flops += masked_flops
+            work.recomputed_flops += recomputed_flops
             work.other_flops += other_flops
 
     def move(self, innermost: Instance, reads: Iterable[Access], writes: Iterable[Access]) -> None:
@@ -161,7 +173,7 @@ def summarize_work(by_path: dict[Path, list[Work]], model_flops: int, missing: I
     rows = [_summarize_range(path, instances) for path, instances in by_path.items()]
     contexts = [row for row in rows if row.path and row.path[0].startswith(f"{CONTEXT} ")]
     if contexts:
-        rows, model_flops = contexts, contexts[0].flops
+        rows, model_flops = contexts, contexts[0].flops - contexts[0].recomputed_flops
     outermost = min((len(row.path) for row in rows), default=0)
     whole = next((row.flops_by_dtype for row in rows if len(row.path) == outermost), {})
     dtype = max(whole, key=lambda dtype: whole[dtype], default=None)
@@ -182,4 +194,5 @@ def _summarize_range(path: Path, instances: list[Work]) -> RangeWork:
         flops_by_dtype=by_dtype,
         instances=count,
         varies=any(one != instances[0] for one in instances),
+        recomputed_flops=sum(one.recomputed_flops for one in instances) // count,
     )

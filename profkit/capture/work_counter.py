@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture.backward_calls import is_creating_graph
 from profkit.capture.operators import (
     BLANK,
     LOOKED_UP,
@@ -33,8 +34,10 @@ from profkit.capture.operators import (
     dtype_name,
     masked_flops,
     other_flops,
+    recomputed_flops,
     torch_flops,
 )
+from profkit.capture.recompute import is_recomputing
 from profkit.capture.work_account import Access, Instance, WorkAccount, summarize_work
 from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP
 from profkit.run.work import RunWork
@@ -181,15 +184,17 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
             other = known or 0
             if known is None:
                 self._missing.add(str(operator))
+        again = flops if _is_recomputation() else recomputed_flops(func, operator.given, flops)
         self._account.add(
             innermost,
             flops=flops,
             dtype=dtype_name(func, operator.operands),
             masked_flops=masked_flops(func, operator.given, flops),
+            recomputed_flops=again,
             other_flops=other,
         )
-        if OPTIMIZER not in innermost.path and not _is_recomputation():
-            self._model_flops += flops
+        if OPTIMIZER not in innermost.path:
+            self._model_flops += flops - again
 
     def _move(self, operator: _Operator, innermost: Instance) -> None:
         reads = [
@@ -251,8 +256,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _is_recomputation() -> bool:
-    """Return whether a backward pass runs with gradients on: it computes activations again (or a second derivative)."""
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+    """Return whether activations are computed again, by torch's checkpoint or by somebody else's: a backward pass runs
+    with gradients on, and not for a second derivative."""
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    return is_recomputing() or (is_in_backward and torch.is_grad_enabled() and not is_creating_graph())
 
 
 def _has_compiled() -> bool:

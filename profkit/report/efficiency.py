@@ -117,6 +117,7 @@ def _columns(result: EfficiencyResult, steps: int | None) -> tuple[Column, ...]:
         Column("bytes_per_s", "GB/s", _GIGA, wide=True),
         Column("intensity", "FLOP/B", NUMBER, wide=True),
         Column("mfu", "MFU", SHARE, wide=True),
+        Column("hfu", "HFU", SHARE, wide=True),
         Column("limited_by", "limited by", TEXT),
     )
 
@@ -196,8 +197,15 @@ def _head(result: EfficiencyResult) -> Iterator[str]:
     if result.clean_idle_share is not None:
         yield f"idle without a profiler (estimate): {format_share(result.clean_idle_share)}"
     if result.model_flops is not None:
-        mfu = "unknown" if result.mfu is None else format_share(result.mfu)
-        yield f"{_flops_words(result.model_flops)} per step, MFU {mfu}"
+        line = f"{_flops_words(result.model_flops)} per step, MFU {_share_or_unknown(result.mfu)}"
+        if result.hardware_flops not in (None, result.model_flops):
+            done = _flops_words(result.hardware_flops)
+            line += f"; {done} executed, HFU {_share_or_unknown(result.hfu)}"
+        yield line
+
+
+def _share_or_unknown(share: float | None) -> str:
+    return "unknown" if share is None else format_share(share)
 
 
 def _outside_words(result: EfficiencyResult) -> str:

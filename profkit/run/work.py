@@ -6,6 +6,8 @@ lengths that range stands before: ``("context 128", "forward")``, and ``("contex
 
 - ``flops``: matrix products and convolutions as executed, by the formulas of torch's FlopCounterMode.
 - ``needed_flops``: the same, but of causal attention only what the mask leaves: for query q its q + 1 keys.
+- ``recomputed_flops``: the part of ``flops`` that repeats what the forward pass did: what a checkpoint computes again,
+  and of fused attention's backward the product for the scores. The model asks for the rest; the hardware does both.
 - ``other_flops``: all operations that torch has no formula for, by profkit's own (`profkit.capture`).
 - ``least_bytes``: what must be moved if nothing is moved twice: what the range reads of memory that it has not written
   to before, and what it writes that an operator outside reads later, or that is still there after the step; each part
@@ -34,7 +36,7 @@ class RangeWork:
 
     ``flops_by_dtype`` sums to ``flops``; its keys are those of ``profkit ceilings`` ("fp32", "tf32", "bf16", "fp16"),
     else torch's name of the type. ``instances`` is how many a step has. Where they differ (``varies``) the numbers are
-    means, rounded down for each type and number.
+    means, rounded down for each type and number. Files of before 2027 know no ``recomputed_flops``: 0.
     """
 
     path: tuple[str, ...]
@@ -45,10 +47,11 @@ class RangeWork:
     flops_by_dtype: dict[str, int]
     instances: int = 1
     varies: bool = False
+    recomputed_flops: int = 0
 
     def __post_init__(self) -> None:
         counts = (self.flops, self.other_flops, self.needed_flops, self.least_bytes, self.instances)
-        if min(*counts, *self.flops_by_dtype.values()) < 0:
+        if min(*counts, self.recomputed_flops, *self.flops_by_dtype.values()) < 0:
             raise ValueError("a negative count")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from profkit.analysis.efficiency.unprofiled import (
 )
 from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
 from profkit.analysis.efficiency.waiting import Waiting, find_waiting
-from profkit.analysis.efficiency.work import Amount, ModelFlops, RangeWorks
+from profkit.analysis.efficiency.work import Amount, RangeWorks, StepFlops
 from profkit.analysis.kernels import explain_no_work, extent_ns
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges
@@ -54,18 +54,18 @@ class EfficiencyRow:
     ``wall_ns`` is Python time; ``kernel_time_ns`` and ``busy_ns`` (the union per GPU) cover the kernels and graphs
     launched under it; ``launch_count`` counts the calls that launched them. ``gpu`` is its time on the GPUs in parts,
     ``idle_share`` the idle part; both are None if it launched nothing. ``flops`` are matrix products as executed,
-    ``needed_flops`` those without what a causal mask hides, ``other_flops`` all other operations; rates are over
-    ``busy_ns``. ``ceiling_share`` is the time that ``flops`` would take at their dtypes' peak, over ``busy_ns``.
-    ``roof_share`` is how near the range comes to the peak that it would meet first: the time of all operations or of
-    the least bytes at their peak, whichever is longer (of the least bytes if the range is memory-bound), over
-    ``busy_ns``. ``intensity`` is all operations per least byte. ``mfu`` exists for steps: model FLOPs over the
-    unprofiled step time (`RunFacts.step_ns`) and the datasheet's peak (Chowdhery et al. 2022, appendix B).
-    ``idle_factor`` is the share of idle time left without a profiler, if the phase around the range was timed so;
-    ``clean_idle_share`` is the idle share that follows. ``waiting_for`` is the rank for which most of the communication
-    in its time was waiting; ``data_loading_ns`` is the part of its idle time in which the program waited for data,
-    ``input_copy_ns`` the time in which only copies of the batch to the GPU ran
-    (`profkit.analysis.efficiency.data_waits`); ``loads_data`` says whether the two are most of what a *host-bound*
-    range waits for: then data loading limits it.
+    ``needed_flops`` those without what a causal mask hides, ``recomputed_flops`` the part of them that repeats what the
+    forward pass did, ``other_flops`` all other operations; rates are over ``busy_ns``. ``ceiling_share`` is the time
+    that ``flops`` would take at their dtypes' peak, over ``busy_ns``. ``roof_share`` is how near the range comes to the
+    peak that it would meet first: the time of all operations or of the least bytes at their peak, whichever is longer
+    (of the least bytes if the range is memory-bound), over ``busy_ns``. ``intensity`` is all operations per least byte.
+    ``mfu`` exists for steps: model FLOPs over the unprofiled step time (`RunFacts.step_ns`) and the datasheet's peak
+    (Chowdhery et al. 2022, appendix B); ``hfu`` is the same of all FLOPs of the step. ``idle_factor`` is the share of
+    idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
+    share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting;
+    ``data_loading_ns`` is the part of its idle time in which the program waited for data, ``input_copy_ns`` the time in
+    which only copies of the batch to the GPU ran (`profkit.analysis.efficiency.data_waits`); ``loads_data`` says
+    whether the two are most of what a *host-bound* range waits for: then data loading limits it.
     """
 
     path: str
@@ -84,12 +84,14 @@ class EfficiencyRow:
     other_flops: int | None
     needed_flops: int | None
     least_bytes: int | None
+    recomputed_flops: int | None
     flops_per_s: float | None
     ceiling_share: float | None
     roof_share: float | None
     bytes_per_s: float | None
     intensity: float | None
     mfu: float | None
+    hfu: float | None
     idle_factor: float | None
     waiting_for: int | None
     data_loading_ns: int | None
@@ -130,13 +132,14 @@ class EfficiencyResult:
          "capture": {parts of the GPUs' time, from the first to the last record},
          "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
          "steps": [{fields of `GpuStep`, "idle_share"}], "step_count", "twin": "clean" | "attached" | null,
-         "inflation": [{fields of `ProfilingCost`}], "model_flops", "mfu",
+         "inflation": [{fields of `ProfilingCost`}], "model_flops", "mfu", "hardware_flops", "hfu",
          "idle_share", "clean_idle_share", "warnings": [{"code", "message"}]}
 
     ``ranges`` are ordered depth first. ``step_count`` is the number of measured steps in which all of them lie; None if
     some lie outside, or if each row stands for a step of its own (``numbered``). ``twin`` says which steps were timed
     without a profiler: those of an own process (``clean``), or those of the same process before its recording began
-    (``attached``). ``model_flops`` are per step; ``mfu`` and ``idle_share`` cover all steps, None if unknown.
+    (``attached``). ``model_flops`` are what the model asks for in a step, ``hardware_flops`` all that a step does, what
+    is computed again included; ``mfu``, ``hfu`` and ``idle_share`` cover all steps, None if unknown.
     ``clean_idle_share`` is the idle share without a profiler, None if unknown.
     """
 
@@ -153,6 +156,8 @@ class EfficiencyResult:
     inflation: tuple[ProfilingCost, ...]
     model_flops: int | None
     mfu: float | None
+    hardware_flops: int | None
+    hfu: float | None
     idle_share: float | None
     clean_idle_share: float | None
     warnings: tuple[Finding, ...]
@@ -212,7 +217,7 @@ def measure_efficiency(
     members = chosen_ranges(attribution, range)
     numbered_nodes = build_nodes(attribution, numbered=True)
     works = RangeWorks(trace, numbered_nodes, facts)
-    models = ModelFlops(attribution, numbered_nodes, works, facts)
+    step_flops = StepFlops(attribution, numbered_nodes, works, facts)
     unprofiled = UnprofiledIdle(attribution, times, numbered_nodes, facts)
     nodes = numbered_nodes if numbered else build_nodes(attribution, numbered=False)
     waiting = find_waiting(trace, ranks)
@@ -223,11 +228,14 @@ def measure_efficiency(
         if at.node not in ranges_of:
             continue
         mine = members[ranges_of[at.node]]
-        mfu = models.mfu(mine) if is_step(at.name) else None
         amount = works.total(mine)
-        rows.append(_build_row(at, columns, amount, facts.peaks, idle_factor=factors[at.node], mfu=mfu))
+        row = _build_row(at, columns, amount, facts.peaks, idle_factor=factors[at.node])
+        if is_step(at.name):
+            row = replace(row, mfu=step_flops.model(mine).share, hfu=step_flops.hardware(mine).share)
+        rows.append(row)
     steps = summarize_steps(attribution, ranks, times, waiting)
     span_ns = sum(step.gpu.span_ns for step in steps)
+    model, hardware = step_flops.model(), step_flops.hardware()
     return EfficiencyResult(
         trace=trace.path,
         gpu=facts.gpu,
@@ -240,8 +248,10 @@ def measure_efficiency(
         step_count=None if numbered else _count_steps(attribution, members),
         twin=facts.step_times.twin if facts.step_times is not None else None,
         inflation=profiling_costs(facts),
-        model_flops=models.of_all,
-        mfu=models.mfu_of_all,
+        model_flops=model.flops,
+        mfu=model.share,
+        hardware_flops=hardware.flops,
+        hfu=hardware.share,
         idle_share=sum(step.gpu.idle_ns for step in steps) / span_ns if span_ns else None,
         clean_idle_share=unprofiled.idle_share,
         warnings=(*_find_doubts(attribution, rows, facts), *find_too_few_steps(facts, steps)),
@@ -360,7 +370,6 @@ def _build_row(
     peaks: Peaks | None,
     *,
     idle_factor: float | None,
-    mfu: float | None,
 ) -> EfficiencyRow:
     busy_ns = int(columns.busy_ns[at.node])
     parts = columns.parts.get(at.node)
@@ -395,13 +404,15 @@ def _build_row(
         other_flops=amount.other_flops,
         needed_flops=amount.needed_flops,
         least_bytes=amount.least_bytes,
+        recomputed_flops=amount.recomputed_flops,
         flops_per_s=_ratio(amount.flops, busy_ns / 1e9),
         ceiling_share=_ratio(at_peak, busy_ns),
         # A range that moves data by its kernels' names may still have products that take longer at their peak.
         roof_share=_ratio(roofline.memory_ns if verdict.word == "memory-bound" else roofline.bound_ns, busy_ns),
         bytes_per_s=_ratio(amount.least_bytes, busy_ns / 1e9),
         intensity=_ratio(operations, amount.least_bytes),
-        mfu=mfu,
+        mfu=None,
+        hfu=None,
         idle_factor=idle_factor,
         waiting_for=columns.waited_for.get(at.node),
         data_loading_ns=None if parts is None else data.idle_ns,

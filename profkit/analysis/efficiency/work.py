@@ -6,11 +6,13 @@ whole number in NVTX's default domain: that is how `profkit.annotate` stores the
 
 Model FLOPs utilization is defined by Chowdhery et al. 2022 (PaLM), appendix B: the FLOPs of forward and backward as the
 model asks for them, however much is recomputed, over the time of the whole step, optimizer and data included. Here the
-time is unprofiled and the peak is the datasheet's, of all GPUs on which the process ran its steps.
+time is unprofiled and the peak is the datasheet's, of all GPUs on which the process ran its steps. Hardware FLOPs
+utilization (HFU) is the same of all matrix products that the step does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +36,7 @@ class Amount:
     other_flops: int | None = None
     needed_flops: int | None = None
     least_bytes: int | None = None
+    recomputed_flops: int | None = None
     flops_by_dtype: dict[str, int] = field(default_factory=dict)
     sources: frozenset[str] = frozenset()
 
@@ -84,6 +87,7 @@ def _sum(whole: list[tuple[RangeWork, int]], source: str) -> Amount:
         other_flops=sum(work.other_flops * count for work, count in whole),
         needed_flops=sum(work.needed_flops * count for work, count in whole),
         least_bytes=sum(work.least_bytes * count for work, count in whole),
+        recomputed_flops=sum(work.recomputed_flops * count for work, count in whole),
         flops_by_dtype=by_dtype,
         sources=frozenset({source}),
     )
@@ -106,8 +110,16 @@ def _look_up(by_path: dict[tuple[str, ...], RangeWork], names: tuple[str, ...]) 
     return by_path.get(kept) or by_path.get(below)
 
 
-class ModelFlops:
-    """Knows how many FLOPs the steps of a trace ask for, and their MFU."""
+@dataclass(frozen=True)
+class Utilization:
+    """FLOPs of each of some steps, and the share of what their GPUs could do; None if unknown, or if steps differ."""
+
+    flops: int | None = None
+    share: float | None = None
+
+
+class StepFlops:
+    """Knows how many FLOPs the model of a trace asks for in a step (MFU), and how many the hardware did (HFU)."""
 
     def __init__(self, attribution: Attribution, nodes: RangeNodes, works: RangeWorks, facts: RunFacts) -> None:
         """Find the measured steps; ``nodes`` must be numbered."""
@@ -116,25 +128,29 @@ class ModelFlops:
         self._names = nodes.names_above()
         self._works = works
         self._facts = facts
-        steps = measured_ranges(attribution).get(STEP, empty_ints())
+        self._steps = measured_ranges(attribution).get(STEP, empty_ints())
+        self._gpu_counts = _count_gpus(attribution, self._steps)
+
+    def model(self, members: Ints | None = None) -> Utilization:
+        """Return what these steps ask for, forward and backward, whatever is computed again; by default all steps."""
+        return self._utilization(self._steps if members is None else members, self._asked_of)
+
+    def hardware(self, members: Ints | None = None) -> Utilization:
+        """Return what was computed in these steps, optimizer included; by default in all of them."""
+        return self._utilization(self._steps if members is None else members, self._done_in)
+
+    def _utilization(self, steps: Ints, flops_of: Callable[[int], int | None]) -> Utilization:
         contexts = {self._context(step) for step in steps.tolist()}
-        self._gpu_counts = _count_gpus(attribution, steps)
-        self.of_all = self.of_steps(steps)
-        """FLOPs of each step; None if they are unknown or differ between steps."""
-        self.mfu_of_all = self._share(self.of_all, contexts.pop(), steps) if len(contexts) == 1 else None
+        found = {flops_of(step) for step in steps.tolist()}
+        flops = found.pop() if len(found) == 1 else None
+        return Utilization(flops, self._share(flops, contexts.pop(), steps) if len(contexts) == 1 else None)
 
-    def mfu(self, members: Ints) -> float | None:
-        """Return the MFU of some steps; None if they belong to several contexts or something is unknown."""
-        contexts = {self._context(step) for step in members.tolist()}
-        return self._share(self.of_steps(members), contexts.pop(), members) if len(contexts) == 1 else None
+    def _done_in(self, step: int) -> int | None:
+        return self._works.total(np.array([step], dtype=np.int64)).flops
 
-    def of_steps(self, members: Ints) -> int | None:
-        """Return the FLOPs that each of these steps asks for; None if they are unknown or differ."""
-        found = {self._of_step(step) for step in members.tolist()}
-        return found.pop() if len(found) == 1 else None
-
-    def _of_step(self, step: int) -> int | None:
-        """Return a step's FLOPs: the run's figure, else the sum of its forward and backward ranges.
+    def _asked_of(self, step: int) -> int | None:
+        """Return a step's FLOPs: the run's figure, else the sum of its forward and backward ranges without what is
+        computed again.
 
         A step that only runs forward has no backward range; then forward alone is the sum.
         """
@@ -145,7 +161,8 @@ class ModelFlops:
         within = [i for i, text in name.items() if is_step(text)]
         name |= {i: trace.names[int(trace.ranges.name[i])] for i in np.flatnonzero(np.isin(parent, within)).tolist()}
         passes = [i for i, text in name.items() if text in (FORWARD, BACKWARD)]
-        return self._works.total(np.array(passes, dtype=np.int64)).flops
+        work = self._works.total(np.array(passes, dtype=np.int64))
+        return None if work.flops is None else work.flops - (work.recomputed_flops or 0)
 
     def _share(self, flops: int | None, context: int | None, steps: Ints) -> float | None:
         """Return the share of what all GPUs of a process could do; its steps count the work of all of them."""
