@@ -311,6 +311,18 @@ def test_ranges_of_two_devices_prove_no_module_of_the_backward_pass(tmp_path: Pa
     assert rows["h.0.attn"].categories["activations"] == training.held["h.0.attn"] - 3 * MIB
 
 
+def test_ranges_of_one_thread_prove_no_module_of_the_backward_pass(tmp_path: Path) -> None:
+    """Older torch keeps the ranges of the thread that began the recording alone."""
+    training = Layers(texts=False)
+    is_backward, kept = False, []
+    for mark in training.annotations:
+        is_backward = mark["stage"] == "START" if mark["name"] == "backward" else is_backward
+        kept += [mark] if not is_backward or mark["name"] == "backward" else []
+    training.annotations = kept
+    rows = {row.name: row for row in at_peak(training, tmp_path).by_module}
+    assert rows["(no module known)"].categories["temporaries"] == 9 * MIB
+
+
 @pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle", "oom.pickle"])
 def test_modules_and_phases_of_real_snapshots_sum_to_what_is_allocated(name: str) -> None:
     opened = read_snapshot(capture(name))

@@ -6,12 +6,13 @@ event; ``range``, profkit's ranges that were open at that time, where torch is t
 autograd saved is the exception: its text says which module made it, and its name counts only without a text.
 
 Ranges in a snapshot do not say on which thread they were open. Where several devices' autograd threads ran at a time
-they cannot be told apart, so there ranges prove nothing of the backward pass.
+they cannot be told apart, and older torch keeps the ranges of one thread alone. There ranges prove nothing of the
+backward pass.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,11 +106,20 @@ class Places:
         """Return the innermost module whose range was open, `OUTSIDE` if none was, None if that is not known."""
         if birth < 0 or not self._ranges or not len(self._timeline.times_us):
             return None
-        if not self._is_only_device and self._timeline.phase_at(birth) == BACKWARD:
+        if not self._knows_backward and self._timeline.phase_at(birth) == BACKWARD:
             return None
         borders, innermost = self._stretches
         at = bisect_right(borders, int(self._timeline.times_us[birth]))
         return innermost[at] if 0 < at < len(borders) else None
+
+    @cached_property
+    def _knows_backward(self) -> bool:
+        """Whether the ranges of the autograd thread are there, and no other device has such a thread."""
+        passes = [one for one in self._timeline.phases if one.name == BACKWARD]
+        starts = [one.start_us for one in self._ranges]
+        return self._is_only_device and any(
+            bisect_left(starts, one.start_us) < bisect_left(starts, one.end_us) for one in passes
+        )
 
     @cached_property
     def _stretches(self) -> tuple[list[int], list[str]]:
