@@ -1,7 +1,8 @@
 """Runs Python scripts as forks of one process that has imported torch: what a start of torch costs is paid once.
 
 `Forks` is the tests' end. As a script this file is the other end: it reads one job a line and answers with the exit
-status. A fork attaches profkit as a new process does once it has imported torch, and ends as Python ends a script.
+status. A fork attaches profkit as a new process does once it has imported torch, and ends as Python ends a script; one
+that used a GPU leaves its peak memory in ``peak.txt``.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
         sys.last_value = error
         traceback.print_exception(error)
         status = 1
+    if torch.cuda.is_initialized():
+        Path("peak.txt").write_text(str(torch.cuda.max_memory_allocated()))
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -20,9 +20,10 @@ Event = dict[str, Any]
 
 
 def backward_ns_by_forward_path(trace: Path) -> dict[str, int]:
-    """Return the time of backward operators by the path, below its phase, of the module that ran the forward one.
+    """Return the time of backward work by the path, below its phase, of the module that ran the forward operator.
 
-    The engine's own time around an operator counts nowhere: it begins before the module's range can.
+    Work is kernels, or operators where there are none; of those the engine's own time around an operator counts
+    nowhere, since it begins before the module's range can.
     """
     events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if "dur" in event]
     operators = sorted((event for event in events if event["cat"] == "cpu_op"), key=lambda event: event["ts"])
@@ -33,29 +34,38 @@ def backward_ns_by_forward_path(trace: Path) -> dict[str, int]:
         for event in operators
         if event["args"].get("Fwd thread id") == 0 and not event["name"].startswith(ENGINE)
     }
+    work = _launches(events) or [(one, one) for one in operators if not one["name"].startswith(ENGINE)]
     found: dict[str, int] = defaultdict(int)
-    path = ""
+    paths: dict[Any, str] = {}
     for call in engine:
-        inside = [one for one in operators if one is not call and _holds(call, one)]
-        node = next((one for one in inside if call["name"].endswith(f": {one['name']}")), None)
+        node = next((one for one in operators if _holds(call, one) and call["name"] == ENGINE + one["name"]), None)
         maker = makers.get(node["args"].get("Sequence number")) if node is not None else None
+        path = paths.get(call["tid"], "")
         if maker is not None and not call["name"].endswith("AccumulateGrad"):
-            path = _path_below_phase([one["name"] for one in ranges if _holds(one, maker)])
-        found[path] += _total_ns(inside)
+            path = paths[call["tid"]] = _path_below_phase([one["name"] for one in ranges if _holds(one, maker)])
+        found[path] += _total_ns([pair for pair in work if _holds(call, pair[0])])
     backward = [one for one in ranges if one["name"] == "backward"]
-    outside = [
-        one
-        for one in operators
-        if any(_holds(around, one) for around in backward) and not any(_holds(call, one) for call in engine)
-    ]
-    found[""] += _total_ns(outside)
+    found[""] += _total_ns(
+        [
+            (launch, one)
+            for launch, one in work
+            if any(_holds(around, launch) for around in backward) and not any(_holds(call, launch) for call in engine)
+        ]
+    )
     return {path: ns for path, ns in found.items() if ns}
 
 
-def _total_ns(operators: list[Event]) -> int:
-    """Return how long operators ran, one within another counted once."""
-    outermost = [one for one in operators if not any(_holds(other, one) for other in operators if other is not one)]
-    return sum(_ns(one["dur"]) for one in outermost)
+def _launches(events: list[Event]) -> list[tuple[Event, Event]]:
+    """Return each kernel, and before it the call that launched it."""
+    calls = {event["args"]["correlation"]: event for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")}
+    return [(calls[one["args"]["correlation"]], one) for one in events if one["cat"] == "kernel"]
+
+
+def _total_ns(work: list[tuple[Event, Event]]) -> int:
+    """Return how long the work ran, an operator within another counted once."""
+    operators = [one for at, one in work if at is one]
+    within = [one for one in operators if any(_holds(other, one) for other in operators if other is not one)]
+    return sum(_ns(one["dur"]) for _, one in work if not any(one is other for other in within))
 
 
 def _holds(outer: Event, inner: Event) -> bool:

@@ -98,3 +98,21 @@ PROGRAMS: dict[str, Program] = {
         linked=False,
     ),
 }
+
+ON_A_GPU: dict[str, Program] = {"whole step in a CUDA graph": Program("whole_graph", {}, linked=False)}
+"""Programs that need a GPU."""
+
+ON_TWO_GPUS: dict[str, Program] = {
+    "model on two GPUs": Program(
+        "two_gpus",
+        _STEP,
+        _both_ways(*(f"model/{half}/{half}.{number}" for half in ("first", "second") for number in range(3))),
+    ),
+    "DataParallel": Program(
+        "data_parallel",
+        _STEP,
+        _both_ways("model/0", "model/1", times=2),
+        linked=False,
+    ),
+}
+"""Programs that need two."""

@@ -1,0 +1,114 @@
+"""The programs on a GPU: both profilers agree on the kernels under each path, and peaks are the allocator's own.
+
+``tests/test_programs.py`` runs on a GPU too if there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from profkit import read_snapshot, read_trace  # noqa: E402
+from tests.forked_scripts import ROOT, Forks  # noqa: E402
+from tests.operator_links import backward_ns_by_forward_path  # noqa: E402
+from tests.programs_counted import ON_A_GPU, ON_TWO_GPUS, PROGRAMS, Program  # noqa: E402
+from tests.recorded_programs import (  # noqa: E402
+    OPTIONS,
+    STEPS,
+    assert_the_tree_is_whole,
+    backward_ns_by_path,
+    kernels_by_step,
+    record,
+    times_by_step,
+)
+
+pytestmark = pytest.mark.gpu
+
+OF_ONE_PROCESS = {name: program for name, program in PROGRAMS.items() if program.ranks == 1}
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.close()
+
+
+def _require_gpus(count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+
+
+def _assert_counted(program: Program, forks: Forks, place: Path) -> None:
+    recording = record(program, forks, place)
+    assert recording.said.startswith(recording.plain)
+    opened = recording.trace
+    for step in times_by_step(opened):
+        assert step.pop("") == 1
+        assert {path: times for path, times in step.items() if "/" not in path} == program.phases
+        assert {path: step.get(path, 0) for path in program.paths} == program.paths
+    assert_the_tree_is_whole(opened)
+    assert [finding.message for finding in opened.self_check.findings] == []
+    if program.linked:
+        assert backward_ns_by_path(opened) == backward_ns_by_forward_path(recording.run / "trace.json.gz")
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_program_that_needs_a_gpu_is_recorded_as_counted_by_hand(name: str, forks: Forks, tmp_path: Path) -> None:
+    _assert_counted(ON_A_GPU[name], forks, tmp_path)
+
+
+@pytest.mark.parametrize("name", ON_TWO_GPUS)
+def test_a_program_on_two_gpus_is_recorded_as_counted_by_hand(name: str, forks: Forks, tmp_path: Path) -> None:
+    _require_gpus(2)
+    _assert_counted(ON_TWO_GPUS[name], forks, tmp_path)
+    opened = read_trace(tmp_path / "run")
+    devices = {device: opened.kernels("backward", device=device).kernel_time_ns for device in (0, 1)}
+    assert min(devices.values()) > 0
+    assert sum(devices.values()) == opened.kernels("backward").kernel_time_ns
+
+
+@pytest.mark.parametrize("name", [*OF_ONE_PROCESS, *ON_TWO_GPUS])
+def test_both_profilers_agree_on_the_kernels_under_each_path(name: str, tmp_path: Path) -> None:
+    if shutil.which("nsys") is None:
+        pytest.skip("no nsys")
+    _require_gpus(2 if name in ON_TWO_GPUS else 1)
+    program = (PROGRAMS | ON_TWO_GPUS)[name]
+    found = {}
+    for profiler in ("--kineto", "--nsys"):
+        place = tmp_path / profiler.strip("-")
+        place.mkdir()
+        words = [sys.executable, "-P", "-m", "profkit", "run", *OPTIONS, profiler, "--", sys.executable, *program.words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place, env=environment)
+        assert done.returncode == 0, done.stderr
+        opened = read_trace(place / "run")
+        found[profiler] = kernels_by_step(opened)
+        assert [step[""] > 0 for step in found[profiler]] == [True] * STEPS
+    assert found["--nsys"] == found["--kineto"]
+
+
+@pytest.mark.parametrize("name", [*OF_ONE_PROCESS, *ON_A_GPU])
+def test_the_peak_is_the_allocators_own(name: str, forks: Forks, tmp_path: Path) -> None:
+    words = [sys.executable, *(PROGRAMS | ON_A_GPU)[name].words]
+    assert forks.run(words, tmp_path).returncode == 0
+    peak = int((tmp_path / "peak.txt").read_text())
+    # More steps than it makes: the history goes to its end.
+    options = ("-o", "run", "--memory-only", "--warmup", "1", "--steps", "50")
+    done = forks.run_profkit("run", *options, "--", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    opened = read_snapshot(tmp_path / "run")
+    result = opened.memory()
+    assert result.totals.exact, result.warnings
+    assert result.totals.allocated_peak_bytes == peak
+    assert sum(row.bytes for row in result.composition.by_category) == peak
+    assert result.allocator_check is not None
+    assert result.allocator_check.agrees, result.allocator_check
