@@ -258,7 +258,7 @@ def _remember(folder: Path) -> Any:
     from profkit.run.recording import MemoryOptions
     from tests import paper_cuda
 
-    memory = MemoryRecording(folder, MemoryOptions(saved=True))
+    memory = MemoryRecording(folder, MemoryOptions())
     memory.wait_for_cuda()
     paper_cuda.install()
     torch.cuda.init()

@@ -208,7 +208,7 @@ def test_memory_only_is_exact_and_changes_no_loss(place: Path, run: Run, how: st
 
 
 def test_backward_blocks_carry_their_modules(place: Path, run: Run) -> None:
-    assert run(*_profkit("--memory-only", "--memory-saved"), "train.py", "plain").returncode == 0
+    assert run(*_profkit("--memory-only"), "train.py", "plain").returncode == 0
     opened, result = _open(place)
     _assert_exact(result)
     raw = opened.device().device.events.raw

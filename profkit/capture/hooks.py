@@ -61,7 +61,7 @@ class Watcher:
         """An outermost module call has ended, or raised."""
 
     def backward_begins(self, tensors: Any) -> None:
-        """The backward pass of ``tensors`` begins on this thread; only while ranges are open."""
+        """The backward pass of ``tensors`` begins on this thread, and not within another one."""
 
     def runs_for(self, phase: str | None, module: str | None) -> None:
         """From now on this thread works for a phase and a module, None for what does not apply; on leaving one too."""
@@ -303,11 +303,10 @@ class Hooks(RangeObserver):
             return
         self._make_boundary(self.steps.backward_begins())
         self._begin_phase(key, BACKWARD)
-        if self._recording:
-            self._watcher.backward_begins(tensors)
-            if self._knows_owners:
-                # What runs until a module's backward is entered is the loss's own.
-                mark_nodes(tensors, None, self._enter_backward)
+        self._watcher.backward_begins(tensors)
+        if self._recording and self._knows_owners:
+            # What runs until a module's backward is entered is the loss's own.
+            mark_nodes(tensors, None, self._enter_backward)
 
     @_harmless
     def _backward_ends(self, key: object) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +27,8 @@ from profkit.annotation import record_in_torch
 from profkit.capture import allocation_text
 from profkit.capture.hooks import Watcher
 from profkit.capture.module_names import Roots
-from profkit.capture.owners import OwnerLedger, now_us, when_saved
+from profkit.capture.owners import OwnerLedger, now_us
+from profkit.capture.saved_tensors import watch_hooks
 from profkit.files import whole_file
 from profkit.names import step_range
 from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
@@ -60,12 +60,6 @@ def _harmless(method: Method) -> Method:
     return guarded  # type: ignore[return-value]
 
 
-class _OnThread(threading.local):
-    """What this thread has open: the context that notes saved tensors, during an outermost module call."""
-
-    saving: AbstractContextManager[Any] | None = None
-
-
 class MemoryRecording(Watcher):
     """Records the allocator of this process into ``run``: `wait_for_cuda` once, `close` at the end.
 
@@ -85,7 +79,6 @@ class MemoryRecording(Watcher):
         self._roots = Roots()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._step: tuple[int, int] | None = None
-        self._on_thread = _OnThread()
         self._patches = ExitStack()
         self._is_over = self._is_full = self._is_scripts_own = self._lacks_events = self._writes_text = False
         self._is_of_failure = False
@@ -95,6 +88,7 @@ class MemoryRecording(Watcher):
 
     def wait_for_cuda(self) -> None:
         """Begin to record when this process first uses CUDA, before it can have allocated anything; maybe never."""
+        watch_hooks()
         torch.cuda._lazy_call(self._begin)
 
     def steps_end(self) -> None:
@@ -161,17 +155,18 @@ class MemoryRecording(Watcher):
         if root is not None:
             self.owners.note_module(root)
         self.owners.note_inputs(_inputs(args, "input", _NESTING))
-        # Compiled code saves what it likes, and would be compiled again; torch.func knows no hooks of saved tensors.
-        is_eager = type(module).__name__ != "OptimizedModule" and torch._C._functorch.peek_interpreter_stack() is None
-        if self._options.saved and torch.is_grad_enabled() and is_eager:
-            self._on_thread.saving = when_saved(self._note_saved)
-            self._on_thread.saving.__enter__()
 
+    @_harmless
     def call_ends(self, keywords: Any) -> None:
-        saving, self._on_thread.saving = self._on_thread.saving, None
-        if saving is not None:
-            saving.__exit__(None, None, None)
-        self._note_keywords(keywords)
+        assert self.owners is not None
+        if self._notes_steps:
+            self.owners.note_inputs(_inputs(keywords, "input", _NESTING))
+
+    @_harmless
+    def backward_begins(self, tensors: Any) -> None:
+        assert self.owners is not None
+        if self._notes_steps:
+            self.owners.note_saved(tensors)
 
     @_harmless
     def runs_for(self, phase: str | None, module: str | None) -> None:
@@ -242,17 +237,6 @@ class MemoryRecording(Watcher):
         self._is_scripts_own = True
         # After the recorded steps the snapshot of them has been written.
         self._lacks_events = self._notes_steps or not self.follows_modules
-
-    @_harmless
-    def _note_saved(self, tensor: Tensor) -> None:
-        assert self.owners is not None
-        self.owners.note_saved(tensor)
-
-    @_harmless
-    def _note_keywords(self, keywords: Any) -> None:
-        assert self.owners is not None
-        if self._notes_steps:
-            self.owners.note_inputs(_inputs(keywords, "input", _NESTING))
 
     @_harmless
     def _when_full(self, device: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from profkit.capture.saved_tensors import is_cast_of_parameter, read_saved
 from profkit.run.owners import START
 
 VERSION = 1
@@ -87,9 +88,24 @@ class OwnerLedger:
         """Write down where the batch lies."""
         self._note("input", tensors)
 
-    def note_saved(self, tensor: Tensor) -> None:
-        """Write down where a tensor lies that autograd saves for backward."""
-        self._note("saved", [("", tensor)])
+    def note_saved(self, roots: Any) -> None:
+        """Write down each storage that autograd keeps for the backward pass of ``roots``, once, and what is unread.
+
+        What lies in a parameter or a buffer is left out.
+        """
+        now = now_us()
+        known = set(self._lasting.values())
+
+        def note(tensor: Tensor) -> None:
+            role = "autocast" if is_cast_of_parameter(tensor) else "saved"
+            for part in filter(self._is_ours, _plain_parts(tensor)):
+                place = _place(part)
+                if place is not None and place not in known:
+                    known.add(place)
+                    self._write_owned(now, role, "", part, whole=True)
+
+        unread = read_saved(roots, note)
+        self._write({"kind": "saved", "time_us": now, "step": self._step, **asdict(unread)})
 
     def note_figures(self, moment: str, *, only_higher: bool = False) -> None:
         """Write down the allocator's own statistics; ``only_higher``: of devices with a peak above all noted ones."""
@@ -130,11 +146,10 @@ class OwnerLedger:
                 if self._is_ours(part):
                     self._write_owned(now, role, name, part)
 
-    def _write_owned(self, time_us: int, role: str, name: str, tensor: Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-            place = storage.data_ptr(), storage.nbytes()
-        except RuntimeError:  # a tensor that only stands for one, such as a compiler's or torch.func's
+    def _write_owned(self, time_us: int, role: str, name: str, tensor: Tensor, *, whole: bool = False) -> None:
+        """Write down whose a tensor's storage is; ``whole``: all of it, not only the tensor's part."""
+        place = _place(tensor)
+        if place is None:
             return
         if role in _LASTING:
             if self._lasting.get((role, name)) == place:
@@ -142,8 +157,8 @@ class OwnerLedger:
             self._lasting[role, name] = place
         device = self._index if tensor.device.index is None else tensor.device.index
         entry = {"kind": "owned", "time_us": time_us, "device": device, "address": place[0], "bytes": place[1]}
-        entry["offset_bytes"] = tensor.storage_offset() * tensor.element_size()
-        entry["own_bytes"] = _span_bytes(tensor)
+        entry["offset_bytes"] = 0 if whole else tensor.storage_offset() * tensor.element_size()
+        entry["own_bytes"] = place[1] if whole else _span_bytes(tensor)
         self._write({**entry, "role": role, "name": name, "step": self._step})
 
     @staticmethod
@@ -164,23 +179,21 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the address and the bytes of a tensor's storage; None where it has none of its own."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # a tensor that only stands for one, such as a compiler's or torch.func's
+        return None
+
+
 def _span_bytes(tensor: Tensor) -> int:
     """Return how many bytes of its storage a tensor spans, from its first element to its last."""
     if not tensor.numel():
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + steps) * tensor.element_size()
-
-
-def when_saved(note: Callable[[Tensor], None]) -> AbstractContextManager[Any]:
-    """Return a context in which ``note`` is called with every tensor that autograd saves for backward."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        note(tensor)
-        # Kept as it is, an output would hold the node that made it, which holds what is kept: a circle.
-        return tensor.detach()
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def now_us() -> int:

@@ -94,7 +94,6 @@ def run(
     oom: bool,
     memory_stacks: Stacks,
     memory_entries: int,
-    memory_saved: bool,
     redact: tuple[str, ...],
     **model: Any,
 ) -> int:
@@ -119,7 +118,7 @@ def run(
     refuse_options_of_other_kinds(kind)
     nsys = require_nsys(traces, graph_trace, nsys_args, keep_report) if with_nsys else None
     recorder: Recorder = "nsys" if with_nsys else "kineto"
-    allocator = MemoryOptions(memory_stacks, memory_entries, memory_saved) if memory or memory_only or oom else None
+    allocator = MemoryOptions(memory_stacks, memory_entries) if memory or memory_only or oom else None
     warmup_steps = warmup if warmup is not None else _COMMAND_WARMUP if kind == "command" else _WARMUP
     if flops and warmup_steps < _COUNTABLE_WARMUP:
         raise UsageError(

@@ -190,7 +190,6 @@ def memory_options(command: Command) -> Command:
             show_default=True,
             help="Keep at most this many allocator events (300 B to 1 KB of host memory each); older ones are lost.",
         ),
-        click.option("--memory-saved", is_flag=True, help="Also record which tensors autograd saves for backward."),
     )
 
 

@@ -39,14 +39,10 @@ _ENDED = PARTIAL + "ended-{}"
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """How the allocator is recorded: with which stacks, and at most how many events.
-
-    ``saved`` also writes down every tensor that autograd saves for backward.
-    """
+    """How the allocator is recorded: with which stacks, and at most how many events."""
 
     stacks: Stacks = "python"
     max_entries: int = MEMORY_ENTRIES
-    saved: bool = False
 
 
 @dataclass(frozen=True)
