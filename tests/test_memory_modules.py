@@ -183,6 +183,14 @@ def test_only_the_largest_modules_are_shown_and_the_rest_is_counted_around_them(
     assert "attn ×3" not in shown
 
 
+def test_what_a_filter_leaves_out_is_one_line_without_a_use(tmp_path: Path) -> None:
+    shown = run_command("memory", Layers().write_run(tmp_path), "--by", "module", "--stack", "h.1.attn").stdout
+    (line,) = [line for line in shown.splitlines() if line.startswith("(not selected)")]
+    assert line.split()[2:-2] == ["–"] * 2
+    (whole,) = [line for line in shown.splitlines() if line.startswith("all ")]
+    assert whole.split()[-1] == "100.0%"
+
+
 def test_a_storage_stands_where_its_tensors_meet_if_their_bytes_are_not_known_or_overlap(tmp_path: Path) -> None:
     at = at_peak(Layers(extents=False), tmp_path)
     own = {row.name: row.own_bytes for row in at.by_module}
@@ -208,6 +216,9 @@ def test_what_a_checkpoint_computes_again_is_a_phase_and_outlives_it_as_activati
 ) -> None:
     rows = {row.name: row.categories for row in at_peak(Layers(texts=texts), tmp_path).by_phase}
     assert rows["recompute"] == {"activations": 9 * MIB}
+    assert {row.phase for row in at_peak(Layers(texts=texts), tmp_path).largest if row.bytes == 9 * MIB} == {
+        "recompute"
+    }
     training = Layers(texts=texts, steps=1)
     with training.inside("backward", "backward"), training.inside("recompute", "recompute"):
         training.drop(training.put(300 * MIB, stack="backward"))

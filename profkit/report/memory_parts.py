@@ -111,8 +111,6 @@ def _uses(row: PartRow) -> Counter[str]:
     uses: Counter[str] = Counter()
     for category, size in row.categories.items():
         uses[category if category in _COLUMNS else "other"] += size
-    # What a filter leaves out has no category.
-    uses["other"] += row.bytes - sum(row.categories.values())
     return uses
 
 

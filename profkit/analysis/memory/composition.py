@@ -222,7 +222,7 @@ def _large_row(memory: DeviceMemory, row: int, claim: Claim) -> LargeRow:
         bytes=int(replay.size_bytes[row]),
         requested_bytes=int(replay.requested_bytes[row]),
         category=claim.category,
-        phase=memory.timeline.phase_at(birth),
+        phase=memory.phase_of(row),
         owner=claim.owner,
         stack=stack.user_first,
         label=stack.label,
