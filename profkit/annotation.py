@@ -93,7 +93,9 @@ class Range:
                 result = function(*args, **kwargs)
                 for observer in _observers:
                     observer.returned(result)
-                return result
+            for observer in _observers:
+                observer.has_returned(called.name)
+            return result
 
         return annotated
 
@@ -144,6 +146,9 @@ class RangeObserver:
 
     def returned(self, result: Any) -> None:
         """That function returned; its range is still open."""
+
+    def has_returned(self, name: str) -> None:
+        """A decorated function has returned, and its range is closed."""
 
 
 def observe_ranges(observer: RangeObserver) -> None:

@@ -410,24 +410,14 @@ def test_an_optimizer_that_never_stepped_is_named(run: Callable[..., Any]) -> No
     assert "--warmup" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("train.py", "the script made 2 steps, and recording begins after 5"),
-        ("no_torch.py", "no process with torch and profkit made a training step"),
-    ],
-)
-def test_nothing_recorded_is_a_failure_that_says_why(
-    place: Path, run: Callable[..., Any], script: str, said: str
-) -> None:
+def test_nothing_recorded_is_a_failure_that_says_why(place: Path, run: Callable[..., Any]) -> None:
     (place / "no_torch.py").write_text("import sys\nprint(sorted(m for m in sys.modules if 'profkit' in m))")
-    done = run("--", sys.executable, script, "0.1", "2")
+    done = run("--", sys.executable, "no_torch.py")
     assert done.returncode == 1
-    assert said in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 2
+    assert "profkit got into no Python process that imports torch" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
     assert _manifest(place)["status"] == "failed"
-    if script == "no_torch.py":
-        assert done.stdout == "[]\n", "a script without torch loads nothing of profkit's"
+    assert done.stdout == "[]\n", "a script without torch loads nothing of profkit's"
 
 
 def test_another_sitecustomize_still_runs(place: Path, run: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from profkit.capture import steps as steps_module
+from profkit.capture import variable_names
 from profkit.capture.steps import StepPolicy
 
 
@@ -35,12 +36,13 @@ class Script:
 
     def function(self, name: str) -> None:
         self._note(self.policy.function_begins(name))
+        self._note(self.policy.function_ends(name))
 
     @contextmanager
     def generating(self, model: nn.Module) -> Iterator[None]:
         self._note(self.policy.generate_begins(model))
         yield
-        self._note(self.policy.generate_ends())
+        self._note(self.policy.generate_ends(model))
 
     def backward(self) -> None:
         self._note(self.policy.backward_begins())
@@ -79,6 +81,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     """A script that has made no optimizer so far, whatever other tests have."""
     script = Script()
     monkeypatch.setattr(steps_module, "has_optimizer", lambda: script.has_optimizer)
+    monkeypatch.setattr(variable_names, "_name_of_called", lambda: None)
     return script
 
 
@@ -117,28 +120,28 @@ def test_a_backward_pass_within_a_module_ends_no_step(script: Script) -> None:
         script._note(script.policy.call_begins(model))
         script.backward()
         script._note(script.policy.call_ends(model))
-    assert script.made == [0, 1, 2]
+    assert script.made == [0, 1, 2, 3]
     assert script.policy.what_counts() == ("call", ("Linear",))
 
 
-def test_a_step_begins_with_each_call_of_a_model_that_is_only_called(script: Script) -> None:
+def test_a_step_ends_with_each_call_of_a_model_that_is_only_called(script: Script) -> None:
     model = nn.Linear(1, 1)
     script.call(model, model, model)
-    assert script.made == [0, 1, 2]
+    assert script.made == [0, 1, 2, 3]
 
 
 def test_models_that_take_turns_make_one_step(script: Script) -> None:
     encoder, decoder = nn.Linear(1, 1), nn.Bilinear(1, 1, 1)
     for _ in range(3):
         script.call(encoder, decoder)
-    assert script.made == [0, 1, 2]
+    assert script.made == [0, 1, 2, 3]
     assert script.policy.what_counts() == ("call", ("Linear", "Bilinear"))
 
 
-def test_a_module_that_is_called_once_is_not_the_beginning_of_every_step(script: Script) -> None:
+def test_a_module_that_is_called_once_is_no_part_of_a_step(script: Script) -> None:
     encoder, decoder = nn.Linear(1, 1), nn.Linear(1, 1)
     script.call(encoder, decoder, decoder, decoder)
-    assert script.made == [0, 1, 2]
+    assert script.made == [0, 1, 2, 3]
 
 
 def test_modules_without_parameters_begin_no_step_where_there_is_a_model(script: Script) -> None:
@@ -146,14 +149,14 @@ def test_modules_without_parameters_begin_no_step_where_there_is_a_model(script:
     for _ in range(3):
         script.call(transform, transform, model)
     assert script.policy.what_counts() == ("call", ("Linear",))
-    assert script.made[-3:] == [0, 1, 2]
+    assert script.made[-3:] == [1, 2, 3]
 
 
 def test_decorated_functions_are_steps_where_no_module_is_called(script: Script) -> None:
     for _ in range(3):
         script.function("load")
         script.function("solve")
-    assert script.made == [0, 1, 2]
+    assert script.made == [0, 1, 2, 3]
     assert script.policy.what_counts() == ("call", ("load", "solve"))
 
 
@@ -162,7 +165,7 @@ def test_generate_is_a_step_and_the_calls_in_it_are_none(script: Script) -> None
     for _ in range(3):
         with script.generating(model):
             script.call(model, model)
-    assert script.made == [0, 1, 2]
+    assert script.made == [0, 1, 2, 3]
     assert script.policy.what_counts() == ("generate", ("Linear",))
 
 
@@ -228,10 +231,10 @@ def test_optimizers_that_step_in_a_backward_pass_end_the_step_with_it(
 def test_counting_begins_anew_when_an_evaluated_model_is_trained(script: Script) -> None:
     model = nn.Linear(1, 1)
     script.call(model, model, model)
-    assert script.made == [0, 1, 2]
+    assert script.made == [0, 1, 2, 3]
     script.has_optimizer = True
     script.train(model, _optimizer(), times=3)
-    assert script.made[3:] == [1, 2, 3]
+    assert script.made[4:] == [1, 2, 3]
 
 
 def test_a_recording_that_has_begun_goes_on_and_says_that_steps_changed(script: Script) -> None:
@@ -240,7 +243,7 @@ def test_a_recording_that_has_begun_goes_on_and_says_that_steps_changed(script: 
     script.policy.settle()
     script.has_optimizer = True
     script.train(model, _optimizer(), times=2)
-    assert script.made == [0, 1, 2, 3, 4]
+    assert script.made == [0, 1, 2, 3, 4, 5]
     assert script.policy.changed_to == "optimizer"
 
 
@@ -304,7 +307,7 @@ def test_replays_that_take_turns_are_one_step_and_one_within_a_call_is_none(scri
         ("backward", [0, 1, 2, 3, 4]),
         ("optimizer:AdamW", [0, 1, 2]),
         ("AdamW", [0, 1, 2]),
-        ("call:Bilinear", [0, 1]),
+        ("call:Bilinear", [0, 1, 2]),
         ("optimizer", [0, 1, 2]),
         ("replay", [0]),
     ],

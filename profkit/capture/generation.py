@@ -23,7 +23,7 @@ _METHOD = "generate"
 class Generation(threading.local):
     """Calls ``begins`` and ``ends`` with the model around each outermost call of ``generate`` on a thread."""
 
-    def __init__(self, begins: Callable[[nn.Module], None], ends: Callable[[], None]) -> None:
+    def __init__(self, begins: Callable[[nn.Module], None], ends: Callable[[nn.Module], None]) -> None:
         self._begins = begins
         self._ends = ends
         self._is_open = False
@@ -61,7 +61,7 @@ class Generation(threading.local):
                 return method(model, *args, **kwargs)
             finally:
                 self._is_open = False
-                self._ends()
+                self._ends(model)
 
         setattr(generate, _SEEN, True)
         return generate

@@ -141,6 +141,11 @@ class Hooks(RangeObserver):
         """Open ranges from now on, that of the step which is about to begin first."""
         self._recording = True
 
+    @_harmless
+    def begin_whole(self) -> None:
+        """Begin the one step that the whole script is."""
+        self._make_boundary(self.steps.begin_whole())
+
     def stop(self) -> None:
         """Close what is open on this thread, and open no more."""
         self._open.close_all()
@@ -165,6 +170,11 @@ class Hooks(RangeObserver):
     def calling(self, name: str) -> None:
         if running_graph() == -1 and self._open.call is None:
             self._make_boundary(self.steps.function_begins(name))
+
+    @_harmless
+    def has_returned(self, name: str) -> None:
+        if running_graph() == -1 and self._open.call is None:
+            self._make_boundary(self.steps.function_ends(name))
 
     @_harmless
     def called(self, arguments: Any) -> None:
@@ -205,8 +215,8 @@ class Hooks(RangeObserver):
         self._make_boundary(self.steps.generate_begins(model))
 
     @_harmless
-    def _generate_ends(self) -> None:
-        self._make_boundary(self.steps.generate_ends())
+    def _generate_ends(self, model: nn.Module) -> None:
+        self._make_boundary(self.steps.generate_ends(model))
 
     @_harmless
     def capture_begins(self, graph: Any) -> None:

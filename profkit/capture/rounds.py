@@ -1,4 +1,4 @@
-"""Things that happen in turn, round after round: which of them a round begins and ends with."""
+"""Things that happen in turn, round after round: which of them a round ends with."""
 
 from __future__ import annotations
 
@@ -31,10 +31,6 @@ class Round:
             self._others.append(ref(one))
         elif self._is_learned:
             self._others = []
-
-    def begins_with(self, one: Any) -> bool:
-        """Return whether ``one`` is the first of a round; of the first round, the first that happened is."""
-        return bool(self._members) and self._members[0]() is one
 
     def ends_with(self, one: Any) -> bool:
         """Return whether ``one`` is the last of a round; of the first round, the first that happened is."""

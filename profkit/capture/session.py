@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from profkit.run.recording import (
     leave_failure,
     leave_process,
 )
+from profkit.run.step_choice import StepKind
 from profkit.run.work import write_work
 
 if TYPE_CHECKING:
@@ -115,6 +117,10 @@ class Session:
                 self.hooks.start()
         elif not self._is_over:
             self.hooks.clock.start()
+        if self.order.step_on == StepKind.WHOLE.word:
+            # What runs before the first use of the GPU is no work of the GPU's.
+            begin = torch.cuda._lazy_call if torch.cuda.is_available() else _call
+            begin(self.hooks.begin_whole)
 
     def boundary(self, number: int) -> None:
         """Time the step that ended; begin or end the recording if it is time to."""
@@ -182,6 +188,9 @@ class Session:
         self._leave_failure()
         if not self._is_over:
             self._end_early()
+        elif self._process is not None and self.hooks.steps.changed_to is not None:
+            # What was recorded is no training step, and the script went on to make some.
+            self._leave(replace(self._process, step_changed_to=self.hooks.steps.changed_to))
         if self.memory is not None:
             self.memory.close()
             found = self.memory.result()
@@ -192,7 +201,7 @@ class Session:
     def _end_early(self) -> None:
         """The process ends before its last recorded step has."""
         used_cuda = self._records_memory and self.memory is not None and self.memory.owners is not None
-        if self._begun < 0 and not used_cuda:
+        if self._begun < 0 and not used_cuda and self.order.own_steps:
             return
         if self._begun < self._first:
             self._finish(NOT_REACHED)
@@ -209,7 +218,7 @@ class Session:
     def abandon(self) -> None:
         """Do nothing more: this process is a forked copy."""
         self._is_over = True
-        self._recording = None
+        self._recording = self._process = None
         if self._counter is not None:
             self._counter.stop()
         if self.memory is not None:
@@ -407,6 +416,10 @@ class _OwnSteps(RangeObserver):
             is_enclosed = any(map(_CONTEXT.fullmatch, self._open))
             if not (is_enclosed and self._session.is_in_last_step):
                 self._session.own_boundary()
+
+
+def _call(function: Callable[[], None]) -> None:
+    function()
 
 
 def _number(variable: str) -> int | None:

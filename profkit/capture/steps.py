@@ -56,7 +56,7 @@ class StepPolicy:
     @property
     def ends_with_script(self) -> bool:
         """Whether nothing but the end of the script ends the last step."""
-        return self._kind is None or self._kind.begins_steps
+        return self._kind is None or self._kind is StepKind.WHOLE
 
     def name_of(self, module: nn.Module) -> str:
         """Return what an outermost module is called in ranges: of several models each has a name of its own."""
@@ -88,32 +88,43 @@ class StepPolicy:
             return self._due(StepKind.CALL, is_boundary=False)
         model = unwrap(module)
         self._models.of(model)
-        # What has no parameters transforms data, or is a function: a model counts more.
-        kind = StepKind.CALL if _has_parameters(model) else StepKind.FUNCTION
-        return self._happens(kind, model, type(model).__name__, self._variables.of_model(model))
+        self._variables.of_model(model)
+        return self._begins(_kind_of_call(model), model)
 
     def call_ends(self, module: nn.Module) -> int | None:
         """An outermost module call has ended, or raised; its ranges are closed."""
         self._inside.leave()
-        return None
+        if is_loss_module(module) or self._inside.depth:
+            return None
+        model = unwrap(module)
+        return self._ends(_kind_of_call(model), model, type(model).__name__, self._variables.known(model))
 
     def function_begins(self, name: str) -> int | None:
         """A function that is decorated with ``annotate(name)`` is about to be called, within no other and no module."""
         if self._inside.depth:
             return None
-        return self._happens(StepKind.FUNCTION, self._functions.setdefault(name, _Function(name)), name)
+        return self._begins(StepKind.FUNCTION, self._functions.setdefault(name, _Function(name)))
+
+    def function_ends(self, name: str) -> int | None:
+        """That function has returned, and its range is closed."""
+        if self._inside.depth or name not in self._functions:
+            return None
+        return self._ends(StepKind.FUNCTION, self._functions[name], name)
 
     def generate_begins(self, model: nn.Module) -> int | None:
         """``model.generate`` is about to be called, not within another ``generate``."""
         self._inside.depth += 1
         if self._inside.depth > 1:
             return None
-        return self._happens(StepKind.GENERATE, model, type(model).__name__, self._variables.of_model(model))
+        self._variables.of_model(model)
+        return self._begins(StepKind.GENERATE, model)
 
-    def generate_ends(self) -> int | None:
+    def generate_ends(self, model: nn.Module) -> int | None:
         """That call of ``generate`` has ended, or raised."""
         self._inside.leave()
-        return None
+        if self._inside.depth:
+            return None
+        return self._ends(StepKind.GENERATE, model, type(model).__name__, self._variables.known(model))
 
     def backward_begins(self) -> int | None:
         """A backward pass is about to begin on this thread, and not within another one."""
@@ -134,8 +145,7 @@ class StepPolicy:
         """An optimizer's step is about to begin, and not within another one's."""
         self._inside.depth += 1
         self._variables.of_optimizer(optimizer)
-        self._rounds[StepKind.OPTIMIZER].note(optimizer)
-        return self._due(StepKind.OPTIMIZER, is_boundary=False)
+        return self._begins(StepKind.OPTIMIZER, optimizer)
 
     def optimizer_left(self) -> None:
         """That step has ended or raised."""
@@ -163,10 +173,7 @@ class StepPolicy:
     def replay_begins(self, graph: Any) -> int | None:
         """A CUDA graph is about to be replayed."""
         kind = self._replayed(graph)
-        if kind is None:
-            return None
-        self._rounds[kind].note(graph)
-        return self._due(kind, is_boundary=False)
+        return None if kind is None else self._begins(kind, graph)
 
     def replay_ends(self, graph: Any) -> int | None:
         """The CUDA graph has been launched."""
@@ -179,13 +186,10 @@ class StepPolicy:
             return None
         return self._captured.get(graph, StepKind.REPLAY)
 
-    def _happens(self, kind: StepKind, one: Any, *names: str | None) -> int | None:
-        """Something that a step may begin with is about to happen."""
-        self._count(kind, names[0])
-        round_ = self._rounds[kind]
-        if self._choice is None or self._choice.allows(kind, names):
-            round_.note(one)
-        return self._due(kind, is_boundary=round_.begins_with(one))
+    def _begins(self, kind: StepKind, one: Any) -> int | None:
+        """Something that a step may end with is about to happen."""
+        self._rounds[kind].note(one)
+        return self._due(kind, is_boundary=False)
 
     def _ends(self, kind: StepKind, one: Any = None, *names: str | None) -> int | None:
         """Something that a step may end with has happened."""
@@ -211,20 +215,26 @@ class StepPolicy:
             if kind is self._kind or (self._is_settled and self._number > 0):
                 self._number += 1
             else:
-                self._number = 0 if kind.begins_steps else 1
+                self._number = 0 if kind is StepKind.WHOLE else 1
             self._kind = kind
             self._names = self._names_of(kind)
             return self._number
-        if self._number < 0 and (self._choice is None or not kind.begins_steps):
+        if self._number < 0 and (self._choice is None or self._choice.word != StepKind.WHOLE.word):
             self._number = 0
             return 0
         return None
 
     def _names_of(self, kind: StepKind) -> tuple[str, ...]:
-        """Return the classes and functions that make a step: now, because nothing here keeps them."""
+        """Return the names of what makes a step: now, because nothing here keeps it."""
         if kind in (StepKind.REPLAY, StepKind.STEP_REPLAY):
             return ()
-        return tuple(dict.fromkeys(_class_name(one) for one in self._rounds[kind].members()))
+        members = self._rounds[kind].members()
+        return tuple(
+            one.name
+            if isinstance(one, _Function)
+            else tell_apart(one, members, self._variables.known) or type(one).__name__
+            for one in members
+        )
 
     def _may_count(self, kind: StepKind) -> bool:
         if self._choice is not None:
@@ -259,6 +269,11 @@ class _Function:
         self.name = name
 
 
+def _kind_of_call(model: nn.Module) -> StepKind:
+    # What has no parameters transforms data, or is a function: a model counts more.
+    return StepKind.CALL if _has_parameters(model) else StepKind.FUNCTION
+
+
 def is_loss_module(module: nn.Module) -> bool:
     """Return whether a module computes a loss: one of torch's, or one without parameters that is called so."""
     if isinstance(module, _Loss):
@@ -269,10 +284,6 @@ def is_loss_module(module: nn.Module) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _class_name(one: Any) -> str:
-    return one.name if isinstance(one, _Function) else type(one).__name__
 
 
 def has_optimizer() -> bool:

@@ -23,6 +23,7 @@ from profkit.cli.run_options import (
     recorder_options,
     refuse_options_of_other_kinds,
     require_nsys,
+    require_step_choice,
     step_options,
 )
 from profkit.errors import CaptureError, UsageError
@@ -31,11 +32,12 @@ from profkit.launch.passes import OutOfMemory, Target, callable_passes, command_
 from profkit.launch.record import Recorded, record_run, require_torch
 from profkit.launch.targets import build_rank_argv, command_name, parse_target, target_kind
 from profkit.models.options import Device, TrainingOptions
-from profkit.names import context_range
+from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run
 from profkit.run.manifest import Workload
 from profkit.run.recording import MemoryOptions, Order, Recorder, Stacks
+from profkit.run.step_choice import describe_step
 
 _WARMUP = 2
 # Of a command's steps before the recording all but the first are timed, so there should be some.
@@ -103,9 +105,13 @@ def run(
     them, then recorded. With --memory a third process records the allocator before the other two.
 
     A command runs once: the first --warmup steps run unprofiled (profkit times all but the first of them), the next
-    --steps are recorded, and then the command finishes, unless --stop. A step ends when the optimizer's step ends;
-    without an optimizer each outermost call of a module is a step. With --memory the command runs twice: the first
+    --steps are recorded, and then the command finishes, unless --stop. With --memory the command runs twice: the first
     run records the allocator, from the first use of CUDA to the last measured step.
+
+    A step ends with the last optimizer that makes its step; without an optimizer with a backward pass, else with a
+    replay of a CUDA graph, else with a call of generate, of the model, or of a function decorated with annotate. The
+    last lines say which it was, and --step-on chooses. A command with fewer steps than warm-up steps runs a second
+    time with fewer, and one without any step runs a second time to be recorded as a whole.
 
     With --memory or --oom a command that runs out of memory, at whatever step, is explained when it ends: what was
     asked for, what was free, and who held the rest.
@@ -120,6 +126,10 @@ def run(
     recorder: Recorder = "nsys" if with_nsys else "kineto"
     allocator = MemoryOptions(memory_stacks, memory_entries) if memory or memory_only or oom else None
     warmup_steps = warmup if warmup is not None else _COMMAND_WARMUP if kind == "command" else _WARMUP
+    if step_on is not None and require_step_choice(step_on).is_whole:
+        warmup_steps, steps = 0, 1
+        if flops:
+            raise UsageError("--flops counts the step before the recorded ones, and --step-on whole has none")
     if flops and warmup_steps < _COUNTABLE_WARMUP:
         raise UsageError(
             f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
@@ -147,6 +157,7 @@ def run(
         output,
         command=["profkit", *sys.argv[1:]],
         progress=shown_after_a_second,
+        say=lambda line: click.echo(f"profkit: {line}", err=True),
         secret_names=redact,
     )
     device: Device = model["device"] if kind == "model" else "auto"
@@ -308,17 +319,21 @@ def _say_next(recorded: Recorded, target: Target, where: str) -> None:
             f"\n{NSYS_REPORT} holds the environment, secrets included, and cannot be scrubbed: share a `profkit scrub` "
             f"of\n{NSYS_EXPORT}; --no-keep-report deletes the report"
         )
+    if recorded.step is not None:
+        click.echo(f"\nA step is {describe_step(recorded.step, recorded.step_names)} (--step-on chooses another).")
     click.echo(f"\nThe run is {where}. Next:")
     if recorded.has_kernels:
-        click.echo(f"  profkit kernels {where} --range {_example_range(target)}")
+        click.echo(f"  profkit kernels {where} --range {_example_range(target, recorded.step)}")
     if recorded.has_trace:
         click.echo(f"  profkit ranges {where}")
     if recorded.has_snapshot:
         click.echo(f"  profkit memory {where} --timeline memory.html")
 
 
-def _example_range(target: Target) -> str:
-    if target.kind == "callable":  # it need not have phases
+def _example_range(target: Target, step: str | None) -> str:
+    if target.kind == "callable" or step in ("replay", "call", "whole"):  # it need not have phases
         return "'step *'"
+    if step in ("backward", "generate"):
+        return BACKWARD if step == "backward" else DECODE
     contexts = target.workload.contexts
     return f"'{context_range(max(contexts))}/step */forward'" if contexts else "forward"

@@ -24,6 +24,7 @@ from profkit.launch.nsys import (
 from profkit.models.options import CompileMode, Device, Dtype, Passes
 from profkit.run.manifest import Kind
 from profkit.run.recording import MEMORY_ENTRIES, Stacks
+from profkit.run.step_choice import StepChoice
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Command], Command]
@@ -226,9 +227,20 @@ def command_options(command: Command) -> Command:
             "--stop", is_flag=True, help="End the command after the measured steps instead of letting it finish."
         ),
         click.option(
-            "--step-on", metavar="CLASS", help="With several optimizers: the class of the one that ends a step."
+            "--step-on",
+            metavar="KIND",
+            help="What a step is, where profkit finds out the wrong thing: optimizer:NAME, call:NAME (class, variable "
+            "or decorated function), backward, replay (of a CUDA graph), generate, or whole (the whole program).",
         ),
     )
+
+
+def require_step_choice(text: str) -> StepChoice:
+    """Return what a step is; raise `UsageError` unless ``text`` says that."""
+    try:
+        return StepChoice.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--step-on {error}") from None
 
 
 def refuse_options_of_other_kinds(kind: Kind) -> None:

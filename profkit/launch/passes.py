@@ -14,6 +14,7 @@ from profkit.run.directory import KINETO_TRACE, NSYS_EXPORT, Run
 from profkit.run.manifest import Kind, Process, Workload
 from profkit.run.recording import CUT_SHORT, NOT_REACHED, PARTIAL, Failure, MemoryOptions, Order, Recorder
 from profkit.run.records import Plain
+from profkit.run.step_choice import StepChoice
 
 LOSSES = f"{PARTIAL}losses.json"
 """Where a built-in model and a callable leave their losses."""
@@ -202,6 +203,11 @@ def why_no_process(attached: int, unended: int, exit_status: int) -> str | None:
 def why_no_step(processes: Sequence[Process], order: Order) -> str | None:
     """Return why the requested steps were not reached, None if they were."""
     steps_seen = (processes[0].steps_seen if processes else None) or 0
+    if processes and steps_seen < 0 and order.step_on != "whole":
+        return (
+            "nothing was recorded: the script showed nothing that makes a step (an optimizer, a backward pass, a CUDA "
+            "graph, a call of a module); --step-on whole records all of it"
+        )
     if not processes or steps_seen < 0:
         return (
             "nothing was recorded: no process with torch and profkit made a training step (an optimizer's step or a "
@@ -211,15 +217,20 @@ def why_no_step(processes: Sequence[Process], order: Order) -> str | None:
         return None
     if processes[0].failure is not None:
         return f"nothing was recorded: {processes[0].failure}"
-    if order.step_on is not None and steps_seen == 0:
-        return (
-            f"nothing was recorded: no optimizer of class {order.step_on} made a step; --step-on takes the class name "
-            "without its module (AdamW)"
-        )
+    if order.step_on is not None and processes[0].step is None:
+        return f"nothing was recorded: {_why_not_chosen(order.step_on, processes[0])}"
     return (
         f"nothing was recorded: the script made {steps_seen} steps, and recording begins after "
         f"{order.warmup_steps}; lower --warmup"
     )
+
+
+def _why_not_chosen(step_on: str, process: Process) -> str:
+    choice = StepChoice.parse(step_on)
+    name = "" if choice.name is None else f" of class {choice.name}"
+    missed = f"no optimizer{name} made a step" if choice.word == "optimizer" else f"there was no {step_on}"
+    seen = ", ".join(sorted(process.seen)) or "nothing that makes a step"
+    return f"{missed}; --step-on takes what was there: {seen}"
 
 
 def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:

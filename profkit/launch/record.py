@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from typing import IO, Any
 
 from profkit.errors import RunError, ToolError
 from profkit.files import clear_partial_files
+from profkit.launch.another_try import AnotherTry, find_another_try
 from profkit.launch.conditions import GpuWatch, warn_of_run
 from profkit.launch.manifest import begin_manifest, utc_now
 from profkit.launch.nsys import Nsys, build_nsys_argv
@@ -30,7 +32,7 @@ from profkit.launch.passes import (
     why_nothing,
 )
 from profkit.launch.processes import run_child, uninterrupted
-from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, Run, make_run_directory
+from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.manifest import Manifest, MemoryPass, write_manifest
 from profkit.run.recording import PARTIAL, VARIABLE, Order, has_processes, take_attached, take_failures, take_processes
 from profkit.run.records import decode, read_json
@@ -41,6 +43,8 @@ Progress = Callable[[str], AbstractContextManager[object]]
 _CHILD = Path(__file__).parent.parent / "capture" / "child"
 _STDIN = 0
 _INTERRUPTED = 130
+_TOO_LONG_S = 600
+"""A command that took longer is not run again unasked."""
 _CAPTURES = ("trace.*", "snapshot.*")
 
 # nsys writes its own lines to the standard streams; the target's go where the launcher's go.
@@ -74,6 +78,9 @@ class Recorded:
     out_of_memory: OutOfMemory | None = None
     complete_steps: int = 0
     failed_ranks: str = ""
+    step: str | None = None
+    """What a step is, in the words of ``--step-on``, where profkit found it out."""
+    step_names: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -90,6 +97,7 @@ def record_run(
     *,
     command: list[str],
     progress: Progress,
+    say: Callable[[str], None],
     secret_names: tuple[str, ...] = (),
 ) -> Recorded:
     """Make the target's passes, in their order, into a new run directory, as long as all goes well.
@@ -101,6 +109,7 @@ def record_run(
     Args:
         command: profkit's own command line, for the manifest.
         progress: makes a context manager that shows what is being done.
+        say: shows a line between two passes.
         secret_names: options with such names have their values left out of the manifest.
 
     Raises:
@@ -113,12 +122,23 @@ def record_run(
     recording = _Recording(run, target, nsys, progress)
     conditions, input_start = GpuWatch(os.environ), _input_position()
     try:
-        for one in target.passes:
-            if recording.done and not recording.done[-1].may_go_on:
-                break
+        passes = list(target.passes)
+        while passes:
             if recording.done and target.reads_input and input_start is not None:
                 os.lseek(_STDIN, input_start, os.SEEK_SET)
-            manifest = _with_outcome(manifest, recording.make_pass(one))
+            one = passes.pop(0)
+            outcome = recording.make_pass(one)
+            manifest = _with_outcome(manifest, outcome)
+            again = recording.another_try() if input_start is not None or os.isatty(_STDIN) else None
+            if again is not None:
+                # The allocator was recorded up to the script's end: what it lacks another run lacks too.
+                again_too = [] if outcome.order.recorder == "memory" else [one]
+                passes = [again.adjust(each) for each in (*again_too, *passes)]
+            elif not outcome.may_go_on:
+                break
+            if again is not None and passes:
+                say(f"{target.name}: {again.why}")
+                manifest = replace(manifest, workload=again.describe(manifest.workload))
     except BaseException as error:
         take_failures(run)
         # What was recorded before stays: an interrupted script may have been through its recorded steps for hours.
@@ -156,12 +176,14 @@ class _Recording:
         self._nsys = nsys
         self._progress = progress
         self.done: list[Outcome] = []
+        self._took_s = 0.0
 
     def make_pass(self, one: Pass) -> Outcome:
         """Run the target once."""
         order = replace(one.order, run=str(self._run.resolve()))
         words = [word.replace("{run}", order.run) for word in one.argv]
         environment = build_environment(os.environ, order)
+        began = monotonic()
         if order.recorder == "nsys" and self._nsys is not None:
             status = self._run_in_nsys(self._nsys, words, environment)
         elif self._target.reads_input:
@@ -169,6 +191,7 @@ class _Recording:
         else:
             with self._progress(_DOING[order.recorder]):
                 status = run_child(words, environment)
+        self._took_s = monotonic() - began
         processes = take_processes(self._run)
         reason = why_nothing(self._run, processes, order)
         attached = take_attached(self._run)
@@ -177,6 +200,18 @@ class _Recording:
         outcome = Outcome(order, status, processes, take_failures(self._run), _take_losses(self._run), reason)
         self.done.append(outcome)
         return outcome
+
+    def another_try(self) -> AnotherTry | None:
+        """Return how to make the last pass anew, and clear away what it recorded; None if that is not worth it."""
+        last = self.done[-1]
+        again = find_another_try(last)
+        earlier = [one for one in self.done[:-1] if one.order.recorder == last.order.recorder]
+        if again is None or earlier or self._took_s > _TOO_LONG_S:
+            return None
+        if last.order.recorder != "memory":
+            for path in (*self._run.glob("trace.*"), self._run / WORK):
+                path.unlink(missing_ok=True)
+        return again
 
     def conclude(self, manifest: Manifest, disturbed: list[str]) -> Recorded:
         """Write the last manifest and return what there is to say; ``disturbed`` is what happened to the GPUs."""
@@ -205,6 +240,7 @@ class _Recording:
         else:
             _keep_manifest(self._run, replace(manifest, status="complete"))
         has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None
+        first = last.processes[0] if last.processes else None
         return Recorded(
             self._run,
             last.exit_status,
@@ -215,6 +251,8 @@ class _Recording:
             out_of_memory=last.out_of_memory,
             complete_steps=len(last.processes[0].profiled) if last.processes else 0,
             failed_ranks="; ".join(map(": ".join, ranks)),
+            step=first.step if first is not None and has_trace else None,
+            step_names=first.step_names if first is not None else (),
             warnings=warnings,
         )
 

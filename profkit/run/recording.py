@@ -53,9 +53,10 @@ class Order:
     every recorder the allocator's history is kept as ``memory`` says, if that is given, and whatever allocation
     fails, to the end of the process, is written down; ``oom`` does that alone. ``steps`` None: all that follow.
     ``depth`` of the modules' ranges, None: modules have none; ``annotate`` False opens no range at all; ``stop``
-    ends the target after the last step; ``step_on`` is the class of the optimizer that counts; ``flops`` counts the
-    work of the step before the recorded ones, or of the range `profkit.names.COUNTED`. ``own_steps``: the target's
-    own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
+    ends the target after the last step; ``step_on`` is what a person says a step is
+    (`profkit.run.step_choice.StepChoice`); ``flops`` counts the work of the step before the recorded ones, or of the
+    range `profkit.names.COUNTED`. ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are
+    its steps.
     """
 
     run: str
@@ -152,8 +153,10 @@ def take_processes(run: Path) -> tuple[Process, ...]:
     for path in sorted(run.glob(_PROCESS.format("*"))):
         found.append(read_record(Process, path))
         path.unlink()
+    # One that showed no step, as a launcher of others, is of use only where none did.
+    used = [one for one in found if one.steps_seen is None or one.steps_seen >= 0 or one.memory is not None]
     order = [COMPLETE, CUT_SHORT, NOT_REACHED]
-    return tuple(sorted(found, key=lambda one: (one.rank is None, one.rank or 0, order.index(one.state))))
+    return tuple(sorted(used or found, key=lambda one: (one.rank is None, one.rank or 0, order.index(one.state))))
 
 
 def take_failures(run: Path) -> tuple[Failure, ...]:

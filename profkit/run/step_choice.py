@@ -27,11 +27,6 @@ class StepKind(IntEnum):
     """A replay of a CUDA graph that an optimizer's step was captured into."""
 
     @property
-    def begins_steps(self) -> bool:
-        """Whether a step begins with one of this kind; otherwise it ends with one."""
-        return self <= StepKind.GENERATE
-
-    @property
     def word(self) -> str:
         """What ``--step-on`` and the files call it."""
         return {StepKind.FUNCTION: "call", StepKind.STEP_REPLAY: "replay"}.get(self, self.name.lower())
@@ -64,6 +59,11 @@ class StepChoice:
         if colon or not word:
             raise ValueError(f"{text}: write one of {', '.join(WORDS)}")
         return cls("optimizer", word)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole program is one step."""
+        return self.word == StepKind.WHOLE.word
 
     def allows(self, kind: StepKind, names: tuple[str | None, ...]) -> bool:
         """Return whether something of this kind, known by these names, is a step."""

@@ -1,0 +1,96 @@
+"""A second run of a command that recorded nothing, or the wrong steps: what the first run showed says how.
+
+A script with fewer steps than warm-up steps, one without anything that makes a step, and one whose steps turned into
+others while they were recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from profkit.launch.passes import Outcome, Pass
+from profkit.run.manifest import Process, Workload
+from profkit.run.recording import NOT_REACHED, Order
+from profkit.run.step_choice import StepChoice, StepKind, describe_step
+
+_SHORT_WARMUP = 2
+"""Of a short script's steps: the first builds what the others have, the second is timed without a profiler."""
+_NEEDED_TO_COUNT = 2
+
+
+@dataclass(frozen=True)
+class AnotherTry:
+    """How to run the command again, and why."""
+
+    order: Order
+    why: str
+
+    def adjust(self, one: Pass) -> Pass:
+        """Return a pass with what is recorded changed to this."""
+        mine = self.order
+        flops = mine.flops and one.order.flops
+        order = replace(one.order, warmup_steps=mine.warmup_steps, steps=mine.steps, step_on=mine.step_on, flops=flops)
+        return replace(one, order=order)
+
+    def describe(self, workload: Workload) -> Workload:
+        """Return what the manifest says was asked for, with this."""
+        mine = self.order
+        return replace(workload, warmup_steps=mine.warmup_steps, steps=mine.steps, step_on=mine.step_on)
+
+
+def find_another_try(outcome: Outcome) -> AnotherTry | None:
+    """Return how to run a command again so that more is recorded; None if nothing more can be had by that."""
+    order, processes = outcome.order, outcome.processes
+    if outcome.exit_status != 0 or order.own_steps or order.recorder == "oom" or order.step_on == _WHOLE:
+        return None
+    if not processes or processes[0].failure is not None:
+        return None
+    return _better_order(order, processes[0])
+
+
+def _better_order(order: Order, first: Process) -> AnotherTry | None:
+    if first.step_changed_to in _WORTH_ANOTHER:
+        found = describe_step(first.step_changed_to)
+        return AnotherTry(
+            replace(order, step_on=first.step_changed_to),
+            f"steps of another kind came after the recording had begun; it runs again and records them: {found}",
+        )
+    if first.state != NOT_REACHED:
+        return None
+    step, made = _steps_made(first)
+    if made and (order.step_on is None or first.step is not None):
+        return _shortened(replace(order, step_on=order.step_on or step), made)
+    if order.step_on is not None:
+        return None
+    return AnotherTry(
+        replace(order, warmup_steps=0, steps=1, flops=False, step_on=_WHOLE),
+        "it showed nothing that makes a step; it runs again and is recorded as a whole, from its first use of the GPU",
+    )
+
+
+def _steps_made(process: Process) -> tuple[str | None, int]:
+    """Return what the process's steps are and how many it made; its strongest kind if none was counted."""
+    if process.step is not None:
+        return None, process.steps_seen or 0
+    strongest = max(process.seen, key=_strength, default=None)
+    return strongest, 0 if strongest is None else process.seen[strongest]
+
+
+def _strength(seen: str) -> int:
+    return max(kind for kind in StepKind if kind.word == StepChoice.parse(seen).word)
+
+
+def _shortened(order: Order, made: int) -> AnotherTry:
+    warmup = min(order.warmup_steps, _SHORT_WARMUP, made - 1)
+    steps = made - warmup if order.steps is None else min(order.steps, made - warmup)
+    flops = order.flops and warmup >= _NEEDED_TO_COUNT
+    few = "1 step" if made == 1 else f"{made} steps"
+    return AnotherTry(
+        replace(order, warmup_steps=warmup, steps=steps, flops=flops),
+        f"it made {few}, too few for --warmup {order.warmup_steps}; it runs again with --warmup {warmup} --steps"
+        f" {steps}",
+    )
+
+
+_WHOLE = "whole"
+_WORTH_ANOTHER = ("optimizer", "replay")

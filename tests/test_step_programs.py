@@ -1,0 +1,262 @@
+"""Unedited scripts of every style under ``profkit run``: what their steps are; something is always recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from profkit import read_trace
+from profkit.launch.another_try import find_another_try
+from profkit.launch.passes import Outcome, why_no_step
+from profkit.run.manifest import Process
+from profkit.run.recording import COMPLETE, NOT_REACHED, Order
+from tests.in_process import run_profkit
+
+ROOT = Path(__file__).parent.parent
+
+ATTENTION = """
+import math
+import torch
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), -1) @ v
+
+q, k, v = (torch.randn(2, 8, 4, requires_grad=True) for _ in range(3))
+for _ in range(3):
+    attention(q, k, v)
+for _ in range(5):
+    attention(q, k, v).sum().backward()
+    q.grad = k.grad = v.grad = None
+"""
+
+GAN = """
+import torch
+from torch import nn
+
+class Generator(nn.Linear):
+    pass
+
+class Discriminator(nn.Linear):
+    pass
+
+def main():
+    net_g, net_d = Generator(2, 4), Discriminator(4, 1)
+    criterion = nn.BCEWithLogitsLoss()
+    opt_g, opt_d = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (net_g, net_d))
+    for _ in range(5):
+        fake = net_g(torch.randn(3, 2))
+        criterion(net_d(torch.randn(3, 4)), torch.ones(3, 1)).backward()
+        criterion(net_d(fake.detach()), torch.zeros(3, 1)).backward()
+        opt_d.step()
+        opt_d.zero_grad()
+        criterion(net_d(fake), torch.ones(3, 1)).backward()
+        opt_g.step()
+        opt_g.zero_grad()
+
+main()
+"""
+
+PLAIN = """
+import torch
+
+x = torch.ones(4, 4)
+for _ in range(6):
+    x = torch.tanh(x @ x)
+"""
+
+EVALUATED_FIRST = """
+import torch
+from torch import nn
+
+model = nn.Linear(4, 1)
+with torch.no_grad():
+    for _ in range(8):
+        model(torch.ones(2, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+"""
+
+GENERATE = """
+import torch
+from torch import nn
+
+class GenerationMixin:
+    @torch.no_grad()
+    def generate(self, tokens, count):
+        for _ in range(count):
+            tokens = torch.cat([tokens, self(tokens).argmax(-1)[:, -1:]], 1)
+        return tokens
+
+class Model(nn.Module, GenerationMixin):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+model = Model()
+for _ in range(4):
+    model.generate(torch.zeros(1, 3, dtype=torch.long), 5)
+"""
+
+
+def _record(place: Path, script: str, *options: str) -> CompletedProcess[str]:
+    (place / "script.py").write_text(script)
+    words = ["run", "-o", "run", *options, "--", sys.executable, "script.py"]
+    return run_profkit(*words, cwd=place, PYTHONPATH=str(ROOT))
+
+
+def _manifest(place: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
+    return manifest
+
+
+def _paths(place: Path) -> dict[str, int]:
+    """Return how often each range of profkit's was open in the recorded steps, by path."""
+    opened = read_trace(place / "run")
+    assert not opened.self_check.findings, opened.self_check.findings
+    rows = opened.ranges(numbered=False).ranges
+    return {re.sub(r"^step \d+", "step *", row.path): row.instances for row in rows if "Optimizer." not in row.path}
+
+
+def test_a_benchmark_of_attention_has_backward_passes_as_steps(tmp_path: Path) -> None:
+    done = _record(tmp_path, ATTENTION, "--warmup", "2", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "A step is one backward pass" in done.stdout
+    assert _paths(tmp_path) == {"step *": 2, "step */backward": 2}
+    process = _manifest(tmp_path)["processes"][0]
+    assert (process["step"], process["step_names"], process["seen"]) == ("backward", [], {"backward": 4})
+
+
+def test_the_two_optimizers_and_models_of_a_gan_have_names_of_their_own(tmp_path: Path) -> None:
+    done = _record(tmp_path, GAN, "--warmup", "2", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "A step is one step of the optimizers opt_d and opt_g" in done.stdout
+    paths = _paths(tmp_path)
+    assert paths["step */forward/Discriminator"] == 6
+    assert paths["step */forward/Generator"] == 2
+    assert paths["step */optimizer/opt_d"] == paths["step */optimizer/opt_g"] == 2
+    assert paths["step *"] == 2
+    assert not any("model" in path for path in paths)
+
+
+def test_a_program_without_any_step_is_recorded_as_a_whole(tmp_path: Path) -> None:
+    done = _record(tmp_path, PLAIN)
+    assert done.returncode == 0, done.stderr
+    assert "it runs again and is recorded as a whole" in done.stderr
+    assert "A step is the whole program" in done.stdout
+    opened = read_trace(tmp_path / "run")
+    assert {row.name: row.count for row in opened.kernels("step *").kernels}["aten::mm"] == 6
+    workload = _manifest(tmp_path)["workload"]
+    assert (workload["step_on"], workload["warmup_steps"], workload["steps"]) == ("whole", 0, 1)
+
+
+def test_a_program_that_is_chosen_as_a_whole_runs_once(tmp_path: Path) -> None:
+    done = _record(tmp_path, ATTENTION, "--step-on", "whole")
+    assert done.returncode == 0, done.stderr
+    assert "again" not in done.stderr
+    assert _paths(tmp_path) == {"step *": 1, "step */backward": 5}
+
+
+def test_a_model_that_is_evaluated_first_is_recorded_while_it_is_trained(tmp_path: Path) -> None:
+    done = _record(tmp_path, EVALUATED_FIRST, "--warmup", "2", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "it runs again" in done.stderr
+    paths = _paths(tmp_path)
+    assert paths["step */optimizer"] == paths["step */forward"] == paths["step */inference"] == 2
+    assert _manifest(tmp_path)["processes"][0]["step"] == "optimizer"
+
+
+def test_generate_is_a_step_of_a_prefill_and_decodes(tmp_path: Path) -> None:
+    done = _record(tmp_path, GENERATE, "--warmup", "2", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "A step is one call of Model.generate" in done.stdout
+    paths = _paths(tmp_path)
+    assert {path: paths[path] for path in ("step *", "step */prefill", "step */decode", "step */decode/model")} == {
+        "step *": 2,
+        "step */prefill": 2,
+        "step */decode": 8,
+        "step */decode/model": 8,
+    }
+
+
+def test_a_script_with_fewer_steps_than_warmup_steps_runs_again_with_fewer(tmp_path: Path) -> None:
+    done = _record(tmp_path, ATTENTION.replace("range(5)", "range(3)"))
+    assert done.returncode == 0, done.stderr
+    assert "it made 3 steps, too few for --warmup 5; it runs again with --warmup 2 --steps 1" in done.stderr
+    assert _paths(tmp_path) == {"step *": 1, "step */backward": 1}
+
+
+def test_a_choice_of_no_kind_is_refused(tmp_path: Path) -> None:
+    done = _record(tmp_path, PLAIN, "--step-on", "backwards:twice")
+    assert done.returncode == 2
+    assert "--step-on backwards:twice: write one of optimizer:NAME, call:NAME, backward" in done.stderr
+
+
+def _outcome(process: Process | None, status: int = 0, **order: Any) -> Outcome:
+    processes = () if process is None else (process,)
+    return Outcome(Order("run", "kineto", **{"warmup_steps": 5, "steps": 3, **order}), status, processes, (), (), None)
+
+
+def _made(steps: int, step: str | None = "optimizer", **seen: int) -> Process:
+    return Process(state=NOT_REACHED, steps_seen=steps, step=step, seen=seen)
+
+
+@pytest.mark.parametrize(
+    ("process", "wanted"),
+    [
+        (_made(4), (2, 2, None)),
+        (_made(2), (1, 1, None)),
+        (_made(1), (0, 1, None)),
+        (_made(0, None, backward=7, **{"call:Net": 7}), (2, 3, "backward")),
+        (_made(0, None, **{"call:Net": 2}), (1, 1, "call:Net")),
+        (_made(-1, None), (0, 1, "whole")),
+        (Process(state=COMPLETE, steps_seen=8, step="call", step_changed_to="optimizer"), (5, 3, "optimizer")),
+    ],
+)
+def test_what_a_second_run_records(process: Process, wanted: tuple[int, int, str | None]) -> None:
+    again = find_another_try(_outcome(process))
+    assert again is not None
+    assert (again.order.warmup_steps, again.order.steps, again.order.step_on) == wanted
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        _outcome(_made(2), status=1),
+        _outcome(None),
+        _outcome(Process(state=COMPLETE, steps_seen=8, step="optimizer")),
+        _outcome(_made(0, None, **{"optimizer:SGD": 9}), step_on="AdamW"),
+        _outcome(_made(0, None), step_on="whole"),
+        _outcome(replace(_made(2), step=None), own_steps=True),
+    ],
+)
+def test_no_second_run_where_it_would_show_no_more(outcome: Outcome) -> None:
+    assert find_another_try(outcome) is None
+
+
+def test_without_a_second_run_the_reason_says_what_to_change() -> None:
+    order = Order("run", "kineto", 5, 3)
+    assert "the script made 2 steps, and recording begins after 5; lower --warmup" in str(
+        why_no_step([_made(2)], order)
+    )
+    assert "--step-on whole records all of it" in str(why_no_step([_made(-1, None)], order))
+    chosen = replace(order, step_on="optimizer:Muon")
+    assert "no optimizer of class Muon made a step; --step-on takes what was there: optimizer:SGD" in str(
+        why_no_step([_made(0, None, **{"optimizer:SGD": 9})], chosen)
+    )
