@@ -51,13 +51,16 @@ class Range:
 
     def open(self, opener: RangeObserver | None = None) -> Any:
         """Open the range and return what `close` needs; an observer that is the ``opener`` is not shown it."""
-        if self._marker is None or callable(self._name):
+        marker = self._marker
+        if marker is None:
             raise TypeError("a name or flops given as a function needs a decorated call; give `with` a value")
         for observer in _observers:
             if observer is not opener:
-                observer.opening(self._name)
-        self._marker.__enter__()
-        return _record_in_torch(self._name)
+                observer.opening(self.name)
+        marker.__enter__()
+        if _always_in_torch or _is_profiling():
+            return sys.modules["torch.autograd"].profiler.record_function(self.name).__enter__()
+        return None
 
     def close(self, record: Any, opener: RangeObserver | None = None) -> None:
         """Close the range, this thread's innermost; ``record`` is what `open` returned for the same ``opener``."""
@@ -180,8 +183,14 @@ def _is_compiling() -> bool:
     return compiler is not None and compiler.is_compiling()
 
 
-def _record_in_torch(name: str) -> Any:
+def _look_for_torch() -> bool:
+    """Return whether torch.profiler records on this thread; once torch is there, its own function takes over."""
+    global _is_profiling  # noqa: PLW0603  looking for a module costs more than all the rest of a range
     torch = sys.modules.get("torch.autograd")
-    if torch is None or not (_always_in_torch or torch._profiler_enabled()):
-        return None
-    return torch.profiler.record_function(name).__enter__()
+    if torch is None or not hasattr(torch, "_profiler_enabled"):  # not there, or only half imported
+        return False
+    _is_profiling = torch._profiler_enabled
+    return _is_profiling()
+
+
+_is_profiling: Callable[[], bool] = _look_for_torch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ _MARK = "profkit"
 _NESTING = 4
 
 
-def mark_nodes(value: Any, call: Call | None, entered: Callable[[Call | None], None], nesting: int = _NESTING) -> None:
-    """Call ``entered(call)`` before the backward of each node that made a tensor in ``value``.
+Entered = Callable[[Call | None, Tensor | None], None]
+"""Is called with a call, and with a gradient or nothing, before a node runs that the call made."""
+
+
+def mark_nodes(value: Any, call: Call | None, entered: Entered, nesting: int = _NESTING) -> None:
+    """Call ``entered(call, _)`` before the backward of each node that made a tensor in ``value``.
 
     ``value`` is a tensor, or holds some: a list, tuple, dict or dataclass. A node keeps the first call that it is
     marked with: the innermost one in whose forward it was made, because what a module returns is seen as its output
@@ -33,7 +38,11 @@ def mark_nodes(value: Any, call: Call | None, entered: Callable[[Call | None], N
             notes = node.metadata
             if _MARK not in notes:
                 notes[_MARK] = True
-                _hook(node, lambda _gradient: entered(call))
+                # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
+                # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
+                carrier = _on_thread.carrier
+                carrier._backward_hooks = {0: partial(entered, call)}
+                node._register_hook_dict(carrier)
     elif not nesting or value is None:
         return
     elif isinstance(value, list | tuple):
@@ -47,30 +56,17 @@ def mark_nodes(value: Any, call: Call | None, entered: Callable[[Call | None], N
             mark_nodes(getattr(value, field.name, None), call, entered, nesting - 1)
 
 
-class _Carrier(threading.local):
-    """A tensor of this thread's: what it has for hooks is what a node takes over."""
-
+class _OnThread(threading.local):
     def __init__(self) -> None:
         with torch.inference_mode(False):
-            self.tensor = torch.empty(0, device="cpu")
+            self.carrier = torch.empty(0, device="cpu")
 
 
-_carrier = _Carrier()
+_on_thread = _OnThread()
 
 
-def _hook(node: Any, hook: Callable[[Tensor | None], None]) -> None:
-    """Call ``hook`` before the node runs, as `Tensor.register_hook` does.
-
-    `Node.register_prehook` makes a handle for each hook and takes 4 µs, which is more than all the rest of a range.
-    """
-    carrier = _carrier.tensor
-    carrier._backward_hooks = {0: hook}
-    node._register_hook_dict(carrier)
-
-
-def running_graph() -> int:
-    """Return the number of the backward pass that this thread runs, -1 if none."""
-    return int(torch._C._current_graph_task_id())
+running_graph: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that this thread runs, -1 if none."""
 
 
 def at_graph_end(callback: Callable[[], None]) -> None:

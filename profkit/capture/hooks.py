@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import RangeObserver, observe_ranges
@@ -113,6 +113,7 @@ class Hooks(RangeObserver):
         self._knows_owners = self._watcher.follows_modules
         self.has_failed = False
         self._names = ModuleNames(depth)
+        self._parts = self._names.parts
         self._on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
         self._recording = False
         self.steps = StepPolicy(step_on, counts=counts_steps)
@@ -242,7 +243,7 @@ class Hooks(RangeObserver):
                 return self._begin_outermost(opened, module, args, kwargs)
             if not self._recording:
                 return None
-            part = self._names.part(module)
+            part = self._parts.get(id(module))
             around = opened.call
             if part is not None and not part.is_known:
                 part.is_known = True
@@ -250,7 +251,11 @@ class Hooks(RangeObserver):
             if around is not None and not self._knows_owners and (part is None or part.range is None):
                 return None
             call = Call(part.range, around, part.name) if part is not None else Call(None, around)
-            self._open_call(opened, call, args, kwargs)
+            for value in args:
+                mark_nodes(value, around, self._enter_backward)
+            if kwargs:
+                mark_nodes(kwargs, around, self._enter_backward)
+            opened.open(call, call.name, call)
             return call
         except Exception as error:
             self._fail(error)
@@ -285,16 +290,10 @@ class Hooks(RangeObserver):
         opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss))
         self._watcher.call_begins(module, args)
-        self._open_call(opened, call, args, kwargs)
-        return call
-
-    def _open_call(self, opened: OpenRanges, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recording:
-            for value in args:
-                mark_nodes(value, call.around, self._enter_backward)
-            for value in kwargs.values():
-                mark_nodes(value, call.around, self._enter_backward)
-        opened.open_call(call)
+            mark_nodes((args, kwargs), call.around, self._enter_backward)
+        opened.open(call, call.name, call)
+        return call
 
     def _phase_of_call(self, *, is_loss: bool) -> str:
         phase = self._generation.next_phase()
@@ -326,7 +325,7 @@ class Hooks(RangeObserver):
         self._end_phase(key)
         self._make_boundary(self.steps.backward_ends())
 
-    def _enter_backward(self, call: Call | None) -> None:
+    def _enter_backward(self, call: Call | None, _gradient: Tensor | None = None) -> None:
         if not self._recording:
             return
         try:

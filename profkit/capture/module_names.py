@@ -49,8 +49,8 @@ class ModuleNames:
 
     def __init__(self, depth: int | None) -> None:
         self._depth = -1 if depth is None else depth
-        # By the module's id, which is much faster to look up than a weak reference to it.
-        self._parts: dict[int, Part] = {}
+        self.parts: dict[int, Part] = {}
+        """What is known of each module; by its id, which is much faster to look up than a weak reference to it."""
 
     def name_root(self, root: nn.Module, name: str = ROOT) -> Part:
         """Register ``root`` as an outermost module named ``name``, unless it already has a name."""
@@ -64,10 +64,10 @@ class ModuleNames:
 
     def part(self, module: nn.Module) -> Part | None:
         """Return what is known of the module, or None if it is in no known model."""
-        return self._parts.get(id(module))
+        return self.parts.get(id(module))
 
     def _register(self, module: nn.Module, name: str, depth: int) -> Part:
-        key, parts = id(module), self._parts
+        key, parts = id(module), self.parts
         part = Part(name, name if depth <= self._depth else None, ref(module, lambda _: parts.pop(key, None)))
         parts[key] = part
         return part

@@ -76,12 +76,9 @@ class OpenRanges:
             one = _range(name)
             self._entries.append((key, name, one, one.open(self._opener), call))
         if call is not None:
-            self.call = None if key is _BACKWARD_OF_CALL else call
-        self._changed()
-
-    def open_call(self, call: Call) -> None:
-        """Open the range of a call that begins."""
-        self.open(call, call.name, call)
+            self.call = call
+        if self._runs_for is not None:
+            self._changed()
 
     def close_call(self, call: Call) -> None:
         """Close the range of a call that has ended."""
@@ -91,7 +88,8 @@ class OpenRanges:
             if one is not None:
                 one.close(token, self._opener)
             self.call = call.around
-            self._changed()
+            if self._runs_for is not None:
+                self._changed()
         else:
             self.close(call)
 
@@ -141,24 +139,33 @@ class OpenRanges:
 
     def enter_backward_of(self, call: Call | None) -> None:
         """Open exactly the backward ranges of ``call`` and the calls around it, above everything else that is open."""
+        top = self._entries[-1] if self._entries else None
+        if top is not None and top[_CALL] is call and top[_KEY] is _BACKWARD_OF_CALL:
+            return
         wanted: list[Call] = []
-        while call is not None:
-            if call.name is not None or self._runs_for is not None:
-                wanted.append(call)
-            call = call.around
-        entries = self._entries
-        kept = len(entries)
-        while kept and entries[kept - 1][_KEY] is _BACKWARD_OF_CALL and entries[kept - 1][_CALL] not in wanted:
-            kept -= 1
-        if kept < len(entries):
-            self._close_down_to(kept)
-        # Below a range that stays there are those of the calls around it, no others.
-        innermost = entries[-1][_CALL] if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL else None
-        missing = wanted if innermost is None else wanted[: wanted.index(innermost)]
-        for one in reversed(missing):
-            self.open(_BACKWARD_OF_CALL, one.name, one)
-        if self._runs_for is not None and not wanted:
+        one_around = call
+        while one_around is not None:
+            if one_around.name is not None or self._runs_for is not None:
+                wanted.append(one_around)
+            one_around = one_around.around
+        entries, opener = self._entries, self._opener
+        while entries and entries[-1][_KEY] is _BACKWARD_OF_CALL:
+            innermost = entries[-1][_CALL]
+            if innermost in wanted:  # and below it are the ranges of the calls around it, no others
+                del wanted[wanted.index(innermost) :]
+                break
+            _, _, one, token, _ = entries.pop()
+            if one is not None:
+                one.close(token, opener)
+        for missing in reversed(wanted):
+            one = _range(missing.name) if missing.name is not None else None
+            token = None if one is None else one.open(opener)
+            entries.append((_BACKWARD_OF_CALL, missing.name, one, token, missing))
+        self.call = None if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL else self._innermost_call()
+        if call is None:
             self._tell(BACKWARD, None)
+        elif self._runs_for is not None:
+            self._changed()
 
     def interrupt_backward(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open ``name`` as `open` does, but not within the backward ranges of a call: these close before."""
