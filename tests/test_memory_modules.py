@@ -270,6 +270,29 @@ def test_the_module_of_a_tensor_is_what_its_name_says(
     assert own[where] >= 200 * MIB
 
 
+def test_a_module_that_is_called_model_is_not_the_outermost_one(tmp_path: Path) -> None:
+    training = Layers(steps=0)
+    training.own(training.put(50 * MIB), "parameter", "model.layers.0.weight")
+    for text in ("profkit:forward:model/model", "profkit:forward:model/model.layers.0", "profkit:forward:model/"):
+        training.put(60 * MIB)
+        training.allocator.events[-1]["user_metadata"] = text
+    rows = {row.path: row.own_bytes for row in at_peak(training, tmp_path).by_module}
+    assert rows["model", "model"] == 60 * MIB
+    assert rows["model", "model", "layers", "0"] == 110 * MIB
+    assert rows["model",] >= 60 * MIB
+
+
+def test_a_workspace_is_no_modules(tmp_path: Path) -> None:
+    training = Layers(steps=1)
+    with training.inside("forward", "forward"), training.inside("h.0.attn"):
+        product = training.put(100 * MIB)
+        training.put(32 * MIB)
+    training.drop(product)
+    rows = {row.name: row.categories for row in at_peak(training, tmp_path).by_module}
+    assert rows["workspace of a library"] == {"workspace": 32 * MIB}
+    assert "workspace" not in rows["h.0.attn"]
+
+
 def test_two_models_have_a_tree_each(tmp_path: Path) -> None:
     training = Layers(steps=0)
     for name in ("netG/main.0.weight", "netD/main.0.weight", "netD/scale"):

@@ -19,6 +19,7 @@ from profkit.names import MODEL, kind_of
 OUTSIDE_MODULES = "(outside modules)"
 NO_MODULE_KNOWN = "(no module known)"
 IN_NO_PHASE = "(in no phase)"
+WORKSPACE = "workspace of a library"
 BEFORE_RECORDING = "(before recording)"
 
 Path = tuple[str, ...]
@@ -134,17 +135,23 @@ def names_modules(rows: Iterable[PartRow]) -> bool:
 def path_of(module: str) -> Path:
     """Return where a module stands in the tree; before a slash stands the model, if there are several."""
     root, _, inner = module.rpartition("/")
-    return (root or MODEL, *(part for part in inner.split(".") if part and (root or part != MODEL)))
+    return (root or MODEL, *inner.split(".")) if inner and module != MODEL else (root or MODEL,)
 
 
 def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
-    """Yield where a piece's bytes stand, how many, and whether the allocation counts there."""
+    """Yield where a piece's bytes stand, how many, and whether the allocation counts there.
+
+    A library's workspace serves all modules, whichever was the first to need it.
+    """
     modules = piece.place.modules
     if not modules:
         yield (NO_MODULE_KNOWN,), piece.bytes, 1
         return
     if len(modules) == 1 and modules[0][0] == OUTSIDE:
         yield (OUTSIDE_MODULES, piece.phase), piece.bytes, 1
+        return
+    if piece.category == "workspace":
+        yield (OUTSIDE_MODULES, WORKSPACE), piece.bytes, 1
         return
     if len(modules) == 1:
         yield path_of(modules[0][0]), piece.bytes, 1
