@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torch.utils.data import dataloader as torchs  # noqa: E402
 
 from profkit import read_trace  # noqa: E402
-from profkit.capture.data_loading import DataLoading, Queue  # noqa: E402
+from profkit.capture.data_loading import DataLoading, Queue, queue_of  # noqa: E402
 from profkit.capture.queue_drain import LONGEST_DRAIN, QueueDrain, count_steps_to_drain  # noqa: E402
 from profkit.capture.session import Session  # noqa: E402
 from profkit.launch.conditions import warn_of_full_queue, warn_of_gain, warn_of_times  # noqa: E402
@@ -43,7 +44,7 @@ class Slow(Dataset):
         return 40
 
     def __getitem__(self, index):
-        time.sleep(0.02)
+        time.sleep(0.08)
         return torch.full((8,), float(index)), torch.ones(1)
 
 
@@ -59,8 +60,14 @@ start = profile.start
 
 def start_slowly(self):
     start(self)
-    while batches.own._worker_result_queue.qsize() < 4:
+    deadline = time.monotonic() + 60
+    while ready() < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
+
+
+def ready():
+    held = sum(len(task) > 1 for task in batches.own._task_info.values())  # those that came before their turn
+    return held + batches.own._worker_result_queue.qsize()
 
 
 profile.start = start_slowly
@@ -125,6 +132,14 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
     assert loading.batches_per_step == 1
     list(batches)
     assert loading.look() == Queue(), "all batches are given out"
+
+
+def test_batches_that_came_before_their_turn_and_those_to_be_pinned_are_ready_too() -> None:
+    """Of 4 batches one is held back, one lies in the workers' queue, one is pinned; the last is on its way."""
+    came, pinned = SimpleNamespace(qsize=lambda: 1), SimpleNamespace(qsize=lambda: 1)
+    parts = {"_num_workers": 2, "_prefetch_factor": 2, "_tasks_outstanding": 3, "_task_info": {5: (0,), 6: (1, "data")}}
+    assert queue_of(SimpleNamespace(**parts, _data_queue=pinned, _worker_result_queue=came)) == Queue(2, 4, 3)
+    assert queue_of(SimpleNamespace(**parts, _data_queue=came, _worker_result_queue=came)) == Queue(2, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +247,7 @@ def test_a_run_says_which_steps_it_leaves_out(tmp_path: Path, length: int, count
     loading = manifest["processes"][0]["loading"]
     assert (loading["workers"], loading["queue_batches"], loading["ready_after"]) == (2, 4, 4)
     is_drained = length == 30
-    assert loading["drained_steps"] == (4 if is_drained else 0)
+    assert loading["drained_steps"] == (4 if is_drained else 0), (loading, manifest["attached"])
     assert len(manifest["profiled"]["steps"]) == counted
     opened = read_trace(tmp_path / "run")
     paths = opened.ranges().to_pandas()["path"]

@@ -86,7 +86,7 @@ class DataLoading:
     def look(self) -> Queue:
         """Return how full the queues of the loaders in use are now."""
         try:
-            queues = [_queue_of(one) for one in self._iterators]
+            queues = [queue_of(one) for one in self._iterators]
         except (AttributeError, TypeError, NotImplementedError):  # what torch does not say under these names
             return Queue(ready=None)
         ready = [one.ready for one in queues if one.ready is not None]
@@ -113,12 +113,12 @@ class DataLoading:
         return waited
 
 
-def _queue_of(iterator: Any) -> Queue:
+def queue_of(iterator: Any) -> Queue:
     """Return the queue of an iterator with workers; of one that has given out its last batch it is empty."""
     workers = iterator._num_workers
-    capacity = min(workers * iterator._prefetch_factor, iterator._tasks_outstanding)
     # A batch that came before its turn waits in the iterator itself, one that is to be pinned in a queue before.
     held = sum(len(task) > 1 for task in iterator._task_info.values())
+    capacity = min(workers * iterator._prefetch_factor, iterator._tasks_outstanding + held)
     queues = {id(one): one for one in (iterator._data_queue, iterator._worker_result_queue)}
     try:
         ready = held + sum(one.qsize() for one in queues.values())
