@@ -41,7 +41,9 @@ def _both_ways(*modules: str, times: int = 1) -> dict[str, int]:
 
 
 _STEP = {"forward": 1, "backward": 1, "optimizer": 1}
-_BLOCKS = [f"model/blocks.{number}" for number in range(3)]
+_BLOCK_PARTS = [f"blocks.{number}/blocks.{number}.{part}" for number in range(3) for part in ("norm", "mlp")]
+_INNER = [f"blocks.{number}.mlp" for number in range(3)]
+_CHECKPOINTED = _both_ways("model/embed", "model/head") | {f"forward/model/{path}": 1 for path in _BLOCK_PARTS}
 
 PROGRAMS: dict[str, Program] = {
     "plain loop": Program(
@@ -67,6 +69,28 @@ PROGRAMS: dict[str, Program] = {
         "muon",
         _STEP | {"optimizer": 2},
         _both_ways("model/embed", "model/up", "model/down") | {"optimizer/AdamW": 1, "optimizer/Muon": 1},
+    ),
+    "gradient penalty": Program(
+        "gradient_penalty",
+        {"forward": 3, "backward": 2, "optimizer": 1},
+        {f"forward/model/{number}": 3 for number in range(3)},
+        linked=False,  # no forward operator made the nodes of the second order
+    ),
+    **{
+        f"checkpointed, {how}": Program(
+            "checkpointed",
+            _STEP,
+            _CHECKPOINTED | {f"backward/recompute/{path}": 1 for path in again},
+            argument=how,
+        )
+        for how, again in {
+            "reentrant": _BLOCK_PARTS,
+            "non-reentrant": _BLOCK_PARTS,
+            "nested": [*(part for part in _BLOCK_PARTS if part.endswith("norm")), *_INNER],
+        }.items()
+    },
+    "torch.func": Program(
+        "functional", {"forward": 1, "backward": 1}, _both_ways(*(f"model/{number}" for number in range(3)))
     ),
     "compiled": Program("compiled", _STEP, _both_ways("model"), linked=False),
     "data loader with workers": Program(
