@@ -106,3 +106,11 @@ def test_a_tensor_that_several_modules_saved_is_one_activation(tmp_path: Path) -
     assert saved
     (largest, *_) = read_snapshot(training.write_run(tmp_path)).memory().composition.largest
     assert (largest.category, largest.owner) == ("activations", "h.0.ln")
+
+
+def test_tensors_that_the_run_could_not_find_are_said(tmp_path: Path) -> None:
+    training = Training()
+    training.ledger.append({"kind": "unread", "time_us": 5, "step": 0, "saved_tensors": 3})
+    result = read_snapshot(training.write_run(tmp_path)).memory()
+    assert "3 tensors kept for backward could not be found" in render(build_memory_document(result), "table")
+    assert result.to_dict()["ledger"]["unread_saved_tensors"] == 3

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,8 @@ class OwnerLedger:
                     self._write_owned(now, role, "", part, whole=True)
 
         unread = read_saved(roots, note)
-        self._write({"kind": "saved", "time_us": now, "step": self._step, **asdict(unread)})
+        if unread:
+            self._write({"kind": "unread", "time_us": now, "step": self._step, "saved_tensors": unread})
 
     def note_figures(self, moment: str, *, only_higher: bool = False) -> None:
         """Write down the allocator's own statistics; ``only_higher``: of devices with a peak above all noted ones."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,20 +25,14 @@ _SHOWS_CONTENT = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "unpa
 _HOLDS_NO_TENSOR = {"NoneType", "_Holder", "str", "PosixPath"}
 
 
-@dataclass
-class Unread:
-    """How many saved tensors could not be read."""
-
-    tensors: int = 0
-    """They were freed already, lie in an object of a hook's own, or this torch does not show them."""
-    is_cut_off: bool = False
-    """Whether the graph had more nodes than are visited."""
-
-
-def read_saved(roots: Any, note: Callable[[Tensor], None]) -> Unread:
+def read_saved(roots: Any, note: Callable[[Tensor], None]) -> int:
     """Call ``note`` with each tensor that is saved for the backward pass of ``roots``; some come several times.
 
     Parameters and views of them are left out. What a checkpoint keeps, to compute a part again, is among them.
+
+    Returns:
+        How many could not be read, at least: they lie in an object of a hook's own, this torch does not show them, or
+        the graph has more nodes than are visited.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return _Walk(note).from_roots(roots)
@@ -79,12 +72,12 @@ class _Walk:
 
     def __init__(self, note: Callable[[Tensor], None]) -> None:
         self._note = note
-        self._unread = Unread()
+        self._unread = 0
         self._names: dict[type, list[str]] = {}
         self._frames: set[int] = set()
 
-    def from_roots(self, roots: Any) -> Unread:
-        """Visit every node that ``roots`` lead to."""
+    def from_roots(self, roots: Any) -> int:
+        """Visit every node that ``roots`` lead to, and return how many tensors could not be read."""
         waiting = list(_nodes(roots))
         seen: set[Any] = set()
         while waiting:
@@ -92,8 +85,7 @@ class _Walk:
             if node in seen:
                 continue
             if len(seen) == _MOST_NODES:
-                self._unread.is_cut_off = True
-                break
+                return self._unread + len(waiting) + 1
             seen.add(node)
             self._visit(node)
             waiting.extend(one for one, _ in node.next_functions if one is not None)
@@ -107,7 +99,7 @@ class _Walk:
             try:
                 self._read(node, name)
             except RuntimeError:
-                self._unread.tensors += 1
+                self._unread += 1
         # What a Python function put onto its context is kept too.
         self._note_tensors(list(getattr(node, "__dict__", {}).values()))
 
@@ -116,7 +108,7 @@ class _Walk:
             for saved in _each(getattr(node, name)):
                 self._read_content(saved)
         elif _hooks.were_used:
-            self._unread.tensors += 1
+            self._unread += 1
         else:
             # C++ nodes have `_saved_result` beside `_raw_saved_result`, Python functions `saved_tensors`.
             is_cpp = hasattr(type(node), name.replace("_raw", "", 1))
@@ -128,7 +120,7 @@ class _Walk:
             return
         content = saved.data
         if not self._note_tensors(content) and type(content).__name__ not in _HOLDS_NO_TENSOR:
-            self._unread.tensors += 1
+            self._unread += 1
         for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
             frame = cell.cell_contents
             if type(frame).__name__ == "_CheckpointFrame" and id(frame) not in self._frames:

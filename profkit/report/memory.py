@@ -206,6 +206,9 @@ def _notes(result: MemoryResult, *, hint: bool) -> Iterator[str]:
         yield "PyTorch's own peaks, recorded by the run, agree to the byte"
     if check is not None and check.earlier_peak_bytes and not history.complete:
         yield f"Before recording began PyTorch's own peak was {format_exactly(check.earlier_peak_bytes)}"
+    if check is not None and check.unread_saved_tensors:
+        tensors = format_count(check.unread_saved_tensors, "tensor")
+        yield f"{tensors} kept for backward could not be found while recording; such memory is guessed from lifetime"
     if hint:
         yield "--by module shows what each module held"
 

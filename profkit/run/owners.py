@@ -13,6 +13,7 @@ was cut off is left out::
     {"kind": "figures", "time_us": …, "device": 0, "moment": "step 0" | "start" | "dump",
      "allocated_bytes": …, "allocated_peak_bytes": …, "requested_bytes": …, "requested_peak_bytes": …,
      "reserved_bytes": …, "reserved_peak_bytes": …, "capacity_bytes": 150…}
+    {"kind": "unread", "time_us": …, "step": 0, "saved_tensors": 3}
 
 ``address`` is that of the *storage* (``tensor.untyped_storage().data_ptr()``), ``bytes`` its ``nbytes()``: views and
 tied tensors then name one allocation, each in a line of its own (the gradients in one of DistributedDataParallel's
@@ -102,6 +103,8 @@ class Owners:
     owned: tuple[Owned, ...] = ()
     figures: tuple[Figures, ...] = ()
     steps: tuple[Step, ...] = ()
+    unread_saved_tensors: int = 0
+    """How many tensors that autograd kept for a backward pass the recorder could not find."""
 
 
 def read_owners(path: Path) -> Owners:
@@ -119,6 +122,7 @@ def read_owners(path: Path) -> Owners:
     owned: list[Owned] = []
     figures: list[Figures] = []
     steps: list[Step] = []
+    unread = 0
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
@@ -129,13 +133,15 @@ def read_owners(path: Path) -> Owners:
                 figures.append(_figures(entry))
             elif kind == "step":
                 steps.append(Step(str(entry["name"]), int(entry["start_us"]), int(entry["end_us"])))
+            elif kind == "unread":
+                unread += int(entry["saved_tensors"])
             elif kind == "header" and int(entry["version"]) > VERSION:
                 raise SnapshotError(f"{path}: version {entry['version']}, written by a newer profkit")
         except (ValueError, KeyError, TypeError, RecursionError):
             if number == len(lines):
                 break
             raise SnapshotError(f"{path}:{number}: not a line of a ledger of owners; was it edited?") from None
-    return Owners(tuple(owned), tuple(figures), tuple(steps))
+    return Owners(tuple(owned), tuple(figures), tuple(steps), unread)
 
 
 def _figures(entry: dict[str, Any]) -> Figures:

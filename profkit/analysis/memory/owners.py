@@ -157,6 +157,8 @@ class AllocatorCheck:
     unmatched_entries: int
     earlier_peak_bytes: int | None
     """The allocator's own peak before the recording began, where the run recorded it."""
+    unread_saved_tensors: int = 0
+    """How many tensors that autograd kept for a backward pass the run could not find."""
 
     @property
     def agrees(self) -> bool:
@@ -187,6 +189,7 @@ def check_with_allocator(recorded: Owners | None, history: History, unmatched_en
         requested_difference_bytes=int(history.curves.requested.max()) - requested,
         unmatched_entries=unmatched_entries,
         earlier_peak_bytes=earlier[0] if earlier else None,
+        unread_saved_tensors=0 if recorded is None else recorded.unread_saved_tensors,
     )
 
 
