@@ -122,6 +122,39 @@ def test_losses_are_the_same_to_the_bit() -> None:
     assert _losses("counted") == _losses("plain")
 
 
+def _attend(x: Any) -> Any:
+    return functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)
+
+
+FUNCTIONS = {
+    **{one.__name__: one for one in (functional.silu, functional.mish, functional.gelu, functional.softplus)},
+    **{one.__name__: one for one in (functional.elu, functional.hardswish, functional.selu, functional.logsigmoid)},
+    "glu": functional.glu,
+    "softmax": lambda x: x.softmax(-1),
+    "rms_norm": lambda x: functional.rms_norm(x, (16,)),
+    "group_norm": lambda x: functional.group_norm(x, 4),
+    "norm": lambda x: x.norm(dim=-1),
+    "attention": _attend,
+    "shuffle": lambda x: functional.channel_shuffle(x[..., None], 4),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_the_same_to_the_bit(name: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 16, dtype=getattr(torch, dtype))
+
+    def gradient() -> Any:
+        leaf = x.clone().requires_grad_()
+        FUNCTIONS[name](leaf).square().sum().backward()
+        return leaf.grad
+
+    plain, found = gradient(), []
+    _count(lambda: found.append(gradient()))
+    assert torch.equal(found[0], plain)
+
+
 def test_compiled_code_runs_as_compiled_and_is_named() -> None:
     torch._dynamo.reset()
     before = dict(torch._dynamo.utils.counters["stats"])

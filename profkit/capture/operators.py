@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -171,6 +172,17 @@ def other_flops(func: Any, given: dict[str, Any], results: Sequence[Tensor]) -> 
     if not factor or not any(result.is_floating_point() for result in results):
         return factor and 0
     return factor * _element_count(given.get(COUNTED.get(name, "")), given, results)
+
+
+@cache
+def is_made_of_others(func: Any, backend: str) -> bool:
+    """Return whether an operator only calls others; in inference mode such operators come.
+
+    Some have a kernel of their own as well (``silu_backward``), which does not give the same to the bit.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = (backend, "CompositeExplicitAutograd")
+    return has(func.name(), "CompositeImplicitAutograd") and not any(has(func.name(), key) for key in own)
 
 
 def base_name(func: Any) -> str:

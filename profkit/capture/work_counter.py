@@ -2,7 +2,8 @@
 
 A ``TorchDispatchMode`` sees each operator below autograd, on the autograd threads too: a backward pass takes the modes
 of the thread that began it along (``at::ThreadLocalState``). It computes nothing itself and changes no operator, so
-results are the same to the bit. Other threads of the script are not seen.
+results are the same to the bit; only the gradient of ``prod`` takes another formula in torch while any mode is on, and
+may differ in the last bit. Other threads of the script are not seen.
 
 Of compiled code (torch.compile) it sees what the compiler leaves to torch's libraries, most matrix products that is;
 what was fused, or replayed as a CUDA graph, is not seen, and `missing` says "compiled code".
@@ -32,6 +33,7 @@ from profkit.capture.operators import (
     UNREAD,
     base_name,
     dtype_name,
+    is_made_of_others,
     masked_flops,
     other_flops,
     recomputed_flops,
@@ -144,13 +146,11 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
         kwargs = kwargs or {}
         if base_name(func) in QUERIES:
             return NotImplemented
-        is_higher = isinstance(func, HigherOrderOperator)
-        if not is_higher:
-            # In inference mode operators come that are made of others.
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+        if not isinstance(func, HigherOrderOperator):
+            device = next((one.device.type for one in _tensors([*args, *kwargs.values()])), "cpu")
+            if is_made_of_others(func, device.upper()):
+                with self:
+                    return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         if not torch.compiler.is_compiling():
             with self._lock:
