@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.recorded_programs import (
     assert_the_tree_is_whole,
     backward_ns_by_path,
     record,
+    record_with_nsys,
     times_by_step,
 )
 
@@ -79,3 +81,9 @@ def test_the_self_check_finds_nothing(recording: Recording) -> None:
 def test_backward_of_each_module_equals_what_operator_links_give(recording: Recording) -> None:
     linked = backward_ns_by_forward_path(recording.run / "trace.json.gz")
     assert backward_ns_by_path(recording.trace) == linked
+
+
+@pytest.mark.nsys
+@pytest.mark.parametrize("name", ["GAN", "checkpointed, nested", "data loader with workers"], indirect=True)
+def test_nsys_and_torch_profiler_record_the_same_ranges(name: str, recording: Recording, tmp_path: Path) -> None:
+    assert times_by_step(record_with_nsys(PROGRAMS[name], tmp_path)) == times_by_step(recording.trace)

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +15,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profkit import read_snapshot, read_trace  # noqa: E402
-from tests.forked_scripts import ROOT, Forks  # noqa: E402
+from tests.forked_scripts import Forks  # noqa: E402
 from tests.operator_links import backward_ns_by_forward_path  # noqa: E402
 from tests.programs_counted import ON_A_GPU, ON_TWO_GPUS, PROGRAMS, Program  # noqa: E402
 from tests.recorded_programs import (  # noqa: E402
-    OPTIONS,
     STEPS,
     assert_the_tree_is_whole,
     backward_ns_by_path,
     kernels_by_step,
     record,
+    record_with_nsys,
     times_by_step,
 )
 
@@ -77,23 +75,16 @@ def test_a_program_on_two_gpus_is_recorded_as_counted_by_hand(name: str, forks: 
 
 
 @pytest.mark.parametrize("name", [*OF_ONE_PROCESS, *ON_TWO_GPUS])
-def test_both_profilers_agree_on_the_kernels_under_each_path(name: str, tmp_path: Path) -> None:
+def test_both_profilers_agree_on_the_kernels_under_each_path(name: str, forks: Forks, tmp_path: Path) -> None:
     if shutil.which("nsys") is None:
         pytest.skip("no nsys")
     _require_gpus(2 if name in ON_TWO_GPUS else 1)
     program = (PROGRAMS | ON_TWO_GPUS)[name]
-    found = {}
-    for profiler in ("--kineto", "--nsys"):
-        place = tmp_path / profiler.strip("-")
-        place.mkdir()
-        words = [sys.executable, "-P", "-m", "profkit", "run", *OPTIONS, profiler, "--", sys.executable, *program.words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place, env=environment)
-        assert done.returncode == 0, done.stderr
-        opened = read_trace(place / "run")
-        found[profiler] = kernels_by_step(opened)
-        assert [step[""] > 0 for step in found[profiler]] == [True] * STEPS
-    assert found["--nsys"] == found["--kineto"]
+    by_kineto = kernels_by_step(record(program, forks, tmp_path).trace)
+    (tmp_path / "nsys").mkdir()
+    by_nsys = kernels_by_step(record_with_nsys(program, tmp_path / "nsys"))
+    assert [step[""] > 0 for step in by_kineto] == [True] * STEPS
+    assert by_nsys == by_kineto
 
 
 @pytest.mark.parametrize("name", [*OF_ONE_PROCESS, *ON_A_GPU])
