@@ -114,7 +114,7 @@ def _names(tmp_path: Path) -> list[str]:
 
 
 def test_a_run_holds_the_report_its_export_and_the_log(tmp_path: Path, start: Callable[..., Recorded]) -> None:
-    assert start() == Recorded(tmp_path / "run", 0, has_trace=True, has_kernels=False)
+    assert start() == Recorded(tmp_path / "run", 0, has_trace=True, has_kernels=False, complete_steps=1)
     assert (tmp_path / "run" / "trace.sqlite").read_text() == "report"
     assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
     manifest = _manifest(tmp_path)

@@ -15,7 +15,7 @@ from profkit.run.recording import (
     Failure,
     MemoryOptions,
     Order,
-    has_processes,
+    has_recorded,
     leave_failure,
     leave_process,
     meeting_file,
@@ -33,10 +33,10 @@ def test_an_order_survives_the_environment(memory: MemoryOptions | None) -> None
 def test_the_first_rank_comes_first_and_the_files_go(tmp_path: Path) -> None:
     for rank in (10, 0, 1):
         leave_process(tmp_path, Process(f"rank{rank}", rank=rank, profiled=({"step_ns": rank},)))
-    assert has_processes(tmp_path)
+    assert has_recorded(tmp_path)
     assert [one.profiled[0]["step_ns"] for one in take_processes(tmp_path)] == [0, 1, 10]
     assert list(tmp_path.iterdir()) == []
-    assert not has_processes(tmp_path)
+    assert not has_recorded(tmp_path)
 
 
 def test_without_ranks_the_process_that_recorded_most_comes_first(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from profkit.launch.another_try import find_another_try
 from profkit.launch.passes import Outcome, why_no_step
 from profkit.run.manifest import Process
 from profkit.run.recording import COMPLETE, NOT_REACHED, Order
+from profkit.run.step_choice import describe_step
 from tests.in_process import run_profkit
 
 ROOT = Path(__file__).parent.parent
@@ -146,7 +147,7 @@ def test_a_benchmark_of_attention_has_backward_passes_as_steps(tmp_path: Path) -
 def test_the_two_optimizers_and_models_of_a_gan_have_names_of_their_own(tmp_path: Path) -> None:
     done = _record(tmp_path, GAN, "--warmup", "2", "--steps", "2")
     assert done.returncode == 0, done.stderr
-    assert "A step is one step of the optimizers opt_d and opt_g" in done.stdout
+    assert "A step is one step each of the optimizers opt_d and opt_g" in done.stdout
     paths = _paths(tmp_path)
     assert paths["step */forward/Discriminator"] == 6
     assert paths["step */forward/Generator"] == 2
@@ -200,6 +201,20 @@ def test_a_script_with_fewer_steps_than_warmup_steps_runs_again_with_fewer(tmp_p
     assert done.returncode == 0, done.stderr
     assert "it made 3 steps, too few for --warmup 5; it runs again with --warmup 2 --steps 1" in done.stderr
     assert _paths(tmp_path) == {"step *": 1, "step */backward": 1}
+
+
+@pytest.mark.parametrize(
+    ("word", "names", "said"),
+    [
+        ("optimizer", (), "one step of an optimizer"),
+        ("optimizer", ("Muon", "AdamW"), "one step each of the optimizers Muon and AdamW"),
+        ("optimizer", ("a", "b", "c", "d"), "one step each of 4 optimizers"),
+        ("call", ("encoder", "decoder", "head"), "one call each of encoder, decoder and head"),
+        ("generate", ("Llama",), "one call of Llama.generate"),
+    ],
+)
+def test_what_a_step_is_reads_as_plain_english(word: str, names: tuple[str, ...], said: str) -> None:
+    assert describe_step(word, names) == said
 
 
 def test_a_choice_of_no_kind_is_refused(tmp_path: Path) -> None:

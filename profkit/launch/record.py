@@ -34,7 +34,7 @@ from profkit.launch.passes import (
 from profkit.launch.processes import run_child, uninterrupted
 from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.manifest import Manifest, MemoryPass, write_manifest
-from profkit.run.recording import PARTIAL, VARIABLE, Order, has_processes, take_attached, take_failures, take_processes
+from profkit.run.recording import PARTIAL, VARIABLE, Order, has_recorded, take_attached, take_failures, take_processes
 from profkit.run.records import decode, read_json
 from profkit.run.samples import Samples
 
@@ -295,7 +295,7 @@ class _Recording:
 
     def _collect(self, nsys: Nsys, log: IO[bytes]) -> None:
         """Export nsys's report, if the target recorded any step."""
-        if has_processes(self._run):
+        if has_recorded(self._run):
             with self._progress("exporting what Nsight Systems recorded"):
                 collect_report(self._run, nsys, log)
 

@@ -138,9 +138,13 @@ def leave_failure(run: Path, name: str, failure: Failure) -> None:
     write_json(run / _FAILURE.format(name), asdict(failure))
 
 
-def has_processes(run: Path) -> bool:
-    """Return whether any process left something."""
-    return any(run.glob(_PROCESS.format("*")))
+def has_recorded(run: Path) -> bool:
+    """Return whether the recording began in any process, by what they left.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    return any(read_record(Process, path).state != NOT_REACHED for path in run.glob(_PROCESS.format("*")))
 
 
 def take_processes(run: Path) -> tuple[Process, ...]:

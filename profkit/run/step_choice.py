@@ -72,12 +72,24 @@ class StepChoice:
 
 def describe_step(word: str, names: tuple[str, ...] = ()) -> str:
     """Return what a step is, as a person reads it: ``one step of the optimizer AdamW``."""
-    of = " and ".join(names)
+    of = _joined(names)
+    each = " each" if len(names) > 1 else ""
     return {
-        "optimizer": f"one step of the optimizer{'s' if len(names) > 1 else ''} {of}".rstrip(),
+        "optimizer": f"one step{each} of {_joined(names, 'optimizer') or 'an optimizer'}",
         "backward": "one backward pass",
         "replay": "one replay of a CUDA graph",
-        "generate": f"one call of {of}.generate" if of else "one call of generate",
-        "call": f"one call of {of}" if of else "one call",
+        "generate": f"one call of {of}.generate" if len(names) == 1 else "one call of generate",
+        "call": f"one call{each} of {of}" if of else "one call",
         "whole": "the whole program",
     }[word]
+
+
+def _joined(names: tuple[str, ...], kind: str = "") -> str:
+    """Return the names as one list, or how many there are; with ``kind``, after that word."""
+    if len(names) > _MOST_NAMED:
+        return f"{len(names)} {kind or 'module'}s"
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    return f"the {kind}{'s' * (len(names) > 1)} {listed}" if kind and names else listed
+
+
+_MOST_NAMED = 3
