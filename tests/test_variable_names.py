@@ -1,0 +1,91 @@
+"""What a script calls its optimizers and models, read from the line that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+import profkit
+from profkit.capture.variable_names import VariableNames, tell_apart
+
+# Runs as a hook of profkit's own would: its frame is none of the script's.
+HOOK: Callable[..., None] = eval(
+    compile("lambda name_of, one, *_: name_of(one) and None", str(Path(profkit.__file__).with_name("hook.py")), "eval")
+)
+
+
+@pytest.fixture
+def names() -> VariableNames:
+    return VariableNames()
+
+
+def _optimizer(names: VariableNames) -> torch.optim.Optimizer:
+    made = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    made.register_step_pre_hook(partial(HOOK, names.of_optimizer))
+    return made
+
+
+def _model(names: VariableNames) -> nn.Module:
+    made = nn.Linear(1, 1)
+    made.register_forward_pre_hook(partial(HOOK, names.of_model))
+    return made
+
+
+class Scaler:
+    """Makes an optimizer's step in a file of torch's, as ``GradScaler.step`` does."""
+
+    step = eval(compile("lambda self, one: one.step()", str(Path(torch.__file__).with_name("scaler.py")), "eval"))
+
+
+def test_an_optimizer_is_called_by_its_variable(names: VariableNames) -> None:
+    opt_d = _optimizer(names)
+    opt_d.step()
+    assert names.known(opt_d) == "opt_d"
+
+
+def test_an_optimizer_is_called_by_its_attribute_also_through_a_scaler(names: VariableNames) -> None:
+    class Trainer:
+        opt_g = _optimizer(names)
+
+    trainer: Any = Trainer()
+    Scaler().step(
+        trainer.opt_g,
+    )
+    assert names.known(trainer.opt_g) == "opt_g"
+
+
+def test_the_closure_that_a_step_takes_is_no_name(names: VariableNames) -> None:
+    lbfgs = _optimizer(names)
+    my_closure = torch.enable_grad()(lambda: torch.zeros(()))
+    lbfgs.step(my_closure)
+    assert names.known(lbfgs) == "lbfgs"
+
+
+def test_a_model_is_called_by_its_variable_and_by_nothing_where_torch_calls_it(names: VariableNames) -> None:
+    encoder, other = _model(names), _model(names)
+    encoder(torch.ones(1, 1))
+    torch.func.functional_call(other, {}, (torch.ones(1, 1),))
+    assert names.known(encoder) == "encoder"
+    assert names.known(other) is None
+
+
+def test_names_that_do_not_tell_apart_give_way_to_numbers(names: VariableNames) -> None:
+    optimizers = [_optimizer(names) for _ in range(2)]
+    for one in optimizers:
+        one.step()
+    assert [tell_apart(one, optimizers, names.known) for one in optimizers] == ["SGD 0", "SGD 1"]
+
+
+def test_one_alone_needs_no_name_and_classes_tell_apart(names: VariableNames) -> None:
+    first, second = _optimizer(names), torch.optim.Adam(nn.Linear(1, 1).parameters())
+    assert tell_apart(first, [first], names.known) is None
+    assert tell_apart(first, [first, second], names.known) == "SGD"
