@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+
+_MOST_WAITING = 5
 
 
 class ChildError(AssertionError):
@@ -56,6 +60,8 @@ def _limit(cpu_seconds: int, memory_bytes: int | None) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + cpu_seconds
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    # One that waits, for a pipe's writer say, uses no time of the processor.
+    signal.alarm(_MOST_WAITING * cpu_seconds)
     if memory_bytes is not None:
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + memory_bytes, in_use + memory_bytes))

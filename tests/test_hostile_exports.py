@@ -21,12 +21,12 @@ DAMAGED = [
     ("CREATE VIRTUAL TABLE f USING fts5(a)", "f is virtual"),
     ("CREATE TABLE g (a INTEGER, b INTEGER AS (a * 2))", "g has a computed column"),
     ("CREATE TABLE g (a INTEGER, b INTEGER AS (a * 2) STORED)", "g has a computed column"),
-    (f"UPDATE {KERNELS} SET end = 4611686018427387904", "impossible times of kernels"),
-    (f"UPDATE {KERNELS} SET start = -9223372036854775808", "impossible times of kernels"),
+    (f"UPDATE {KERNELS} SET end = 4611686018427387904", "times of kernels are missing or impossible"),
+    (f"UPDATE {KERNELS} SET start = -9223372036854775808", "times of kernels are missing or impossible"),
     (f"UPDATE {KERNELS} SET end = 1e300", "values that are not integers"),
     (f"UPDATE {KERNELS} SET start = 'soon'", "values that are not integers"),
     (f"UPDATE {KERNELS} SET correlationId = x'ff00'", "not integers"),
-    ("UPDATE NVTX_EVENTS SET end = 9223372036854775807", "impossible times of ranges"),
+    ("UPDATE NVTX_EVENTS SET end = 9223372036854775807", "times of ranges are missing or impossible"),
     ("UPDATE NVTX_EVENTS SET globalTid = 'x'", "not integers"),
 ]
 HARMLESS = [
@@ -122,3 +122,17 @@ def test_a_tree_of_pages_that_leads_to_itself_is_not_followed_for_ever(tmp_path:
                 return "not plain"
 
     assert run_in_child(read, cpu_seconds=20, memory_bytes=2**30) == "not plain"
+
+
+def test_work_without_a_time_is_not_counted_from_zero(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(10, 50)
+    builder.kernel(100, 50)
+    path = builder.write(tmp_path / "t.sqlite")
+    change(
+        path,
+        "PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '');"
+        f"PRAGMA writable_schema = RESET; UPDATE {KERNELS} SET start = NULL WHERE rowid = 1",
+    )
+    with pytest.raises(TraceError, match="times of kernels are missing or impossible"):
+        open_trace(path)

@@ -70,7 +70,7 @@ class History:
         if not len(self.device.events):
             return end, None
         if self.contradictions:
-            return end, int(self.curves.reserved.max())
+            return end, max(int(self.curves.reserved.max()), end)
         high = int((self.curves.allocated + self.curves.slack).max())
         return None if high == self.allocated_peak_bytes else (self.allocated_peak_bytes, high)
 
@@ -112,7 +112,18 @@ def replay_history(device: Device, settings: Settings) -> History:
         reserved=replay.start_reserved_bytes + np.cumsum(np.concatenate([[0], reserved_changes(device)])),
         slack=_curve(replay, replay.freed, replay.slack_bytes),
     )
-    return History(device, settings, replay, curves, contradictions)
+    return History(device, settings, replay, curves, contradictions | _find_broken_sums(replay, curves))
+
+
+def _find_broken_sums(replay: Replay, curves: Curves) -> dict[str, int]:
+    """Return which sums of the replay no allocator could have had, and how often."""
+    in_use = _curve(replay, replay.completed, replay.size_bytes)
+    broken = {
+        "moments with more memory in use than reserved": in_use > curves.reserved,
+        "moments with less than nothing reserved": curves.reserved < 0,
+        "blocks smaller than what was asked for": replay.size_bytes < replay.requested_bytes,
+    }
+    return {what: int(np.count_nonzero(where)) for what, where in broken.items() if where.any()}
 
 
 def _chose_best_fits(device: Device, settings: Settings, replay: Replay) -> bool:

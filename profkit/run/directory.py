@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
+from profkit.run.records import read_text
 
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Run:
     def log(self) -> str:
         """What the profiler printed while it recorded and imported."""
         file = self.path / LOG
-        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        return read_text(file, errors="replace") if file.exists() else ""
 
     @property
     def traces(self) -> list[Path]:

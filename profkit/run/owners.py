@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.errors import SnapshotError
+from profkit.run.records import LARGEST_NUMBER, read_text
 
 VERSION = 1
 
@@ -114,9 +115,9 @@ def read_owners(path: Path) -> Owners:
         SnapshotError: it cannot be read, is of a newer version, or a line other than the last is damaged.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise SnapshotError(f"{path}: {error.strerror}") from None
+        lines = read_text(path).splitlines()
+    except FileNotFoundError:
+        raise SnapshotError(f"{path}: no such file") from None
     except UnicodeDecodeError:
         raise SnapshotError(f"{path}: not a ledger of owners (it is not UTF-8 text)") from None
     owned: list[Owned] = []
@@ -132,33 +133,55 @@ def read_owners(path: Path) -> Owners:
             elif kind == "figures":
                 figures.append(_figures(entry))
             elif kind == "step":
-                steps.append(Step(str(entry["name"]), int(entry["start_us"]), int(entry["end_us"])))
+                steps.append(Step(_text(entry, "name"), _number(entry, "start_us"), _number(entry, "end_us")))
             elif kind == "unread":
-                unread += int(entry["saved_tensors"])
-            elif kind == "header" and int(entry["version"]) > VERSION:
+                unread += _number(entry, "saved_tensors")
+            elif kind == "header" and _number(entry, "version") > VERSION:
                 raise SnapshotError(f"{path}: version {entry['version']}, written by a newer profkit")
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise SnapshotError(f"{path}:{number}: not a line of a ledger of owners; was it edited?") from None
+            what = f" ({error})" if isinstance(error, _WrongValueError) else ""
+            raise SnapshotError(f"{path}:{number}: not a line of a ledger of owners{what}; was it edited?") from None
     return Owners(tuple(owned), tuple(figures), tuple(steps), unread)
 
 
 def _figures(entry: dict[str, Any]) -> Figures:
-    capacity = entry.get("capacity_bytes")
-    sizes = {key: int(entry[key]) for key in Figures.__dataclass_fields__ if key not in ("moment", "capacity_bytes")}
-    return Figures(**sizes, moment=str(entry["moment"]), capacity_bytes=None if capacity is None else int(capacity))
+    sizes = {
+        key: _number(entry, key) for key in Figures.__dataclass_fields__ if key not in ("moment", "capacity_bytes")
+    }
+    return Figures(**sizes, moment=_text(entry, "moment"), capacity_bytes=_number_or_none(entry, "capacity_bytes"))
 
 
 def _owned(entry: dict[str, Any]) -> Owned:
-    step = entry.get("step")
     return Owned(
-        int(entry["time_us"]),
-        int(entry.get("device", 0)),
-        int(entry["address"]),
-        int(entry["bytes"]),
-        str(entry["role"]),
-        str(entry["name"]),
-        None if step is None else int(step),
-        *(None if entry.get(key) is None else int(entry[key]) for key in ("offset_bytes", "own_bytes")),
+        _number(entry, "time_us"),
+        _number(entry, "device") if "device" in entry else 0,
+        _number(entry, "address"),
+        _number(entry, "bytes"),
+        _text(entry, "role"),
+        _text(entry, "name"),
+        *(_number_or_none(entry, key) for key in ("step", "offset_bytes", "own_bytes")),
     )
+
+
+class _WrongValueError(ValueError):
+    """A value is not of its type; the message names its key."""
+
+
+def _number(entry: dict[str, Any], key: str) -> int:
+    value = entry[key]
+    if not isinstance(value, int) or not abs(value) < LARGEST_NUMBER:
+        raise _WrongValueError(f"{key} is no whole number")
+    return value
+
+
+def _number_or_none(entry: dict[str, Any], key: str) -> int | None:
+    return None if entry.get(key) is None else _number(entry, key)
+
+
+def _text(entry: dict[str, Any], key: str) -> str:
+    value = entry[key]
+    if not isinstance(value, str):
+        raise _WrongValueError(f"{key} is no text")
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -16,6 +17,12 @@ T = TypeVar("T")
 
 Plain = str | int | float | bool | None
 """A value that JSON holds by itself."""
+
+LARGEST_FILE_BYTES = 2**30
+"""A ledger of owners of a long run takes some tens of MiB; everything else less."""
+
+LARGEST_NUMBER = 2**63
+"""Every number of a run is smaller, so that it fits where it is put, and sums of some stay finite."""
 
 _SHOWN = 60
 
@@ -32,13 +39,31 @@ def read_json(path: Path) -> Any:
         RunError: it cannot be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        return json.loads(read_text(path), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise RunError(f"{path}: not JSON") from None
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """Return the text of a file of a run: a regular file of at most `LARGEST_FILE_BYTES`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RunError: it cannot be read, or is something else: a pipe, a device, a folder.
+        UnicodeDecodeError: it is no UTF-8.
+    """
+    try:
+        status = path.stat()
+        # A pipe would keep the reader waiting for its writer, and a device has no end.
+        if not stat.S_ISREG(status.st_mode):
+            raise RunError(f"{path}: not a regular file")
+        if status.st_size > LARGEST_FILE_BYTES:
+            raise RunError(f"{path}: larger than {LARGEST_FILE_BYTES >> 20} MiB, which no file of its kind is")
+        return path.read_text(encoding="utf-8", errors=errors)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise RunError(f"{path}: not JSON") from None
 
 
 def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
@@ -85,6 +110,8 @@ def decode(kind: Any, value: object, where: str = "") -> Any:  # noqa: PLR0911  
     if origin in (Mapping, dict):
         pairs = value if isinstance(value, dict) else _refuse(where, value, "an object")
         return {key: decode(get_args(kind)[1], item, _below(where, key)) for key, item in pairs.items()}
+    if isinstance(value, int | float) and not abs(value) < LARGEST_NUMBER:
+        _refuse(where, value, "a possible number")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) and kind is not bool:

@@ -194,7 +194,7 @@ def refuse_impossible_times(trace: Trace) -> None:
         start_ns, end_ns = table.start_ns.astype(np.float64), table.end_ns.astype(np.float64)
         total = float(np.abs(end_ns - start_ns).sum())
         if max(-start_ns.min(), -end_ns.min(), start_ns.max(), end_ns.max(), total) >= LARGEST_TIME_NS:
-            raise TraceError(f"{trace.path}: damaged: impossible times of {what} (146 years or more); record it again")
+            raise TraceError(f"{trace.path}: damaged: times of {what} are missing or impossible (146 years or more)")
 
 
 Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)

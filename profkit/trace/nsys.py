@@ -29,7 +29,7 @@ from profkit.trace.columns import (
     empty_ints,
     rows_by_value,
 )
-from profkit.trace.nsys_ranges import POSITIVE, Names, has_invisible_ranges, read_ranges
+from profkit.trace.nsys_ranges import NO_TIME, POSITIVE, Names, has_invisible_ranges, read_ranges
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -143,7 +143,7 @@ class _Reader:
 
     def _request(self, table: str) -> _Wanted:
         """Return the columns to read from a table: our name → its name there and our value for NULL."""
-        wanted = {"start": ("start", 0), "end": ("end", 0), "correlation": ("correlationId", 0)}
+        wanted = {"start": ("start", NO_TIME), "end": ("end", NO_TIME), "correlation": ("correlationId", 0)}
         if table == CALLS:
             wanted |= {"thread": ("globalTid", 0), "name": ("nameId", -1), "status": ("returnValue", 0)}
         else:

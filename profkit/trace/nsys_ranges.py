@@ -19,7 +19,8 @@ _DOMAIN_CREATE = 75
 _PAYLOADS = ("uint64Value", "int64Value", "doubleValue", "uint32Value", "int32Value", "floatValue")
 
 _UNNAMED = "(unnamed)"
-_OPEN = -(1 << 62)
+NO_TIME = -(1 << 62)
+"""Read for NULL. A range without an end is open; any other missing time is an impossible one."""
 _PID_SHIFT = 24
 POSITIVE = (1 << 63) - 1
 """The highest bit of a serialized global id is a hardware number's: without it, no id is negative in 64 bits."""
@@ -38,14 +39,14 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
         if needed not in columns:
             raise TraceError(f"{file.path}: table {TABLE} has no column {needed}, without which it holds no ranges")
     where = f"eventType IN ({','.join(map(str, _RANGE_TYPES))})"
-    wanted = {"start": 0, "end": _OPEN, "globalTid": 0, "eventType": 0, "rowid": 0}
+    wanted = {"start": NO_TIME, "end": NO_TIME, "globalTid": 0, "eventType": 0, "rowid": 0}
     optional = {"endGlobalTid": -1, "domainId": 0, "textId": -1}
     there = wanted | {name: null for name, null in optional.items() if name in columns}
     found = dict(zip(there, file.columns([ColumnRequest(TABLE, there, where)])[0], strict=True))
     start, end, thread, event_type = (found[name] for name in ("start", "end", "globalTid", "eventType"))
     if not len(start):
         return _no_ranges()
-    is_open = end == _OPEN
+    is_open = end == NO_TIME
     last = max(end_of_capture, int(start.max()), int(end.max()))
     end_thread = found.get("endGlobalTid", thread)
     end_thread = np.where(end_thread == -1, -1, end_thread & POSITIVE)

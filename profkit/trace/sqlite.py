@@ -219,6 +219,8 @@ class SqliteFile:
         low = first
         while low <= last:
             high = self.rows(sql, (low,))[0][0]
+            if high is None:
+                raise TraceError(f"{self.path}: damaged: the rows of {table} are out of order; export it again")
             yield low, high
             low = high + 1
 

@@ -248,7 +248,8 @@ def measure_fragmentation(history: History, moment: int) -> Fragmentation:
     is_pending = (replay.freed < moment) & (replay.completed >= moment)
     allocated, reserved = int(curves.allocated[moment]), int(curves.reserved[moment])
     pending = int(replay.size_bytes[is_pending].sum())
-    free = reserved - allocated - pending
+    # Less than nothing only where the replay contradicts itself, which `History.contradictions` says.
+    free = max(reserved - allocated - pending, 0)
     is_free = blocks.state == INACTIVE
     is_whole = is_free & (blocks.size_bytes == segments.size_bytes[blocks.segment])
     is_releasable = np.where(segments.is_expandable[blocks.segment], is_free, is_whole)
@@ -258,7 +259,7 @@ def measure_fragmentation(history: History, moment: int) -> Fragmentation:
         pending_bytes=pending,
         free_bytes=free,
         free_share=free / reserved if reserved else 0.0,
-        padding_bytes=allocated - int(replay.requested_bytes[is_live].sum()),
+        padding_bytes=max(allocated - int(replay.requested_bytes[is_live].sum()), 0),
         end_free_bytes=int(blocks.size_bytes[is_free].sum()),
         end_free_blocks=int(np.count_nonzero(is_free)),
         end_largest_free_bytes=int(blocks.size_bytes[is_free].max(initial=0)),

@@ -1,0 +1,41 @@
+"""Some mutants of every class; ``python -m tests.fuzz --count 50000`` reads as many as one likes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.judge import judge
+from tests.fuzz.mutants import CLASSES, make
+
+SEEDS = 25
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_no_mutant_stops_a_reader(kind: str, scratch: Path) -> None:
+    verdicts = {seed: judge(kind, seed, scratch) for seed in range(SEEDS)}
+    assert {seed: verdict for seed, verdict in verdicts.items() if verdict.is_failure} == {}
+
+
+def test_mutants_differ_and_come_again(tmp_path: Path) -> None:
+    def content(seed: int) -> bytes:
+        return make("export values", seed, tmp_path).path.read_bytes()
+
+    assert content(1) == content(1)
+    assert len({content(seed) for seed in range(8)}) > 4
+
+
+def test_the_judge_sees_what_must_not_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("by hand")
+
+    assert not judge("export names", 0, tmp_path).is_failure
+    monkeypatch.setattr("profkit.reading.open_trace", broken)
+    monkeypatch.setattr("profkit.cli.kernels.open_trace", broken, raising=False)
+    assert judge("export names", 0, tmp_path).outcome == "internal error"

@@ -1,0 +1,88 @@
+"""Run directories in which a file is not what its name says: one line names the file, and the key if there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.child import run_in_child
+from tests.efficiency_runs import make_small_run
+from tests.in_process import run_command
+
+FILES = ("manifest.json", "work.json", "ceilings.json", "log.txt")
+PUT: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a device without an end": lambda place: place.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_small_run(tmp_path_factory.mktemp("run"))
+    (folder / "log.txt").write_text("Generating report\n")
+    return folder
+
+
+def answer(run: Path, *command: str) -> tuple[int, str]:
+    def ask() -> tuple[int, str]:
+        done = run_command(*(command or ("efficiency", run)))
+        return done.returncode, done.stderr
+
+    return run_in_child(ask, cpu_seconds=20, memory_bytes=2**31)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("what", PUT)
+def test_a_file_that_is_no_file_is_refused_by_its_name(run: Path, tmp_path: Path, name: str, what: str) -> None:
+    kept = tmp_path / "kept"
+    (run / name).rename(kept)
+    try:
+        PUT[what](run / name)
+        code, said = answer(run)
+    finally:
+        (run / name).rmdir() if (run / name).is_dir() else (run / name).unlink()
+        kept.rename(run / name)
+    assert code == 1
+    assert said.splitlines()[-1] == f"profkit: {run / name}: not a regular file"
+
+
+def test_a_link_to_itself_is_refused_by_its_name(run: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    (run / "manifest.json").rename(kept)
+    try:
+        (run / "manifest.json").symlink_to("manifest.json")
+        code, said = answer(run)
+    finally:
+        (run / "manifest.json").unlink()
+        kept.rename(run / "manifest.json")
+    assert code == 1
+    assert len(said.strip().splitlines()) == 1
+    assert str(run) in said
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("manifest.json", {"exit_status": 10**400}, "exit_status is 1000"),
+        ("manifest.json", {"clean": {"losses": [1e400]}}, "clean.losses[0] is Infinity, not a possible number"),
+        ("manifest.json", {"clean": {"steps": [{"step_ns": 2**63}]}}, "clean.steps[0].step_ns is 9223372036854775808"),
+        ("ceilings.json", {"gemm": [{}]}, "gemm[0].dtype is missing"),
+        ("work.json", {"version": "1"}, "version"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_its_key(run: Path, name: str, change: dict[str, Any], expected: str) -> None:
+    before = (run / name).read_text()
+    try:
+        (run / name).write_text(json.dumps({**json.loads(before), **change}).replace("Infinity", "1e400"))
+        code, said = answer(run)
+    finally:
+        (run / name).write_text(before)
+    assert code == 1
+    assert expected in said.splitlines()[-1]
+    assert str(run / name) in said.splitlines()[-1]
