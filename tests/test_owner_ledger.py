@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
+from profkit.capture.module_names import ModuleNames, Roots
 from profkit.capture.owners import OwnerLedger
 from profkit.run.owners import Owned, read_owners
 
@@ -51,3 +52,27 @@ def test_a_view_with_gaps_spans_from_its_first_to_its_last_element(ledger: Owner
     column, empty = _owned(ledger, tmp_path)
     assert (column.offset_bytes, column.own_bytes) == (4, 3 * 16 + 4)
     assert empty.own_bytes == 0
+
+
+def _owners(names: ModuleNames, model: nn.Module) -> list[str]:
+    return [part.owner for one in model.modules() if (part := names.part(one)) is not None]
+
+
+def test_the_memory_of_a_second_model_bears_its_name() -> None:
+    first, second, loss = (nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)), nn.MSELoss())
+    names, roots = ModuleNames(None), Roots()
+    for model, name in ((first, "model"), (second, "netD"), (loss, "MSELoss")):
+        names.name_root(model, name)
+        roots.of(model)
+        roots.name(model, name)
+    assert _owners(names, first) == ["model", "0"]
+    assert _owners(names, second) == ["netD/", "netD/0"]
+    assert _owners(names, loss) == ["MSELoss"]
+    assert list(roots.parameter_names().values()) == ["0.weight", "0.bias", "netD/0.weight", "netD/0.bias"]
+
+
+def test_a_child_called_like_the_model_is_told_from_it() -> None:
+    names = ModuleNames(None)
+    outer = nn.ModuleDict({"model": nn.ModuleDict({"norm": nn.LayerNorm(2)}), "head": nn.Linear(2, 2)})
+    names.name_root(outer)
+    assert _owners(names, outer) == ["model/", "model/model", "model/model.norm", "model/head"]

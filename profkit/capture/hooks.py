@@ -54,8 +54,8 @@ class Watcher:
     follows_modules = False
     """Whether `runs_for` is wanted, also of modules that have no range."""
 
-    def call_begins(self, module: nn.Module, args: Any) -> None:
-        """An outermost module call begins; in a backward pass there is none."""
+    def call_begins(self, module: nn.Module, args: Any, name: str | None) -> None:
+        """An outermost module call begins; in a backward pass there is none. ``name``: the model's, if known."""
 
     def call_ends(self, keywords: Any) -> None:
         """An outermost module call has ended, or raised."""
@@ -250,7 +250,7 @@ class Hooks(RangeObserver):
                 self.autocast_dtypes |= autocast_dtypes()
             if around is not None and not self._knows_owners and (part is None or part.range is None):
                 return None
-            call = Call(part.range, around, part.name) if part is not None else Call(None, around)
+            call = Call(part.range, around, part.owner) if part is not None else Call(None, around)
             for value in args:
                 mark_nodes(value, around, self._enter_backward)
             if kwargs:
@@ -282,14 +282,14 @@ class Hooks(RangeObserver):
         """Open the phase and the range of an outermost call, after a step's boundary if there is one."""
         self._make_boundary(self.steps.call_begins(module))
         is_loss = is_loss_module(module)
-        call = Call(None, opened.call)
+        call, name = Call(None, opened.call), None
         if self._recording:
             part = self._names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
-            call = Call(part.range, opened.call, part.name)
+            call, name = Call(part.range, opened.call, part.owner), part.name
             self.autocast_dtypes |= autocast_dtypes()
         opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss))
-        self._watcher.call_begins(module, args)
+        self._watcher.call_begins(module, args, name)
         if self._recording:
             mark_nodes((args, kwargs), call.around, self._enter_backward)
         opened.open(call, call.name, call)

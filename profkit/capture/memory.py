@@ -147,13 +147,15 @@ class MemoryRecording(Watcher):
         self.owners.begin_step(number)
 
     @_harmless
-    def call_begins(self, module: nn.Module, args: Any) -> None:
+    def call_begins(self, module: nn.Module, args: Any, name: str | None) -> None:
         assert self.owners is not None
         root = self._roots.of(module)
+        if root is not None and name is not None:
+            self._roots.name(root, name)
         if not self._notes_steps:
             return
         if root is not None:
-            self.owners.note_module(root)
+            self.owners.note_module(root, self._roots.prefix(root))
         self.owners.note_inputs(_inputs(args, "input", _NESTING))
 
     @_harmless
@@ -245,7 +247,7 @@ class MemoryRecording(Watcher):
         self._failed_allocations += 1
         names = self._roots.parameter_names()
         for model in self._roots.list():
-            self.owners.note_module(model)
+            self.owners.note_module(model, self._roots.prefix(model))
         # Other devices' gradients may be changing on other threads.
         self.owners.note_gradients((name, one) for one, name in names.items() if one.device.index in {device, None})
         for optimizer in list(self._optimizers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 
@@ -28,12 +28,17 @@ def unwrap(root: nn.Module) -> nn.Module:
 
 
 class Part:
-    """A module of a model that the script calls: its dotted ``name``, and ``range``, that of its range or None."""
+    """A module of a model that the script calls: its dotted ``name``, and ``range``, that of its range or None.
 
-    __slots__ = ("is_known", "name", "range", "reference")
+    ``owner`` is what its memory is called: the name or, where another module may have the same, that behind the model's
+    and a slash.
+    """
 
-    def __init__(self, name: str, range_: str | None, reference: ref[nn.Module]) -> None:
+    __slots__ = ("is_known", "name", "owner", "range", "reference")
+
+    def __init__(self, name: str, owner: str, range_: str | None, reference: ref[nn.Module]) -> None:
         self.name = name
+        self.owner = owner
         self.range = range_
         self.reference = reference
         self.is_known = False
@@ -57,20 +62,28 @@ class ModuleNames:
         known = self.part(root)
         if known is not None:
             return known
-        for path, module in unwrap(root).named_modules():
-            if path:  # of the wrapped model itself the wrapper has the range
-                self._register(module, path, path.count(".") + 1)
-        return self._register(root, name, 0)
+        # Of the wrapped model itself the wrapper has the range.
+        children = {path: module for path, module in unwrap(root).named_modules() if path}
+        prefix = f"{name}/" if name in children else prefix_of(root, name)
+        for path, module in children.items():
+            self._register(module, path, prefix + path, path.count(".") + 1)
+        return self._register(root, name, prefix or name, 0)
 
     def part(self, module: nn.Module) -> Part | None:
         """Return what is known of the module, or None if it is in no known model."""
         return self.parts.get(id(module))
 
-    def _register(self, module: nn.Module, name: str, depth: int) -> Part:
+    def _register(self, module: nn.Module, name: str, owner: str, depth: int) -> Part:
         key, parts = id(module), self.parts
-        part = Part(name, name if depth <= self._depth else None, ref(module, lambda _: parts.pop(key, None)))
+        range_ = name if depth <= self._depth else None
+        part = Part(name, owner, range_, ref(module, lambda _: parts.pop(key, None)))
         parts[key] = part
         return part
+
+
+def prefix_of(root: nn.Module, name: str) -> str:
+    """Return what stands before the names in a model that is called ``name``: nothing for the only or first model."""
+    return f"{name}/" if name != ROOT and any(True for _ in root.parameters()) else ""
 
 
 class Roots:
@@ -82,6 +95,7 @@ class Roots:
     def __init__(self) -> None:
         self._roots: list[ref[nn.Module]] = []
         self._parts: WeakSet[nn.Module] = WeakSet()
+        self._prefixes: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> nn.Module | None:
         """Return the model that a call of ``module`` is a call of; None if it is a part of one."""
@@ -97,6 +111,15 @@ class Roots:
         """Return the models that are still there, in the order in which they were first called."""
         return [model for one in self._roots if (model := one()) is not None]
 
+    def name(self, model: nn.Module, name: str) -> None:
+        """Call a model ``name``, unless it has a name."""
+        self._prefixes.setdefault(model, prefix_of(model, name))
+
+    def prefix(self, model: nn.Module) -> str:
+        """Return what stands before the names in a model: nothing unless there are several."""
+        return self._prefixes.get(model, "")
+
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the dotted name of every parameter of the models, the first where a model has it twice."""
-        return {parameter: name for model in self.list() for name, parameter in model.named_parameters()}
+        models = [(model, self.prefix(model)) for model in self.list()]
+        return {one: prefix + name for model, prefix in models for name, one in model.named_parameters()}

@@ -14,7 +14,7 @@ from profkit.names import BACKWARD, PHASES, RECOMPUTE
 class Call:
     """One call of a module or of a function that the script annotated.
 
-    ``name`` is that of its range (None: it has none), ``owner`` the module's dotted name where one is called, and
+    ``name`` is that of its range (None: it has none), ``owner`` what the memory of the called module is named, and
     ``around`` the call around it.
     """
 

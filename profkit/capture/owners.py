@@ -68,10 +68,14 @@ class OwnerLedger:
         self._write({"kind": "step", "name": name, "start_us": start_us, "end_us": now, "time_us": now})
         self.note_figures(name)
 
-    def note_module(self, module: nn.Module) -> None:
-        """Write down where the parameters and buffers lie, a tied one by each of its names."""
-        self._note("parameter", module.named_parameters(remove_duplicate=False))
-        self._note("buffer", module.named_buffers(remove_duplicate=False))
+    def note_module(self, module: nn.Module, prefix: str = "") -> None:
+        """Write down where the parameters and buffers lie, a tied one by each of its names; before each ``prefix``."""
+        parts: tuple[tuple[str, Iterator[tuple[str, Tensor]]], ...] = (
+            ("parameter", module.named_parameters(remove_duplicate=False)),
+            ("buffer", module.named_buffers(remove_duplicate=False)),
+        )
+        for role, named in parts:
+            self._note(role, ((prefix + name, tensor) for name, tensor in named))
 
     def note_gradients(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write down where the gradients lie that the named parameters have now."""
