@@ -95,7 +95,7 @@ class Hooks(RangeObserver):
 
     Args:
         depth: modules with at most this many parts in their dotted names get a range; 0: the outermost alone; None:
-            none at all.
+            none at all; `BY_TREE`: as `reach_by_tree` says.
         counts_steps: False where the listener knows the steps: they are not counted then, and have no ranges.
     """
 
@@ -112,8 +112,8 @@ class Hooks(RangeObserver):
         self._watcher = watcher or Watcher()
         self._knows_owners = self._watcher.follows_modules
         self.has_failed = False
-        self._names = ModuleNames(depth)
-        self._parts = self._names.parts
+        self.names = ModuleNames(depth)
+        self._parts = self.names.parts
         self._on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
         self._recording = False
         self.steps = StepPolicy(step_on, counts=counts_steps)
@@ -284,7 +284,7 @@ class Hooks(RangeObserver):
         is_loss = is_loss_module(module)
         call, name = Call(None, opened.call), None
         if self._recording:
-            part = self._names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
+            part = self.names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
             call, name = Call(part.range, opened.call, part.owner), part.name
             self.autocast_dtypes |= autocast_dtypes()
         opened.root = call

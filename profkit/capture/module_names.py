@@ -6,6 +6,10 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 
+from profkit.capture.module_depth import reach_by_tree
+from profkit.run.manifest import RangesLeftOut
+from profkit.run.recording import BY_TREE
+
 ROOT = "model"
 
 # Modules that only pass a call on to the one that they hold; their names would stand before every other.
@@ -53,7 +57,9 @@ class ModuleNames:
     """
 
     def __init__(self, depth: int | None) -> None:
-        self._depth = -1 if depth is None else depth
+        self._depth = depth
+        self.left_out: RangesLeftOut | None = None
+        """What got no range because there would be too many, of the model with the most."""
         self.parts: dict[int, Part] = {}
         """What is known of each module; by its id, which is much faster to look up than a weak reference to it."""
 
@@ -62,20 +68,30 @@ class ModuleNames:
         known = self.part(root)
         if known is not None:
             return known
+        model = unwrap(root)
+        paths = self._paths_with_range(model)
         # Of the wrapped model itself the wrapper has the range.
-        children = {path: module for path, module in unwrap(root).named_modules() if path}
+        children = {path: module for path, module in model.named_modules() if path}
         prefix = f"{name}/" if name in children else prefix_of(root, name)
         for path, module in children.items():
-            self._register(module, path, prefix + path, path.count(".") + 1)
-        return self._register(root, name, prefix or name, 0)
+            self._register(module, path, prefix + path, path if path in paths else None)
+        return self._register(root, name, prefix or name, None if self._depth is None else name)
 
     def part(self, module: nn.Module) -> Part | None:
         """Return what is known of the module, or None if it is in no known model."""
         return self.parts.get(id(module))
 
-    def _register(self, module: nn.Module, name: str, owner: str, depth: int) -> Part:
+    def _paths_with_range(self, model: nn.Module) -> frozenset[str]:
+        if self._depth == BY_TREE:
+            reach = reach_by_tree(model)
+            if reach.left_out is not None and (self.left_out is None or self.left_out.modules < reach.left_out.modules):
+                self.left_out = reach.left_out
+            return reach.paths
+        depth = self._depth or 0
+        return frozenset(path for path, _ in model.named_modules() if path.count(".") < depth)
+
+    def _register(self, module: nn.Module, name: str, owner: str, range_: str | None) -> Part:
         key, parts = id(module), self.parts
-        range_ = name if depth <= self._depth else None
         part = Part(name, owner, range_, ref(module, lambda _: parts.pop(key, None)))
         parts[key] = part
         return part

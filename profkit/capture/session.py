@@ -365,6 +365,7 @@ class Session:
             during=self._samples.during,
             memory=None if self.memory is None else self.memory.result(),
             loading=loading,
+            left_out=self.hooks.names.left_out,
         )
 
     def _leave_failure(self) -> None:

@@ -36,7 +36,7 @@ from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run
 from profkit.run.manifest import Workload
-from profkit.run.recording import MemoryOptions, Order, Recorder, Stacks
+from profkit.run.recording import BY_TREE, MemoryOptions, Order, Recorder, Stacks
 from profkit.run.step_choice import describe_step
 
 _WARMUP = 2
@@ -85,7 +85,7 @@ def run(
     warmup: int | None,
     steps: int,
     ranks: int,
-    depth: int,
+    depth: int | None,
     annotate: bool,
     flops: bool,
     stop: bool,
@@ -135,7 +135,8 @@ def run(
             f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
             "does what later ones do not"
         )
-    order = Order("", recorder, warmup_steps, steps, depth, annotate, stop, step_on, flops)
+    reach = BY_TREE if depth is None else depth
+    order = Order("", recorder, warmup_steps, steps, reach, annotate, stop, step_on, flops)
     if kind == "model":
         wanted = _model(target[0], recorder, allocator, warmup_steps=warmup_steps, steps=steps, ranks=ranks, **model)
     elif kind == "callable":
@@ -218,7 +219,7 @@ def _workload(order: Order) -> Workload:
         steps=order.steps,
         warmup_steps=order.warmup_steps,
         annotate=order.annotate,
-        depth=order.depth,
+        depth=None if order.depth == BY_TREE else order.depth,
         flops=order.flops,
         stop=order.stop,
         step_on=order.step_on,
@@ -321,6 +322,11 @@ def _say_next(recorded: Recorded, target: Target, where: str) -> None:
         )
     if recorded.step is not None:
         click.echo(f"\nA step is {describe_step(recorded.step, recorded.step_names)} (--step-on chooses another).")
+    if recorded.left_out is not None:
+        out = recorded.left_out
+        click.echo(
+            f"\n{out.modules:,} modules have no range, to keep recording cheap: --depth {out.depth} gives them one."
+        )
     click.echo(f"\nThe run is {where}. Next:")
     if recorded.has_kernels:
         click.echo(f"  profkit kernels {where} --range {_example_range(target, recorded.step)}")

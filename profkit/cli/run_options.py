@@ -201,9 +201,8 @@ def hook_options(command: Command) -> Command:
         click.option(
             "--depth",
             type=click.IntRange(min=0),
-            default=3,
-            show_default=True,
-            help="A module of your model gets a range if its dotted name has at most this many parts.",
+            help="A module of your model gets a range if its dotted name has at most this many parts  [default: the "
+            "block that the model repeats, its parts and their parts]",
         ),
         click.option(
             "--annotate/--no-annotate",

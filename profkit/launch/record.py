@@ -33,7 +33,7 @@ from profkit.launch.passes import (
 )
 from profkit.launch.processes import run_child, uninterrupted
 from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
-from profkit.run.manifest import Manifest, MemoryPass, write_manifest
+from profkit.run.manifest import Manifest, MemoryPass, RangesLeftOut, write_manifest
 from profkit.run.recording import PARTIAL, VARIABLE, Order, has_recorded, take_attached, take_failures, take_processes
 from profkit.run.records import decode, read_json
 from profkit.run.samples import Samples
@@ -81,6 +81,7 @@ class Recorded:
     step: str | None = None
     """What a step is, in the words of ``--step-on``, where profkit found it out."""
     step_names: tuple[str, ...] = ()
+    left_out: RangesLeftOut | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -253,6 +254,7 @@ class _Recording:
             failed_ranks="; ".join(map(": ".join, ranks)),
             step=first.step if first is not None and has_trace else None,
             step_names=first.step_names if first is not None else (),
+            left_out=first.left_out if first is not None and has_trace else None,
             warnings=warnings,
         )
 

@@ -105,6 +105,14 @@ class Loading:
 
 
 @dataclass(frozen=True)
+class RangesLeftOut:
+    """How many modules have no range, because that would be too many, and the ``--depth`` that gives them one."""
+
+    modules: int = 0
+    depth: int = 0
+
+
+@dataclass(frozen=True)
 class Process:
     """One process of the target that made a step. ``state``: ``complete``, ``cut short`` or ``not reached``.
 
@@ -134,6 +142,7 @@ class Process:
     during: dict[str, dict[str, int]] = field(default_factory=dict)
     memory: ProcessMemory | None = None
     loading: Loading | None = None
+    left_out: RangesLeftOut | None = None
 
 
 @dataclass(frozen=True)

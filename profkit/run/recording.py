@@ -45,6 +45,10 @@ class MemoryOptions:
     max_entries: int = MEMORY_ENTRIES
 
 
+BY_TREE = -1
+"""The depth of modules' ranges that follows from the model's tree."""
+
+
 @dataclass(frozen=True)
 class Order:
     """Steps ``warmup_steps`` to ``warmup_steps + steps - 1`` of the target, counted from 0, are recorded into ``run``.
@@ -52,8 +56,8 @@ class Order:
     The recorder ``none`` times these steps; ``memory`` begins with CUDA's first use instead of at a step. With
     every recorder the allocator's history is kept as ``memory`` says, if that is given, and whatever allocation
     fails, to the end of the process, is written down; ``oom`` does that alone. ``steps`` None: all that follow.
-    ``depth`` of the modules' ranges, None: modules have none; ``annotate`` False opens no range at all; ``stop``
-    ends the target after the last step; ``step_on`` is what a person says a step is
+    ``depth`` of the modules' ranges, `BY_TREE` or None: modules have none; ``annotate`` False opens no range at all;
+    ``stop`` ends the target after the last step; ``step_on`` is what a person says a step is
     (`profkit.run.step_choice.StepChoice`); ``flops`` counts the work of the step before the recorded ones, or of the
     range `profkit.names.COUNTED`. ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are
     its steps.
@@ -63,7 +67,7 @@ class Order:
     recorder: Recorder
     warmup_steps: int
     steps: int | None
-    depth: int | None = 3
+    depth: int | None = BY_TREE
     annotate: bool = True
     stop: bool = False
     step_on: str | None = None
