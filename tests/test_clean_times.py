@@ -65,3 +65,16 @@ def test_each_context_has_its_table() -> None:
 @pytest.mark.parametrize("manifest", [Manifest(), _manifest([], []), _manifest([1], []), _manifest([], [1])])
 def test_without_both_times_nothing_is_shown(manifest: Manifest) -> None:
     assert clean_times_parts(manifest) == []
+
+
+def test_a_step_that_waits_for_data_is_compared_by_its_mean_wait() -> None:
+    """Unprofiled 10 of waiting and 2 of the rest; profiled 9 and 4: a wait costs nothing, the rest 1 of 12."""
+    bursts = {"attached": [(42, 40), (2, 0), (2, 0), (2, 0)], "profiled": [(22, 18), (4, 0)]}
+    parts = {
+        part: Samples(tuple({"data_ns": wait * MS, "step_ns": step * MS} for step, wait in steps))
+        for part, steps in bursts.items()
+    }
+    text = _shown(Manifest(attached=parts["attached"], profiled=parts["profiled"]))
+    rows = {line.split()[0]: line.split()[-1] for line in text.splitlines()[2:4]}
+    assert rows == {"data": "–", "step": "+8%"}
+    assert "cost of the step: 13.00 ms profiled, 12.00 ms unprofiled" in " ".join(text.split())

@@ -105,8 +105,8 @@ class PhaseTimes:
 
     @property
     def cost(self) -> float | None:
-        """What profiling added, as a fraction of the unprofiled time; None if one of the two was not timed."""
-        if self.profiled_ns is None or self.clean_ns <= 0:
+        """What profiling added, as a fraction of the unprofiled time; None if one was not timed, and for waits."""
+        if self.phase == DATA or self.profiled_ns is None or self.clean_ns <= 0:
             return None
         return self.profiled_ns / self.clean_ns - 1
 

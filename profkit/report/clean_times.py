@@ -78,6 +78,12 @@ def _notes(times: StepTimes) -> list[str]:
         _WHERE[times.twin].format(format_count(clean, "step")),
         f"profiled: the median of {format_count(profiled, 'recorded step')}",
     ]
+    for one in times.phases:
+        if one.phase == STEP and one.clean_rate_ns is not None and one.profiled_ns is not None:
+            lines.append(
+                f"cost of the step: {format_ns(round(one.profiled_ns))} profiled, {format_ns(round(one.clean_ns))}"
+                " unprofiled (mean wait for data + median of the rest)"
+            )
     if any(one.clock == "cuda-events" for one in times.phases):
         lines.append("phases: by CUDA events around them; the step: by the host's clock")
     return lines
