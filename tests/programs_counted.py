@@ -97,6 +97,11 @@ PROGRAMS: dict[str, Program] = {
         "data_workers", _STEP | {"data": 1}, _both_ways("model/0", "model/1", "model/2")
     ),
     "autocast and gradient scaler": Program("mixed_precision", _STEP, _both_ways("model/0", "model/1", "model/2")),
+    "LBFGS with a closure": Program(
+        "lbfgs",
+        {"forward": 3, "backward": 3, "optimizer": 3},
+        _both_ways(*(f"model/{number}" for number in range(3)), times=3),
+    ),
     "average of the weights and validation": Program(
         "ema_validation",
         _STEP | {"loss": 1, "inference": 2},

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_calls import watch_backward_calls
 from profkit.capture.backward_nodes import at_graph_end, mark_nodes, running_graph
+from profkit.capture.closures import has_closure, with_closure
 from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.data_loading import DataLoading
 from profkit.capture.generation import Generation
@@ -129,7 +130,9 @@ class Hooks(RangeObserver):
     def install(self) -> None:
         """Begin to count and time steps."""
         around_step = Optimizer.profile_hook_step
-        Optimizer.profile_hook_step = staticmethod(lambda step: self._around_step(around_step(step)))
+        Optimizer.profile_hook_step = staticmethod(
+            lambda step: self._around_step(around_step(self._before_step_ends(step)))
+        )
         watch_backward_calls(self._backward_begins, self._backward_ends)
         watch_recompute(self)
         self.loading.install()
@@ -370,9 +373,12 @@ class Hooks(RangeObserver):
             if torch.compiler.is_compiling() or self.has_failed or self._open.has(OPTIMIZER):
                 return step(*args, **kwargs)
             self._optimizer_begins(args[0])
-            args, kwargs, has_closure = with_closure(args, kwargs, lambda: self._begin_update(args[0]))
+            optimizer = args[0]
+            args, kwargs = with_closure(
+                args, kwargs, lambda: self._end_update(optimizer), lambda: self._begin_update(optimizer)
+            )
             self.clock.begin(OPTIMIZER)
-            self._open_optimizer(args[0], is_update=not has_closure)
+            self._open_optimizer(args[0], is_update=not has_closure(args, kwargs))
             try:
                 result = step(*args, **kwargs)
             finally:
@@ -383,6 +389,19 @@ class Hooks(RangeObserver):
             return result
 
         return annotated
+
+    def _before_step_ends(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an optimizer's own ``step``, so that the range after its last closure ends within torch's range."""
+
+        @functools.wraps(step)
+        def ended(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                if has_closure(args, kwargs) and not torch.compiler.is_compiling():
+                    self._end_update(args[0])
+
+        return ended
 
     @_harmless
     def _optimizer_begins(self, optimizer: Optimizer) -> None:
@@ -397,8 +416,14 @@ class Hooks(RangeObserver):
             self._open.open(_ONE_OPTIMIZER, own)
 
     @_harmless
+    def _end_update(self, optimizer: Optimizer) -> None:
+        """An optimizer calls its closure: the forward and backward passes in it are no part of this phase."""
+        self._open.close(OPTIMIZER)
+        self._open_optimizer(optimizer, is_update=False)
+
+    @_harmless
     def _begin_update(self, optimizer: Optimizer) -> None:
-        """An optimizer's closure has returned: the forward and backward passes in it are no part of this phase."""
+        """An optimizer's closure has returned."""
         self._open.close(OPTIMIZER)
         self._open_optimizer(optimizer, is_update=True)
 
@@ -416,28 +441,6 @@ class Hooks(RangeObserver):
         self._listener.boundary(self.begun)
         if self._recording:
             self._open.open(_STEP, step_range(self.begun))
-
-
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return the arguments of ``Optimizer.step`` so that ``returned`` is called after each call of the closure.
-
-    LBFGS calls the closure, which holds a forward and a backward pass, several times a step; Lightning gives one to
-    every optimizer. The last value says whether there is one; without it the arguments are as they were.
-    """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        return args, kwargs, False
-
-    def watched() -> Any:
-        result = closure()
-        returned()
-        return result
-
-    if len(args) > 1:
-        return (args[0], watched, *args[2:]), kwargs, True
-    return args, {**kwargs, "closure": watched}, True
 
 
 _TIMED = (DATA, *PHASES)
