@@ -83,7 +83,16 @@ def test_a_training_step_gets_its_categories_from_stack_and_lifetime(opened: Ope
 
 
 @pytest.mark.parametrize(
-    ("metadata", "owner"), [("profkit:backward:layers.3", "layers.3"), ("mine", "mine"), ({"a": "b"}, "a=b")]
+    ("metadata", "owner"),
+    [
+        ("profkit:backward:layers.3", "layers.3"),
+        ("profkit:backward:model/layers.3", "layers.3"),
+        ("profkit:backward:model/", "model"),
+        ("profkit:backward:netD/main.0", "netD/main.0"),
+        ("profkit:backward:netD/", "netD"),
+        ("mine", "mine"),
+        ({"a": "b"}, "a=b"),
+    ],
 )
 def test_metadata_names_the_owner_and_the_category_stays_a_guess(tmp_path: Path, metadata: Any, owner: str) -> None:
     training = Training()

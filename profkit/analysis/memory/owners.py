@@ -18,7 +18,7 @@ from typing import Any
 from profkit.allocator.history import History
 from profkit.allocator.replay import Replay
 from profkit.analysis.memory.phases import Timeline
-from profkit.names import BACKWARD, LOSS
+from profkit.names import BACKWARD, LOSS, MODEL
 from profkit.run.owners import ROLES, START, Owned, Owners
 
 METADATA_PREFIX = "profkit:"
@@ -118,7 +118,8 @@ def read_metadata(raw: dict[str, Any]) -> str | None:
     """
     text = read_text(raw)
     if text is not None:
-        return text.module or None
+        # What stands before the names of the only model's parts tells people nothing.
+        return text.module.removeprefix(f"{MODEL}/").removesuffix("/") or (MODEL if text.module else None)
     value = raw.get("user_metadata")
     if isinstance(value, dict):
         texts = {key: some for key, some in value.items() if isinstance(key, str) and isinstance(some, str)}
