@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame, checkpoint
 
 from profkit.capture import saved_tensors
+from profkit.capture.recompute import watch_recompute
 from profkit.capture.saved_tensors import is_cast_of_parameter, read_saved
 
 needs_content = pytest.mark.skipif(not saved_tensors._SHOWS_CONTENT, reason="this torch does not show what is packed")
@@ -144,6 +145,38 @@ def test_a_checkpoint_is_not_computed_again_and_its_inputs_are_found(reentrant: 
     assert inner.untyped_storage().data_ptr() in found
     loss.backward()
     assert calls["run"] == 2
+
+
+class Kept:
+    """Notes what checkpoints keep of what they computed again."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[int, float]] = {}
+
+    def call_to_recompute(self) -> None:
+        """No call is known."""
+
+    def recompute_begins(self, key: object, call: Any) -> None:
+        """Nothing is kept yet."""
+
+    def recompute_ends(self, key: object, kept: Callable[[], list[Tensor]]) -> None:
+        """Note what is kept now."""
+        self.found |= {one.untyped_storage().data_ptr(): _content(one) for one in kept()}
+
+
+def test_what_a_checkpoint_computed_again_is_what_forward_would_have_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_CheckpointFrame, "__init__", _CheckpointFrame.__init__)
+    monkeypatch.setattr(CheckpointFunction, "forward", CheckpointFunction.forward)
+    listener = Kept()
+    watch_recompute(listener)
+    x = torch.rand(2, 8, 16, requires_grad=True)
+    block = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Softmax(-1))
+    wanted, _ = _found(block(x).sum())
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    weights = {one.data_ptr() for one in block.parameters()}
+    assert {at: one for at, one in listener.found.items() if at not in weights | {x.data_ptr()}}
+    found = Counter(one for at, one in listener.found.items() if at not in weights)
+    assert found == Counter(wanted.values())
 
 
 @needs_content

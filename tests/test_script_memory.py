@@ -452,3 +452,4 @@ def test_allocations_carry_the_phase_and_the_modules_name(workloads: dict[str, d
         assert order.index(f"blocks.{number}.relu") < order.index(f"blocks.{number}.linear"), "in reverse"
         assert order.index(f"blocks.{number}.linear") < order.index(f"blocks.{number - 1}.relu")
     assert len(phases) >= 4 * len(WORKLOADS)
+    assert {"profkit:recompute:blocks.2.linear", "profkit:inference:blocks.2.linear"} <= set(texts)

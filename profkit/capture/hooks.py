@@ -34,6 +34,7 @@ from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
 from profkit.capture.recompute import watch_recompute
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
+from profkit.capture.watcher import Watcher
 from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER, PHASES, RECOMPUTE, step_range
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -47,31 +48,6 @@ class StepListener(Protocol):
 
     def hooks_failed(self, error: Exception) -> None:
         """A hook failed, and all of them have stopped."""
-
-
-class Watcher:
-    """Sees what the script does while the hooks are installed; this one does nothing."""
-
-    follows_modules = False
-    """Whether `runs_for` is wanted, also of modules that have no range."""
-
-    def call_begins(self, module: nn.Module, args: Any, name: str | None) -> None:
-        """An outermost module call begins; in a backward pass there is none. ``name``: the model's, if known."""
-
-    def call_ends(self, keywords: Any) -> None:
-        """An outermost module call has ended, or raised."""
-
-    def backward_begins(self, tensors: Any) -> None:
-        """The backward pass of ``tensors`` begins on this thread, and not within another one."""
-
-    def runs_for(self, phase: str | None, module: str | None) -> None:
-        """From now on this thread works for a phase and a module, None for what does not apply; on leaving one too."""
-
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer's step begins."""
-
-    def optimizer_ends(self, optimizer: Optimizer) -> None:
-        """An optimizer's step has ended well."""
 
 
 def _harmless(method: Method) -> Method:
@@ -310,6 +286,7 @@ class Hooks(RangeObserver):
     def _backward_begins(self, key: object, tensors: Any) -> None:
         # Within a backward pass it is mostly a checkpoint's: no phase of its own, but ranges that end with it.
         if running_graph() != -1:
+            self._watcher.backward_begins(tensors)
             is_computed_again = self._open.has_range(RECOMPUTE)
             self._open.interrupt_backward(key, BACKWARD if self._recording and is_computed_again else None)
             return
@@ -352,8 +329,9 @@ class Hooks(RangeObserver):
             self._open.interrupt_backward(key, RECOMPUTE, call)
 
     @_harmless
-    def recompute_ends(self, key: object) -> None:
-        """Close it and what is open in it, and go on with the backward work that it interrupted."""
+    def recompute_ends(self, key: object, kept: Callable[[], list[Tensor]]) -> None:
+        """Close it, and go on with the backward work that it interrupted."""
+        self._watcher.recompute_ends(kept)
         self._open.resume_backward(key)
 
     @_harmless

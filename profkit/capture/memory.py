@@ -25,10 +25,10 @@ from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import record_in_torch
 from profkit.capture import allocation_text
-from profkit.capture.hooks import Watcher
 from profkit.capture.module_names import Roots
 from profkit.capture.owners import OwnerLedger, now_us
 from profkit.capture.saved_tensors import watch_hooks
+from profkit.capture.watcher import Watcher
 from profkit.files import whole_file
 from profkit.names import step_range
 from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
@@ -169,6 +169,12 @@ class MemoryRecording(Watcher):
         assert self.owners is not None
         if self._notes_steps:
             self.owners.note_saved(tensors)
+
+    @_harmless
+    def recompute_ends(self, kept: Callable[[], list[Tensor]]) -> None:
+        assert self.owners is not None
+        if self._notes_steps:
+            self.owners.note_kept(kept())
 
     @_harmless
     def runs_for(self, phase: str | None, module: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,20 @@ class OwnerLedger:
         self._note("input", tensors)
 
     def note_saved(self, roots: Any) -> None:
-        """Write down each storage that autograd keeps for the backward pass of ``roots``, once, and what is unread.
+        """Write down what autograd keeps for the backward pass of ``roots``, and how much of that was not found."""
+        note = self._noter()
+        unread = read_saved(roots, note)
+        if unread:
+            self._write({"kind": "unread", "time_us": now_us(), "step": self._step, "saved_tensors": unread})
 
-        What lies in a parameter or a buffer is left out.
-        """
+    def note_kept(self, tensors: Iterable[Tensor]) -> None:
+        """Write down what a checkpoint has computed again and keeps for backward."""
+        note = self._noter()
+        for tensor in tensors:
+            note(tensor)
+
+    def _noter(self) -> Callable[[Tensor], None]:
+        """Return what writes down storages kept for backward, each once, but for those of parameters and buffers."""
         now = now_us()
         known = set(self._lasting.values())
 
@@ -107,9 +117,7 @@ class OwnerLedger:
                     known.add(place)
                     self._write_owned(now, role, "", part, whole=True)
 
-        unread = read_saved(roots, note)
-        if unread:
-            self._write({"kind": "unread", "time_us": now, "step": self._step, "saved_tensors": unread})
+        return note
 
     def note_figures(self, moment: str, *, only_higher: bool = False) -> None:
         """Write down the allocator's own statistics; ``only_higher``: of devices with a peak above all noted ones."""

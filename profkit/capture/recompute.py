@@ -11,8 +11,10 @@ import functools
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint
 
 from profkit.capture.open_ranges import Call
@@ -27,8 +29,11 @@ class RecomputeListener(Protocol):
     def recompute_begins(self, key: object, call: Call | None) -> None:
         """What ran in ``call`` is about to be computed again; ``key`` is the same where it ends."""
 
-    def recompute_ends(self, key: object) -> None:
-        """It has been computed again, or has been stopped early, or raised."""
+    def recompute_ends(self, key: object, kept: Callable[[], list[Tensor]]) -> None:
+        """It has been computed again, or has been stopped early, or raised.
+
+        ``kept`` returns the tensors that are kept for the backward pass now, where no graph does that.
+        """
 
 
 def watch_recompute(listener: RecomputeListener) -> None:
@@ -57,7 +62,9 @@ def _with_watched_frame(init: Callable[..., None], listener: RecomputeListener) 
     def watched(frame: Any, *args: Any, **kwargs: Any) -> None:
         init(frame, *args, **kwargs)
         if not torch.compiler.is_compiling() and hasattr(frame, "recompute_fn"):
-            frame.recompute_fn = _watched(frame.recompute_fn, listener)
+            # The frame must not hold itself.
+            kept = functools.partial(_kept_by, ref(frame))
+            frame.recompute_fn = _watched(frame.recompute_fn, listener, kept)
 
     return watched
 
@@ -70,7 +77,18 @@ def _with_watched_function(forward: Callable[..., Any], listener: RecomputeListe
     return watched
 
 
-def _watched(function: Callable[..., Any], listener: RecomputeListener) -> Callable[..., Any]:
+def _kept_by(reference: ref[Any]) -> list[Tensor]:
+    """Return what has been computed again for a checkpoint's frame and is not used yet."""
+    frame = reference()
+    if frame is None:
+        return []
+    groups = list(getattr(frame, "recomputed", {}).values())
+    return [tensor for group in groups for tensor in list(group.values()) if isinstance(tensor, Tensor)]
+
+
+def _watched(
+    function: Callable[..., Any], listener: RecomputeListener, kept: Callable[[], list[Tensor]] = list
+) -> Callable[..., Any]:
     """Return ``function`` so that the listener sees each time that it runs again, which is with gradients on."""
     call = listener.call_to_recompute()
 
@@ -85,6 +103,6 @@ def _watched(function: Callable[..., Any], listener: RecomputeListener) -> Calla
             return function(*args, **kwargs)
         finally:
             _running.depth -= 1
-            listener.recompute_ends(key)
+            listener.recompute_ends(key, kept)
 
     return watched
