@@ -32,18 +32,23 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Slow(Dataset):
+    def __init__(self, features):
+        self.features = features
+
     def __len__(self):
         return 12
 
+    @torch.no_grad()
     def __getitem__(self, index):
         time.sleep(0.002)
-        return torch.full((8,), float(index)), torch.ones(1)
+        return self.features(torch.full((8,), float(index))), torch.ones(1)
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     options = {"multiprocessing_context": sys.argv[2]} if sys.argv[1] != "0" else {}
-    loader = DataLoader(Slow(), batch_size=2, num_workers=int(sys.argv[1]), shuffle=True, **options)
+    features = nn.Linear(8, 8) if sys.argv[1] != "0" else nn.Identity().forward  # calls of modules may be steps
+    loader = DataLoader(Slow(features), batch_size=2, num_workers=int(sys.argv[1]), shuffle=True, **options)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
     for epoch in range(2):

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.utils.data import dataloader
+from torch.utils.data import dataloader, get_worker_info
 
 _FEWEST = 2
 """So many steps after the first must have ended before anything is said of the workers' pace."""
@@ -111,6 +111,11 @@ class DataLoading:
             return result
 
         return waited
+
+
+def is_loader_worker() -> bool:
+    """Return whether this process is a data loader's worker: what it runs trains nothing, even if it calls a model."""
+    return get_worker_info() is not None
 
 
 def queue_of(iterator: Any) -> Queue:

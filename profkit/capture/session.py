@@ -22,6 +22,7 @@ import torch
 
 from profkit.annotation import RangeObserver, annotate, observe_ranges
 from profkit.capture.conditions import read_conditions
+from profkit.capture.data_loading import is_loader_worker
 from profkit.capture.hooks import Hooks
 from profkit.capture.memory import MemoryRecording
 from profkit.capture.queue_drain import QueueDrain
@@ -124,6 +125,8 @@ class Session:
 
     def boundary(self, number: int) -> None:
         """Time the step that ended; begin or end the recording if it is time to."""
+        if self._begun < 0 and is_loader_worker():
+            self.abandon()
         if self._is_over:
             return
         self._note_step()

@@ -56,7 +56,9 @@ _SOURCES = {
 
 _NAME_WIDTH = 40
 _UNEVEN = 1.5
-"""Waits for data of which the longest is this many times their mean come in bursts."""
+"""Waits for data of which the longest is this many times their mean come in bursts,"""
+_WORTH = 0.1
+"""which is worth a word where it is this share of a step."""
 _WAITS_NAMED = 3
 
 
@@ -220,7 +222,8 @@ def _data_line(result: EfficiencyResult, data: DataWait) -> Iterator[str]:
         return
     shortest, longest, mean = min(waits.values()), max(waits.values()), sum(waits.values()) / len(waits)
     line = f"waiting for data: {format_ns(round(mean))} per step"
-    if longest > _UNEVEN * mean:
+    step_ns = sum(step.wall_ns for step in result.steps) / len(result.steps)
+    if longest > max(_UNEVEN * mean, _WORTH * step_ns):
         line += f" ({format_ns(shortest)} to {format_ns(longest)})"
     if data.input_copy_ns:
         line += f", then {format_ns(data.input_copy_ns // len(waits))} to copy it to the GPU"
