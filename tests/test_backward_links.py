@@ -41,12 +41,12 @@ class KinetoBuilder:
             | {"args": {"correlation": self.correlation, "device": 0, "stream": 7}}
         )
 
-    def operator_pair(self, name: str, forward: float, backward: float, duration: float) -> None:
+    def operator_pair(self, name: str, forward: float, backward: float, duration: float, tid: int = MAIN) -> None:
         """Add a forward operator with a kernel of 1 µs and its backward operator with one of ``duration``."""
         flow = len(self.events)
-        self.span("cpu_op", f"aten::{name}", forward, forward + 10)
-        self.launch(forward + 2, 1)
-        self.events.append({"ph": "s", "id": flow, "cat": "fwdbwd", "name": "fwdbwd", "pid": 10, "tid": MAIN})
+        self.span("cpu_op", f"aten::{name}", forward, forward + 10, tid)
+        self.launch(forward + 2, 1, tid)
+        self.events.append({"ph": "s", "id": flow, "cat": "fwdbwd", "name": "fwdbwd", "pid": 10, "tid": tid})
         self.events[-1]["ts"] = forward
         node = f"autograd::engine::evaluate_function: {name}Backward0"
         self.span("cpu_op", node, backward, backward + 10, AUTOGRAD)
@@ -100,6 +100,28 @@ def test_the_tree_shows_linked_work_once_and_its_children_sum_to_their_parent(tm
         "step 0/forward/layer 1": 1000,
         "step 0/backward": 150_000,
         "step 0/backward/layer 1": 50_000,
+        "step 0/backward/layer 0": 100_000,
+    }
+
+
+def test_backward_work_of_what_a_checkpoint_ran_again_is_no_recomputation(tmp_path: Path) -> None:
+    builder = KinetoBuilder()
+    builder.annotate("step 0", 0, 1000)
+    builder.annotate("forward", 10, 400)
+    builder.annotate("layer 0", 20, 100)
+    builder.launch(30, 1)
+    builder.annotate("backward", 500, 900)
+    builder.annotate("recompute", 510, 600, AUTOGRAD)
+    builder.annotate("layer 0", 520, 590, AUTOGRAD)
+    builder.operator_pair("mm", 530, 700, 100, AUTOGRAD)
+    rows = {row.path: row.kernel_time_ns for row in builder.open(tmp_path).ranges().ranges}
+    assert rows == {
+        "step 0": 102_000,
+        "step 0/forward": 1000,
+        "step 0/forward/layer 0": 1000,
+        "step 0/backward": 101_000,
+        "step 0/backward/recompute": 1000,
+        "step 0/backward/recompute/layer 0": 1000,
         "step 0/backward/layer 0": 100_000,
     }
 

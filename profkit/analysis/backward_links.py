@@ -11,8 +11,8 @@ never counts in the other.
 - If the program opened no range named ``backward``: for work in a range next to the forward one (``bwd`` after
   ``fwd``) the mirrors go under that range; for work directly in the range around both they go under a mirror named
   ``backward``.
-- Mirrored are those ranges of the forward operator that lie below its phase and do not enclose the backward work too.
-  If none of them is a phase, the outermost is the counterpart of the backward work's own range and is left out.
+- Mirrored are those ranges of the forward operator that lie below its phase, or below ``recompute``, and do not enclose
+  the backward work too. If none of them is a phase, the outermost is the counterpart of the backward work's own range and is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors
-from profkit.names import BACKWARD, PHASES
+from profkit.names import BACKWARD, PHASES, RECOMPUTE
 from profkit.trace.columns import Ints, Ranges, Trace, empty_ints, rows_by_value
 
 MIRROR_THREAD = -9
@@ -120,7 +120,7 @@ class _Builder:
         """Return the range to put mirrors under, and the forward ranges to mirror, outermost first."""
         below = [index for index in forward if index not in backward]
         own = [index for index in backward if index not in forward]
-        phases = [at for at, index in enumerate(below) if self._name(index) in PHASES]
+        phases = [at for at, index in enumerate(below) if self._name(index) in (*PHASES, RECOMPUTE)]
         inner: list[int | None] = [*below[phases[-1] + 1 :]] if phases else [*below]
         around = backward[-1] if backward else NO_RANGE
         if any(self._name(index) == BACKWARD for index in backward):
