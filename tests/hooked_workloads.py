@@ -44,6 +44,32 @@ class Marked(torch.autograd.Function):
         return gradient
 
 
+class MarkedTwice(torch.autograd.Function):
+    """The identity; its backward is `SecondMark`, which notes when the backward of its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return SecondMark.apply(gradient)  # type: ignore[no-any-return]
+
+
+class SecondMark(torch.autograd.Function):
+    """The identity; notes when its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        for kind in ("open", "close"):
+            EVENTS.append((kind, "marked twice", threading.get_ident()))
+        return gradient
+
+
 class Mark(nn.Module):
     """The identity as a module."""
 
@@ -57,6 +83,7 @@ class Block(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.mark = Mark() if how == "plain" else nn.Identity()
+        self.is_marked_twice = how == "penalty"
         self.keeps_products = how == "selective"
         self.linear = nn.Linear(8, 8)
         self.relu = nn.ReLU(inplace=True)
@@ -67,6 +94,8 @@ class Block(nn.Module):
             y = y + x
         else:
             y += x
+        if self.is_marked_twice:
+            y = MarkedTwice.apply(y)
         return self.mark(self.relu(y))  # type: ignore[no-any-return]
 
 

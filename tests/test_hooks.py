@@ -192,3 +192,10 @@ def test_dynamo_makes_the_same_graphs_whether_the_hooks_are_there_or_not() -> No
 
 def test_nothing_is_left_open(hooked: dict[str, Any]) -> None:
     assert [name for _, name, _ in hooked["end"]["events"]] == ["step 64"]
+
+
+def test_a_second_derivatives_work_lies_outside_the_modules_of_the_first(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["penalty"]["events"])
+    assert {path: count for path, count in paths.items() if path.endswith("/marked twice")} == {
+        "backward/model/marked twice": 3 * 4
+    }

@@ -203,7 +203,7 @@ def test_a_checkpointed_transformer_equals_the_formula_by_hand(layers: int) -> N
 def test_a_second_derivative_is_the_models_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("backward", "grad"):
         monkeypatch.setattr(torch.autograd, name, getattr(torch.autograd, name))
-    watch_backward_calls(lambda *_: None, lambda _: None)
+    watch_backward_calls(lambda *_: None, lambda *_: None)
     weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
 
     def step() -> None:

@@ -12,7 +12,8 @@ never counts in the other.
   ``fwd``) the mirrors go under that range; for work directly in the range around both they go under a mirror named
   ``backward``.
 - Mirrored are those ranges of the forward operator that lie below its phase, or below ``recompute``, and do not enclose
-  the backward work too. If none of them is a phase, the outermost is the counterpart of the backward work's own range and is left out.
+  the backward work too. If none of them is a phase, the outermost is the counterpart of the backward work's own range
+  and is left out.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 Begins = Callable[[object, Sequence[Any]], None]
-Ends = Callable[[object], None]
+Ends = Callable[[object, Any], None]
 
 
 def watch_backward_calls(begins: Begins, ends: Ends) -> None:
-    """Call ``begins(key, tensors)`` before each backward call of this process and ``ends(key)`` after it.
+    """Call ``begins(key, tensors)`` before each backward call of this process and ``ends(key, result)`` after it.
 
-    ``tensors`` holds what is differentiated: a tensor, or a sequence of them. ``key`` is another object for each call.
+    ``tensors`` holds what is differentiated: a tensor, or a sequence of them. ``result`` is what the call returns, None
+    if it raised. ``key`` is another object for each call.
     """
     torch.autograd.backward = _watched(torch.autograd.backward, begins, ends)
     torch.autograd.grad = _watched(torch.autograd.grad, begins, ends)
@@ -39,10 +40,12 @@ def _watched(backward: Callable[..., Any], begins: Begins, ends: Ends) -> Callab
         key, creates_graph = object(), bool(given.get("create_graph"))
         _creating_graph.count += creates_graph
         begins(key, (given.get(names[0]),))
+        result = None
         try:
-            return backward(*args, **kwargs)
+            result = backward(*args, **kwargs)
+            return result
         finally:
-            ends(key)
+            ends(key, result)
             _creating_graph.count -= creates_graph
 
     return watched

@@ -35,14 +35,7 @@ def mark_nodes(value: Any, call: Call | None, entered: Entered, nesting: int = _
     if isinstance(value, Tensor):
         node = value.grad_fn
         if node is not None:
-            notes = node.metadata
-            if _MARK not in notes:
-                notes[_MARK] = True
-                # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
-                # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
-                carrier = _on_thread.carrier
-                carrier._backward_hooks = {0: partial(entered, call)}
-                node._register_hook_dict(carrier)
+            mark_node(node, call, entered)
     elif not nesting or value is None:
         return
     elif isinstance(value, list | tuple):
@@ -54,6 +47,18 @@ def mark_nodes(value: Any, call: Call | None, entered: Entered, nesting: int = _
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             mark_nodes(getattr(value, field.name, None), call, entered, nesting - 1)
+
+
+def mark_node(node: Any, call: Call | None, entered: Entered) -> None:
+    """Mark one node, as `mark_nodes` does."""
+    notes = node.metadata
+    if _MARK not in notes:
+        notes[_MARK] = True
+        # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
+        # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
+        carrier = _on_thread.carrier
+        carrier._backward_hooks = {0: partial(entered, call)}
+        node._register_hook_dict(carrier)
 
 
 class _OnThread(threading.local):

@@ -32,6 +32,7 @@ from profkit.capture.module_calls import observe_module_calls
 from profkit.capture.module_names import ModuleNames
 from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
 from profkit.capture.recompute import watch_recompute
+from profkit.capture.second_derivatives import SecondDerivatives
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
 from profkit.capture.watcher import Watcher
@@ -98,6 +99,7 @@ class Hooks(RangeObserver):
         """The time of backward passes and optimizers' steps, once it is started."""
         self.loading = DataLoading(self._data_begins, self._data_ends)
         self._generation = Generation(self._generate_begins, self._generate_ends)
+        self._second_derivatives = SecondDerivatives(self._enter_backward)
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
         self.begun = -1
@@ -284,6 +286,8 @@ class Hooks(RangeObserver):
 
     @_harmless
     def _backward_begins(self, key: object, tensors: Any) -> None:
+        if self._recording:
+            self._second_derivatives.first_begins(key, tensors)
         # Within a backward pass it is mostly a checkpoint's: no phase of its own, but ranges that end with it.
         if running_graph() != -1:
             self._watcher.backward_begins(tensors)
@@ -298,12 +302,15 @@ class Hooks(RangeObserver):
             mark_nodes(tensors, None, self._enter_backward)
 
     @_harmless
-    def _backward_ends(self, key: object) -> None:
-        if running_graph() != -1:
+    def _backward_ends(self, key: object, gradients: Any) -> None:
+        is_within_another = running_graph() != -1
+        if is_within_another:
             self._open.resume_backward(key)
-            return
-        self._end_phase(key)
-        self._make_boundary(self.steps.backward_ends())
+        else:
+            self._end_phase(key)
+        self._second_derivatives.first_ended(key, gradients, self._open.call)
+        if not is_within_another:
+            self._make_boundary(self.steps.backward_ends())
 
     def _enter_backward(self, call: Call | None, _gradient: Tensor | None = None) -> None:
         if not self._recording:
