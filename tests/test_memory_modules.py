@@ -293,6 +293,13 @@ def test_a_workspace_is_no_modules(tmp_path: Path) -> None:
     assert "workspace" not in rows["h.0.attn"]
 
 
+def test_a_name_of_a_million_parts_makes_no_million_rows(tmp_path: Path) -> None:
+    training = Layers(steps=0)
+    training.put(60 * MIB)
+    training.allocator.events[-1]["user_metadata"] = "profkit:forward:" + "a." * 1_000_000
+    assert len(at_peak(training, tmp_path).by_module) < 100
+
+
 def test_two_models_have_a_tree_each(tmp_path: Path) -> None:
     training = Layers(steps=0)
     for name in ("netG/main.0.weight", "netD/main.0.weight", "netD/scale"):

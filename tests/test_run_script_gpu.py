@@ -21,6 +21,7 @@ import torch
 
 from profkit import read_snapshot
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.memory.parts import NO_MODULE_KNOWN
 from profkit.analysis.memory.result import MemoryResult
 
 pytestmark = pytest.mark.gpu
@@ -178,8 +179,11 @@ def _assert_exact(result: MemoryResult) -> None:
     assert result.allocator_check is not None
     assert result.allocator_check.agrees, result.allocator_check
     assert result.allocator_check.unmatched_entries == 0, "every owner that was written down was found"
-    by_category = sum(row.bytes for row in result.composition.by_category)
-    assert by_category == result.totals.allocated_peak_bytes
+    at, peak = result.composition, result.totals.allocated_peak_bytes
+    assert sum(row.bytes for row in at.by_category) == sum(row.bytes for row in at.by_phase) == peak
+    assert sum(row.own_bytes for row in at.by_module) == peak
+    unknown = sum(row.bytes for row in at.by_module if row.name == NO_MODULE_KNOWN)
+    assert unknown < 0.05 * peak, "everything else has a module, or is outside them all"
 
 
 @pytest.mark.parametrize("how", ["plain", "autocast", "compiled"])

@@ -24,6 +24,9 @@ BEFORE_RECORDING = "(before recording)"
 
 Path = tuple[str, ...]
 
+_DEEPEST = 50
+"""Names come from a file, and every level of a name is a row: what is deeper stays one name."""
+
 
 @dataclass(frozen=True)
 class PartRow:
@@ -135,7 +138,7 @@ def names_modules(rows: Iterable[PartRow]) -> bool:
 def path_of(module: str) -> Path:
     """Return where a module stands in the tree; before a slash stands the model, if there are several."""
     root, _, inner = module.rpartition("/")
-    return (root or MODEL, *inner.split(".")) if inner and module != MODEL else (root or MODEL,)
+    return (root or MODEL, *inner.split(".", _DEEPEST)) if inner and module != MODEL else (root or MODEL,)
 
 
 def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
