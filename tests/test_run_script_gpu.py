@@ -71,7 +71,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 hog = []
 for number in range(6):
     rows = 2048
-    if number == 2 and ("exhaust" in how or "retry" in how):
+    if number == (5 if "late" in how else 2) and ("exhaust" in how or "retry" in how):
         try:
             free = torch.cuda.mem_get_info()[0]
             hog.append(torch.empty(free - (1 << 26), dtype=torch.uint8, device="cuda"))
@@ -208,6 +208,7 @@ def test_memory_only_is_exact_and_changes_no_loss(place: Path, run: Run, how: st
     by_category = {row.category: row for row in result.composition.by_category}
     for category in ("parameters", "gradients", "optimizer state"):
         assert set(by_category[category].evidence) == {"identity"}
+    assert by_category["activations"].evidence["identity"] > 0.9 * by_category["activations"].bytes
     assert result.composition.evidence["none"] < 0.05 * result.totals.allocated_peak_bytes
 
 
@@ -253,7 +254,27 @@ def test_out_of_memory_in_the_third_step(place: Path, run: Run) -> None:
     assert result.oom.cause in {"capacity", "outsized", "fragmentation", "outside"}
     told = run("-m", "profkit", "memory", "run")
     assert told.returncode == 0
-    assert "out of memory" in told.stdout
+    assert "Out of memory" in told.stdout
+
+
+@pytest.mark.parametrize("option", ["--oom", "--memory-only"])
+def test_out_of_memory_after_the_recorded_steps_is_explained(place: Path, run: Run, option: str) -> None:
+    done = run(*_profkit(option), "train.py", "exhaust", "late")
+    assert done.returncode == 1
+    assert "OutOfMemoryError" in done.stderr
+    assert "Out of memory" in done.stdout
+    assert "When the allocation failed" in done.stdout
+    _, result = _open(place)
+    _assert_exact(result)
+    assert result.oom is not None
+    assert "optimizer state" in {row.category for row in result.composition.by_category}
+
+
+def test_watching_for_failed_allocations_keeps_nothing_and_changes_no_loss(place: Path, run: Run) -> None:
+    plain = run("train.py", "plain")
+    done = run(*_profkit("--oom"), "train.py", "plain")
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    assert [path.name for path in (place / "run").iterdir()] == ["manifest.json"]
 
 
 def test_an_error_that_the_script_survives_disturbs_nothing(place: Path, run: Run) -> None:
