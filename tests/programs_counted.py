@@ -17,7 +17,8 @@ FOLDER = Path(__file__).parent / "programs"
 class Program:
     """One program: how it is started, and what one step of it holds.
 
-    ``phases`` are all ranges that lie directly in a step; ``paths`` are some of those below them, each the only one of
+    ``steps`` is how many of the two that are asked for there are: a program without any is one. ``phases`` are all
+    ranges that lie directly in a step; ``paths`` are some of those below them, each the only one of
     its name there. ``linked`` is False where torch.profiler's links cannot say which module a backward operator
     belongs to.
     """
@@ -26,6 +27,7 @@ class Program:
     phases: Mapping[str, int]
     paths: Mapping[str, int] = field(default_factory=dict)
     argument: str = ""
+    steps: int = 2
     ranks: int = 1
     linked: bool = True
 
@@ -58,6 +60,7 @@ PROGRAMS: dict[str, Program] = {
         _both_ways("model/0", "model/1", "model/2", "model/3", times=3),
     ),
     "attention without module and optimizer": Program("attention_benchmark", {"backward": 1}),
+    "products of matrices alone": Program("matrix_products", {}, steps=1),
     "GAN": Program(
         "gan",
         {"forward": 4, "loss": 3, "backward": 3, "optimizer": 2},

@@ -58,9 +58,9 @@ def test_losses_are_equal_to_the_bit(recording: Recording) -> None:
 
 def test_steps_and_phases_are_as_counted_by_hand(name: str, recording: Recording) -> None:
     found = times_by_step(recording.trace)
-    assert [times.pop("") for times in found] == [1] * STEPS
+    assert [times.pop("") for times in found] == [1] * PROGRAMS[name].steps
     phases = [{path: times for path, times in step.items() if "/" not in path} for step in found]
-    assert phases == [PROGRAMS[name].phases] * STEPS
+    assert phases == [PROGRAMS[name].phases] * PROGRAMS[name].steps
 
 
 def test_modules_are_where_they_ran_as_often_as_they_ran(name: str, recording: Recording) -> None:

@@ -19,7 +19,6 @@ from tests.forked_scripts import Forks  # noqa: E402
 from tests.operator_links import backward_ns_by_forward_path  # noqa: E402
 from tests.programs_counted import ON_A_GPU, ON_TWO_GPUS, PROGRAMS, Program  # noqa: E402
 from tests.recorded_programs import (  # noqa: E402
-    STEPS,
     assert_the_tree_is_whole,
     backward_ns_by_path,
     kernels_by_step,
@@ -83,7 +82,7 @@ def test_both_profilers_agree_on_the_kernels_under_each_path(name: str, forks: F
     by_kineto = kernels_by_step(record(program, forks, tmp_path).trace)
     (tmp_path / "nsys").mkdir()
     by_nsys = kernels_by_step(record_with_nsys(program, tmp_path / "nsys"))
-    assert [step[""] > 0 for step in by_kineto] == [True] * STEPS
+    assert [step[""] > 0 for step in by_kineto] == [True] * program.steps
     assert by_nsys == by_kineto
 
 
