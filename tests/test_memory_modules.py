@@ -64,7 +64,7 @@ class Layers(Training):
         if self.texts and self.phase:
             for event in self.allocator.events[before:]:
                 event["user_metadata"] = f"profkit:{self.phase}:{self.module}"
-        outside = f"{OUTSIDE}/{self.phase or '(in no phase)'}"
+        outside = f"{OUTSIDE}/{self.phase or '(before the first phase)'}"
         self.live[block] = where or [(self.module or outside, size)]
         if self.allocator.allocated.current > sum(self.held[top] for top in ("model", OUTSIDE)):
             self.held = self.count()
@@ -236,6 +236,18 @@ def test_a_range_that_ends_when_it_begins_holds_nothing(tmp_path: Path) -> None:
     assert own["model"] >= 300 * MIB
 
 
+def test_memory_of_a_loss_that_is_a_plain_function_is_between_two_phases(tmp_path: Path) -> None:
+    training = Layers(texts=False, steps=1)
+    with training.inside("forward", "forward"), training.inside("model"):
+        training.drop(training.put(MIB))
+    training.phase = training.module = ""
+    loss = training.put(300 * MIB)
+    with training.inside("backward", "backward"), training.inside("model"):
+        training.drop(training.put(400 * MIB, stack="backward"), loss)
+    rows = {"/".join(row.path): row.bytes for row in at_peak(training, tmp_path).by_module}
+    assert rows["(outside modules)/(between forward and backward)"] == 300 * MIB
+
+
 def test_a_model_that_only_answers_has_phases_too(tmp_path: Path) -> None:
     training = Layers(texts=False, steps=0)
     for phase in ("prefill", "decode"):
@@ -379,7 +391,11 @@ def test_modules_and_phases_of_real_snapshots_sum_to_what_is_allocated(name: str
         if birth < at.moment <= freed:
             time = memory.timeline.times_us[birth]
             phases = [one.name for one in memory.timeline.phases if one.start_us <= time <= one.end_us]
-            where = (phases or ["(in no phase)"])[0] if birth >= 0 else "(before recording)"
+            before = [one.name for one in memory.timeline.phases if one.end_us < time][-1:]
+            after = [one.name for one in memory.timeline.phases if one.start_us > time][:1]
+            where = f"(between {before[0]} and {after[0]})" if before and after else "(after the last phase)"
+            where = where if before else "(before the first phase)" if after else "(in no phase)"
+            where = (phases or [where])[0] if birth >= 0 else "(before recording)"
             by_phase[where] += int(memory.history.replay.size_bytes[row])
     assert {row.name: row.bytes for row in at.by_phase} == by_phase
 

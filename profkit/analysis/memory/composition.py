@@ -189,11 +189,19 @@ def _by_place(
     replay = memory.history.replay
     pieces = []
     for row, claim in chosen:
-        phase = BEFORE_RECORDING if replay.birth[row] < 0 else memory.phase_of(row) or IN_NO_PHASE
-        pieces.append(Piece(int(replay.size_bytes[row]), claim.category, memory.place_of(row), phase))
+        pieces.append(Piece(int(replay.size_bytes[row]), claim.category, memory.place_of(row), _phase_of(memory, row)))
     others = (other_row(NOT_SELECTED, *rest, total),) if rest[1] else ()
     by_module = sum_by_module(pieces, total, memory.places.modules)
     return by_module + others, sum_by_phase(pieces, total) + others
+
+
+def _phase_of(memory: DeviceMemory, row: int) -> str:
+    """Return the phase in which an allocation was made, or in brackets what is known where there was none."""
+    birth = int(memory.history.replay.birth[row])
+    if birth < 0:
+        return BEFORE_RECORDING
+    gap = memory.timeline.gap_at(birth)
+    return memory.phase_of(row) or (IN_NO_PHASE if gap is None else f"({gap})")
 
 
 def _largest_groups(memory: DeviceMemory, ordered: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:

@@ -53,6 +53,17 @@ class Timeline:
         phase = self._at(self.phases, event)
         return phase.name if phase else None
 
+    def gap_at(self, event: int) -> str | None:
+        """Return between which phases an event outside all of them happened; None if there are no phases."""
+        if event < 0 or not self.phases:
+            return None
+        at = bisect_right(self.phases, int(self.times_us[event]), key=lambda one: one.start_us)
+        if at == 0:
+            return "before the first phase"
+        if at == len(self.phases):
+            return "after the last phase"
+        return f"between {self.phases[at - 1].name} and {self.phases[at].name}"
+
     def recomputation_at(self, event: int) -> Phase | None:
         """Return what was being computed again when an event happened, if anything."""
         return self._at(self.recomputations, event)
