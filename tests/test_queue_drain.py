@@ -187,7 +187,7 @@ class Filled:
 def _drained(folder: Path, loading: Any, step_ns: int, *, may_drain: bool = True) -> int:
     drain = QueueDrain(folder, loading)
     drain.look()
-    return drain.plan([{"step_ns": step_ns, "data_ns": step_ns // 2}], may_drain=may_drain)
+    return drain.plan(5, [{"step_ns": step_ns, "data_ns": step_ns // 2}], may_drain=may_drain)
 
 
 def test_a_drain_is_bounded_by_steps_and_by_time(tmp_path: Path) -> None:
@@ -213,6 +213,7 @@ def test_a_session_records_so_many_steps_more(tmp_path: Path, made: int, counted
     assert (process.state, len(process.profiled)) == (state, counted)
     assert process.loading is not None
     assert process.loading.drained_steps == (4 if made > 6 else 0)
+    assert process.loading.first_step == 6
     assert (process.loading.needed_steps, process.loading.queue_batches) == (4, 4)
 
 

@@ -44,12 +44,13 @@ class QueueDrain:
         self._before = self._loading.look()
         self._began_ns = perf_counter_ns()
 
-    def plan(self, unprofiled: Sequence[Mapping[str, int]], *, may_drain: bool) -> int:
+    def plan(self, number: int, unprofiled: Sequence[Mapping[str, int]], *, may_drain: bool) -> int:
         """The recorder has been started: return how many of the steps that begin now do not count.
 
         All ranks of this machine leave out equally many, as many as the one that needs most. All must come here.
 
         Args:
+            number: the number of the step that begins now.
             unprofiled: the times of the steps before.
             may_drain: False where the number of steps that follow is fixed.
         """
@@ -64,12 +65,18 @@ class QueueDrain:
             drained = LocalRanks(self._run).agree("drain", drained) if may_drain else 0
         except OSError:  # a full disk
             drained = 0
-        if after.workers:
+        if after.workers or drained:
             self._found = Loading(
-                after.workers, after.capacity, self._before.ready, after.ready, per_step, start_ns, needed, drained
+                workers=after.workers,
+                queue_batches=after.capacity,
+                ready_before=self._before.ready,
+                ready_after=after.ready,
+                batches_per_step=per_step,
+                start_ns=start_ns,
+                needed_steps=needed,
+                drained_steps=drained,
+                first_step=number + drained,
             )
-        elif drained:
-            self._found = Loading(drained_steps=drained)
         return drained
 
     def describe(self, recorded: int) -> Loading | None:

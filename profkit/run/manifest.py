@@ -91,7 +91,8 @@ class Loading:
 
     ``ready_before`` and ``ready_after`` are the batches that were ready before the recorder was started and after that,
     of at most ``queue_batches``; None if unknown. It took ``start_ns``. Until the queue was as usual again
-    ``needed_steps`` had to go by; the first ``drained_steps`` in the trace do not count for that reason.
+    ``needed_steps`` had to go by; the first ``drained_steps`` in the trace do not count for that reason, and
+    ``first_step`` is the number of the first that does.
     """
 
     workers: int = 0
@@ -102,6 +103,7 @@ class Loading:
     start_ns: int = 0
     needed_steps: int = 0
     drained_steps: int = 0
+    first_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -251,9 +253,7 @@ class Manifest:
     def first_step(self) -> int | None:
         """Return the number of the first step that counts, where the trace begins with some that do not."""
         loading = self.loading
-        if loading is None or not loading.drained_steps:
-            return None
-        return (self.workload.warmup_steps or 0) + loading.drained_steps
+        return None if loading is None or not loading.drained_steps else loading.first_step
 
     @property
     def recorded_peaks(self) -> dict[str, int]:
