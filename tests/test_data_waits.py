@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from profkit import read_trace
 from profkit.analysis.efficiency.data_waits import DataWait
-from profkit.analysis.efficiency.summary import EfficiencyResult
+from profkit.analysis.efficiency.gpu_time import GpuParts
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.report.document import render
 from profkit.report.efficiency import build_efficiency_document, limit_words
 from tests.efficiency_runs import rows_by_path
@@ -18,6 +19,7 @@ from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder
 
 MS = 1_000_000
+OVERLAPPED = {"overlapped_communication_ns": 0, "overlapped_copy_ns": 0}
 
 
 def _step(builder: NsysBuilder, number: int, at: int, wait: int, *, pid: int = 100, device: int = 0) -> int:
@@ -209,12 +211,60 @@ def test_a_torch_profilers_trace_says_the_same(tmp_path: Path) -> None:
     assert (step.data_loading_ns, step.input_copy_ns, limit_words(step)) == (900_000, 40_000, "data loading")
 
 
-def test_a_wait_is_most_of_the_hosts_time_only_beyond_half_of_it(tmp_path: Path) -> None:
+def test_a_wait_that_is_less_than_half_of_the_hosts_time_is_pythons(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("step 0", 0, 10 * MS)
     builder.range("data", 0, 4 * MS)
     builder.kernel(9 * MS, MS, start=9 * MS + 10)
     step = rows_by_path(_efficiency(builder, tmp_path))["step 0"]
     assert (step.verdict, limit_words(step)) == ("host-bound", "Python")
-    assert step.gpu is not None
-    assert DataWait(outside_cuda_ns=5 * MS).is_most_of(dataclasses.replace(step.gpu, outside_cuda_ns=9 * MS))
+
+
+def _with_launches(folder: Path, manifest: dict[str, Any]) -> EfficiencyRow:
+    """Two steps of 10 ms: 1 of waiting for data, 6 in which the host launches, 3 of computing; return their row."""
+    builder = NsysBuilder()
+    for number in range(2):
+        at = number * 10 * MS
+        builder.range(f"step {number}", at, at + 10 * MS)
+        builder.range("data", at, at + MS)
+        for launch_at in range(MS, 7 * MS, 100_000):
+            builder.call(at + launch_at, name="cudaEventRecord_v3020")
+        builder.kernel(at + 7 * MS - 1_000, 3 * MS, start=at + 7 * MS)
+    builder.write(folder / "trace.sqlite")
+    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", **manifest}))
+    return rows_by_path(read_trace(folder).efficiency())["step *"]
+
+
+def test_waits_that_the_profiler_hid_count(tmp_path: Path) -> None:
+    """Unprofiled 10 ms too, of which 5 are waiting: a slower host finds its data sooner. Launching keeps 2 of 6."""
+    steps = {
+        part: {"steps": [{"data_ns": wait * MS, "step_ns": 10 * MS}] * 3}
+        for part, wait in (("attached", 5), ("profiled", 1))
+    }
+    row = _with_launches(tmp_path, steps)
+    assert row.data_loading_ns == 2 * MS, "as recorded"
+    assert (row.verdict, limit_words(row)) == ("host-bound", "data loading")
+    assert "idle 50.0%" in row.rule
+
+
+def test_without_unprofiled_waits_the_recording_decides(tmp_path: Path) -> None:
+    row = _with_launches(tmp_path, {"attached": {"steps": [{"step_ns": 10 * MS}] * 3}})
+    assert limit_words(row) == "kernel launches"
+
+
+@pytest.mark.parametrize(
+    ("factor", "hidden", "expected"),
+    [
+        (1.0, None, (60, 20, 20)),
+        (0.5, None, (30, 10, 10)),
+        (0.5, 0, (22.5, 7.5, 20)),  # what the profiler added was not waiting for data
+        (0.5, 10, (15, 5, 30)),
+        (0.5, 100, (0, 0, 50)),  # never more than all that is idle
+    ],
+)
+def test_idle_time_without_a_profiler_is_divided(
+    factor: float, hidden: float | None, expected: tuple[float, float, float]
+) -> None:
+    """Idle for 100: 70 launching, of which 10 waiting for data, and 30 outside CUDA, of which 10."""
+    parts = GpuParts(140, 40, 0, 0, launching_ns=70, synchronising_ns=0, outside_cuda_ns=30, **OVERLAPPED)
+    assert DataWait(10, 0, 10).divide_idle(parts, factor, hidden) == pytest.approx(expected)

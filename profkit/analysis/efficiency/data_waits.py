@@ -42,10 +42,23 @@ class DataWait:
         """Return the time in which the GPU was idle because the program waited for data."""
         return self.launching_ns + self.synchronising_ns + self.outside_cuda_ns
 
-    def is_most_of(self, parts: GpuParts) -> bool:
-        """Return whether this is most of the time in which the GPU waits for the host other than for its launches."""
-        host_ns = parts.synchronising_ns + parts.outside_cuda_ns + self.launching_ns + self.input_copy_ns
-        return 2 * (self.idle_ns + self.input_copy_ns) > host_ns
+    def divide_idle(self, parts: GpuParts, factor: float, hidden_ns: float | None) -> tuple[float, float, float]:
+        """Return the idle time of ``parts`` without a profiler: launching, other waits for the host, waiting for data.
+
+        Args:
+            parts: the time that this is a part of.
+            factor: the share of all idle time that is left without a profiler.
+            hidden_ns: how much longer the program waits for data without a profiler, which slows everything else and so
+                hides such waits; None if that is unknown: then all three keep the same share.
+        """
+        launching_ns = parts.launching_ns - self.launching_ns
+        other_ns = parts.idle_ns - launching_ns - self.idle_ns
+        if hidden_ns is None:
+            return launching_ns * factor, other_ns * factor, self.idle_ns * factor
+        left_ns = parts.idle_ns * factor
+        waiting_ns = min(left_ns, self.idle_ns + hidden_ns)
+        share = (left_ns - waiting_ns) / (launching_ns + other_ns) if launching_ns + other_ns else 0.0
+        return launching_ns * share, other_ns * share, waiting_ns
 
 
 @dataclass(frozen=True, eq=False)

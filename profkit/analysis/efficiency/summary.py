@@ -34,10 +34,10 @@ from profkit.analysis.efficiency.waiting import Waiting, find_waiting
 from profkit.analysis.efficiency.work import Amount, RangeWorks, StepFlops
 from profkit.analysis.kernels import explain_no_work, extent_ns
 from profkit.analysis.nesting import mark_nested
-from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges
+from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges, split_path
 from profkit.analysis.range_tree import sum_wall, sum_work, work_by_node
 from profkit.analysis.ranks import Ranks
-from profkit.analysis.steps import is_step, measured_ranges
+from profkit.analysis.steps import context_of, is_step, measured_ranges
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.names import STEP
@@ -193,6 +193,8 @@ class _Columns:
     parts: dict[int, GpuParts]
     waited_for: dict[int, int]
     data: dict[int, DataWait]
+    window_count: Ints
+    """How many ranges and GPUs they worked on: a range on two GPUs has two windows."""
 
 
 def measure_efficiency(
@@ -229,7 +231,8 @@ def measure_efficiency(
             continue
         mine = members[ranges_of[at.node]]
         amount = works.total(mine)
-        row = _build_row(at, columns, amount, facts.peaks, idle_factor=factors[at.node])
+        hidden_ns = unprofiled.hidden_wait_ns(context_of(split_path(at.path))) if is_step(at.name) else None
+        row = _build_row(at, columns, amount, facts.peaks, idle_factor=factors[at.node], hidden_wait_ns=hidden_ns)
         if is_step(at.name):
             row = replace(row, mfu=step_flops.model(mine).share, hfu=step_flops.hardware(mine).share)
         rows.append(row)
@@ -327,6 +330,7 @@ def _sum_columns(
         parts=parts,
         waited_for=_find_waited_for(parts, node[windows.member], windows, waiting),
         data=find_data_waits(attribution.trace, times).sum_by_group(node[windows.member], windows),
+        window_count=np.bincount(node[windows.member], minlength=len(nodes)),
     )
 
 
@@ -370,6 +374,7 @@ def _build_row(
     peaks: Peaks | None,
     *,
     idle_factor: float | None,
+    hidden_wait_ns: float | None,
 ) -> EfficiencyRow:
     busy_ns = int(columns.busy_ns[at.node])
     parts = columns.parts.get(at.node)
@@ -384,6 +389,7 @@ def _build_row(
         only_communicates=busy_ns > 0 and not own_ns,
         mover_share=int(columns.moving_ns[at.node]) / own_ns if own_ns else 0.0,
         data=data,
+        hidden_wait_ns=None if hidden_wait_ns is None else hidden_wait_ns * int(columns.window_count[at.node]),
     )
     at_peak = product_ns(amount, peaks)
     operations = None if amount.flops is None or amount.other_flops is None else amount.flops + amount.other_flops
@@ -417,7 +423,7 @@ def _build_row(
         waiting_for=columns.waited_for.get(at.node),
         data_loading_ns=None if parts is None else data.idle_ns,
         input_copy_ns=None if parts is None else data.input_copy_ns,
-        loads_data=parts is not None and data.is_most_of(parts),
+        loads_data=verdict.loads_data,
         verdict=verdict.word,
         rule=verdict.rule,
     )

@@ -59,6 +59,7 @@ class UnprofiledIdle:
         self._factors: dict[tuple[str, int | None], float] = {}
         self._rest: dict[int | None, float] = {}
         self._steps: list[tuple[GpuParts, float]] = []
+        self._facts = facts
         measured = _outermost_phases(attribution) if facts.phases else {}
         steps, names = find_steps(attribution), nodes.names_above()
         for context in dict.fromkeys(one.context for one in facts.phases):
@@ -85,6 +86,13 @@ class UnprofiledIdle:
             rest_ns, rest_left_ns = whole_ns - idle_ns, whole_left_ns - left_ns * fit
             self._rest[context] = min(1.0, rest_left_ns / rest_ns) if rest_ns > 0 else step[1]
         self._factors |= {(phase, context): factor * fit for phase, (_, factor) in found.items()}
+
+    def hidden_wait_ns(self, context: int | None) -> float | None:
+        """Return how much longer a step waits for data without a profiler, None if it is not known."""
+        waits = self._facts.unprofiled(DATA, context)
+        if waits is None or waits.profiled_ns is None or (STEP, context) not in self._factors:
+            return None
+        return max(0.0, waits.clean_ns - waits.profiled_ns)
 
     @property
     def idle_share(self) -> float | None:

@@ -7,7 +7,8 @@ Two questions, in this order.
    makes no CUDA calls, or receiving a batch (`profkit.analysis.efficiency.data_waits`) → *host-bound*; only
    communication runs, or the range launched only communication →
    *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: if the
-   unprofiled time of the phase is known, idle time is scaled first (`profkit.analysis.efficiency.unprofiled`).
+   unprofiled time of the phase is known, idle time is scaled first (`profkit.analysis.efficiency.unprofiled`); waiting
+   for data is not, which a profiler never makes longer, but shorter.
 2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): if its FLOPs at
    the peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak, it
    is *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel. So if most of its kernel time
@@ -20,7 +21,7 @@ These words are what JSON holds; people read "limited by arithmetic", "kernel la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from profkit.analysis.categories import CATEGORIES
@@ -44,10 +45,14 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class Verdict:
-    """One word, None if there is no verdict; ``rule`` says in one line why."""
+    """One word, None if there is no verdict; ``rule`` says in one line why.
+
+    ``loads_data``: where the GPU waits for the host, other than for launches, it mostly waits for data.
+    """
 
     word: Word | None
     rule: str
+    loads_data: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ def judge(
     only_communicates: bool,
     mover_share: float = 0.0,
     data: DataWait = _NO_WAIT,
+    hidden_wait_ns: float | None = None,
 ) -> Verdict:
     """Return what limits a range.
 
@@ -107,35 +113,36 @@ def judge(
         only_communicates: all of its own kernels are communication; anything else that runs belongs to other ranges.
         mover_share: the share of `MOVERS` in its own kernel time, without communication.
         data: the parts of ``parts`` that are waiting for data.
+        hidden_wait_ns: how much longer it waits for data without a profiler, if known.
     """
     if parts is None or not parts.span_ns:
         return Verdict(None, "it launched no GPU work")
     factor = 1.0 if idle_factor is None else idle_factor
+    launching, other, waiting = data.divide_idle(parts, factor, hidden_wait_ns)
     shares: dict[Word | None, float] = {
-        "launch-bound": (parts.launching_ns - data.launching_ns) * factor,
-        "host-bound": (parts.synchronising_ns + parts.outside_cuda_ns + data.launching_ns) * factor
-        + data.input_copy_ns,
+        "launch-bound": launching,
+        "host-bound": other + waiting + data.input_copy_ns,
         "communication-bound": float(parts.exposed_communication_ns),
         None: float(parts.computing_ns + parts.exposed_copy_ns - data.input_copy_ns),
     }
+    loads_data = waiting + data.input_copy_ns > other
     whole = sum(shares.values())
     word = max(shares, key=lambda key: shares[key])
     share = f"{shares[word] / whole:.1%} of its time on the GPU"
     if idle_factor is not None:
         share += f" (idle time × {idle_factor:.2f} to estimate it without a profiler)"
-    if word == "host-bound" and data.is_most_of(parts):
-        idle, copying = (f"{ns / whole:.1%}" for ns in (data.idle_ns * factor, data.input_copy_ns))
-        return Verdict(
-            word, f"the largest part, {share}, is mostly waiting for data: idle {idle}, copying it {copying}"
-        )
+    if word == "host-bound" and loads_data:
+        idle, copying = (f"{ns / whole:.1%}" for ns in (waiting, data.input_copy_ns))
+        rule = f"the largest part, {share}, is mostly waiting for data: idle {idle}, copying it {copying}"
+        return Verdict(word, rule, loads_data)
     if word is not None:
-        return Verdict(word, f"the largest part, {share}, is {_MEANING[word]}")
+        return Verdict(word, f"the largest part, {share}, is {_MEANING[word]}", loads_data)
     busy = f"the largest part, {share}, is computing and copying"
     if only_communicates:
         return Verdict("communication-bound", "it launched only communication; all else belongs to other ranges")
     if parts.exposed_copy_ns > parts.computing_ns:
-        return Verdict("memory-bound", f"{busy}, mostly copying")
-    return _judge_busy(busy, busy_ns, roofline, mover_share)
+        return Verdict("memory-bound", f"{busy}, mostly copying", loads_data)
+    return replace(_judge_busy(busy, busy_ns, roofline, mover_share), loads_data=loads_data)
 
 
 _MEANING = {
