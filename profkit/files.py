@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 _PARTIAL = ".profkit-"
+
+GZIP_RATIO = 24
+"""How many times its size a zipped capture may take in memory for what an unzipped one takes once: real ones shrink to
+a tenth or a twentieth."""
+
+LEAST_MEMORY_BYTES = 3 * 2**29
+"""Every reader may use this much, however small its file is."""
 
 
 @contextmanager
@@ -66,6 +74,31 @@ def write_json(path: Path, content: Any, *, mode: int | None = None) -> None:
         OSError: it cannot be written; ``filename`` is ``path``.
     """
     write_whole(path, (json.dumps(content, indent=2) + "\n").encode(), mode=mode)
+
+
+@contextmanager
+def bounded_memory(byte_count: int) -> Iterator[None]:
+    """Let the process grow by no more than this, or `LEAST_MEMORY_BYTES`, within the block; then a MemoryError comes.
+
+    A damaged file can ask for any amount in a few bytes, and without a limit it exhausts the machine. Only Linux
+    reports the present size and enforces such a limit.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    import resource
+
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = in_use + max(byte_count, LEAST_MEMORY_BYTES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def clear_partial_files(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from profkit import files
 from profkit.errors import SnapshotError
 from profkit.reading import open_snapshot
 from profkit.report.document import render
@@ -182,7 +183,7 @@ def test_a_gzip_is_stopped_while_it_is_inflated(tmp_path: Path) -> None:
 
 
 def test_what_hides_in_a_gzip_cannot_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpickler, "_LEAST_MEMORY_BYTES", 2**27)
+    monkeypatch.setattr(files, "LEAST_MEMORY_BYTES", 2**27)
     path = tmp_path / "lists.pickle.gz"
     with gzip.open(path, "wb", 1) as file:
         file.write(b"\x80\x04](")

@@ -26,15 +26,14 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from profkit.errors import SnapshotError
+from profkit.files import GZIP_RATIO, bounded_memory
 
 MAX_DECOMPRESSED_BYTES = 4 * 2**30
 """A ``.pickle.gz`` may not decompress to more than this."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
-# Real snapshots take 7 bytes of memory for each of their own, and gzip shrinks them to a twentieth.
-_MAX_MEMORY_PER_BYTE = 12
-_GZIP_RATIO = 24
-_LEAST_MEMORY_BYTES = 3 * 2**29
+# Real snapshots take 7 bytes of memory for each of their own.
+_MEMORY_PER_BYTE = 12
 
 _REHEARSED_BYTES = 8 * 2**20
 """A file of up to this size is first read in a child process; that takes as long as reading it."""
@@ -89,7 +88,7 @@ def load_data(path: Path) -> Any:
             if not head:
                 raise SnapshotError(f"{path}: empty file; was the dump interrupted?")
             is_gzip = head == _GZIP_MAGIC
-            with collector_off(), _bounded_memory(status.st_size * (_GZIP_RATIO if is_gzip else 1)):
+            with collector_off(), bounded_memory(_MEMORY_PER_BYTE * status.st_size * (GZIP_RATIO if is_gzip else 1)):
                 if status.st_size <= _REHEARSED_BYTES:
                     _rehearse(path, is_gzip)
                 return _load(file, is_gzip)
@@ -168,28 +167,3 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-@contextmanager
-def _bounded_memory(pickle_bytes: int) -> Iterator[None]:
-    """Let the process grow only by what a healthy pickle of that size can need.
-
-    A damaged pickle can ask for a memo of four billion entries in five bytes. With a limit that is a MemoryError;
-    without one it exhausts the machine. Only Linux reports the present size and enforces such a limit.
-    """
-    if not sys.platform.startswith("linux"):
-        yield
-        return
-    import resource
-
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = in_use + max(pickle_bytes * _MAX_MEMORY_PER_BYTE, _LEAST_MEMORY_BYTES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        yield
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -28,7 +28,6 @@ from profkit.trace.kineto_events import (
     parse_integer,
     parse_interval,
     parse_microseconds,
-    sort_events,
 )
 from profkit.trace.operators import OperatorForest
 
@@ -49,8 +48,7 @@ def read_kineto(path: Path) -> Trace:
     Raises:
         TraceError: the file cannot be read, or holds nothing that torch.profiler records.
     """
-    header, events = load_chrome_trace(path)
-    rows = sort_events(events)
+    header, rows = load_chrome_trace(path)
     if not set(rows) - {"flow", "metadata"}:
         raise TraceError(f"{path}: a Chrome trace, but it holds no operator, kernel or annotation of torch.profiler")
     copied = bool(rows["memcpy"] or rows["memset"])

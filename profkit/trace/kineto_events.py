@@ -1,37 +1,39 @@
 """The events of a Chrome trace: decompressed within bounds, parsed as JSON, sorted by kind, their fields as integers.
 
-Decimal numbers stay text. A timestamp such as ``1700000000000000.123`` µs has more digits than a double can hold, so
-it is converted exactly when it is asked for (`parse_microseconds`).
+Decimal numbers stay text (`profkit.trace.json_stream`): times are converted exactly when they are asked for
+(`parse_microseconds`).
 """
 
 from __future__ import annotations
 
 import gc
 import gzip
-import json
 import re
 import zlib
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from profkit.errors import TraceError
+from profkit.files import GZIP_RATIO, bounded_memory
 from profkit.trace.columns import Bools, Diagnostic, Ints
+from profkit.trace.json_stream import CutOffError, JsonError, JsonStream
 
 SIZE_LIMIT_BYTES = 8 * 2**30
 """The largest size of a decompressed trace: more would take the whole memory of a machine."""
 
-_CHUNK_BYTES = 16 * 2**20
+# Real traces take 2.3 bytes of memory for each of their JSON.
+_MEMORY_PER_BYTE = 8
+_LEAST_LIMIT_BYTES = 2**26
 _GZIP_MAGIC = b"\x1f\x8b"
 TIME_LIMIT_NS = 2**62
 """Larger times are damaged values: this is 146 years, and sums of two would overflow."""
-
-# Kineto has printed C++'s words inf and nan (a bandwidth over a duration of zero).
-_BARE_NON_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:inf|nan)(?=\s*[,}\]])")
 
 Event = dict[str, Any]
 Kind = Literal["kernel", "memcpy", "memset", "call", "operator", "annotation", "flow", "metadata"]
@@ -49,27 +51,99 @@ _KINDS: dict[str, Kind] = {
     "fwdbwd": "flow",
     "forward_backward": "flow",
 }
+Rows = defaultdict[Kind, list[Event]]
+_EVENTS = "traceEvents"
+# All that is ever asked of an event: most hold more that is not.
+_KEYS = ("ph", "name", "pid", "tid", "ts", "dur", "id")
+_REPEATED = ("name", "pid", "tid")
+_ARGUMENTS = ("name", "correlation", "stream", "device", "bytes", "finished")
 _CALL_SUFFIXES = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, xpu_runtime, privateuse1_driver, …
 _INTEGER_LIMIT = 2**62
 _ID_LIMIT = 2**64
 
 
-def load_chrome_trace(path: Path, *, size_limit_bytes: int = SIZE_LIMIT_BYTES) -> tuple[dict[str, Any], list[Any]]:
-    """Return what a Chrome trace says of itself (its top-level keys) and its list of events.
+def load_chrome_trace(path: Path, *, size_limit_bytes: int | None = None) -> tuple[dict[str, Any], Rows]:
+    """Return what a Chrome trace says of itself (its top-level keys), and its events that matter by kind.
+
+    These are intervals, the ends of forward–backward flows, and metadata. The file is read piece by piece, and of each
+    event only what is asked for later is kept.
 
     Raises:
-        TraceError: the file is missing, unreadable, empty, cut off, no JSON, or JSON that holds no list of events.
+        TraceError: the file is missing, unreadable, empty, cut off, no JSON, JSON that holds no list of events, or
+            larger than ``size_limit_bytes`` once it is decompressed.
     """
-    content = _read_bytes(path, size_limit_bytes)
-    if not content.strip():
+    collecting = gc.isenabled()
+    gc.disable()  # nothing in a JSON document is garbage; scanning for it doubles the time
+    try:
+        with _open(path, size_limit_bytes) as (read, memory_bytes), bounded_memory(memory_bytes):
+            return _read_document(path, JsonStream(read))
+    except MemoryError:
+        raise TraceError(f"{path}: damaged, or too large for this machine's memory") from None
+    except CutOffError:
+        raise TraceError(f"{path}: the JSON is cut off; copy or record the trace again") from None
+    except JsonError as error:
+        raise TraceError(f"{path}: not JSON ({error})") from None
+    except (ValueError, RecursionError):
+        raise TraceError(f"{path}: not a Chrome trace (its JSON cannot be parsed)") from None
+    except EOFError:
+        raise TraceError(f"{path}: the gzip file is cut off; copy or record the trace again") from None
+    except (gzip.BadGzipFile, zlib.error):
+        raise TraceError(f"{path}: the gzip file is damaged; copy or record the trace again") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _read_document(path: Path, stream: JsonStream) -> tuple[dict[str, Any], Rows]:
+    begins_with = stream.next_character()
+    if not begins_with:
         raise TraceError(f"{path}: an empty file; record the trace again")
-    document = _parse(path, content.decode("utf-8-sig", errors="replace"))
-    if isinstance(document, list):
-        document = {"traceEvents": document}
-    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise TraceError(f"{path}: JSON, but no Chrome trace (it has no list traceEvents); give a torch.profiler trace")
-    events = document.pop("traceEvents")
-    return document, events
+    header: dict[str, Any] = {}
+    rows: Rows | None = None
+    if begins_with == "[":
+        rows = _sort_events(stream.items())
+    elif begins_with == "{":
+        for key in stream.members():
+            if key == _EVENTS and stream.next_character() == "[":
+                rows = _sort_events(stream.items())
+            else:
+                header[key] = stream.value()
+    else:
+        stream.value()
+    stream.end()
+    if rows is None:
+        raise TraceError(f"{path}: JSON, but no Chrome trace (it has no list {_EVENTS}); give a torch.profiler trace")
+    return header, rows
+
+
+@contextmanager
+def _open(path: Path, limit: int | None) -> Iterator[tuple[Callable[[int], bytes], int]]:
+    """Yield what reads the next so many bytes of the file, unzipped, and how much memory its events may take.
+
+    The former raises if there are more than ``limit``, by default as many as such a file can need.
+    """
+    with open(path, "rb") as file:
+        is_gzip = file.read(2) == _GZIP_MAGIC
+        size = file.seek(0, 2)
+        file.seek(0)
+        if limit is None:
+            limit = (
+                min(max(3 * size * GZIP_RATIO, _LEAST_LIMIT_BYTES), SIZE_LIMIT_BYTES) if is_gzip else SIZE_LIMIT_BYTES
+            )
+        left = limit
+        with gzip.open(file) if is_gzip else file as stream:
+
+            def read(count: int) -> bytes:
+                nonlocal left
+                content = stream.read(count)
+                left -= len(content)
+                if left < 0:
+                    raise TraceError(f"{path}: more than {limit / 2**30:.3g} GiB of JSON; record fewer steps")
+                return content
+
+            yield read, _MEMORY_PER_BYTE * size * (GZIP_RATIO if is_gzip else 1)
 
 
 def parse_microseconds(value: object) -> int | None:
@@ -90,60 +164,6 @@ def parse_microseconds(value: object) -> int | None:
     else:
         return None
     return nanoseconds if abs(nanoseconds) < TIME_LIMIT_NS else None
-
-
-def _read_bytes(path: Path, limit: int) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            if file.read(2) == _GZIP_MAGIC:
-                file.seek(0)
-                with gzip.open(file) as stream:
-                    return _read_within(path, stream, limit)  # type: ignore[arg-type]
-            file.seek(0)
-            return _read_within(path, file, limit)
-    except EOFError:
-        raise TraceError(f"{path}: the gzip file is cut off; copy or record the trace again") from None
-    except (gzip.BadGzipFile, zlib.error):
-        raise TraceError(f"{path}: the gzip file is damaged; copy or record the trace again") from None
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
-
-
-def _read_within(path: Path, stream: BinaryIO, limit: int) -> bytes:
-    content = bytearray()
-    while chunk := stream.read(_CHUNK_BYTES):
-        content += chunk
-        if len(content) > limit:
-            raise TraceError(f"{path}: more than {limit / 2**30:.3g} GiB of JSON; record fewer steps")
-    return bytes(content)
-
-
-def _parse(path: Path, text: str) -> Any:
-    collecting = gc.isenabled()
-    gc.disable()  # nothing in a JSON document is garbage; scanning for it doubles the time
-    try:
-        try:
-            return json.loads(text, parse_float=str, parse_constant=str)
-        except json.JSONDecodeError as error:
-            repaired, count = _BARE_NON_NUMBER.subn("null", text)
-            if not count:
-                raise error
-            return json.loads(repaired, parse_float=str, parse_constant=str)
-    except json.JSONDecodeError as error:
-        if text.lstrip()[:1] in ("{", "[") and _ends_early(text, error):
-            raise TraceError(f"{path}: the JSON is cut off; copy or record the trace again") from None
-        raise TraceError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
-    except (ValueError, RecursionError):
-        raise TraceError(f"{path}: not a Chrome trace (its JSON cannot be parsed)") from None
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _ends_early(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether the parser ran out of text, rather than into something that is no JSON."""
-    # Half a word or number at the end (`tru`, `12.`) is reported at its first letter.
-    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()) - len("-Infinity")
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,24 +246,41 @@ class Reading:
         return HostRows(rows, name, start_ns, end_ns, process, thread, is_open.astype(np.bool_))
 
 
-def sort_events(events: list[Any]) -> defaultdict[Kind, list[Event]]:
-    """Return the events that matter by kind: intervals, the ends of forward–backward flows, and metadata."""
-    rows: defaultdict[Kind, list[Event]] = defaultdict(list)
+def _sort_events(events: Iterable[Any]) -> Rows:
+    rows: Rows = defaultdict(list)
+    same: dict[str | int, str | int] = {}
     for event in events:
-        if not isinstance(event, dict):
-            continue
-        phase = event.get("ph")
-        if phase == "M":
-            rows["metadata"].append(event)
-            continue
-        category = event.get("cat")
-        if not isinstance(category, str) or phase not in ("X", "s", "f"):
-            continue
-        category = category.lower()
-        kind = _KINDS.get(category) or ("call" if category.endswith(_CALL_SUFFIXES) else None)
-        if kind and (kind == "flow") == (phase != "X"):
-            rows[kind].append(event)
+        kind = _kind_of(event) if isinstance(event, dict) else None
+        if kind is not None:
+            rows[kind].append(_kept(event, same))
     return rows
+
+
+def _kind_of(event: Event) -> Kind | None:
+    phase = event.get("ph")
+    if phase == "M":
+        return "metadata"
+    category = event.get("cat")
+    if not isinstance(category, str) or phase not in ("X", "s", "f"):
+        return None
+    category = category.lower()
+    kind = _KINDS.get(category) or ("call" if category.endswith(_CALL_SUFFIXES) else None)
+    return kind if kind and (kind == "flow") == (phase != "X") else None
+
+
+def _kept(event: Event, same: dict[str | int, str | int]) -> Event:
+    """Return what is asked of an event later; equal names, processes and threads become one object."""
+    kept = {key: event[key] for key in _KEYS if key in event}
+    for key in _REPEATED:
+        value = kept.get(key)
+        if isinstance(value, str | int):
+            kept[key] = same.setdefault(value, value)
+    arguments = event.get("args")
+    if isinstance(arguments, dict):
+        found = {key: arguments[key] for key in _ARGUMENTS if key in arguments}
+        if found:
+            kept["args"] = found
+    return kept
 
 
 def name_of(event: Event) -> str:
