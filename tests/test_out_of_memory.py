@@ -86,7 +86,7 @@ def test_a_command_that_dies_after_the_recorded_steps_is_explained(
     assert "When the allocation failed, " in done.stdout
     last = done.stderr.splitlines()[-2:]
     assert last[0].startswith("torch.OutOfMemoryError: CUDA out of memory.")
-    assert last[1].endswith("failed with exit status 1; what was recorded up to then is kept; see run/manifest.json")
+    assert last[1].endswith("failed with exit status 1; what was recorded up to then is kept: profkit memory run")
     assert _files(tmp_path) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
     ledger = read_owners(tmp_path / "run" / "ledger.jsonl")
     roles = {one.role for one in ledger.owned if one.time_us > ledger.figures[-2].time_us}

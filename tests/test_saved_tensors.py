@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame, checkpo
 
 from profkit.capture import saved_tensors
 from profkit.capture.recompute import watch_recompute
-from profkit.capture.saved_tensors import is_cast_of_parameter, read_saved
+from profkit.capture.saved_tensors import is_cast_of_parameter, read_saved, tensors_at_hand
 
 needs_content = pytest.mark.skipif(not saved_tensors._SHOWS_CONTENT, reason="this torch does not show what is packed")
 
@@ -283,3 +283,19 @@ def test_compiled_code_shows_what_it_saved() -> None:
     found, unread = _found(compiled(torch.ones(2, 8, 16)).sum())
     assert found
     assert unread == 0
+
+
+def test_what_forward_has_saved_so_far_is_found_from_what_its_functions_hold() -> None:
+    wanted: set[int] = set()
+    found: set[int] = set()
+
+    def fail(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        read_saved(args, lambda tensor: wanted.add(tensor.untyped_storage().data_ptr()))
+        del args
+        read_saved(tensors_at_hand(), lambda tensor: found.add(tensor.untyped_storage().data_ptr()))
+
+    model = _model()
+    model[2].register_forward_pre_hook(fail)
+    model(torch.ones(2, 8, 16))
+    assert wanted
+    assert wanted <= found

@@ -13,7 +13,7 @@ import functools
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +25,10 @@ from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import record_in_torch
 from profkit.capture import allocation_text
+from profkit.capture.backward_nodes import running_graph
 from profkit.capture.module_names import Roots
 from profkit.capture.owners import OwnerLedger, now_us
-from profkit.capture.saved_tensors import watch_hooks
+from profkit.capture.saved_tensors import tensors_at_hand, watch_hooks
 from profkit.capture.watcher import Watcher
 from profkit.files import whole_file
 from profkit.names import step_range
@@ -258,6 +259,9 @@ class MemoryRecording(Watcher):
         self.owners.note_gradients((name, one) for one, name in names.items() if one.device.index in {device, None})
         for optimizer in list(self._optimizers):
             self.owners.note_optimizer(optimizer, names)
+        if running_graph() == -1:  # in a backward pass others may be freeing what would be read
+            with suppress(Exception):  # the snapshot matters more
+                self.owners.note_saved(tensors_at_hand())
         self._take(_OUT_OF_MEMORY)
         self._is_full = self._is_of_failure = self.owners is not None
 
