@@ -301,8 +301,18 @@ def test_a_workspace_is_no_modules(tmp_path: Path) -> None:
         training.put(32 * MIB)
     training.drop(product)
     rows = {row.name: row.categories for row in at_peak(training, tmp_path).by_module}
-    assert rows["workspace of a library"] == {"workspace": 32 * MIB}
+    assert rows["workspace"] == {"workspace": 32 * MIB}
     assert "workspace" not in rows["h.0.attn"]
+
+
+def test_the_buckets_of_a_wrapper_are_no_modules(tmp_path: Path) -> None:
+    training = Layers(steps=0)
+    training.put(100 * MIB, stack="bucket")
+    with training.inside("forward", "forward"), training.inside("h.0"):
+        training.put(200 * MIB, stack="bucket")
+    rows = {row.name: row.categories for row in at_peak(training, tmp_path).by_module}
+    assert rows["communication"] == {"communication": 100 * MIB}
+    assert rows["h.0"]["communication"] == 200 * MIB
 
 
 def test_a_name_of_a_million_parts_makes_no_million_rows(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from profkit.names import MODEL, kind_of
 OUTSIDE_MODULES = "(outside modules)"
 NO_MODULE_KNOWN = "(no module known)"
 IN_NO_PHASE = "(in no phase)"
-WORKSPACE = "workspace of a library"
 BEFORE_RECORDING = "(before recording)"
 
 Path = tuple[str, ...]
@@ -142,22 +141,10 @@ def path_of(module: str) -> Path:
 
 
 def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
-    """Yield where a piece's bytes stand, how many, and whether the allocation counts there.
-
-    A library's workspace serves all modules, whichever was the first to need it.
-    """
+    """Yield where a piece's bytes stand, how many, and whether the allocation counts there."""
     modules = piece.place.modules
-    if not modules:
-        yield (NO_MODULE_KNOWN,), piece.bytes, 1
-        return
-    if len(modules) == 1 and modules[0][0] == OUTSIDE:
-        yield (OUTSIDE_MODULES, piece.phase), piece.bytes, 1
-        return
-    if piece.category == "workspace":
-        yield (OUTSIDE_MODULES, WORKSPACE), piece.bytes, 1
-        return
-    if len(modules) == 1:
-        yield path_of(modules[0][0]), piece.bytes, 1
+    if len(modules) <= 1:
+        yield _place(piece, modules[0][0] if modules else None), piece.bytes, 1
         return
     paths = [(OUTSIDE_MODULES, piece.phase) if module == OUTSIDE else path_of(module) for module, _ in modules]
     same = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
@@ -167,6 +154,19 @@ def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
         sizes = [0] * len(sizes)
     yield above, piece.bytes - sum(sizes), 1
     yield from ((path, size, 0) for path, size in zip(paths, sizes, strict=True) if size)
+
+
+def _place(piece: Piece, module: str | None) -> Path:
+    """Return where an allocation of one module, or of none that is known, stands.
+
+    A library's workspace serves all modules, whichever was the first to need it, and the buckets of a wrapper that were
+    made before any module ran serve them all too.
+    """
+    if piece.category == "workspace" or (piece.category == "communication" and not module):
+        return OUTSIDE_MODULES, piece.category
+    if module is None:
+        return (NO_MODULE_KNOWN,)
+    return (OUTSIDE_MODULES, piece.phase) if module == OUTSIDE else path_of(module)
 
 
 def _row(path: Path, one: _Sum, total: int) -> PartRow:
