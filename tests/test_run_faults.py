@@ -120,3 +120,96 @@ def test_a_module_of_the_scripts_own_that_is_called_profkit_is_left_alone(place:
 def test_why_no_process_left_word(attached: int, unended: int, status: int, said: str | None) -> None:
     found = why_no_process(attached, unended, status)
     assert found is None if said is None else said in (found or "")
+
+
+BREAKING = """
+import importlib, sys
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+place, name, after = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if place != "-":
+    owner = importlib.import_module("profkit.capture." + place)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    plain, calls = getattr(owner, last), [0]
+    def breaks(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] > after:
+            raise TypeError("broken on purpose")
+        return plain(*args, **kwargs)
+    setattr(owner, last, breaks)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(torch.ones(20, 4), batch_size=2):
+    hidden = checkpoint(model[1], model(batch), use_reentrant=False)
+    penalty = torch.autograd.grad(hidden.sum(), model.parameters(), create_graph=True)[0].sum()
+    (torch.nn.functional.mse_loss(hidden, batch) + penalty).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(penalty.item().hex(), flush=True)
+"""
+
+BREAKABLE = [
+    ("open_ranges", "OpenRanges.open"),
+    ("open_ranges", "OpenRanges.close"),
+    ("open_ranges", "OpenRanges.close_call"),
+    ("open_ranges", "OpenRanges.has_range"),
+    ("open_ranges", "OpenRanges.enter_backward_of"),
+    ("open_ranges", "OpenRanges.leave_backward"),
+    ("open_ranges", "OpenRanges.interrupt_backward"),
+    ("open_ranges", "OpenRanges.resume_backward"),
+    ("open_ranges", "OpenRanges.close_all"),
+    ("hooks", "mark_nodes"),
+    ("hooks", "at_graph_end"),
+    ("times", "PhaseClock.begin"),
+    ("times", "PhaseClock.end"),
+    ("times", "PhaseClock.take"),
+    ("times", "StepCollector.note"),
+    ("steps", "StepPolicy.call_begins"),
+    ("steps", "StepPolicy.call_ends"),
+    ("steps", "StepPolicy.backward_begins"),
+    ("steps", "StepPolicy.backward_ends"),
+    ("steps", "StepPolicy.optimizer_begins"),
+    ("steps", "StepPolicy.optimizer_ends"),
+    ("steps", "StepPolicy.what_counts"),
+    ("data_loading", "DataLoading.step_ended"),
+    ("data_loading", "queue_of"),
+    ("queue_drain", "QueueDrain.plan"),
+    ("session", "Session.boundary"),
+    ("session", "Session._begin_recording"),
+    ("session", "Session._finish"),
+    ("session", "Session._describe"),
+    ("session", "Session.end"),
+    ("session", "read_conditions"),
+    ("recorders", "_export"),
+]
+
+
+@pytest.fixture(scope="module")
+def unbroken(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("plain")
+    (place / "train.py").write_text(BREAKING)
+    return forks.run([sys.executable, str(place / "train.py"), "-", "-", "0"], place).stdout
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "after"),
+    [(*one, 0) for one in BREAKABLE] + [(*one, 17) for one in BREAKABLE[:9]],
+    ids=[".".join(one) for one in BREAKABLE] + [f"{'.'.join(one)} later" for one in BREAKABLE[:9]],
+)
+def test_what_fails_in_profkit_never_reaches_the_script(
+    forks: Forks, tmp_path: Path, unbroken: str, where: str, name: str, after: int
+) -> None:
+    (tmp_path / "train.py").write_text(BREAKING)
+    words = [sys.executable, str(tmp_path / "train.py"), where, name, str(after)]
+    done = forks.run_profkit("run", "-o", "run", "--warmup", "2", "--steps", "3", "--", *words, cwd=tmp_path)
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["exit_status"] == 0, done.stderr
+    assert done.stdout.startswith(unbroken)
+    assert "Traceback" not in done.stderr
+    assert len(unbroken.splitlines()) == 10

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -171,9 +172,10 @@ class Hooks(RangeObserver):
 
     def _fail(self, error: Exception) -> None:
         self.has_failed = True
-        self.stop()
         self.clock.stop()
         self._listener.hooks_failed(error)
+        with suppress(Exception):  # the ranges themselves may be what failed
+            self.stop()
 
     def _begin_phase(self, key: object, phase: str) -> None:
         self.clock.begin(phase)
@@ -357,20 +359,16 @@ class Hooks(RangeObserver):
             # One optimizer may call another.
             if torch.compiler.is_compiling() or self.has_failed or self._open.has(OPTIMIZER):
                 return step(*args, **kwargs)
-            self._optimizer_begins(args[0])
             optimizer = args[0]
+            self._optimizer_begins(optimizer, is_update=not has_closure(args, kwargs))
             args, kwargs = with_closure(
                 args, kwargs, lambda: self._end_update(optimizer), lambda: self._begin_update(optimizer)
             )
-            self.clock.begin(OPTIMIZER)
-            self._open_optimizer(args[0], is_update=not has_closure(args, kwargs))
             try:
                 result = step(*args, **kwargs)
             finally:
-                self._open.close(OPTIMIZER)
-                self.clock.end()
-                self.steps.optimizer_left()
-            self._step_made(args[0])
+                self._optimizer_left()
+            self._step_made(optimizer)
             return result
 
         return annotated
@@ -389,9 +387,17 @@ class Hooks(RangeObserver):
         return ended
 
     @_harmless
-    def _optimizer_begins(self, optimizer: Optimizer) -> None:
+    def _optimizer_begins(self, optimizer: Optimizer, *, is_update: bool) -> None:
         self._make_boundary(self.steps.optimizer_begins(optimizer))
         self._watcher.optimizer_begins(optimizer)
+        self.clock.begin(OPTIMIZER)
+        self._open_optimizer(optimizer, is_update=is_update)
+
+    @_harmless
+    def _optimizer_left(self) -> None:
+        self._open.close(OPTIMIZER)
+        self.clock.end()
+        self.steps.optimizer_left()
 
     def _open_optimizer(self, optimizer: Optimizer, *, is_update: bool) -> None:
         is_wanted = is_update and self._recording
