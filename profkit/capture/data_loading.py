@@ -86,8 +86,10 @@ class DataLoading:
     def look(self) -> Queue:
         """Return how full the queues of the loaders in use are now."""
         try:
-            queues = [queue_of(one) for one in self._iterators]
-        except (AttributeError, TypeError, NotImplementedError):  # what torch does not say under these names
+            queues = [queue_of(one) for one in list(self._iterators)]
+        except (AttributeError, TypeError):  # what torch does not say under these names
+            return Queue(ready=None)
+        except (OSError, RuntimeError, ValueError):  # another thread begins or ends an epoch at this moment
             return Queue(ready=None)
         ready = [one.ready for one in queues if one.ready is not None]
         return Queue(
