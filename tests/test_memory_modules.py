@@ -201,6 +201,11 @@ def test_a_storage_stands_where_its_tensors_meet_if_their_bytes_are_not_known_or
     assert tied == "shared storage: wte.weight, head.weight (2 parameters)"
 
 
+def test_tied_weights_are_called_so(tmp_path: Path) -> None:
+    owners = {row.owner for row in at_peak(Layers(), tmp_path).largest}
+    assert "wte.weight, head.weight (tied)" in owners
+
+
 def test_a_bucket_of_gradients_is_split_among_its_modules(tmp_path: Path) -> None:
     training = Layers(steps=0)
     bucket = training.put(9 * MIB, stack="backward")

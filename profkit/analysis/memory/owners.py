@@ -53,11 +53,14 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """What people read: the tensor's name, or the first and last one's of several."""
+        """What people read: the tensor's name, or the first and last one's of several. Tied ones are the same bytes."""
         names = list(dict.fromkeys(part.name for part in self.parts))
         if len(names) == 1 or self.role == _NAMED_BY_MODULE:
             return next(filter(None, names), "")
         listed = ", ".join(names) if len(names) == _SHOWN_NAMES else f"{names[0]} … {names[-1]}"
+        extents = {(part.offset, part.bytes) for part in self.parts}
+        if len(extents) == 1 and (None, None) not in extents:
+            return f"{listed} (tied)"
         return (
             f"{_SHARED.get(self.role, 'shared storage')}: {listed} ({len(names):,} {ROLES.get(self.role, 'tensors')})"
         )
