@@ -44,32 +44,6 @@ class Marked(torch.autograd.Function):
         return gradient
 
 
-class MarkedTwice(torch.autograd.Function):
-    """The identity; its backward is `SecondMark`, which notes when the backward of its backward runs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return SecondMark.apply(gradient)  # type: ignore[no-any-return]
-
-
-class SecondMark(torch.autograd.Function):
-    """The identity; notes when its backward runs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        for kind in ("open", "close"):
-            EVENTS.append((kind, "marked twice", threading.get_ident()))
-        return gradient
-
-
 class Mark(nn.Module):
     """The identity as a module."""
 
@@ -83,7 +57,6 @@ class Block(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.mark = Mark() if how == "plain" else nn.Identity()
-        self.is_marked_twice = how == "penalty"
         self.keeps_products = how == "selective"
         self.linear = nn.Linear(8, 8)
         self.relu = nn.ReLU(inplace=True)
@@ -94,8 +67,6 @@ class Block(nn.Module):
             y = y + x
         else:
             y += x
-        if self.is_marked_twice:
-            y = MarkedTwice.apply(y)
         return self.mark(self.relu(y))  # type: ignore[no-any-return]
 
 
@@ -209,6 +180,9 @@ def train(how: str) -> tuple[list[str], list[int]]:
             return loss
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             loss = criterion(called(torch.randn(4, 8)), torch.ones(4, 1))
+        if how in {"penalty", "branches"}:
+            for _ in range(2):
+                loss = loss + Marked.apply(called(torch.randn(4, 8))).mean()
         alive.append(sum(one() is not None for one in ACTIVATIONS))
         if how == "grad":
             parameters = list(model.parameters())
@@ -270,6 +244,7 @@ WORKLOADS = (
     "nested-reentrant",
     "selective",
     "penalty",
+    "branches",
     "function",
     "accumulation",
     "evaluation",

@@ -61,6 +61,11 @@ def mark_node(node: Any, call: Call | None, entered: Entered) -> None:
         node._register_hook_dict(carrier)
 
 
+def is_marked(node: Any) -> bool:
+    """Return whether a node is marked."""
+    return _MARK in node.metadata
+
+
 class _OnThread(threading.local):
     def __init__(self) -> None:
         with torch.inference_mode(False):

@@ -32,8 +32,8 @@ from profkit.capture.graph_replays import watch_graphs
 from profkit.capture.module_calls import observe_module_calls
 from profkit.capture.module_names import ModuleNames
 from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
+from profkit.capture.outside_nodes import OutsideNodes
 from profkit.capture.recompute import watch_recompute
-from profkit.capture.second_derivatives import SecondDerivatives
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
 from profkit.capture.watcher import Watcher
@@ -100,7 +100,7 @@ class Hooks(RangeObserver):
         """The time of backward passes and optimizers' steps, once it is started."""
         self.loading = DataLoading(self._data_begins, self._data_ends)
         self._generation = Generation(self._generate_begins, self._generate_ends)
-        self._second_derivatives = SecondDerivatives(self._enter_backward)
+        self._outside = OutsideNodes(self._enter_backward)
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
         self.begun = -1
@@ -253,6 +253,8 @@ class Hooks(RangeObserver):
             opened.close_call(call)
             if opened.root is call:
                 opened.root = None
+                if self._recording:
+                    self._outside.call_ended()
                 self._end_phase(FORWARD)
                 self._watcher.call_ends([kwargs])
                 self._make_boundary(self.steps.call_ends(module))
@@ -274,6 +276,7 @@ class Hooks(RangeObserver):
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss))
         self._watcher.call_begins(module, args, name)
         if self._recording:
+            self._outside.call_begins()
             mark_nodes((args, kwargs), call.around, self._enter_backward)
         opened.open(call, call.name, call)
         return call
@@ -289,7 +292,7 @@ class Hooks(RangeObserver):
     @_harmless
     def _backward_begins(self, key: object, tensors: Any) -> None:
         if self._recording:
-            self._second_derivatives.first_begins(key, tensors)
+            self._outside.backward_begins(key, tensors, self._open.call)
         # Within a backward pass it is mostly a checkpoint's: no phase of its own, but ranges that end with it.
         if running_graph() != -1:
             self._watcher.backward_begins(tensors)
@@ -310,7 +313,7 @@ class Hooks(RangeObserver):
             self._open.resume_backward(key)
         else:
             self._end_phase(key)
-        self._second_derivatives.first_ended(key, gradients, self._open.call)
+        self._outside.backward_ended(key, gradients, self._open.call)
         if not is_within_another:
             self._make_boundary(self.steps.backward_ends())
 

@@ -1,0 +1,111 @@
+"""Marks the graph's nodes that no module's forward made: their backward must not run in the range of whichever module
+was entered last.
+
+- What the script computes between calls of modules, down to the modules' outputs: a node's sequence number says whether
+  it was made while an outermost call ran.
+- A second derivative's nodes, which autograd makes while it works out the first one: what the graph behind the first
+  derivative has more than the graph before it had. ``torch.func`` always asks for such a graph, and mostly drops it:
+  within its transforms nothing is marked.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profkit.capture.backward_calls import is_creating_graph
+from profkit.capture.backward_nodes import Entered, is_marked, mark_node
+from profkit.capture.open_ranges import Call
+
+_LEAF = "torch::autograd::AccumulateGrad"
+_CALLS = 1000
+"""Of how many of the last outermost calls the numbers are kept."""
+
+
+class OutsideNodes:
+    """Is told of outermost calls and of backward calls, on the threads that make them."""
+
+    def __init__(self, entered: Entered) -> None:
+        self._entered = entered
+        self._calls = _Calls()
+        self._before: dict[object, set[Any]] = {}
+
+    def call_begins(self) -> None:
+        """An outermost call of a module begins."""
+        self._calls.begin = _next_number()
+
+    def call_ended(self) -> None:
+        """It has ended."""
+        self._calls.spans.append((self._calls.begin, _next_number()))
+
+    def backward_begins(self, key: object, tensors: Sequence[Any], call: Call | None) -> None:
+        """A backward call begins in ``call``, or outside every call; ``tensors`` holds what it differentiates."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        if self._calls.spans:
+            for node in self._made_between_calls(_nodes_of(tensors[0])):
+                mark_node(node, call, self._entered)
+        if is_creating_graph():
+            self._before[key] = _nodes_behind(tensors[0])
+
+    def backward_ended(self, key: object, gradients: Any, call: Call | None) -> None:
+        """It has ended, and returned ``gradients``; the second derivative's work is that of ``call``, or of none."""
+        before = self._before.pop(key, None)
+        if before is not None:
+            for node in _nodes_behind(gradients, before):
+                mark_node(node, call, self._entered)
+
+    def _made_between_calls(self, nodes: Iterable[Any]) -> Iterator[Any]:
+        """Yield ``nodes`` and those behind them, but none that a module's call made, nor what is behind that."""
+        waiting, seen = list(nodes), set()
+        spans = list(self._calls.spans)
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen or is_marked(node) or node.name() == _LEAF:
+                continue
+            seen.add(node)
+            number = node._sequence_nr()
+            at = bisect_right(spans, (number, number)) - 1
+            if at < 0 or number >= spans[at][1]:
+                waiting += [behind for behind, _ in node.next_functions]
+                yield node
+
+
+class _Calls(threading.local):
+    """The first sequence number of each outermost call of this thread, and the first after it, in order."""
+
+    def __init__(self) -> None:
+        self.begin = 0
+        self.spans: deque[tuple[int, int]] = deque(maxlen=_CALLS)
+
+
+def _next_number() -> int:
+    """Return the sequence number of the node that this thread makes next."""
+    return torch.autograd._get_sequence_nr()
+
+
+def _nodes_of(value: Any) -> list[Any]:
+    """Return the nodes that made a tensor, or a sequence of them."""
+    tensors = value if isinstance(value, list | tuple) else [value]
+    return [one.grad_fn for one in tensors if isinstance(one, Tensor)]
+
+
+def _nodes_behind(value: Any, known: Set[Any] = frozenset()) -> set[Any]:
+    """Return the nodes that made the tensors in ``value``, but none that is known, nor what is behind it.
+
+    Leaves' own nodes are left out: they stay from step to step.
+    """
+    waiting = _nodes_of(value)
+    found: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known and node not in found and node.name() != _LEAF:
+            found.add(node)
+            waiting += [behind for behind, _ in node.next_functions]
+    return found
