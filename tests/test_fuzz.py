@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.judge import judge
+from tests.fuzz.judge import judge, judge_all
 from tests.fuzz.mutants import CLASSES, make
 
 SEEDS = 25
@@ -19,8 +19,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_no_mutant_stops_a_reader(kind: str, scratch: Path) -> None:
-    verdicts = {seed: judge(kind, seed, scratch) for seed in range(SEEDS)}
-    assert {seed: verdict for seed, verdict in verdicts.items() if verdict.is_failure} == {}
+    verdicts = judge_all([(kind, seed) for seed in range(SEEDS)], scratch)
+    assert [verdict for verdict in verdicts if verdict[1].is_failure] == []
 
 
 def test_mutants_differ_and_come_again(tmp_path: Path) -> None:

@@ -289,3 +289,18 @@ def test_instances_start_from_the_beginning_of_the_capture(tmp_path: Path, profk
     assert "       0  500 ns       300 ns" in profkit(*arguments).stdout
     data = json.loads(profkit(*arguments, "--format", "json").stdout)
     assert data["per_instance"][0]["start_ns"] - data["first_ns"] == 500
+
+
+def test_safe_csv_holds_no_formula(profkit: Run, tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    names = ["=1+1", "@SUM(1)", "-2", "+3", "plain"]
+    for name in names:
+        builder.kernel(10, 5, name=name)
+    path = builder.write(tmp_path / "t.sqlite")
+    plain, safe = (
+        {row["name"] for row in csv.DictReader(io.StringIO(profkit("kernels", path, "--format", "csv", *more).stdout))}
+        for more in ([], ["--csv-safe"])
+    )
+    assert plain == set(names)
+    assert safe == {"'=1+1", "'@SUM(1)", "'-2", "'+3", "plain"}
+    assert profkit("kernels", path, "--csv-safe").returncode == 2

@@ -86,6 +86,13 @@ def test_moment_filters_and_named_phases_narrow_the_tables(snapshot: Path) -> No
     assert "tail" in run(snapshot, "--phase", "tail=step *").stdout
 
 
+@pytest.mark.parametrize("filters", [[], ["--stack", "adam.py"], ["--min-size", "1MiB"]])
+def test_the_evidence_adds_up_to_what_is_allocated_also_under_a_filter(snapshot: Path, filters: list[str]) -> None:
+    peak = json.loads(run(snapshot, *filters, "--format", "json").stdout)["peak"]
+    assert sum(peak["evidence"].values()) == peak["allocated_bytes"]
+    assert ("not_selected" in peak["evidence"]) == bool(filters)
+
+
 @pytest.mark.parametrize("style", ["table", "markdown", "latex", "csv"])
 def test_every_format_shows_leaks_if_asked(tmp_path: Path, style: str) -> None:
     path = Training(leaks=True, steps=4).write(tmp_path)

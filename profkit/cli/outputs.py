@@ -6,13 +6,15 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
+from profkit.cli.options import wants_safe_csv
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import write_whole
-from profkit.report.document import Document, Format, render
+from profkit.report.document import Document, Format, render, without_formulas
 from profkit.report.text import make_visible
 from profkit.run.directory import MANIFEST, Run
 
@@ -68,8 +70,13 @@ def print_document(document: Document, style: Format, output: Path | None, *, fu
 
     Raises:
         ProfkitError: there is no file, and standard output is closed.
+        UsageError: ``--csv-safe`` was given for another format.
         OSError: it cannot be written.
     """
+    if wants_safe_csv():
+        if style != "csv":
+            raise UsageError("--csv-safe is about cells of CSV; add --format csv")
+        document = replace(document, csv=without_formulas(document.csv))
     text = render(document, style, full_names=full_names, with_warnings=output is not None)
     # Failures stand at the top of a table, but nobody reads the top of a CSV or JSON.
     shown = [*document.failures, *document.warnings] if style in ("csv", "json") else document.warnings

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from profkit.report.units import COUNT, Unit
 from profkit.version import __version__
 
 Format = Literal["table", "markdown", "latex", "csv", "json"]
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 FORMATS: tuple[Format, ...] = ("table", "markdown", "latex", "csv", "json")
 
 SCHEMA = 1
@@ -142,6 +143,18 @@ def render(document: Document, style: Format, *, full_names: bool = False, with_
     if style == "markdown":
         return _render_markdown(document)
     return _render_latex(document) if style == "latex" else _render_screen(document, full_names, with_warnings)
+
+
+def without_formulas(table: Table) -> Table:
+    """Return a table whose texts no spreadsheet takes for formulas: ``'`` stands before =, +, -, @, tab and return."""
+    rows = [
+        {
+            key: f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+            for key, value in row.items()
+        }
+        for row in table.rows
+    ]
+    return replace(table, rows=rows)
 
 
 def _to_json(document: Document, full_names: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import re
 import sqlite3
 import subprocess
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,9 @@ _SUMS = {
     "CUPTI_ACTIVITY_KIND_KERNEL": "SELECT coalesce(sum(end - start), 0) FROM CUPTI_ACTIVITY_KIND_KERNEL",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "SELECT coalesce(sum(end - start), 0) FROM CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
 }
+
+
+Task = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,20 @@ def judge(kind: str, seed: int, folder: Path) -> Verdict:
         lines = str(error).strip().splitlines()
         what = "stopped" if lines[-1].startswith("the child ended") else "raised"
         return Verdict(what, f"{lines[-1]}\n{error}")
+
+
+def judge_all(tasks: Sequence[Task], folder: Path) -> list[tuple[Task, Verdict]]:
+    """Judge some mutants, each a class and a seed: in one child, and each in its own if that one fails."""
+    warm_up(folder)
+    try:
+        verdicts = run_in_child(
+            lambda: [_read(make(kind, seed, folder)) for kind, seed in tasks],
+            cpu_seconds=CPU_SECONDS,
+            memory_bytes=MEMORY_BYTES,
+        )
+    except ChildError:
+        verdicts = [judge(kind, seed, folder) for kind, seed in tasks]
+    return list(zip(tasks, verdicts, strict=True))
 
 
 def _read(mutant: Mutant) -> Verdict:
@@ -113,6 +131,9 @@ def _judge_memory(content: dict[str, Any]) -> Verdict | None:
         total = sum(row["bytes"] for row in content["peak"][part])
         if content["peak"][part] and total not in (peak, content["peak"].get("selected_bytes", peak)):
             return Verdict("wrong sum", f"{part} adds up to {total}, the peak is {peak}")
+    total, expected = sum(content["peak"]["evidence"].values()), content["peak"]["allocated_bytes"]
+    if total != expected:
+        return Verdict("wrong sum", f"the evidence adds up to {total}, allocated are {expected}")
     negative = [key for key, value in _numbers(content) if value < 0 and key.endswith(("bytes", "count", "share"))]
     return Verdict("negative figure", ", ".join(negative[:5])) if negative else None
 

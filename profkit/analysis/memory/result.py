@@ -104,7 +104,7 @@ class MemoryResult:
                 "by_phase": [_phase(row) for row in at.by_phase],
                 "largest": [_without(asdict(row), "label", "count") for row in at.largest],
                 "largest_groups": [_without(asdict(row), "label") for row in at.largest_groups],
-                "evidence": at.evidence,
+                "evidence": _evidence(at),
             },
             "phases": [asdict(phase) for phase in self.phases],
             "fragmentation": asdict(self.fragmentation),
@@ -114,6 +114,12 @@ class MemoryResult:
             "devices": [other.to_dict() for other in self.others],
             "warnings": [vars(warning) for warning in self.warnings],
         }
+
+
+def _evidence(at: Composition) -> dict[str, int]:
+    """Return the bytes by how their use is known; what a filter leaves out has its own key."""
+    left_out = at.allocated_bytes - sum(at.evidence.values())
+    return {**at.evidence, **({"not_selected": left_out} if left_out else {})}
 
 
 def _without(data: dict[str, Any], *keys: str) -> dict[str, Any]:
