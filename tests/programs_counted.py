@@ -77,7 +77,15 @@ PROGRAMS: dict[str, Program] = {
         "gradient_penalty",
         {"forward": 3, "backward": 2, "optimizer": 1},
         {f"forward/model/{number}": 3 for number in range(3)},
-        linked=False,  # no forward operator made the nodes of the second order
+        # A weight that the first pass transposed has a share in the second derivative: only links know its module.
+        linked=False,
+    ),
+    "Wasserstein GAN": Program(
+        "wasserstein",
+        {"forward": 4, "backward": 2, "optimizer": 2},
+        _both_ways(*(f"critic/{number}" for number in range(3)), times=3)
+        | _both_ways(*(f"generator/{number}" for number in range(3)))
+        | {"optimizer/optimizer_c": 1, "optimizer/optimizer_g": 1},
     ),
     **{
         f"checkpointed, {how}": Program(
