@@ -36,6 +36,15 @@ def annotate(name: str | Callable[..., str], *, flops: int | Callable[..., int] 
     return Range(name, flops)
 
 
+@functools.cache
+def own_kind(kind: Any) -> Any:
+    """Return a class of context managers with the methods that it has at the first call.
+
+    Whoever watches a script's ranges by replacing these methods later does not see those that are opened here.
+    """
+    return type(kind.__name__, (kind,), {name: getattr(kind, name) for name in ("__enter__", "__exit__")})
+
+
 class Range:
     """What `annotate` returns. It may be used again, nested in itself, and from several threads.
 
@@ -47,7 +56,7 @@ class Range:
     def __init__(self, name: str | Callable[..., str], flops: int | Callable[..., int] | None) -> None:
         self._name = name
         self._flops = flops
-        self._marker: Any = None if callable(flops) or callable(name) else nvtx.annotate(name, payload=flops)
+        self._marker: Any = None if callable(flops) or callable(name) else own_kind(nvtx.annotate)(name, payload=flops)
 
     def open(self, opener: RangeObserver | None = None) -> Any:
         """Open the range and return what `close` needs; an observer that is the ``opener`` is not shown it."""
@@ -59,11 +68,14 @@ class Range:
                 observer.opening(self.name)
         marker.__enter__()
         if _always_in_torch or _is_profiling():
-            return sys.modules["torch.autograd"].profiler.record_function(self.name).__enter__()
+            return own_kind(sys.modules["torch.autograd"].profiler.record_function)(self.name).__enter__()
         return None
 
     def close(self, record: Any, opener: RangeObserver | None = None) -> None:
         """Close the range, this thread's innermost; ``record`` is what `open` returned for the same ``opener``."""
+        for observer in _observers:
+            if observer is not opener:
+                observer.closing()
         if record is not None:
             record.__exit__(None, None, None)
         self._marker.__exit__(None, None, None)
@@ -137,6 +149,9 @@ class RangeObserver:
 
     def opening(self, name: str) -> None:
         """A range is about to open inside those that are open on this thread."""
+
+    def closing(self) -> None:
+        """This thread's innermost range is about to close."""
 
     def closed(self) -> None:
         """This thread's innermost range has closed."""

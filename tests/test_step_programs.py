@@ -275,3 +275,49 @@ def test_without_a_second_run_the_reason_says_what_to_change() -> None:
     assert "no optimizer of class Muon made a step; --step-on takes what was there: optimizer:SGD" in str(
         why_no_step([_made(0, None, **{"optimizer:SGD": 9})], chosen)
     )
+
+
+OWN_RANGES = """
+import nvtx
+import torch
+from torch import nn
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    with torch.profiler.record_function("iteration"), nvtx.annotate("iteration"):
+        with torch.profiler.record_function("own forward"), nvtx.annotate("own forward"):
+            loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        with torch.profiler.record_function("own update"), nvtx.annotate("own update"):
+            optimizer.step()
+        optimizer.zero_grad()
+"""
+
+OWN_TREE = {
+    "step *": 2,
+    "step */iteration": 2,
+    "step */iteration/own forward": 2,
+    "step */iteration/own forward/forward": 2,
+    "step */iteration/own forward/forward/model": 2,
+    "step */iteration/backward": 2,
+    "step */iteration/backward/model": 2,
+    "step */iteration/own update": 2,
+    "step */iteration/own update/optimizer": 2,
+}
+
+
+def test_a_step_holds_the_scripts_own_ranges_around_it(tmp_path: Path) -> None:
+    done = _record(tmp_path, OWN_RANGES, "--warmup", "3", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert _paths(tmp_path) == OWN_TREE
+
+
+@pytest.mark.nsys
+def test_nvtx_closes_the_scripts_ranges_and_the_steps_in_their_order(tmp_path: Path) -> None:
+    done = _record(tmp_path, OWN_RANGES, "--nsys", "--warmup", "3", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    paths = _paths(tmp_path)
+    assert {path: count for path, count in paths.items() if path.startswith("step ")} == OWN_TREE
+    # Without CUDA nsys records the process from its start.
+    assert paths["iteration"] == paths["iteration/own update"] == 4

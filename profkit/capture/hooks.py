@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_calls import watch_backward_calls
 from profkit.capture.backward_nodes import at_graph_end, mark_nodes, running_graph
+from profkit.capture.boundaries import Boundaries
 from profkit.capture.closures import has_closure, with_closure
 from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.data_loading import DataLoading
@@ -34,6 +35,7 @@ from profkit.capture.module_names import ModuleNames
 from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
 from profkit.capture.outside_nodes import OutsideNodes
 from profkit.capture.recompute import watch_recompute
+from profkit.capture.script_ranges import watch_script_ranges
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
 from profkit.capture.watcher import Watcher
@@ -103,6 +105,8 @@ class Hooks(RangeObserver):
         self._outside = OutsideNodes(self._enter_backward)
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
+        self._boundaries = Boundaries(self._begin_step, self._count_script_ranges)
+        self._is_interrupted = False
         self.begun = -1
         """The number of the step that runs now, counted from 0; -1 before the first."""
 
@@ -117,6 +121,7 @@ class Hooks(RangeObserver):
         self.loading.install()
         self._generation.install()
         watch_graphs(self)
+        watch_script_ranges(self)
         observe_ranges(self)
         observe_module_calls(self)
 
@@ -145,9 +150,35 @@ class Hooks(RangeObserver):
             self.clock.begin(name)
 
     @_harmless
+    def closing(self) -> None:
+        if self._open.is_in_scripts(_STEP):
+            # Ranges close in the opposite order of their opening: the step goes on outside.
+            self._open.close(_STEP)
+            self._is_interrupted = True
+
+    @_harmless
     def closed(self) -> None:
         if self._open.note_closed() in _TIMED:
             self.clock.end()
+        self._range_closed()
+
+    @_harmless
+    def script_opening(self) -> None:
+        self._open.note_opening(None)
+
+    @_harmless
+    def script_closed(self) -> None:
+        self._open.note_closed()
+        self._range_closed()
+
+    def _count_script_ranges(self) -> int:
+        return self._open.count_scripts()
+
+    def _range_closed(self) -> None:
+        if self._is_interrupted and self._recording:
+            self._open.open(_STEP, step_range(self.begun))
+        self._is_interrupted = False
+        self._boundaries.range_closed()
 
     @_harmless
     def calling(self, name: str) -> None:
@@ -223,6 +254,8 @@ class Hooks(RangeObserver):
         try:
             opened = self._on_thread.ranges
             if opened.root is None and not self.has_failed and running_graph() == -1:
+                if self.steps.is_compilers(module):
+                    return None
                 return self._begin_outermost(opened, module, args, kwargs)
             if not self._recording:
                 return None
@@ -265,6 +298,7 @@ class Hooks(RangeObserver):
         self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
         """Open the phase and the range of an outermost call, after a step's boundary if there is one."""
+        self._boundaries.work_begins()
         self._make_boundary(self.steps.call_begins(module))
         is_loss = is_loss_module(module)
         call, name = Call(None, opened.call), None
@@ -299,6 +333,7 @@ class Hooks(RangeObserver):
             is_computed_again = self._open.has_range(RECOMPUTE)
             self._open.interrupt_backward(key, BACKWARD if self._recording and is_computed_again else None)
             return
+        self._boundaries.work_begins()
         self._make_boundary(self.steps.backward_begins())
         self._begin_phase(key, BACKWARD)
         self._watcher.backward_begins(tensors)
@@ -427,9 +462,12 @@ class Hooks(RangeObserver):
         self._make_boundary(self.steps.optimizer_ends(optimizer))
 
     def _make_boundary(self, number: int | None) -> None:
-        """End the step that runs, and begin step ``number``, if one begins here."""
-        if number is None:
-            return
+        """Have step ``number`` begin as soon as it can, if one is due here."""
+        if number is not None:
+            self._boundaries.due(number)
+
+    def _begin_step(self, number: int) -> None:
+        """End the step that runs, and begin this one."""
         self._open.close(_STEP)
         self.begun = number
         self._listener.boundary(self.begun)

@@ -93,8 +93,8 @@ class OpenRanges:
         else:
             self.close(call)
 
-    def note_opening(self, name: str) -> None:
-        """Note a range of the script's own that opens on this thread."""
+    def note_opening(self, name: str | None) -> None:
+        """Note a range of the script's own that opens on this thread; None: its name is of no interest."""
         self._entries.append((_SCRIPTS, name, None, None, None))
         self._changed()
 
@@ -107,6 +107,17 @@ class OpenRanges:
                 self._changed()
                 return name
         return None
+
+    def count_scripts(self) -> int:
+        """Return how many of the script's own ranges are open on this thread."""
+        return sum(entry[_KEY] is _SCRIPTS for entry in self._entries)
+
+    def is_in_scripts(self, key: object) -> bool:
+        """Return whether an entry of ``key`` was opened within the script's innermost range."""
+        for entry in reversed(self._entries):
+            if entry[_KEY] is key or entry[_KEY] is _SCRIPTS:
+                return entry[_KEY] is key
+        return False
 
     def note_call(self) -> Call | None:
         """Make the script's innermost range that of a call, and return the call."""

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.modules.loss import _Loss
 from torch.optim.optimizer import Optimizer
 
@@ -57,6 +58,13 @@ class StepPolicy:
     def ends_with_script(self) -> bool:
         """Whether nothing but the end of the script ends the last step."""
         return self._kind is None or self._kind is StepKind.WHOLE
+
+    def is_compilers(self, module: nn.Module) -> bool:
+        """Return whether an outermost module that is about to be called is code that a compiler made of a function.
+
+        What it runs is part of the compiled function, forward or backward, and no call of a model.
+        """
+        return isinstance(module, GraphModule) and self._variables.of_model(module) is None
 
     def name_of(self, module: nn.Module) -> str:
         """Return what an outermost module is called in ranges: of several models each has a name of its own."""

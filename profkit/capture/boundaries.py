@@ -1,0 +1,62 @@
+"""When the boundary between two steps is made: not within a range of the script's own that belongs to one step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Boundaries:
+    """Calls ``make(number)`` where step ``number`` begins: once it is due and the step's own ranges have closed.
+
+    A script may open a range around a step, or around the optimizer's part of it. Those that were open at the last
+    boundary already, as one around the whole loop, hold several steps.
+
+    Args:
+        make: ends the step that runs and begins this one.
+        depth: returns how many of the script's ranges are open on the thread that asks.
+    """
+
+    def __init__(self, make: Callable[[int], None], depth: Callable[[], int]) -> None:
+        self._make_boundary = make
+        self._depth = depth
+        self._thread = 0
+        self._waiting: int | None = None
+        self._last_due = -1
+        self._lost = 0
+        self._base = 0
+
+    def due(self, number: int) -> None:
+        """Step ``number`` begins as soon as it can; if the one before it could not yet, the two are one step."""
+        if number <= self._last_due:  # counting has begun anew
+            self._waiting, self._lost = None, 0
+        self._last_due = number
+        self._thread = threading.get_ident()
+        if self._waiting is not None:
+            # The ranges that it waited for hold several steps.
+            self._lost += 1
+            self._make(number - self._lost)
+        elif number == 0 or self._depth() <= self._base:
+            self._make(number - self._lost)
+        else:
+            self._waiting = number - self._lost
+
+    def work_begins(self) -> None:
+        """A call, a backward pass or the like begins: if the first step has ended, this is the second one's."""
+        if self._waiting == 1:
+            self._make(1)
+
+    def range_closed(self) -> None:
+        """A range of the script's has closed on this thread."""
+        if threading.get_ident() != self._thread:
+            return
+        depth = self._depth()
+        if self._waiting is not None and depth <= self._base:
+            self._make(self._waiting)
+        self._base = min(self._base, depth)
+
+    def _make(self, number: int) -> None:
+        self._waiting = None
+        self._make_boundary(number)
+        # What was open when the first step began may be the step's own: nobody can tell yet.
+        self._base = 0 if number == 0 else self._depth()
