@@ -201,6 +201,18 @@ def test_a_storage_stands_where_its_tensors_meet_if_their_bytes_are_not_known_or
     assert tied == "shared storage: wte.weight, head.weight (2 parameters)"
 
 
+def test_a_saved_tensor_without_a_name_bears_the_module_that_made_it(tmp_path: Path) -> None:
+    training = Layers(steps=0)
+    training.phase = "forward"
+    for layer in LAYERS:
+        training.module = f"{layer}.attn"
+        training.own(training.put(90 * MIB), "saved", "")
+    at = at_peak(training, tmp_path)
+    assert ("activations", "h.*.attn", 3) in {(row.category, row.owner, row.count) for row in at.largest_groups}
+    (row,) = [row for row in at.by_module if row.name == "h.1.attn"]
+    assert row.categories["activations"] == 90 * MIB
+
+
 def test_tied_weights_are_called_so(tmp_path: Path) -> None:
     owners = {row.owner for row in at_peak(Layers(), tmp_path).largest}
     assert "wte.weight, head.weight (tied)" in owners

@@ -80,9 +80,10 @@ class Classifier:
     def claim_of(self, row: int) -> Claim:
         """Return what an allocation (a row of the replay) is for."""
         owner = self._owners.get(row)
+        text = read_metadata(self._stacks.raw_of(row))
         if owner is not None and owner.role in ROLES:
-            return Claim(ROLES[owner.role], "identity", owner.name or None)
-        name = read_metadata(self._stacks.raw_of(row)) or (owner.name if owner else None)
+            return Claim(ROLES[owner.role], "identity", owner.name or text)
+        name = text or (owner.name if owner else None)
         number = self._stacks.number_of(row)
         category = self._category_of_stack(number)
         if category is not None:
