@@ -81,9 +81,29 @@ class DictBlock(nn.Module):
         return {"hidden": self.block(hidden), "rest": [None, 3]}
 
 
+class OthersCheckpoint(torch.autograd.Function):
+    """A checkpoint as DeepSpeed and Megatron write their own."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Any, x: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "reentrant": {"use_reentrant": True},
     "non-reentrant": {"use_reentrant": False},
+    "others": {},
     "nested": {"use_reentrant": False},
     "nested-reentrant": {"use_reentrant": True},
     "selective": {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(_keep_products)},
@@ -114,6 +134,8 @@ class Model(nn.Module):
                 x = block(hidden=Marked.apply(x))["hidden"]
             elif self.how.startswith("nested"):
                 continue
+            elif self.how == "others":
+                x = OthersCheckpoint.apply(block, x)
             elif self.how in CHECKPOINTS:
                 x = checkpoint(block, x, **CHECKPOINTS[self.how])
             else:
@@ -240,6 +262,7 @@ WORKLOADS = (
     "dict",
     "reentrant",
     "non-reentrant",
+    "others",
     "nested",
     "nested-reentrant",
     "selective",

@@ -192,7 +192,7 @@ def test_dynamo_makes_the_same_graphs_whether_the_hooks_are_there_or_not() -> No
 
 
 def test_nothing_is_left_open(hooked: dict[str, Any]) -> None:
-    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 68"]
+    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 72"]
 
 
 @pytest.mark.parametrize("how", ["branches", "penalty"])

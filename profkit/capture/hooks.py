@@ -34,7 +34,7 @@ from profkit.capture.module_calls import observe_module_calls
 from profkit.capture.module_names import ModuleNames
 from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
 from profkit.capture.outside_nodes import OutsideNodes
-from profkit.capture.recompute import watch_recompute
+from profkit.capture.recompute import is_computed_again, is_first_pass, watch_recompute
 from profkit.capture.script_ranges import watch_script_ranges
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
@@ -259,12 +259,16 @@ class Hooks(RangeObserver):
                 return self._begin_outermost(opened, module, args, kwargs)
             if not self._recording:
                 return None
+            begins_recompute = opened.call is None and is_computed_again()
+            if begins_recompute:
+                opened.interrupt_backward(module, RECOMPUTE, opened.backward_call)
             part = self._parts.get(id(module))
             around = opened.call
             if part is not None and not part.is_known:
                 part.is_known = True
                 self.autocast_dtypes |= autocast_dtypes()
-            if around is not None and not self._knows_owners and (part is None or part.range is None):
+            has_range = part is not None and part.range is not None
+            if around is not None and not (self._knows_owners or has_range or begins_recompute):
                 return None
             call = Call(part.range, around, part.owner) if part is not None else Call(None, around)
             for value in args:
@@ -284,7 +288,9 @@ class Hooks(RangeObserver):
             if self._recording:
                 mark_nodes(output, call, self._enter_backward)
             opened.close_call(call)
-            if opened.root is call:
+            if opened.root is None and opened.is_interrupted_by(module):
+                opened.resume_backward(module)
+            elif opened.root is call:
                 opened.root = None
                 if self._recording:
                     self._outside.call_ended()
@@ -319,7 +325,7 @@ class Hooks(RangeObserver):
         phase = self._generation.next_phase()
         if phase is not None:
             return phase
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not is_first_pass():
             return INFERENCE
         return LOSS if is_loss else FORWARD
 

@@ -178,12 +178,21 @@ class OpenRanges:
         elif self._runs_for is not None:
             self._changed()
 
+    @property
+    def backward_call(self) -> Call | None:
+        """The call whose backward runs on this thread now, or None."""
+        top = self._entries[-1] if self._entries else None
+        return top[_CALL] if top is not None and top[_KEY] is _BACKWARD_OF_CALL else None
+
     def interrupt_backward(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open ``name`` as `open` does, but not within the backward ranges of a call: these close before."""
-        top = self._entries[-1] if self._entries else None
-        self._interrupted[key] = top[_CALL] if top is not None and top[_KEY] is _BACKWARD_OF_CALL else None
+        self._interrupted[key] = self.backward_call
         self.leave_backward()
         self.open(key, name, call)
+
+    def is_interrupted_by(self, key: object) -> bool:
+        """Return whether ``key`` is open, and was opened by `interrupt_backward`."""
+        return key in self._interrupted
 
     def resume_backward(self, key: object) -> None:
         """Close ``key`` and all above it, and open the backward ranges that were interrupted there."""

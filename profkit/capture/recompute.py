@@ -2,7 +2,8 @@
 
 The variant without reentrance keeps a function that computes again what the graph's nodes ask for; the reentrant one is
 a node that runs the block again and then the backward pass of what it got. In both, only the function that runs again
-is wrapped: what it computes, and when, stays the same.
+is wrapped: what it computes, and when, stays the same. Of others' checkpoints (DeepSpeed, Megatron) a module that is
+called in a backward pass with gradients on is what shows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from profkit.capture.backward_calls import is_creating_graph
+from profkit.capture.backward_nodes import running_graph
 from profkit.capture.open_ranges import Call
 
 
@@ -50,8 +53,20 @@ def is_recomputing() -> bool:
     return _running.depth > 0
 
 
+def is_computed_again() -> bool:
+    """Return whether somebody else's checkpoint computes something again on this thread."""
+    is_in_backward = running_graph() != -1
+    return is_in_backward and torch.is_grad_enabled() and not is_creating_graph() and not is_recomputing()
+
+
+def is_first_pass() -> bool:
+    """Return whether torch's reentrant checkpoint runs its first forward pass, which it does with gradients off."""
+    return _running.first_passes > 0
+
+
 class _Running(threading.local):
     depth = 0
+    first_passes = 0
 
 
 _running = _Running()
@@ -72,7 +87,12 @@ def _with_watched_frame(init: Callable[..., None], listener: RecomputeListener) 
 def _with_watched_function(forward: Callable[..., Any], listener: RecomputeListener) -> Callable[..., Any]:
     @functools.wraps(forward)
     def watched(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-        return forward(ctx, _watched(function, listener), *args)
+        trains = any(ctx.needs_input_grad)
+        _running.first_passes += trains
+        try:
+            return forward(ctx, _watched(function, listener), *args)
+        finally:
+            _running.first_passes -= trains
 
     return watched
 

@@ -24,7 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
-from profkit.capture.backward_calls import is_creating_graph
 from profkit.capture.operators import (
     BLANK,
     LOOKED_UP,
@@ -39,7 +38,7 @@ from profkit.capture.operators import (
     recomputed_flops,
     torch_flops,
 )
-from profkit.capture.recompute import is_recomputing
+from profkit.capture.recompute import is_computed_again, is_recomputing
 from profkit.capture.work_account import Access, Instance, WorkAccount, summarize_work
 from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP
 from profkit.run.work import RunWork
@@ -256,10 +255,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _is_recomputation() -> bool:
-    """Return whether activations are computed again, by torch's checkpoint or by somebody else's: a backward pass runs
-    with gradients on, and not for a second derivative."""
-    is_in_backward = torch._C._current_graph_task_id() != -1
-    return is_recomputing() or (is_in_backward and torch.is_grad_enabled() and not is_creating_graph())
+    """Return whether activations are computed again, by torch's checkpoint or by somebody else's."""
+    return is_recomputing() or is_computed_again()
 
 
 def _has_compiled() -> bool:
