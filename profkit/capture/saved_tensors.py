@@ -9,13 +9,13 @@ more once hooks were used.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from profkit.capture.frame_variables import variables_at_hand
 
 _MOST_NODES = 200_000
 _NESTING = 3
@@ -41,17 +41,14 @@ def read_saved(roots: Any, note: Callable[[Tensor], None]) -> int:
 
 
 def tensors_at_hand() -> list[Tensor]:
-    """Return the tensors with a graph in the local variables of this thread's running functions, the innermost first.
+    """Return the tensors with a graph in the variables of this thread's running functions, the innermost first.
 
     In the middle of a forward pass they lead to what it has saved so far.
     """
     found: list[Tensor] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        for value in list(frame.f_locals.values()):
-            parts = value if type(value) in (tuple, list) else (value,)
-            found += [one for one in parts if issubclass(type(one), Tensor) and one.grad_fn is not None]
-        frame = frame.f_back
+    for value in variables_at_hand():
+        parts = value if type(value) in (tuple, list) else (value,)
+        found += [one for one in parts if issubclass(type(one), Tensor) and one.grad_fn is not None]
     return found
 
 
