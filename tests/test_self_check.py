@@ -338,3 +338,13 @@ def test_work_of_a_data_loader_may_differ_between_steps(tmp_path: Path) -> None:
         builder.kernel(510, 5)
         (tmp_path / name).mkdir()
         assert sorted(_codes(_check(builder, tmp_path / name), "warning")) == codes
+
+
+def test_steps_with_other_phases_do_other_work(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _micro_steps(builder, [[3, 5], [3], [3, 5]])
+    assert _check(builder, tmp_path).findings == ()
+    _micro_steps(builder, [[], [], [], [3, 5], [3, 4]])
+    (tmp_path / "t.sqlite").unlink()
+    messages = [finding.message for finding in _check(builder, tmp_path).of("warning")]
+    assert any(message.startswith("step: kernels per instance range from 7 to 8") for message in messages)

@@ -8,7 +8,7 @@ work. For a run of profkit, `run_check` also compares the capture with what was 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from profkit.analysis.attribution import Attribution, mark_members
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.range_paths import explain_no_ranges
-from profkit.analysis.steps import find_contexts, measured_ranges, number_in_step
+from profkit.analysis.steps import find_contexts, find_steps, measured_ranges, number_in_step
 from profkit.findings import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP
 from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
@@ -333,10 +333,12 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
     trace = attribution.trace
     of_gpu = trace.measure == "gpu-kernel"
     findings = []
-    for label, members in measured_ranges(attribution).items():
+    measured = measured_ranges(attribution)
+    for label, members in measured.items():
         counts = _count_outside_data(attribution, members)
         uneven: dict[int, list[tuple[bool, int, Ints, int]]] = {}
-        for process, number, which in _alike(attribution, members):
+        kinds = _kinds_of_steps(attribution, measured) if label == STEP and not even else np.zeros_like(members)
+        for process, number, which in _alike(attribution, members, kinds):
             some = counts[which]
             if some.min() == some.max():
                 continue
@@ -375,17 +377,31 @@ def _waits_for_data(trace: Trace) -> Bools:
     return waits
 
 
-def _alike(attribution: Attribution, members: Ints) -> Iterator[tuple[int, int, Ints]]:
+def _kinds_of_steps(attribution: Attribution, measured: Mapping[str, Ints]) -> Ints:
+    """Return a number for each measured step: steps with as many of each phase have the same one.
+
+    A step that skips its update, or evaluates the model, does other work than the others.
+    """
+    steps, around = measured[STEP], find_steps(attribution)
+    phases = [around[members] for label, members in measured.items() if label != STEP]
+    counts = np.array([[np.count_nonzero(phase == step) for phase in phases] for step in steps.tolist()])
+    kinds: Ints = np.unique(counts, axis=0, return_inverse=True)[1].reshape(-1) if phases else np.zeros_like(steps)
+    return kinds
+
+
+def _alike(attribution: Attribution, members: Ints, kinds: Ints) -> Iterator[tuple[int, int, Ints]]:
     """Yield which ``members`` (ranges of one label) should do the same work, with their process and number in the step.
 
-    They are of one process and one context, and each is the k-th in its step.
+    They are of one process, one context and one of ``kinds``, and each is the k-th in its step.
     """
     ranges, context = attribution.trace.ranges, find_contexts(attribution)[members]
     number = number_in_step(attribution, members, np.zeros(len(members), dtype=np.int64))
     for process, mine in rows_by_value(ranges.process[members]).items():
         for together in rows_by_value(context[mine]).values():
             for k, some in rows_by_value(number[mine[together]]).items():
-                yield process, k, mine[together[some]]
+                which = mine[together[some]]
+                for alike in rows_by_value(kinds[which]).values():
+                    yield process, k, which[alike]
 
 
 def _without_calls(trace: Trace) -> Bools:
