@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from profkit import read_trace
+from profkit.analysis.steps import measured_ranges
 from profkit.launch.another_try import find_another_try
 from profkit.launch.passes import Outcome, why_no_step
 from profkit.run.manifest import Process
@@ -275,6 +276,16 @@ def test_without_a_second_run_the_reason_says_what_to_change() -> None:
     assert "no optimizer of class Muon made a step; --step-on takes what was there: optimizer:SGD" in str(
         why_no_step([_made(0, None, **{"optimizer:SGD": 9})], chosen)
     )
+
+
+def test_what_runs_after_the_last_complete_step_is_no_step(tmp_path: Path) -> None:
+    script = EVALUATED_FIRST.replace("range(8)", "range(0)").replace("range(5)", "range(3)")
+    done = _record(tmp_path, script, "--warmup", "2", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "1 complete steps of the 2 requested" in done.stderr
+    opened = read_trace(tmp_path / "run")
+    assert [len(steps) for label, steps in measured_ranges(opened.attribution).items() if label == "step"] == [1]
+    assert not opened.self_check.findings, opened.self_check.findings
 
 
 OWN_RANGES = """

@@ -9,7 +9,7 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.nesting import NO_RANGE, mark_nested
-from profkit.names import CONTEXT, PHASES, STEP, WARMUP
+from profkit.names import CONTEXT, PHASES, STEP, UNFINISHED, WARMUP
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
 
 _LABEL = re.compile(rf"({'|'.join((STEP, *PHASES))})(?: \d+)?", re.I)
@@ -20,7 +20,8 @@ _CONTEXT = re.compile(rf"{CONTEXT} (\d+)")
 def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
     """Return the ranges that are steps, forward passes, …, by label: those that ended, outside ``warmup``.
 
-    A step within another step, as where a program and a recorder each open one, is part of the outer one.
+    A step within another step, as where a program and a recorder each open one, is part of the outer one. A step in
+    which the program ended is none.
     """
     trace = attribution.trace
     names = {i: trace.names[i] for i in distinct_values(trace.ranges.name).tolist()}
@@ -37,8 +38,20 @@ def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
     if STEP in labels:
         is_step, parent = measured & (label == labels.index(STEP)), attribution.parent
         measured &= ~(is_step & (parent != NO_RANGE) & mark_nested(parent, is_step)[parent])
+        measured[_unfinished_steps(attribution, is_step)] = False
     found = {name: np.flatnonzero(measured & (label == index)) for index, name in enumerate(labels)}
     return {name: found[name] for name in (STEP, *PHASES) if name in found}
+
+
+def _unfinished_steps(attribution: Attribution, is_step: Bools) -> list[int]:
+    """Return the steps in which the program ended, by the range that says so."""
+    names, found = attribution.trace.names, []
+    for mark in np.flatnonzero(attribution.trace.ranges.name == names.index(UNFINISHED)) if UNFINISHED in names else ():
+        around = int(attribution.parent[mark])
+        while around != NO_RANGE and not is_step[around]:
+            around = int(attribution.parent[around])
+        found += [around] if around != NO_RANGE else []
+    return found
 
 
 def count_steps(attribution: Attribution, rows: Bools) -> int | None:

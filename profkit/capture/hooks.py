@@ -39,7 +39,7 @@ from profkit.capture.script_ranges import watch_script_ranges
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
 from profkit.capture.watcher import Watcher
-from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER, PHASES, RECOMPUTE, step_range
+from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER, PHASES, RECOMPUTE, UNFINISHED, step_range
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -133,6 +133,13 @@ class Hooks(RangeObserver):
     def begin_whole(self) -> None:
         """Begin the one step that the whole script is."""
         self._make_boundary(self.steps.begin_whole())
+
+    @_harmless
+    def mark_unfinished(self) -> None:
+        """Say in the trace that the step which runs now is not whole."""
+        if self._recording and self._open.has(_STEP):
+            self._open.open(_UNFINISHED, UNFINISHED)
+            self._open.close(_UNFINISHED)
 
     def stop(self) -> None:
         """Close what is open on this thread, and open no more."""
@@ -484,4 +491,5 @@ class Hooks(RangeObserver):
 _TIMED = (DATA, *PHASES)
 _STEP = object()
 _LOADER = object()
+_UNFINISHED = object()
 _ONE_OPTIMIZER = object()

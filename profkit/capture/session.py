@@ -319,6 +319,8 @@ class Session:
         if self._scripts_profiler is not None:
             self._scripts_profiler.before_start = None
         self._samples.end()
+        if state == CUT_SHORT:
+            self.hooks.mark_unfinished()
         self.hooks.stop()
         self.hooks.clock.stop()
         if self._recording is not None:

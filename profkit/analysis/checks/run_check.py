@@ -26,7 +26,7 @@ _LINEARS_PER_LAYER = 7
 _BATCHED_PER_LAYER = 2
 """Attention scores, and the values weighted by them."""
 
-_COMPLETE = "complete"
+_COMPLETE, _CUT_SHORT = "complete", "cut short"
 
 # cuBLAS adds up the parts of a product that was split along its inner dimension in a kernel of its own.
 _ADDS_SPLIT_PARTS = re.compile(r"splitKreduce|execute_split_k_kernel", re.IGNORECASE)
@@ -58,7 +58,7 @@ def know_run(manifest: Manifest) -> KnownRun:
         return UNKNOWN_RUN
     pids = _pids_of_whole(manifest)
     if workload.preset_name is None:
-        return KnownRun(workload.steps if workload.annotate else None, None, even=False, pids=pids)
+        return KnownRun(_complete_steps(manifest) if workload.annotate else None, None, even=False, pids=pids)
     # The first step makes the optimizer's state; CUDA graphs of compiled code run from the third.
     settled = 3 if workload.compile_mode == "reduce-overhead" else 1
     layers = (manifest.preset or {}).get("num_layers")
@@ -68,6 +68,13 @@ def know_run(manifest: Manifest) -> KnownRun:
         even=(workload.warmup_steps or 0) >= settled,
         pids=pids,
     )
+
+
+def _complete_steps(manifest: Manifest) -> int | None:
+    """Return how many steps a script was recorded in: fewer than were asked for, if it ended before."""
+    steps = manifest.workload.steps
+    is_short = len(manifest.processes) == 1 and manifest.processes[0].state == _CUT_SHORT
+    return steps if steps is None or not is_short else min(steps, len(manifest.processes[0].profiled))
 
 
 def _pids_of_whole(manifest: Manifest) -> tuple[int, ...]:
