@@ -103,6 +103,14 @@ PROGRAMS: dict[str, Program] = {
     "torch.func": Program(
         "functional", {"forward": 1, "backward": 1}, _both_ways(*(f"model/{number}" for number in range(3)))
     ),
+    "TorchScript": Program(
+        "torchscript",
+        # What was traced is called once, and once more without gradients by torch's check of it; tracing has no range.
+        _STEP | {"forward": 2, "inference": 1},
+        {f"{phase}/RecursiveScriptModule": 1 for phase in ("forward", "backward")}
+        | {"forward/TopLevelTracedModule": 1, "inference/Net/features": 1, "inference/Net/head": 1},
+        linked=False,  # torch.profiler links no operator of a scripted graph
+    ),
     "compiled": Program("compiled", _STEP, _both_ways("model"), linked=False),
     "data loader with workers": Program(
         "data_workers", _STEP | {"data": 1}, _both_ways("model/0", "model/1", "model/2")

@@ -3,7 +3,8 @@
 Hooks of all modules would see them too, but with one of those torch takes a slow way through every call. A ``forward``
 replaced on a module would break copying and pickling it.
 
-While Dynamo traces, the wrapper is not there: it compiles what it would without profkit. In code that is compiled in
+While Dynamo traces, the wrapper is not there: it compiles what it would without profkit. Nor is it there while
+``torch.jit.trace`` does, whose graph would hold the ranges. In code that is compiled in
 part the rest of it runs without ranges too: what was compiled is annotated as a whole, from outside.
 """
 
@@ -36,12 +37,13 @@ def observe_module_calls(observer: CallObserver) -> None:
     plain = nn.Module.__call__
     enter, leave = observer.enter, observer.leave
     is_compiling = torch.compiler.is_compiling
+    is_tracing = torch._C._is_tracing
     # The callback with which Dynamo compiles what this thread runs, or None; torch 2.4 has no way to ask for it.
     in_compiled_code = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _no_callback)
 
     @functools.wraps(plain)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or in_compiled_code() is not None:
+        if is_compiling() or is_tracing() or in_compiled_code() is not None:
             return plain(self, *args, **kwargs)
         entered = enter(self, args, kwargs)
         if entered is None:

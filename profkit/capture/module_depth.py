@@ -69,7 +69,8 @@ def _wanted_level(modules: dict[str, nn.Module], levels: dict[str, int]) -> int:
 
 
 def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    # The class of a scripted module refuses to show its forward.
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _path_and_around(path: str) -> Iterator[str]:
