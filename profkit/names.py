@@ -33,6 +33,9 @@ PHASES = (FORWARD, LOSS, BACKWARD, OPTIMIZER, INFERENCE, PREFILL, DECODE)
 DATA = "data"
 """Waiting for the next batch. It need launch no work, so that it is no phase: what looks for kernels passes it over."""
 
+REPLICA = "replica"
+"""The work of a copy of the model on a thread of its own, within the call of the model (``nn.DataParallel``)."""
+
 ATTENTION = "attention"
 FFN = "ffn"
 SCALED_DOT_PRODUCT = "scaled dot product attention"

@@ -181,6 +181,33 @@ def _set_functional_gradients(model: nn.Module, criterion: nn.Module) -> Tensor:
     return loss  # type: ignore[no-any-return]
 
 
+class Replicated(nn.DataParallel):  # type: ignore[type-arg]
+    """Runs two copies of the model, each on a thread of its own, as torch does it with two GPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        replicas = [_replica(self.module) for _ in range(2)]
+        return torch.cat(self.parallel_apply(replicas, [(part,) for part in x.chunk(2)], [{}, {}]))
+
+
+def _replica(module: Any) -> Any:
+    replica = module._replicate_for_data_parallel()
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(replica, name, parameter)
+    for name, child in module.named_children():
+        replica._modules[name] = _replica(child)
+    return replica
+
+
+def _on_threads(modules: Any, inputs: Any, kwargs: Any, _devices: Any) -> list[Tensor]:
+    """Take the place of torch's own, which needs GPUs; one after the other, so that dropout draws the same numbers."""
+    outputs: list[Tensor] = []
+    for module, args, words in zip(modules, inputs, kwargs, strict=True):
+        thread = threading.Thread(target=lambda call=module, a=args, k=words: outputs.append(call(*a, **k)))
+        thread.start()
+        thread.join()
+    return outputs
+
+
 def train(how: str) -> tuple[list[str], list[int]]:
     """Train for four steps and return the losses, exactly, and how many activations were alive before each backward
     and after it."""
@@ -188,6 +215,10 @@ def train(how: str) -> tuple[list[str], list[int]]:
     torch._dynamo.reset()
     model: Any = Penalised() if how == "penalty" else Model(how)
     called = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+    if how == "replicas":
+        # torch.nn.parallel has a function of this module's name.
+        sys.modules["torch.nn.parallel.data_parallel"].parallel_apply = _on_threads  # type: ignore[attr-defined]
+        called = Replicated(model)
     optimizer: Any = torch.optim.LBFGS if how == "closure" else torch.optim.AdamW
     optimizer = optimizer(model.parameters(), lr=0.01)
     criterion = nn.MSELoss()
@@ -275,6 +306,7 @@ WORKLOADS = (
     "autocast",
     "closure",
     "grad",
+    "replicas",
     "compiled",
 )
 

@@ -152,6 +152,19 @@ def test_accumulation_puts_three_passes_into_a_step(hooked: dict[str, Any]) -> N
     assert len(steps) == 4
 
 
+def test_replicas_work_within_the_call_of_the_model(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["replicas"]["events"])
+    assert paths["forward"] == paths["forward/model"] == paths["backward/model"] == 4
+    assert paths["replica"] == paths["replica/blocks.1/blocks.1.linear"] == 8
+    assert paths["backward/model/replica/blocks.1/blocks.1.linear"] == 8
+
+
+def test_an_optimizers_closure_is_no_part_of_its_phase(hooked: dict[str, Any]) -> None:
+    paths = _trees(hooked["closure"]["events"])
+    assert paths["forward"] == paths["backward"] == paths["optimizer"] > 4
+    assert not [path for path in paths if path.startswith("optimizer/")]
+
+
 def test_a_modules_keyword_and_dict_have_their_backward(hooked: dict[str, Any]) -> None:
     paths = _trees(hooked["dict"]["events"])
     for number in range(3):
@@ -192,7 +205,7 @@ def test_dynamo_makes_the_same_graphs_whether_the_hooks_are_there_or_not() -> No
 
 
 def test_nothing_is_left_open(hooked: dict[str, Any]) -> None:
-    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 72"]
+    assert [name for _, name, _ in hooked["end"]["events"]] == ["step 76"]
 
 
 @pytest.mark.parametrize("how", ["branches", "penalty"])

@@ -13,9 +13,9 @@ and backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,31 +35,34 @@ from profkit.capture.module_names import ModuleNames
 from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
 from profkit.capture.outside_nodes import OutsideNodes
 from profkit.capture.recompute import is_computed_again, is_first_pass, watch_recompute
+from profkit.capture.replicas import ReplicaCall, watch_replicas
 from profkit.capture.script_ranges import watch_script_ranges
 from profkit.capture.steps import StepPolicy, is_loss_module
 from profkit.capture.times import PhaseClock
-from profkit.capture.watcher import Watcher
-from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER, PHASES, RECOMPUTE, UNFINISHED, step_range
+from profkit.capture.watcher import StepListener, Watcher
+from profkit.names import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    INFERENCE,
+    LOSS,
+    OPTIMIZER,
+    PHASES,
+    RECOMPUTE,
+    REPLICA,
+    UNFINISHED,
+    step_range,
+)
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
-class StepListener(Protocol):
-    """Is called at each step's boundary; it may switch the ranges on and off there."""
-
-    def boundary(self, number: int) -> None:
-        """Step ``number`` is about to begin; the one before it, if there was one, has ended."""
-
-    def hooks_failed(self, error: Exception) -> None:
-        """A hook failed, and all of them have stopped."""
-
-
 def _harmless(method: Method) -> Method:
-    """Do nothing while Dynamo traces; a failure ends the hooks and never reaches the script."""
+    """Do nothing while Dynamo or torch.jit traces; a failure ends the hooks and never reaches the script."""
 
     @functools.wraps(method)
     def guarded(self: Hooks, *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or self.has_failed:
+        if torch.compiler.is_compiling() or torch._C._is_tracing() or self.has_failed:
             return
         try:
             method(self, *args, **kwargs)
@@ -97,6 +100,7 @@ class Hooks(RangeObserver):
         self._parts = self.names.parts
         self._on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
         self._recording = False
+        self._replicas: dict[int, Call | None] = {}
         self.steps = StepPolicy(step_on, counts=counts_steps)
         self.clock = PhaseClock()
         """The time of backward passes and optimizers' steps, once it is started."""
@@ -118,6 +122,7 @@ class Hooks(RangeObserver):
         )
         watch_backward_calls(self._backward_begins, self._backward_ends)
         watch_recompute(self)
+        watch_replicas(self)
         self.loading.install()
         self._generation.install()
         watch_graphs(self)
@@ -261,8 +266,6 @@ class Hooks(RangeObserver):
         try:
             opened = self._on_thread.ranges
             if opened.root is None and not self.has_failed and running_graph() == -1:
-                if self.steps.is_compilers(module):
-                    return None
                 return self._begin_outermost(opened, module, args, kwargs)
             if not self._recording:
                 return None
@@ -299,6 +302,8 @@ class Hooks(RangeObserver):
                 opened.resume_backward(module)
             elif opened.root is call:
                 opened.root = None
+                if isinstance(call, ReplicaCall):
+                    return
                 if self._recording:
                     self._outside.call_ended()
                 self._end_phase(FORWARD)
@@ -309,8 +314,12 @@ class Hooks(RangeObserver):
 
     def _begin_outermost(
         self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call:
+    ) -> Call | None:
         """Open the phase and the range of an outermost call, after a step's boundary if there is one."""
+        if self.steps.is_compilers(module):
+            return None
+        if id(module) in self._replicas:
+            return self._begin_replica(opened, module)
         self._boundaries.work_begins()
         self._make_boundary(self.steps.call_begins(module))
         is_loss = is_loss_module(module)
@@ -325,6 +334,19 @@ class Hooks(RangeObserver):
         if self._recording:
             self._outside.call_begins()
             mark_nodes((args, kwargs), call.around, self._enter_backward)
+        opened.open(call, call.name, call)
+        return call
+
+    @_harmless
+    def replicas_begin(self, model: nn.Module, replicas: Sequence[nn.Module]) -> None:
+        """Name the replicas' modules as the model's, and note in which call the replicas work."""
+        if self._recording:
+            self.names.name_replicas(model, replicas)
+        self._replicas = dict.fromkeys(map(id, replicas), self._open.call)
+
+    def _begin_replica(self, opened: OpenRanges, module: nn.Module) -> Call:
+        call = ReplicaCall(REPLICA if self._recording else None, self._replicas.pop(id(module)))
+        opened.root = call
         opened.open(call, call.name, call)
         return call
 

@@ -4,8 +4,8 @@ Hooks of all modules would see them too, but with one of those torch takes a slo
 replaced on a module would break copying and pickling it.
 
 While Dynamo traces, the wrapper is not there: it compiles what it would without profkit. Nor is it there while
-``torch.jit.trace`` does, whose graph would hold the ranges. In code that is compiled in
-part the rest of it runs without ranges too: what was compiled is annotated as a whole, from outside.
+``torch.jit.trace`` does, whose graph would hold the ranges. In code that is compiled in part the rest of it runs
+without ranges too: what was compiled is annotated as a whole, from outside.
 """
 
 from __future__ import annotations

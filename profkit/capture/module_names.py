@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
@@ -23,12 +24,13 @@ _WRAPPERS = {
 
 def unwrap(root: nn.Module) -> nn.Module:
     """Return the model that the wrapper ``root`` calls, or ``root`` itself if it is not a wrapper."""
-    while type(root).__name__ in _WRAPPERS:
-        held = getattr(root, _WRAPPERS[type(root).__name__], None)
-        if not isinstance(held, nn.Module):  # somebody's own class by that name
-            break
+    while True:
+        # A subclass of a wrapper is one too.
+        holder = next((_WRAPPERS[kind.__name__] for kind in type(root).__mro__ if kind.__name__ in _WRAPPERS), None)
+        held = None if holder is None else getattr(root, holder, None)
+        if not isinstance(held, nn.Module):  # also somebody's own class by that name
+            return root
         root = held
-    return root
 
 
 class Part:
@@ -76,6 +78,14 @@ class ModuleNames:
         for path, module in children.items():
             self._register(module, path, prefix + path, path if path in paths else None)
         return self._register(root, name, prefix or name, None if self._depth is None else name)
+
+    def name_replicas(self, model: nn.Module, replicas: Iterable[nn.Module]) -> None:
+        """Name the modules of copies of ``model`` as its own."""
+        for replica in replicas:
+            for module, copy in zip(model.modules(), replica.modules(), strict=True):
+                known = self.part(module)
+                if known is not None:
+                    self._register(copy, known.name, known.owner, known.range)
 
     def part(self, module: nn.Module) -> Part | None:
         """Return what is known of the module, or None if it is in no known model."""

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+
+
+class StepListener(Protocol):
+    """Is called at each step's boundary; it may switch the ranges on and off there."""
+
+    def boundary(self, number: int) -> None:
+        """Step ``number`` is about to begin; the one before it, if there was one, has ended."""
+
+    def hooks_failed(self, error: Exception) -> None:
+        """A hook failed, and all of them have stopped."""
 
 
 class Watcher:
