@@ -159,8 +159,8 @@ ON_TWO_GPUS: dict[str, Program] = {
     "DataParallel": Program(
         "data_parallel",
         _STEP,
-        _both_ways("model/0", "model/1", times=2),
-        linked=False,
+        {"forward/model": 1},
+        linked=False,  # several threads run the forward pass, and their sequence numbers are the same
     ),
 }
 """Programs that need two."""
