@@ -90,7 +90,7 @@ for number in range(6):
     loss.backward()
     optimizer.step()
     print(number, loss.item().hex(), flush=True)
-    if number == 3:
+    if number == 5:
         print("requested", torch.cuda.memory_stats()["requested_bytes.all.peak"], flush=True)
         with open("peaks", "w") as file:
             # Another process may differ in these: which of two free blocks is taken goes by the driver's addresses.
@@ -115,7 +115,7 @@ for number in range(4):
     loss = model(torch.randn(512 * (1 + rank), 2048, device="cuda")).square().mean()
     loss.backward()
     optimizer.step()
-    if number == 2:
+    if number == 3:
         torch.cuda.synchronize()
         with open(f"peak{rank}", "w") as file:
             file.write(str(torch.cuda.max_memory_allocated()))
@@ -218,7 +218,7 @@ def test_backward_blocks_carry_their_modules(place: Path, run: Run) -> None:
     _assert_exact(result)
     raw = opened.device().device.events.raw
     texts = {str(event.get("user_metadata")) for event in raw}
-    for name in ("loss", "head", "blocks.7.down", "blocks.0.up", "embed"):
+    for name in ("head", "blocks.7.down", "blocks.0.up", "embed"):
         assert any(name in text for text in texts), (name, sorted(texts)[:20])
     assert result.composition.evidence["identity"] > 0.5 * result.totals.allocated_peak_bytes
 
