@@ -333,3 +333,12 @@ def test_nothing_counts_where_somebody_else_knows_the_steps() -> None:
     script.policy = StepPolicy(counts=False)
     script.train(nn.Linear(1, 1), _optimizer(), times=2)
     assert script.made == []
+
+
+def test_code_that_a_compiler_made_and_calls_is_no_model(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.fx.symbolic_trace(nn.Linear(1, 1))
+    assert script.policy.is_compilers(made), "no line of the script calls it"
+    monkeypatch.setattr(variable_names, "_name_of_called", lambda: "exported")
+    own = torch.fx.symbolic_trace(nn.Linear(1, 1))
+    assert not script.policy.is_compilers(own)
+    assert not script.policy.is_compilers(nn.Linear(1, 1))
