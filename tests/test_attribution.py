@@ -178,6 +178,26 @@ def test_a_range_on_an_autograd_thread_ends_with_the_backward_call(tmp_path: Pat
     assert not opened.attribution.trace.ranges.is_open.any()
 
 
+def test_replicas_lie_in_the_call_of_the_model_that_waits_for_them(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("forward", 0, 500)
+    builder.range("model", 10, 490)
+    builder.kernel(20, 1)
+    for number, thread in enumerate((OTHER, OTHER + 1)):
+        builder.range("replica", 100 + number, 300 + number, tid=thread)
+        builder.range("layer", 105 + number, 295 + number, tid=thread)
+        for launch in (110, 120, 130, 140):
+            builder.kernel(launch + number, 10, tid=thread)
+    builder.kernel(400, 3)
+    rows = _open(builder, tmp_path).ranges().ranges
+    assert {row.path: row.kernel_time_ns for row in rows} == {
+        "forward": 84,
+        "forward/model": 84,
+        "forward/model/replica": 80,
+        "forward/model/replica/layer": 80,
+    }
+
+
 def test_two_waiting_threads_are_ambiguous(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _train_step(builder)

@@ -297,8 +297,8 @@ def _place(
             own[members] = timelines[thread].innermost_at(times)
         if waiting is None or not waiting.may_help(thread):
             continue
-        # A thread with a range of its own works for itself, unless it is the autograd engine's.
-        asking = members if waiting.is_autograd(thread) else members[own[members] == NO_RANGE]
+        # A thread with a range of its own works for itself, unless it is the autograd engine's or a replica's.
+        asking = members if waiting.works_for_another(thread) else members[own[members] == NO_RANGE]
         if len(asking):
             process = int(rows.process[asking[0]])
             times = rows.launch_ns[asking]
@@ -319,13 +319,13 @@ def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dic
 def _adopt_top_ranges(
     trace: Trace, timelines: dict[int, ThreadTimeline], parent: Ints, adopter: Ints, waiting: WaitingThreads
 ) -> None:
-    """Give the outermost ranges of autograd threads a parent: the innermost range of the thread they work for.
+    """Give the outermost ranges of threads that work for another a parent: the innermost range of that thread.
 
     Fills ``parent``, and with that thread ``adopter``, also of the ranges within.
     """
     ranges = trace.ranges
     for thread in timelines:
-        if not waiting.is_autograd(thread):
+        if not waiting.works_for_another(thread):
             continue
         mine = np.flatnonzero((ranges.thread == thread) & (ranges.end_thread == thread))
         top = mine[parent[mine] == NO_RANGE]

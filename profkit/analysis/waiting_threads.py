@@ -17,6 +17,9 @@ must be a helper throughout: of its calls while some candidate has a range open,
 candidate. A thread that also works while nobody waits works for itself, and what it launches while another thread
 happens to wait belongs to no range.
 
+A replica of ``nn.DataParallel`` runs on a thread that lives for one call of the model, while its caller waits. Its
+ranges lie in one named ``replica``, and are treated as those of an autograd thread.
+
 An autograd thread works for one ``backward`` call at a time, so no range of its own can outlast that call. Hooks may
 still leave one open: PyTorch runs the callback at the end of the graph on the calling thread alone.
 """
@@ -29,7 +32,7 @@ from functools import cached_property
 import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors
-from profkit.names import BACKWARD
+from profkit.names import BACKWARD, REPLICA
 from profkit.trace.columns import Bools, Calls, Ints, Trace, empty_ints, rows_by_value
 
 AMBIGUOUS = -2
@@ -58,8 +61,12 @@ class WaitingThreads:
         self._timelines = timelines
         self._calls = _calls_by_thread(trace.calls)
         launching = rows_by_value(trace.work.launch_thread).keys()
-        self._candidates = [t for t in timelines if t in launching and not self.is_autograd(t)]
         ranges = trace.ranges
+        of_replicas = np.array([name == REPLICA for name in trace.names], dtype=np.bool_)[ranges.name]
+        self._replicas = set(ranges.thread[of_replicas & (ranges.end_thread == ranges.thread)].tolist())
+        # A single replica runs on the thread that calls the model, which is a main thread.
+        self._replicas -= set(trace.main_threads)
+        self._candidates = [t for t in timelines if t in launching and not self.works_for_another(t)]
         self._process_of = dict(zip(ranges.end_thread.tolist(), ranges.process.tolist(), strict=True))
         self._throughout: dict[int, bool] = {}
         self._process_of |= dict(zip(ranges.thread.tolist(), ranges.process.tolist(), strict=True))
@@ -68,13 +75,17 @@ class WaitingThreads:
         """Return whether the thread belongs to PyTorch's autograd engine, by its name."""
         return self._trace.thread_names.get(thread, "").startswith(_AUTOGRAD)
 
+    def works_for_another(self, thread: int) -> bool:
+        """Return whether the thread's own ranges lie under those of a thread that waits: autograd's, or a replica's."""
+        return self.is_autograd(thread) or thread in self._replicas
+
     def may_help(self, thread: int) -> bool:
         """Return whether the thread may work for another: any but the main thread of its process."""
-        return self.is_autograd(thread) or thread not in self._trace.main_threads
+        return self.works_for_another(thread) or thread not in self._trace.main_threads
 
     def find_hosts(self, helper: int, process: int, time_ns: Ints) -> Hosts:
         """Return the innermost range of the thread that ``helper`` works for at each time, and that thread."""
-        if not self.is_autograd(helper) and not self._helps_throughout(helper, process):
+        if not self.works_for_another(helper) and not self._helps_throughout(helper, process):
             none = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
             return Hosts(none, none)
         return self._find_hosts(helper, process, time_ns)[0]
@@ -123,7 +134,7 @@ class WaitingThreads:
         silent = theirs.none_between(first, last)
         gap_begin, gap_end = theirs.silence_around(time_ns, begin, end)
         quiet = gap_begin <= time_ns
-        if self.is_autograd(helper):
+        if self.works_for_another(helper):
             enough = _AUTOGRAD_CALLS_IN_SILENCE
         else:
             enough = _CALLS_IN_SILENCE
