@@ -171,10 +171,11 @@ def _read_trace(path: Path) -> Trace:
     """Return the columns of one file, by the reader that its content calls for."""
     if path.suffix == _REPORT and path.is_file():
         path = _find_export(path)
-    from profkit.trace.columns import refuse_impossible_times
+    from profkit.trace.columns import refuse_impossible_times, refuse_too_many_open
 
     trace = _read_columns(path)
     refuse_impossible_times(trace)
+    refuse_too_many_open(trace)
     return trace
 
 

@@ -11,6 +11,7 @@ import pytest
 from profkit.errors import TraceError
 from profkit.reading import open_trace
 from profkit.trace import sqlite
+from profkit.trace.columns import MOST_OPEN_RANGES
 from tests.child import run_in_child
 from tests.nsys_builder import NsysBuilder
 
@@ -21,12 +22,12 @@ DAMAGED = [
     ("CREATE VIRTUAL TABLE f USING fts5(a)", "f is virtual"),
     ("CREATE TABLE g (a INTEGER, b INTEGER AS (a * 2))", "g has a computed column"),
     ("CREATE TABLE g (a INTEGER, b INTEGER AS (a * 2) STORED)", "g has a computed column"),
-    (f"UPDATE {KERNELS} SET end = 4611686018427387904", "times of kernels are missing or impossible"),
-    (f"UPDATE {KERNELS} SET start = -9223372036854775808", "times of kernels are missing or impossible"),
+    (f"UPDATE {KERNELS} SET end = 4611686018427387904", "impossible times of kernels"),
+    (f"UPDATE {KERNELS} SET start = -9223372036854775808", "impossible times of kernels"),
     (f"UPDATE {KERNELS} SET end = 1e300", "values that are not integers"),
     (f"UPDATE {KERNELS} SET start = 'soon'", "values that are not integers"),
     (f"UPDATE {KERNELS} SET correlationId = x'ff00'", "not integers"),
-    ("UPDATE NVTX_EVENTS SET end = 9223372036854775807", "times of ranges are missing or impossible"),
+    ("UPDATE NVTX_EVENTS SET end = 9223372036854775807", "impossible times of ranges"),
     ("UPDATE NVTX_EVENTS SET globalTid = 'x'", "not integers"),
 ]
 HARMLESS = [
@@ -134,5 +135,32 @@ def test_work_without_a_time_is_not_counted_from_zero(tmp_path: Path) -> None:
         "PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '');"
         f"PRAGMA writable_schema = RESET; UPDATE {KERNELS} SET start = NULL WHERE rowid = 1",
     )
-    with pytest.raises(TraceError, match="times of kernels are missing or impossible"):
+    with pytest.raises(TraceError, match="impossible times of kernels"):
         open_trace(path)
+
+
+def test_ranges_without_end_on_one_thread_are_refused(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for n in range(MOST_OPEN_RANGES + 1):
+        builder.range(f"r{n}", n, 10**6 - n)
+    with pytest.raises(TraceError, match="2,501 ranges are open on one thread at once"):
+        open_trace(builder.write(tmp_path / "deep.sqlite"))
+    builder.rows["NVTX_EVENTS"].pop()
+    builder.range("after", 10**6, 10**6 + 1)
+    assert len(open_trace(builder.write(tmp_path / "less.sqlite")).trace.ranges) == MOST_OPEN_RANGES + 1
+
+
+def test_calls_and_kernels_that_all_have_one_id_are_matched_at_once(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for n in range(8_000):
+        builder.call(10 * n, correlation=1, tid=100 + n % 7)
+        builder.kernel(None, 5, correlation=1, start=10 * n + 5)
+    path = builder.write(tmp_path / "t.sqlite")
+
+    def read() -> tuple[list[int], str]:
+        trace = open_trace(path).trace
+        return trace.work.launch_ns.tolist(), trace.notes[0]
+
+    launches, note = run_in_child(read, cpu_seconds=20)
+    assert launches == [10 * n for n in range(8_000)]
+    assert note.startswith("8,000 kernels or copies have several launches")

@@ -24,7 +24,6 @@ from profkit.analysis.backward_links import NO_MIRRORS, Mirrors, mirror_forward_
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, build_timelines
 from profkit.analysis.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
-from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import (
     NO_LAUNCH,
@@ -35,6 +34,7 @@ from profkit.trace.columns import (
     Trace,
     Work,
     empty_ints,
+    refuse_impossible_times,
     rows_by_value,
 )
 
@@ -258,7 +258,7 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
     Raises:
         TraceError: the trace's times are impossible.
     """
-    _refuse_impossible_times(trace)
+    refuse_impossible_times(trace)
     timelines, parent = build_timelines(trace.ranges)
     # One more entry, so that a launch outside every range (-1) finds no adopter.
     waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
@@ -392,20 +392,3 @@ def warn_of_placement(attribution: Attribution) -> list[Finding]:
             )
         )
     return [*found, *(Finding("reader", note) for note in attribution.trace.notes)]
-
-
-def _refuse_impossible_times(trace: Trace) -> None:
-    """Raise if a time, or a sum of durations, exceeds `NEVER`: the value is damaged, and 64-bit sums would wrap."""
-    for table in (trace.work, trace.copies, trace.ranges, trace.calls):
-        if not len(table):
-            continue
-        extreme = max(
-            abs(int(edge)) for column in (table.start_ns, table.end_ns) for edge in (column.min(), column.max())
-        )
-        # A double cannot wrap.
-        total = float(np.abs(table.end_ns - table.start_ns).sum(dtype=np.float64))
-        if max(extreme, total) >= NEVER:
-            raise TraceError(
-                f"{trace.path}: holds impossible times (up to {max(extreme, total):.3g} ns, over a century); the file"
-                " is damaged: export or record it again"
-            )

@@ -194,7 +194,34 @@ def refuse_impossible_times(trace: Trace) -> None:
         start_ns, end_ns = table.start_ns.astype(np.float64), table.end_ns.astype(np.float64)
         total = float(np.abs(end_ns - start_ns).sum())
         if max(-start_ns.min(), -end_ns.min(), start_ns.max(), end_ns.max(), total) >= LARGEST_TIME_NS:
-            raise TraceError(f"{trace.path}: damaged: times of {what} are missing or impossible (146 years or more)")
+            raise TraceError(
+                f"{trace.path}: holds impossible times of {what}, or rows without one; the file is damaged: export or"
+                " record it again"
+            )
+
+
+MOST_OPEN_RANGES = 2500
+"""As many ranges may be open on a thread at once: more than Python nests calls, or a server holds requests."""
+
+
+def refuse_too_many_open(trace: Trace) -> None:
+    """Raise if more ranges are open on one thread at once than `MOST_OPEN_RANGES`.
+
+    To place work under each of them takes time, and memory, that grow with the square of their number.
+
+    Raises:
+        TraceError: there are more.
+    """
+    ranges = trace.ranges
+    change = np.repeat([1, -1], len(ranges))
+    thread = np.concatenate([ranges.thread, ranges.thread])
+    # What ends at a moment ends before what begins then.
+    order = np.lexsort((change, np.concatenate([ranges.start_ns, ranges.end_ns]), thread))
+    most = int(np.cumsum(change[order]).max(initial=0))
+    if most > MOST_OPEN_RANGES:
+        raise TraceError(
+            f"{trace.path}: {most:,} ranges are open on one thread at once; more than {MOST_OPEN_RANGES:,} are not read"
+        )
 
 
 Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)

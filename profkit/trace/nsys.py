@@ -408,12 +408,17 @@ class LaunchIndex:
         first = np.searchsorted(process.ids, ids, side="left")
         last = np.searchsorted(process.ids, ids, side="right")
         at = first.copy()
-        for row in np.flatnonzero(last - first > 1).tolist():
-            candidates = process.rows[first[row] : last[row]]
-            begun = int(np.searchsorted(self._start_ns[candidates], work_start_ns[row], side="right"))
-            at[row] = first[row] + max(begun - 1, 0)
+        is_shared = last - first > 1
+        # All work of one id at once: a damaged file may give every call and every kernel the same.
+        for low, rows in rows_by_value(np.where(is_shared, first, -1)).items():
+            if low < 0:
+                continue
+            candidates = process.rows[low : last[rows[0]]]
+            begun = np.searchsorted(self._start_ns[candidates], work_start_ns[rows], side="right")
+            at[rows] = low + np.maximum(begun - 1, 0)
             self._used[candidates] = True
-            self.shared_count += len(set(self._thread[candidates].tolist())) > 1 or begun < len(candidates)
+            has_threads = len(distinct_values(self._thread[candidates])) > 1
+            self.shared_count += len(rows) if has_threads else int(np.count_nonzero(begun < len(candidates)))
         call = np.where(last > first, process.rows[np.minimum(at, len(process.rows) - 1)], -1)
         self._used[call[call >= 0]] = True
         return call
