@@ -164,3 +164,11 @@ def test_calls_and_kernels_that_all_have_one_id_are_matched_at_once(tmp_path: Pa
     launches, note = run_in_child(read, cpu_seconds=20)
     assert launches == [10 * n for n in range(8_000)]
     assert note.startswith("8,000 kernels or copies have several launches")
+
+
+def test_numbers_of_gpus_may_lie_far_apart(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for pid in (100, 200):
+        for device in (0, 0, 2**53):
+            builder.kernel(10, 5, pid=pid, tid=pid, device=device)
+    assert open_trace(builder.write(tmp_path / "t.sqlite")).kernels().total_ns == 30

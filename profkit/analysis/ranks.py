@@ -94,7 +94,9 @@ def main_device(trace: Trace, process: int) -> int | None:
     if trace.measure != "gpu-kernel":
         return None
     used = trace.work.device[trace.work.process == process]
-    return int(np.bincount(used - used.min()).argmax() + used.min()) if len(used) else None
+    # A number of a GPU is a name: in a damaged file two may lie as far apart as they like.
+    numbers = distinct_values(used)
+    return int(numbers[np.bincount(np.searchsorted(numbers, used)).argmax()]) if len(used) else None
 
 
 @dataclass(frozen=True)
