@@ -25,7 +25,6 @@ from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_calls import watch_backward_calls
 from profkit.capture.backward_nodes import at_graph_end, mark_nodes, running_graph
 from profkit.capture.boundaries import Boundaries
-from profkit.capture.closures import has_closure, with_closure
 from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.data_loading import DataLoading
 from profkit.capture.generation import Generation
@@ -33,6 +32,7 @@ from profkit.capture.graph_replays import watch_graphs
 from profkit.capture.module_calls import observe_module_calls
 from profkit.capture.module_names import ModuleNames
 from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
+from profkit.capture.optimizer_calls import watch_optimizers
 from profkit.capture.outside_nodes import OutsideNodes
 from profkit.capture.recompute import is_computed_again, is_first_pass, watch_recompute
 from profkit.capture.replicas import ReplicaCall, watch_replicas
@@ -116,10 +116,7 @@ class Hooks(RangeObserver):
 
     def install(self) -> None:
         """Begin to count and time steps."""
-        around_step = Optimizer.profile_hook_step
-        Optimizer.profile_hook_step = staticmethod(
-            lambda step: self._around_step(around_step(self._before_step_ends(step)))
-        )
+        watch_optimizers(self)
         watch_backward_calls(self._backward_begins, self._backward_ends)
         watch_recompute(self)
         watch_replicas(self)
@@ -421,53 +418,20 @@ class Hooks(RangeObserver):
         self._open.graph_task = -1
         self._open.leave_backward()
 
-    def _around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an optimizer's ``step`` with the range around it; a step of the script ends where it returns.
-
-        Optimizers' post hooks run within torch's own range of the step, and not at all if it raises.
-        """
-
-        @functools.wraps(step)
-        def annotated(*args: Any, **kwargs: Any) -> Any:
-            # One optimizer may call another.
-            if torch.compiler.is_compiling() or self.has_failed or self._open.has(OPTIMIZER):
-                return step(*args, **kwargs)
-            optimizer = args[0]
-            self._optimizer_begins(optimizer, is_update=not has_closure(args, kwargs))
-            args, kwargs = with_closure(
-                args, kwargs, lambda: self._end_update(optimizer), lambda: self._begin_update(optimizer)
-            )
-            try:
-                result = step(*args, **kwargs)
-            finally:
-                self._optimizer_left()
-            self._step_made(optimizer)
-            return result
-
-        return annotated
-
-    def _before_step_ends(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an optimizer's own ``step``, so that the range after its last closure ends within torch's range."""
-
-        @functools.wraps(step)
-        def ended(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return step(*args, **kwargs)
-            finally:
-                if has_closure(args, kwargs) and not torch.compiler.is_compiling():
-                    self._end_update(args[0])
-
-        return ended
+    @property
+    def is_in_optimizer(self) -> bool:
+        """Whether an optimizer's step runs on this thread; True also where nothing is watched any more."""
+        return self.has_failed or self._open.has(OPTIMIZER)
 
     @_harmless
-    def _optimizer_begins(self, optimizer: Optimizer, *, is_update: bool) -> None:
+    def optimizer_begins(self, optimizer: Optimizer, *, is_update: bool) -> None:
         self._make_boundary(self.steps.optimizer_begins(optimizer))
         self._watcher.optimizer_begins(optimizer)
         self.clock.begin(OPTIMIZER)
         self._open_optimizer(optimizer, is_update=is_update)
 
     @_harmless
-    def _optimizer_left(self) -> None:
+    def optimizer_left(self, _optimizer: Optimizer) -> None:
         self._open.close(OPTIMIZER)
         self.clock.end()
         self.steps.optimizer_left()
@@ -480,19 +444,17 @@ class Hooks(RangeObserver):
             self._open.open(_ONE_OPTIMIZER, own)
 
     @_harmless
-    def _end_update(self, optimizer: Optimizer) -> None:
-        """An optimizer calls its closure: the forward and backward passes in it are no part of this phase."""
+    def update_ends(self, optimizer: Optimizer) -> None:
         self._open.close(OPTIMIZER)
         self._open_optimizer(optimizer, is_update=False)
 
     @_harmless
-    def _begin_update(self, optimizer: Optimizer) -> None:
-        """An optimizer's closure has returned."""
+    def update_begins(self, optimizer: Optimizer) -> None:
         self._open.close(OPTIMIZER)
         self._open_optimizer(optimizer, is_update=True)
 
     @_harmless
-    def _step_made(self, optimizer: Optimizer) -> None:
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
         self._watcher.optimizer_ends(optimizer)
         self._make_boundary(self.steps.optimizer_ends(optimizer))
 

@@ -1,0 +1,107 @@
+"""Every step of an optimizer, seen from around torch's own range of it, and the closures that it calls within.
+
+A closure holds a forward and a backward pass, which are no part of the optimizer's own work: LBFGS calls it several
+times a step, and Lightning gives one to every optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+
+class OptimizerListener(Protocol):
+    """Is told of an optimizer's steps, on the thread that makes them."""
+
+    @property
+    def is_in_optimizer(self) -> bool:
+        """Whether a step runs already: one optimizer may call another."""
+
+    def optimizer_begins(self, optimizer: Optimizer, *, is_update: bool) -> None:
+        """A step begins; its update begins with it, unless a closure comes first."""
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """The optimizer calls its closure, or has made the last update of this step."""
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """The closure has returned."""
+
+    def optimizer_left(self, optimizer: Optimizer) -> None:
+        """The step has ended, or raised."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """The step has ended well."""
+
+
+def watch_optimizers(listener: OptimizerListener) -> None:
+    """Begin to watch, also optimizers that have been made already.
+
+    Optimizers' post hooks run within torch's own range of the step, and not at all if it raises: they would not do.
+    """
+    around_step = Optimizer.profile_hook_step
+
+    def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+        return _around(around_step(_within(step, listener)), listener)
+
+    Optimizer.profile_hook_step = staticmethod(watched)
+
+
+def _around(step: Callable[..., Any], listener: OptimizerListener) -> Callable[..., Any]:
+    """Return ``step``, torch's range and all, as ``listener`` sees it."""
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or listener.is_in_optimizer:
+            return step(*args, **kwargs)
+        optimizer = args[0]
+        listener.optimizer_begins(optimizer, is_update=not _has_closure(args, kwargs))
+        args, kwargs = _with_closure(args, kwargs, listener)
+        try:
+            result = step(*args, **kwargs)
+        finally:
+            listener.optimizer_left(optimizer)
+        listener.optimizer_stepped(optimizer)
+        return result
+
+    return watched
+
+
+def _within(step: Callable[..., Any], listener: OptimizerListener) -> Callable[..., Any]:
+    """Return an optimizer's own ``step``, so that the range after its last closure ends within torch's range."""
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        finally:
+            if _has_closure(args, kwargs) and not torch.compiler.is_compiling():
+                listener.update_ends(args[0])
+
+    return watched
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return callable(args[1] if len(args) > 1 else kwargs.get("closure"))
+
+
+def _with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], listener: OptimizerListener
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``Optimizer.step`` with their closure, if they have one, as the listener sees it."""
+    if not _has_closure(args, kwargs):
+        return args, kwargs
+    closure = args[1] if len(args) > 1 else kwargs["closure"]
+
+    def watched() -> Any:
+        listener.update_ends(args[0])
+        result = closure()
+        listener.update_begins(args[0])
+        return result
+
+    if len(args) > 1:
+        return (args[0], watched, *args[2:]), kwargs
+    return args, {**kwargs, "closure": watched}
