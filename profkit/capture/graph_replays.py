@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 
 class GraphListener(Protocol):
-    """Is told of captures and replays, on the thread that makes them."""
+    """Is told of captures and replays, on the thread that makes them; it returns the step that begins there, if any."""
 
-    def capture_begins(self, graph: Any) -> None:
+    def capture_begins(self, graph: Any) -> int | None:
         """What follows is captured into ``graph``."""
 
-    def capture_ends(self) -> None:
+    def capture_ends(self) -> int | None:
         """The capture has ended, or failed."""
 
-    def replay_begins(self, graph: Any) -> None:
+    def replay_begins(self, graph: Any) -> int | None:
         """``graph`` is about to be replayed."""
 
-    def replay_ends(self, graph: Any) -> None:
+    def replay_ends(self, graph: Any) -> int | None:
         """``graph`` has been launched, or this failed."""
 
 
-def watch_graphs(listener: GraphListener) -> None:
-    """Begin to watch; what torch does not have under these names is not watched."""
+def watch_graphs(listener: GraphListener, show: Callable[..., None]) -> None:
+    """Begin to watch; what torch does not have under these names is not watched.
+
+    Args:
+        listener: what is told.
+        show: calls the listener's method that it is given with the rest of its arguments; it never raises.
+    """
     for name, begins, ends in (
-        ("capture_begin", listener.capture_begins, None),
-        ("capture_end", None, lambda _graph: listener.capture_ends()),
-        ("replay", listener.replay_begins, listener.replay_ends),
+        ("capture_begin", partial(show, listener.capture_begins), None),
+        ("capture_end", None, lambda _graph: show(listener.capture_ends)),
+        ("replay", partial(show, listener.replay_begins), partial(show, listener.replay_ends)),
     ):
         method = getattr(torch.cuda.CUDAGraph, name, None)
         if method is not None:

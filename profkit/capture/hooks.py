@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -105,7 +106,9 @@ class Hooks(RangeObserver):
         self.clock = PhaseClock()
         """The time of backward passes and optimizers' steps, once it is started."""
         self.loading = DataLoading(self._data_begins, self._data_ends)
-        self._generation = Generation(self._generate_begins, self._generate_ends)
+        self._generation = Generation(
+            partial(self._shown, self.steps.generate_begins), partial(self._shown, self.steps.generate_ends)
+        )
         self._outside = OutsideNodes(self._enter_backward)
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
@@ -122,7 +125,7 @@ class Hooks(RangeObserver):
         watch_replicas(self)
         self.loading.install()
         self._generation.install()
-        watch_graphs(self)
+        watch_graphs(self.steps, self._shown)
         watch_script_ranges(self)
         observe_ranges(self)
         observe_module_calls(self)
@@ -131,10 +134,9 @@ class Hooks(RangeObserver):
         """Open ranges from now on, that of the step which is about to begin first."""
         self._recording = True
 
-    @_harmless
     def begin_whole(self) -> None:
         """Begin the one step that the whole script is."""
-        self._make_boundary(self.steps.begin_whole())
+        self._shown(self.steps.begin_whole)
 
     @_harmless
     def mark_unfinished(self) -> None:
@@ -189,15 +191,13 @@ class Hooks(RangeObserver):
         self._is_interrupted = False
         self._boundaries.range_closed()
 
-    @_harmless
     def calling(self, name: str) -> None:
         if running_graph() == -1 and self._open.call is None:
-            self._make_boundary(self.steps.function_begins(name))
+            self._shown(self.steps.function_begins, name)
 
-    @_harmless
     def has_returned(self, name: str) -> None:
         if running_graph() == -1 and self._open.call is None:
-            self._make_boundary(self.steps.function_ends(name))
+            self._shown(self.steps.function_ends, name)
 
     @_harmless
     def called(self, arguments: Any) -> None:
@@ -235,28 +235,9 @@ class Hooks(RangeObserver):
         self._end_phase(_LOADER)
 
     @_harmless
-    def _generate_begins(self, model: nn.Module) -> None:
-        self._make_boundary(self.steps.generate_begins(model))
-
-    @_harmless
-    def _generate_ends(self, model: nn.Module) -> None:
-        self._make_boundary(self.steps.generate_ends(model))
-
-    @_harmless
-    def capture_begins(self, graph: Any) -> None:
-        self.steps.capture_begins(graph)
-
-    @_harmless
-    def capture_ends(self) -> None:
-        self.steps.capture_ends()
-
-    @_harmless
-    def replay_begins(self, graph: Any) -> None:
-        self._make_boundary(self.steps.replay_begins(graph))
-
-    @_harmless
-    def replay_ends(self, graph: Any) -> None:
-        self._make_boundary(self.steps.replay_ends(graph))
+    def _shown(self, event: Callable[..., int | None], *what: Any) -> None:
+        """Show the policy of steps an event that nothing else depends on."""
+        self._make_boundary(event(*what))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Open what belongs around a call of ``module``; None: nothing does."""
