@@ -127,7 +127,7 @@ class _Texts:
         return tuple(Taken(what, self._file, count) for what, count in sorted(self._taken.items()))
 
     def note(self, what: str, count: int) -> None:
-        """Note that so many texts were removed because they were ``what``."""
+        """Note that ``count`` texts were removed because they were ``what``."""
         if count:
             self._taken[what] += count
 

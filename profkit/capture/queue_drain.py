@@ -21,9 +21,9 @@ from profkit.capture.recorders import LocalRanks
 from profkit.run.manifest import Loading
 
 LONGEST_DRAIN = 64
-"""At most so many steps are left out."""
+"""The most steps that are left out."""
 LONGEST_DRAIN_NS = 30_000_000_000
-"""And at most so many as take this long without a profiler."""
+"""The most time that the steps left out may take without a profiler."""
 
 _WAITS = 0.1
 """A loop that waits for data for this share of its steps' time is limited by data, at least in part."""

@@ -26,7 +26,7 @@ _COLUMNS = {
 """Use of memory → heading; with a module's name they must fit a screen."""
 
 _MANY_COLUMNS = 6
-"""With so many uses there is no room for shares."""
+"""With this many uses there is no room for shares."""
 
 _WORDS = {
     "identity": "known tensor",

@@ -30,7 +30,7 @@ class CutOffError(JsonError):
 
 
 class JsonStream:
-    """A cursor in JSON text; ``read`` returns the next so many bytes of it, none at the end."""
+    """A cursor in JSON text; ``read(count)`` returns the next bytes of it, none at the end."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read

@@ -120,7 +120,7 @@ def _read_document(path: Path, stream: JsonStream) -> tuple[dict[str, Any], Rows
 
 @contextmanager
 def _open(path: Path, limit: int | None) -> Iterator[tuple[Callable[[int], bytes], int]]:
-    """Yield what reads the next so many bytes of the file, unzipped, and how much memory its events may take.
+    """Yield what reads a given number of bytes of the file, unzipped, and how much memory its events may take.
 
     The former raises if there are more than ``limit``, by default as many as such a file can need.
     """
