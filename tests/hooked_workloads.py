@@ -184,6 +184,12 @@ def _set_functional_gradients(model: nn.Module, criterion: nn.Module) -> Tensor:
 class Replicated(nn.DataParallel):  # type: ignore[type-arg]
     """Runs two copies of the model, each on a thread of its own, as torch does it with two GPUs."""
 
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)  # torch's own looks for GPUs, and moves the model to the first
+        self.module = module
+        self.device_ids: list[int] = []
+        self.dim = 0
+
     def forward(self, x: Tensor) -> Tensor:
         replicas = [_replica(self.module) for _ in range(2)]
         return torch.cat(self.parallel_apply(replicas, [(part,) for part in x.chunk(2)], [{}, {}]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import warnings
 from contextlib import closing
 from pathlib import Path
 
@@ -172,3 +173,16 @@ def test_numbers_of_gpus_may_lie_far_apart(tmp_path: Path) -> None:
         for device in (0, 0, 2**53):
             builder.kernel(10, 5, pid=pid, tid=pid, device=device)
     assert open_trace(builder.write(tmp_path / "t.sqlite")).kernels().total_ns == 30
+
+
+def test_ids_of_calls_at_both_ends_of_64_bits_are_counted(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(10, 50)
+    builder.kernel(100, 50)
+    path = builder.write(tmp_path / "t.sqlite")
+    for id_, row in ((2**63 - 1, "min"), (-(2**63), "max")):
+        for table in (KERNELS, "CUPTI_ACTIVITY_KIND_RUNTIME"):
+            change(path, f"UPDATE {table} SET correlationId = {id_} WHERE rowid = (SELECT {row}(rowid) FROM {table})")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_trace(path).self_check.findings is not None

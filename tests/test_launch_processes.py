@@ -32,7 +32,7 @@ from profkit.launch import processes
 processes.PATIENCE_S = {patience_s}
 processes.family.GRACE_S = processes.GRACE_S = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)
-try: sys.exit(processes.{run}([sys.executable, '-c', sys.argv[1]], os.environ))
+try: sys.exit(processes.{run}([sys.executable, '-c', sys.argv[1]], os.environ, reads_input=True))
 except KeyboardInterrupt: os._exit(1)
 """
 NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")

@@ -332,7 +332,8 @@ class Hooks(RangeObserver):
         phase = self._generation.next_phase()
         if phase is not None:
             return phase
-        if not torch.is_grad_enabled() and not is_first_pass():
+        # What the script itself calls its forward pass is one, with gradients or without.
+        if not torch.is_grad_enabled() and not is_first_pass() and not self._open.has_range(FORWARD):
             return INFERENCE
         return LOSS if is_loss else FORWARD
 

@@ -41,8 +41,9 @@ def run_child(
     """Run ``argv`` to its end and return its exit status; 128 + n if signal n ended it.
 
     Standard output and error go to ``output``, or where ours go; standard input is empty, or ours if it
-    ``reads_input``. Ctrl-C is passed on: the child has `PATIENCE_S` to save what it wants and end, then it is ended; a
-    second Ctrl-C ends it at once. SIGTERM, SIGHUP, SIGQUIT and any other exception end it with SIGTERM, then SIGKILL.
+    ``reads_input``. To a child that does, somebody's own program, Ctrl-C is passed on: it has `PATIENCE_S` to save what
+    it wants and end, then it is ended; a second Ctrl-C ends it at once. Ctrl-C in other cases, SIGTERM, SIGHUP, SIGQUIT
+    and any other exception end it with SIGTERM, then SIGKILL.
     So ends all that it started, daemons of a profiler included, also if a signal ends the child, and if we are killed.
 
     Raises:
@@ -102,6 +103,8 @@ def _run(
                 try:
                     status = child.wait()
                 except KeyboardInterrupt:
+                    if not reads_input:
+                        raise
                     _let_end(child, Family(mark, child.pid), tool, signals)
                     raise
             if status < 0:

@@ -284,7 +284,7 @@ def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
     found = {}
     for process, rows in rows_by_value(calls.process).items():
         ids = calls.correlation[rows]
-        found[process] = (len(ids), int(ids.max() - ids.min()) + 1)
+        found[process] = (len(ids), int(ids.max()) - int(ids.min()) + 1)
     return found
 
 
