@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from profkit.errors import SnapshotError, TraceError, UsageError
 from profkit.names import step_range
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
     from profkit.analysis.opened_trace import OpenedTrace
     from profkit.trace.columns import Trace
+
+Kind = Literal["export", "chrome", "snapshot"]
+"""An export of nsys, a torch.profiler trace (zipped or not), or a memory snapshot."""
 
 _REPORT = ".nsys-rep"
 _SQLITE = b"SQLite format 3\x00"
@@ -180,23 +183,37 @@ def _read_trace(path: Path) -> Trace:
 
 
 def _read_columns(path: Path) -> Trace:
-    head = _read_head(path)
-    if not head:
-        raise TraceError(f"{path}: the file is empty")
-    if head.startswith(_SQLITE):
+    kind = kind_of(path)
+    if kind == "export":
         from profkit.trace.nsys import read_nsys
 
         return read_nsys(path)
-    if _is_pickle(path):
+    if kind == "snapshot":
         raise TraceError(f"{path}: this is a memory snapshot: profkit memory {path}")
-    if head.startswith(_GZIP) or _is_json(head):
+    if kind == "chrome":
         from profkit.trace.kineto import read_kineto
 
         return read_kineto(path)
+    if not path.stat().st_size:
+        raise TraceError(f"{path}: the file is empty")
     raise TraceError(
         f"{path}: neither an nsys SQLite export nor a torch.profiler trace (not SQLite, gzip or JSON); make an export"
         " with `nsys export --type sqlite`"
     )
+
+
+def kind_of(path: Path) -> Kind | None:
+    """Return what a file is, as far as its beginning shows; None: no capture.
+
+    Raises:
+        TraceError: it is not there, cannot be read, or is no regular file.
+    """
+    head = _read_head(path)
+    if head.startswith(_SQLITE):
+        return "export"
+    if _is_pickle(path):
+        return "snapshot"
+    return "chrome" if head.startswith(_GZIP) or _is_json(head) else None
 
 
 def _find_export(report: Path) -> Path:

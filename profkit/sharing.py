@@ -18,18 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from profkit.errors import CaptureError, TraceError, UsageError
+from profkit.errors import CaptureError, UsageError
 from profkit.files import whole_file, write_json
+from profkit.reading import kind_of
 from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, Run
 from profkit.run.records import read_json
 from profkit.snapshot.unpickler import load_data
 from profkit.trace.kineto_events import load_chrome_trace
 from profkit.trace.scrub import TAKEN, ScrubResult, Taken, clean_text, holds_a_path, scrub_export, what_is_named
 
-_SQLITE = b"SQLite format 3\x00"
 _GZIP = b"\x1f\x8b"
-_PICKLE = b"\x80"
 
+# JSON that profkit wrote itself into a run.
+_RUN_FILES = ("work.", "ceilings.", "ledger.")
 _COMMAND_LINES = {"command", "argv"}
 _NOT_SHARED = {NSYS_REPORT: "the report, which holds the environment", LOG: "the profiler's log"}
 
@@ -85,30 +86,22 @@ def _whole_folder(output: Path) -> Iterator[Path]:
 
 
 def _scrub_file(path: Path, output: Path) -> ScrubResult:
-    try:
-        with path.open("rb") as file:
-            head = file.read(len(_SQLITE))
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from None
-    if head == _SQLITE or path.name == NSYS_EXPORT:
+    kind = kind_of(path)
+    if kind == "export" or path.name == NSYS_EXPORT:
         return scrub_export(path, output)
     texts = _Texts(path.name)
-    if path.suffix in (".json", ".jsonl") and path.name != MANIFEST and not _is_trace(path, head):
-        _rewrite_lines(path, output, texts)
-    elif path.name == MANIFEST:
+    if path.name == MANIFEST:
         write_json(output, _scrub_manifest(read_json(path), texts))
-    elif head.startswith(_PICKLE) or path.name.endswith((".pickle", ".pickle.gz")):
+    elif kind == "snapshot" or path.name.endswith((".pickle", ".pickle.gz")):
         _scrub_snapshot(path, output, texts)
-    elif head.startswith(_GZIP) or head.lstrip()[:1] in (b"{", b"["):
+    elif path.name.startswith(_RUN_FILES):
+        _rewrite_lines(path, output, texts)
+    elif kind == "chrome":
         load_chrome_trace(path)  # refuses what is none
         _rewrite_lines(path, output, texts)
     else:
         raise CaptureError(f"{path}: no nsys export, torch.profiler trace, memory snapshot or run directory")
     return ScrubResult(str(path), str(output), texts.result(), texts.kept_paths)
-
-
-def _is_trace(path: Path, head: bytes) -> bool:
-    return not path.name.startswith(("work.", "ceilings.", "ledger.")) or head.startswith(_GZIP)
 
 
 _what_is_named = cache(what_is_named)

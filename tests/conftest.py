@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
@@ -17,6 +18,9 @@ import pytest
 from profkit.cli import main
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,6 +32,16 @@ for number, handler in (
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Yield what runs scripts as forks of one process that has imported torch."""
+    from tests.forked_scripts import Forks  # it imports torch, which most tests do without
+
+    made = Forks()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,13 +35,6 @@ for number in range(9):
 
 NOTHING = "nothing was recorded; see run/manifest.json"
 RANGES = "steps were recorded and are kept: profkit ranges run"
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    made = Forks()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ ALLOWED = {
     "allocator": {"snapshot", *BASE},
     "analysis": {"allocator", "trace", "snapshot", *BASE},
     "reading": {"analysis", "allocator", "trace", "snapshot", "launch", *BASE},
-    "sharing": {"trace", "snapshot", *BASE},
+    "sharing": {"reading", "trace", "snapshot", *BASE},
     "report": {"analysis", "reading", "allocator", "trace", "snapshot", *BASE},
     "cli": {"guides", "report", "reading", "sharing", "analysis", "trace", "snapshot", "launch", "models", *BASE},
     "__main__": {"cli"},

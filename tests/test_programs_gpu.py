@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,6 @@ from tests.recorded_programs import (  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 OF_ONE_PROCESS = {name: program for name, program in PROGRAMS.items() if program.ranks == 1}
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    made = Forks()
-    yield made
-    made.close()
 
 
 def _require_gpus(count: int) -> None:

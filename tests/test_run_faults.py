@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,6 @@ if sys.argv[1] == "exit":
 if sys.argv[1].startswith("SIG"):
     os.kill(os.getpid(), signal.Signals[sys.argv[1]])
 """
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    made = Forks()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,13 +46,6 @@ else:
     for _ in range(after):
         step()
 """
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    made = Forks()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(

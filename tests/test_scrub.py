@@ -498,3 +498,9 @@ def test_what_is_no_capture_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ProfkitError):
         scrub(tmp_path / "file", tmp_path / "clean")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_pipe_is_refused_before_anybody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="not a regular file"):
+        scrub(tmp_path / "pipe", tmp_path / "clean")

@@ -42,7 +42,7 @@ class Boundaries:
             self._waiting = number - self._lost
 
     def work_begins(self) -> None:
-        """A call, a backward pass or the like begins: if the first step has ended, this is the second one's."""
+        """Work such as a call or a backward pass begins: if the first step has ended, this is the second one's."""
         if self._waiting == 1:
             self._make(1)
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import dataloader, get_worker_info
 
 _FEWEST = 2
-"""So many steps after the first must have ended before anything is said of the workers' pace."""
+"""How many steps must have ended after the first before anything is said of the workers' pace."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,6 @@ def queue_of(iterator: Any) -> Queue:
     queues = {id(one): one for one in (iterator._data_queue, iterator._worker_result_queue)}
     try:
         ready = held + sum(one.qsize() for one in queues.values())
-    except NotImplementedError:
+    except NotImplementedError:  # macOS cannot count what waits in a queue
         return Queue(workers if capacity else 0, capacity, None)
     return Queue(workers if capacity else 0, capacity, min(ready, capacity))

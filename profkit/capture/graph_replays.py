@@ -11,7 +11,7 @@ import torch
 
 
 class GraphListener(Protocol):
-    """Is told of captures and replays, on the thread that makes them; it returns the step that begins there, if any."""
+    """Sees captures and replays, on the thread that makes them; it returns the step that begins there, if any."""
 
     def capture_begins(self, graph: Any) -> int | None:
         """What follows is captured into ``graph``."""
@@ -30,7 +30,7 @@ def watch_graphs(listener: GraphListener, show: Callable[..., None]) -> None:
     """Begin to watch; what torch does not have under these names is not watched.
 
     Args:
-        listener: what is told.
+        listener: what sees them.
         show: calls the listener's method that it is given with the rest of its arguments; it never raises.
     """
     for name, begins, ends in (

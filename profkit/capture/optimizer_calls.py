@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 
 class OptimizerListener(Protocol):
-    """Is told of an optimizer's steps, on the thread that makes them."""
+    """Sees an optimizer's steps, on the thread that makes them."""
 
     @property
     def is_in_optimizer(self) -> bool:

@@ -29,7 +29,7 @@ _CALLS = 1000
 
 
 class OutsideNodes:
-    """Is told of outermost calls and of backward calls, on the threads that make them."""
+    """Sees outermost calls and backward calls, on the threads that make them."""
 
     def __init__(self, entered: Entered) -> None:
         self._entered = entered

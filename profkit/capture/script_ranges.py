@@ -18,7 +18,7 @@ from profkit.annotation import own_kind
 
 
 class RangeListener(Protocol):
-    """Is told of the script's ranges on the thread on which they open and close."""
+    """Sees the script's ranges on the thread on which they open and close."""
 
     def script_opening(self) -> None:
         """A range of the script's is about to open."""

@@ -86,7 +86,7 @@ class JsonStream:
             if self._may_go_on(message, at) and self._fill():
                 continue
             if _BARE_NON_NUMBER.search(self._text, self._at):
-                before = max(self._at - 1, 0)  # the word must stand behind a comma, a colon or the like
+                before = max(self._at - 1, 0)  # the word must stand behind a comma, a colon or a bracket
                 self._text, self._at = _BARE_NON_NUMBER.sub("null", self._text[before:]), self._at - before
                 continue
             self._refuse(message, at)
@@ -123,7 +123,7 @@ class JsonStream:
                     self._at = comma.end()
                     yield value
             except (StopIteration, json.JSONDecodeError):
-                pass
+                pass  # cut by the end of this piece, or damaged: reading one value below finds out which
             yield self.value()
             if self.take(",]") == "]":
                 return
