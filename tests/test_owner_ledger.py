@@ -47,6 +47,12 @@ def test_a_tied_weight_stands_under_both_names(ledger: OwnerLedger, tmp_path: Pa
     assert first.address == second.address
 
 
+def test_an_entry_says_how_large_an_element_is(ledger: OwnerLedger, tmp_path: Path) -> None:
+    half, whole = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
+    ledger.note_inputs([("half", half), ("whole", whole)])
+    assert [one.element_bytes for one in _owned(ledger, tmp_path)] == [2, 4]
+
+
 def test_a_view_with_gaps_spans_from_its_first_to_its_last_element(ledger: OwnerLedger, tmp_path: Path) -> None:
     ledger.note_inputs([("column", torch.zeros(4, 4)[:, 1]), ("empty", torch.zeros(3)[:0])])
     column, empty = _owned(ledger, tmp_path)

@@ -171,6 +171,7 @@ class OwnerLedger:
         entry = {"kind": "owned", "time_us": time_us, "device": device, "address": place[0], "bytes": place[1]}
         entry["offset_bytes"] = 0 if whole else tensor.storage_offset() * tensor.element_size()
         entry["own_bytes"] = place[1] if whole else _span_bytes(tensor)
+        entry["element_bytes"] = tensor.element_size()
         self._write({**entry, "role": role, "name": name, "step": self._step})
 
     @staticmethod

@@ -9,7 +9,8 @@ was cut off is left out::
     {"kind": "header", "version": 1, "torch": "2.11.0", "peaks_reset_us": 1795193514683000}
     {"kind": "step", "name": "step 0", "start_us": …, "end_us": …, "time_us": …}
     {"kind": "owned", "time_us": …, "device": 0, "address": 140676150853632, "bytes": 30720000,
-     "offset_bytes": 0, "own_bytes": 30720000, "role": "parameter", "name": "head.weight", "step": 0}
+     "offset_bytes": 0, "own_bytes": 30720000, "element_bytes": 4, "role": "parameter", "name": "head.weight",
+     "step": 0}
     {"kind": "figures", "time_us": …, "device": 0, "moment": "step 0" | "start" | "dump",
      "allocated_bytes": …, "allocated_peak_bytes": …, "requested_bytes": …, "requested_peak_bytes": …,
      "reserved_bytes": …, "reserved_peak_bytes": …, "capacity_bytes": 150…}
@@ -18,12 +19,13 @@ was cut off is left out::
 ``address`` is that of the *storage* (``tensor.untyped_storage().data_ptr()``), ``bytes`` its ``nbytes()``: views and
 tied tensors then name one allocation, each in a line of its own (the gradients in one of DistributedDataParallel's
 buckets, both names of a tied weight). ``offset_bytes`` and ``own_bytes`` (older files lack them) say which part of the
-storage the named tensor spans. ``role`` is one of `ROLES`. An entry says that the storage was alive at
-``time_us``; it needs to be written once in the life of a storage, best at a step's end, and may be repeated. ``name``
-is the parameter's qualified name, for optimizer state followed by the state's (``head.weight.exp_avg``), for a saved
-tensor the module that ran. ``figures`` are ``torch.cuda.memory_stats``; peaks count from ``peaks_reset_us``, when the
-recorder called ``reset_peak_memory_stats``, just before the first event; only those of the moment ``start`` are older,
-from before the reset. ``capacity_bytes`` (may be left out) is the device's memory, ``torch.cuda.mem_get_info()[1]``.
+storage the named tensor spans; ``element_bytes`` (older files lack it) is the size of one element. ``role`` is one of
+`ROLES`. An entry says that the storage was alive at ``time_us``; it needs to be written once in the life of a storage,
+best at a step's end, and may be repeated. ``name`` is the parameter's qualified name, for optimizer state followed by
+the state's (``head.weight.exp_avg``), for a saved tensor the module that ran. ``figures`` are
+``torch.cuda.memory_stats``; peaks count from ``peaks_reset_us``, when the recorder called ``reset_peak_memory_stats``,
+just before the first event; only those of the moment ``start`` are older, from before the reset. ``capacity_bytes``
+(may be left out) is the device's memory, ``torch.cuda.mem_get_info()[1]``.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class Owned:
     offset_bytes: int | None = None
     own_bytes: int | None = None
     """Which part of the storage the tensor spans; None where an older file does not say."""
+    element_bytes: int | None = None
+    """The size of one element; None where an older file does not say."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def _owned(entry: dict[str, Any]) -> Owned:
         _number(entry, "bytes"),
         _text(entry, "role"),
         _text(entry, "name"),
-        *(_number_or_none(entry, key) for key in ("step", "offset_bytes", "own_bytes")),
+        *(_number_or_none(entry, key) for key in ("step", "offset_bytes", "own_bytes", "element_bytes")),
     )
 
 

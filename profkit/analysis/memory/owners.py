@@ -37,11 +37,12 @@ _NAMED_BY_MODULE = "saved"
 
 @dataclass(frozen=True)
 class Part:
-    """One of the tensors in a storage; where its bytes are, if the run recorded that."""
+    """One of the tensors in a storage; where its bytes are and how large an element is, if the run recorded that."""
 
     name: str
     offset: int | None = None
     bytes: int | None = None
+    element_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeli
         if match is None:
             missed += 1
         else:
-            part = Part(entry.name, entry.offset_bytes, entry.own_bytes)
+            part = Part(entry.name, entry.offset_bytes, entry.own_bytes, entry.element_bytes)
             found.setdefault(match, {}).setdefault(entry.role, {})[part] = None
     owners = {}
     for row, by_role in found.items():
