@@ -12,16 +12,17 @@ from profkit.analysis.efficiency.gpu_time import (
     GpuParts,
     GpuTime,
     Windows,
+    category_rows,
     communication_rows,
     find_windows,
     sum_parts,
 )
 from profkit.analysis.efficiency.waiting import Waiting
-from profkit.analysis.intervals import Stretches, unite
+from profkit.analysis.intervals import Stretches, intersect, subtract, unite
 from profkit.analysis.ranks import Ranks
 from profkit.analysis.steps import measured_ranges
 from profkit.names import STEP
-from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class GpuStep:
     before the last rank arrived (`profkit.analysis.efficiency.waiting`); ``untold_ns`` is the part for which this is
     unknown. ``waiting_ns`` is None if it is unknown for the whole, as in a trace of one rank. ``data`` is the part of
     ``gpu`` that is waiting for data; ``data_wait_ns`` is the Python time of these waits, whatever the GPU did.
+
+    ``matmul_ns`` and ``attention_ns`` split ``gpu.computing_ns``: the time in which a matrix product ran, and of the
+    rest that in which an attention kernel did. ``exposed_waiting_ns`` is the part of ``gpu.exposed_communication_ns``
+    that is known to be waiting; most of it was for ``waiting_for``, a rank.
     """
 
     name: str
@@ -48,6 +53,10 @@ class GpuStep:
     untold_ns: int
     data: DataWait
     data_wait_ns: int
+    matmul_ns: int = 0
+    attention_ns: int = 0
+    exposed_waiting_ns: int = 0
+    waiting_for: int | None = None
 
     @property
     def idle_share(self) -> float:
@@ -72,6 +81,8 @@ def summarize_steps(
     measured = _measure_communication(attribution, windows, waiting)
     data = find_data_waits(trace, times).sum_by_group(group, windows)
     waited_ns = _sum_host_waits(attribution, members)
+    products, attention = _split_computing(trace, windows)
+    exposed = _sum_exposed_waits(times, windows, waiting)
     ranges = trace.ranges
     numbers = {process: number for number, process in ranks.members}
     rows = [
@@ -88,6 +99,10 @@ def summarize_steps(
             untold_ns=measured[row][2],
             data=data.get(row, DataWait()),
             data_wait_ns=waited_ns[int(windows.member[row])],
+            matmul_ns=int(products[row]),
+            attention_ns=int(attention[row]),
+            exposed_waiting_ns=exposed[row][0],
+            waiting_for=exposed[row][1],
         )
         for row, index in enumerate(members[windows.member].tolist())
     ]
@@ -104,6 +119,34 @@ def _sum_host_waits(attribution: Attribution, members: Ints) -> list[int]:
         found[here] = waited.within(ranges.start_ns[members[here]], ranges.end_ns[members[here]])
     sums: list[int] = found.tolist()
     return sums
+
+
+def _split_computing(trace: Trace, windows: Windows) -> tuple[Ints, Ints]:
+    """Return for each window how long matrix products ran, and how long attention did while none of them ran."""
+    work, (products, attention) = trace.work, np.zeros((2, len(windows.member)), dtype=np.int64)
+    is_product, is_attention = (category_rows(trace, frozenset({one})) for one in ("gemm", "attention"))
+    for device in distinct_values(windows.device).tolist():
+        mine, here = windows.device == device, work.device == device
+        window = windows.start_ns[mine], windows.end_ns[mine]
+        matmuls, attends = (
+            unite(work.start_ns[rows], work.end_ns[rows]) for rows in (here & is_product, here & is_attention)
+        )
+        products[mine], attention[mine] = matmuls.within(*window), subtract(attends, matmuls).within(*window)
+    return products, attention
+
+
+def _sum_exposed_waits(times: dict[int, GpuTime], windows: Windows, waiting: Waiting) -> list[tuple[int, int | None]]:
+    """Return for each window how long only waiting for other ranks ran, and for which rank most of it was."""
+    found: list[tuple[int, int | None]] = []
+    for device, start, end in zip(windows.device.tolist(), windows.start_ns, windows.end_ns, strict=True):
+        alone, window = times[device].exposed_communication, (np.array([start]), np.array([end]))
+        total = int(intersect(waiting.on(device), alone).within(*window)[0])
+        sums = {
+            waiting.rank_of.get(last): int(intersect(when, alone).within(*window)[0])
+            for last, when in waiting.by_last.get(device, {}).items()
+        }
+        found.append((total, max(sums, key=lambda rank: sums[rank]) if total else None))
+    return found
 
 
 def _measure_communication(

@@ -1,0 +1,37 @@
+"""``profkit report``: one page of a run that needs no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profkit.cli.outputs import refuse_overwriting
+from profkit.cli.progress import shown_after_a_second
+from profkit.errors import UsageError
+from profkit.reading import open_capture
+from profkit.report.page.page import write_report
+from profkit.snapshot.unpickler import collector_off
+
+
+@click.command()
+@click.argument("capture", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "output", type=click.Path(path_type=Path), help="The page to write  [default: RUN's name and .html]"
+)
+def report(capture: Path, output: Path | None) -> None:
+    """Write one HTML page of a run: its steps, modules, kernels and memory, and how far to trust them.
+
+    RUN is a run directory, or a trace or memory snapshot alone. The page is one file that loads nothing: it opens
+    without a network, prints, and can be read without JavaScript. It holds no environment, host or user, and paths
+    only from the working directory on.
+    """
+    output = output or Path(f"{capture.resolve().name}.html")
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"-o {output}: the report is an HTML page; end its name in .html")
+    refuse_overwriting([capture], [output])
+    click.get_current_context().with_resource(collector_off())
+    with shown_after_a_second(f"reading {capture.name}"):
+        opened = open_capture(capture)
+        write_report(output, opened)
+    click.echo(output)

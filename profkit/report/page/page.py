@@ -1,0 +1,130 @@
+"""Put the sections together: every figure is of the result that the commands print, so that none can differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.efficiency.summary import EfficiencyResult
+from profkit.analysis.kernels import KernelsResult
+from profkit.files import write_whole
+from profkit.report.kernels import build_kernels_document
+from profkit.report.page.head import build_head
+from profkit.report.page.markup import Section, view_parts, without_folders
+from profkit.report.page.step_bar import build_step_bar
+from profkit.report.page.trust import build_trust
+from profkit.report.text import make_visible
+from profkit.version import __version__
+
+_ASSETS = files("profkit.report.page") / "assets"
+
+
+def write_report(path: Path, capture: OpenedCapture) -> None:
+    """Write the page of a capture; the file is whole, or the one that was there before stays.
+
+    Raises:
+        CaptureError: the capture cannot be read.
+        OSError: the file cannot be written.
+    """
+    write_page(path, render_report(capture))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page as UTF-8.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # A lone surrogate, which stands for an undecodable byte of a file's name, cannot be encoded.
+    write_whole(path, text.encode("utf-8", "replace"))
+
+
+def render_report(capture: OpenedCapture) -> str:
+    """Return the page of a capture as text."""
+    name = without_folders(str(capture.path))
+    trace = capture.trace
+    has_work = trace is not None and len(trace.trace.work) > 0
+    kernels = trace.kernels() if trace is not None and has_work else None
+    on_gpu = kernels is not None and kernels.measure == "gpu-kernel"
+    efficiency = trace.efficiency() if trace is not None and on_gpu else None
+    memory = None if capture.snapshot is None else capture.snapshot.memory()
+    sections = [
+        _step_section(name, capture, efficiency),
+        _kernel_section(name, capture, kernels),
+        Section(
+            "trust", "How far to trust this", f"profkit kernels {name} --strict", build_trust(capture, kernels, memory)
+        ),
+    ]
+    return render_sections(f"{capture.path.resolve().name}: profkit report", capture, sections)
+
+
+def render_sections(title: str, capture: OpenedCapture, sections: Iterable[Section]) -> str:
+    """Return a page of some sections, with the capture's head."""
+    sections = list(sections)
+    trace = capture.trace
+    findings = [
+        *(() if trace is None else trace.self_check.findings),
+        *(one for section in sections for one in section.findings),
+    ]
+    head = build_head(capture, findings)
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(title=make_visible(title), head=head, sections=sections, version=__version__, asset=_asset)
+    )
+
+
+def _step_section(name: str, capture: OpenedCapture, result: EfficiencyResult | None) -> Section:
+    title, command = "One step", f"profkit efficiency {name}"
+    manifest = None if capture.run is None else capture.run.manifest
+    if result is None:
+        return Section("step", title, command, missing=_WITHOUT_GPU)
+    if not result.steps:
+        missing = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
+        return Section("step", title, command, missing=missing, findings=result.warnings)
+    return Section("step", title, command, build_step_bar(result, manifest), findings=result.warnings)
+
+
+_WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
+
+
+def _kernel_section(name: str, capture: OpenedCapture, result: KernelsResult | None) -> Section:
+    title, command = "Kernels", f"profkit kernels {name}"
+    if result is None or capture.trace is None:
+        return Section("kernels", title, command, missing=_WITHOUT_GPU)
+    phases = capture.trace.phases()
+    document = build_kernels_document(result, (), phases={"": phases} if phases else None)
+    content = {"parts": view_parts(document.parts)}
+    return Section("kernels", title, command, content, findings=result.warnings)
+
+
+@cache
+def _environment() -> Environment:
+    """Return the templates' environment: every text is escaped and loses the folders of this machine."""
+    return Environment(
+        loader=FunctionLoader(_read),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finish,
+    )
+
+
+def _finish(value: object) -> object:
+    return without_folders(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _read(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _asset(name: str) -> Markup:
+    """Return a style or a script of the page as it is."""
+    return Markup(_read(name).strip())

@@ -1,0 +1,112 @@
+"""Section 8: how far to trust the page: how the sums close, the self-check, what recording cost, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.memory.result import MemoryResult
+from profkit.report.clean_times import clean_times_parts
+from profkit.report.document import Column, Table
+from profkit.report.page.markup import view_parts, view_table
+from profkit.report.self_check import verdict_line
+from profkit.report.units import BYTES, COUNT, NS, SHARE, TEXT, format_exactly
+from profkit.run.manifest import Manifest
+from profkit.run.samples import Samples
+
+_PLACED = {
+    "direct_ns": "placed by the launching thread",
+    "inferred_ns": "placed by the thread that waited for it (backward)",
+    "outside_ns": "in no range",
+    "ambiguous_ns": "not placed: two threads may have waited",
+    "no_launch_ns": "not placed: no launch was recorded",
+}
+
+
+def build_trust(capture: OpenedCapture, kernels: KernelsResult | None, memory: MemoryResult | None) -> dict[str, Any]:
+    """Return the books of time and memory, the self-check, what recording cost and what was not recorded."""
+    check = None if capture.trace is None else capture.trace.self_check
+    costs = [] if capture.run is None else clean_times_parts(capture.run.manifest)
+    return {
+        "verdict": "" if check is None else verdict_line(check),
+        "findings": [] if check is None else [(one.verdict, one.message) for one in check.findings],
+        "time_books": None if kernels is None else view_table(_time_books(kernels)),
+        "memory_books": None if memory is None else view_table(_memory_books(memory)),
+        "memory_proof": "" if memory is None else _proof(memory),
+        "costs": view_parts(costs),
+        "memory_cost": "" if capture.run is None else _memory_cost(capture.run.manifest),
+        "missing": [{"what": what, "command": command} for what, command in find_missing(capture)],
+    }
+
+
+def find_missing(capture: OpenedCapture) -> Iterator[tuple[str, str]]:
+    """Yield what was not recorded and the command that records it."""
+    run, trace = capture.run, capture.trace
+    if trace is None:
+        yield "time: kernels, ranges, steps", "profkit run --nsys -- python train.py"
+    if capture.snapshot is None:
+        yield "memory", "profkit run --memory -- python train.py"
+    if run is None or run.manifest.unprofiled is None:
+        yield "step times without a profiler", "profkit run -- python train.py"
+    if trace is not None and (run is None or run.work is None):
+        yield "FLOPs of each module", "profkit run --flops -- python train.py"
+    if trace is not None and (run is None or run.ceilings is None):
+        yield "what this GPU reaches at most (a datasheet is used if one is known)", "profkit ceilings"
+
+
+def _time_books(result: KernelsResult) -> Table:
+    """Return how all kernel time is placed; the rows add up to the last one."""
+    ledger = result.ledger
+    columns = (
+        Column("words", "kernel time", TEXT),
+        Column("ns", "exactly, ns", COUNT),
+        Column("time", "time", NS),
+        Column("share", "share", SHARE),
+    )
+    sizes = {words: getattr(ledger, name) for name, words in _PLACED.items()}
+    rows = [_share_row(words, size, ledger.total_ns) for words, size in sizes.items() if size]
+    return Table(columns, rows, rest=_share_row("all", ledger.total_ns, ledger.total_ns))
+
+
+def _share_row(words: str, size: int, whole: int) -> dict[str, Any]:
+    return {"words": words, "ns": size, "time": size, "share": size / whole if whole else None}
+
+
+def _memory_books(result: MemoryResult) -> Table:
+    """Return what the peak is made of; the rows add up to the last one."""
+    at = result.composition
+    columns = (
+        Column("words", "at the peak", TEXT),
+        Column("bytes", "exactly, B", COUNT),
+        Column("size", "size", BYTES),
+        Column("share", "share", SHARE),
+    )
+    rows = [
+        {"words": row.category, "bytes": row.bytes, "size": row.bytes, "share": row.share} for row in at.by_category
+    ]
+    total = at.allocated_bytes
+    return Table(columns, rows, rest={"words": "all", "bytes": total, "size": total, "share": 1.0})
+
+
+def _proof(result: MemoryResult) -> str:
+    totals, check = result.totals, result.allocator_check
+    peak = format_exactly(totals.allocated_peak_bytes)
+    if totals.bounds is not None:
+        low, high = totals.bounds
+        upper = "unknown" if high is None else f"{high:,} B"
+        return f"Allocated peak {peak}: not proven; at least {low:,} B, at most {upper}."
+    agrees = " PyTorch's own peaks, recorded by the run, agree to the byte." if check and check.agrees else ""
+    return f"Allocated peak {peak}: exact, replayed from the allocator's history.{agrees}"
+
+
+def _memory_cost(manifest: Manifest) -> str:
+    """Return how much longer steps took while the allocator was recorded, if both were timed."""
+    recorded = [] if manifest.memory is None else Samples(manifest.memory.steps).step_ns()
+    clean = [] if manifest.unprofiled is None else manifest.unprofiled.step_ns()
+    if not recorded or not clean:
+        return ""
+    cost = median(recorded) / median(clean) - 1
+    return f"Recording the allocator changed the step time by {cost:+.1%}."

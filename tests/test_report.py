@@ -1,0 +1,245 @@
+"""The page of a run: its figures are those of the commands, in a real browser without a network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.reading import open_capture
+from profkit.report.page.markup import view_table, without_folders
+from profkit.report.page.page import render_report
+from tests.browser import browser, open_page, read_table
+from tests.conftest import ROOT
+from tests.efficiency_runs import make_small_run, write_two_steps
+from tests.in_process import run_command
+
+__all__ = ["browser"]
+
+SNAPSHOT = ROOT / "traces" / "small-train.snapshot.pickle.gz"
+WIDTHS_AND_SCHEMES = [(1400, "light"), (1400, "dark"), (700, "light"), (700, "dark")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with time, memory, counted work and unprofiled steps."""
+    folder = make_small_run(tmp_path_factory.mktemp("small"))
+    shutil.copyfile(SNAPSHOT, folder / "snapshot.pickle")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest |= {
+        "argv": ["python", "/home/somebody/secret/train.py", "--data=/home/somebody/data/set.bin"],
+        "started_utc": "2026-11-20T10:00:00+00:00",
+        "environment": {"CUDA_VISIBLE_DEVICES": "environment-of-somebody"},
+        "versions": {"torch": "2.11.0"},
+        "workload": {"dtype": "fp32", "steps": 2},
+        "attached": {"steps": [{"step_ns": 33_000_000 + 100_000 * step} for step in range(6)]},
+        "warnings": ["said once", "said once"],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page_file(run: Path) -> Path:
+    target = run.parent / "page.html"
+    done = run_command("report", run, "-o", target)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture
+def page(browser: Any, page_file: Path) -> Iterator[Any]:
+    with open_page(browser, page_file) as tab:
+        yield tab
+
+
+def printed(*arguments: str | Path) -> Any:
+    """Return what a command prints as JSON."""
+    return json.loads(run_command(*arguments, "--format", "json", "--full-names").stdout)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_small_file_that_refers_to_nothing(page_file: Path) -> None:
+    text = page_file.read_text()
+    assert len(text) < 1_000_000
+    assert "default-src 'none'" in text
+    assert "http://" not in text
+    assert " src=" not in text
+
+
+def test_the_page_holds_no_folders_environment_or_host(page_file: Path) -> None:
+    text = page_file.read_text()
+    assert "somebody" not in text
+    assert "python train.py --data=set.bin" in text
+
+
+def test_a_caution_stands_once_at_the_head(page_file: Path) -> None:
+    assert page_file.read_text().count("said once") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/me/proj/train.py:3 step", "train.py:3 step"),
+        ("--data=/mnt/x/y.bin", "--data=y.bin"),
+        ("~/secret/train.py", "train.py"),
+        ("/usr/lib/python3/site-packages/torch/nn/a.py:5", "torch/nn/a.py:5"),
+        ("TFLOP/s, 3 / 4, forward/layer 3", "TFLOP/s, 3 / 4, forward/layer 3"),
+        ("void at::f<int>(float*)", "void at::f<int>(float*)"),
+    ],
+)
+def test_absolute_paths_lose_their_folders(text: str, shown: str) -> None:
+    assert without_folders(text) == shown
+
+
+def test_what_was_not_recorded_is_said_with_the_command_that_records_it(tmp_path: Path) -> None:
+    trace = write_two_steps(tmp_path / "alone.sqlite")
+    text = render_report(open_capture(trace))
+    assert "memory: <code>profkit run --memory" in text
+    assert 'torch</dt><dd class="unknown">not recorded' in text
+
+
+def test_names_from_a_capture_are_escaped(tmp_path: Path) -> None:
+    trace = write_two_steps(tmp_path / "hostile.sqlite", kernel="</td><script>alert(1)</script>")
+    text = render_report(open_capture(trace))
+    assert "<script>alert" not in text
+    assert text.count("<script") == text.count("</script>")
+
+
+def test_a_trace_of_cpu_operators_has_a_page(tmp_path: Path) -> None:
+    text = render_report(open_capture(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"))
+    assert "No GPU work was recorded" in text
+    assert 'data-key="total_ns"' in text
+
+
+def test_the_page_never_overwrites_the_run(run: Path) -> None:
+    done = run_command("report", run, "-o", run / "trace.sqlite")
+    assert done.returncode == 2
+    assert run_command("report", run, "-o", "page.txt").returncode == 2
+
+
+# -- in a browser -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "scheme"), WIDTHS_AND_SCHEMES)
+def test_the_page_fits_every_width_and_its_texts_can_be_read(
+    browser: Any, page_file: Path, width: int, scheme: str
+) -> None:
+    with open_page(browser, page_file, width=width, scheme=scheme) as tab:
+        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert tab.evaluate(LEAST_CONTRAST) >= 4.5
+
+
+LEAST_CONTRAST = """() => {
+    const light = (text) => {
+        const parts = text.match(/[\\d.]+/g).slice(0, 3).map((one) => Number(one) / 255);
+        const [r, g, b] = parts.map((one) => one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const backOf = (node) => {
+        for (; node; node = node.parentElement) {
+            const back = getComputedStyle(node).backgroundColor;
+            if (/^rgb\\(/.test(back)) return back;
+        }
+        return "rgb(255, 255, 255)";
+    };
+    let least = 99;
+    for (const node of document.querySelectorAll("p, td, th, dt, dd, li, a, button, code, h1, h2, caption, span")) {
+        if (!node.textContent.trim() || !node.checkVisibility()) continue;
+        const [one, other] = [light(getComputedStyle(node).color), light(backOf(node))];
+        least = Math.min(least, (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05));
+    }
+    return least;
+}"""
+
+
+@pytest.mark.browser
+def test_the_kernels_are_those_of_the_command(page: Any, run: Path) -> None:
+    told = printed("kernels", run)
+    shown = read_table(page, "kernels-3")
+    assert [(row["name"], int(row["total_ns"]), int(row["count"])) for row in shown] == [
+        (row["name"], row["total_ns"], row["count"]) for row in told["kernels"]
+    ]
+
+
+@pytest.mark.browser
+def test_the_parts_of_a_step_add_up_to_the_steps_of_the_command(page: Any, run: Path) -> None:
+    steps = printed("efficiency", run)["steps"]
+    shown = {row["words"]: int(row["sum_ns"]) for row in read_table(page, "step")}
+    assert sum(shown.values()) == sum(step["gpu"]["span_ns"] for step in steps)
+    assert shown["matrix products"] == sum(step["matmul_ns"] for step in steps)
+    assert shown["copies and fills"] == sum(step["gpu"]["exposed_copy_ns"] for step in steps)
+    # What a profiler stretches is scaled to the unprofiled step, and looks like the estimate that it is.
+    assert page.locator(".bar rect[fill='url(#hatch)']").count() == sum(name.startswith("idle") for name in shown)
+
+
+@pytest.mark.browser
+def test_the_books_close_as_the_commands_print_them(page: Any, run: Path) -> None:
+    ledger, memory = printed("kernels", run)["ledger"], printed("memory", run)
+    time = {row["words"]: int(row["ns"]) for row in read_table(page, "time-books")}
+    assert sum(time.values()) == ledger["total_ns"]
+    assert time["placed by the launching thread"] == ledger["direct_ns"]
+    peak = {row["words"]: int(row["bytes"]) for row in read_table(page, "memory-books")}
+    assert peak == {row["category"]: row["bytes"] for row in memory["peak"]["by_category"]}
+    assert sum(peak.values()) == memory["allocated"]["peak_bytes"]
+
+
+@pytest.mark.browser
+def test_without_javascript_the_tables_are_whole_and_no_button_is_dead(browser: Any, page_file: Path) -> None:
+    with open_page(browser, page_file, scripts=False) as tab:
+        assert tab.locator("button").count() == 0
+        assert tab.locator("#kernels tbody tr").count() > 20
+        assert tab.locator("#step svg rect").count() > 5
+
+
+@pytest.mark.browser
+def test_the_keyboard_sorts_and_searches_a_table(page: Any) -> None:
+    head = page.locator("table[data-table='kernels-3'] th[data-key='count'] button")
+    head.focus()
+    page.keyboard.press("Enter")
+    counts = [int(row["count"]) for row in read_table(page, "kernels-3")]
+    assert counts == sorted(counts, reverse=True)
+    page.keyboard.press("Enter")
+    assert [int(row["count"]) for row in read_table(page, "kernels-3")] == sorted(counts)
+    page.locator("#kernels input[type=search]").last.fill("gemm")
+    visible = page.locator("table[data-table='kernels-3'] tbody tr:not([hidden])")
+    assert 0 < visible.count() < len(counts)
+
+
+@pytest.mark.browser
+def test_the_tab_key_reaches_the_figures_first_and_then_every_table(page: Any) -> None:
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    assert page.evaluate("[...document.querySelectorAll('.scroll')].every((one) => one.tabIndex === 0)")
+
+
+@pytest.mark.browser
+def test_a_table_is_copied_as_csv_with_exact_values(page: Any, run: Path) -> None:
+    text = page.evaluate("profkit.csvOf(document.querySelector(\"table[data-table='kernels-3']\"))")
+    head, first = text.splitlines()[:2]
+    assert head == "share,total_ns,count,mean_ns,category,name"
+    assert int(first.split(",")[1]) == printed("kernels", run)["kernels"][0]["total_ns"]
+
+
+@pytest.mark.browser
+def test_the_page_prints_without_tools_and_with_every_row(page: Any) -> None:
+    page.emulate_media(media="print")
+    assert not page.locator(".tools").first.is_visible()
+    assert page.evaluate(
+        "[...document.querySelectorAll('.scroll')].every((one) => one.scrollHeight <= one.clientHeight + 1)"
+    )
+    assert len(page.pdf()) > 10_000
+
+
+def test_a_table_with_very_many_rows_says_how_many_it_leaves_out() -> None:
+    from profkit.report.document import Column, Table
+
+    view = view_table(Table([Column("n", "n")], [{"n": number} for number in range(500)]))
+    assert (len(view["rows"]), view["hidden"]) == (400, 100)
