@@ -33,6 +33,10 @@ _PATIENCE_S = 60
 _LAUNCHER = ["-m", "torch.distributed.run", "--nproc-per-node"]
 
 
+def _python_path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Forks:
     """The process that is forked; close it at the end."""
 
@@ -43,7 +47,7 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "KINETO_LOG_LEVEL": "99"},
+            env={**os.environ, "PYTHONPATH": _python_path(), "KINETO_LOG_LEVEL": "99"},
         )
 
     def close(self) -> None:

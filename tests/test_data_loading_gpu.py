@@ -65,7 +65,7 @@ def _record(place: Path, recorder: str, *arguments: str) -> Path:
     subprocess.run(
         [*words, "--", sys.executable, "train.py", *arguments],
         cwd=place,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])},
         check=True,
         capture_output=True,
         text=True,

@@ -78,6 +78,15 @@ def test_peaks_that_differ_from_the_allocators_own_fail_the_account(tmp_path: Pa
     assert {"ledger-disagrees", "ledger-unmatched"} <= {warning.code for warning in result.warnings}
 
 
+def test_an_entry_of_a_tensor_without_bytes_is_no_missing_allocation(tmp_path: Path) -> None:
+    run = Training().write_run(tmp_path)
+    lines = (run / OWNERS).read_text().splitlines()
+    (run / OWNERS).write_text("\n".join([*lines, json.dumps({**json.loads(lines[1]), "address": 0, "bytes": 0})]))
+    check = read_snapshot(run).memory().allocator_check
+    assert check is not None
+    assert check.unmatched_entries == 0
+
+
 def test_a_gradient_bucket_bears_the_names_of_all_its_gradients(tmp_path: Path) -> None:
     training = Training(steps=1)
     names = ["conv1.weight", *(f"layer{n}.conv.weight" for n in range(60)), "fc.bias"]

@@ -82,3 +82,8 @@ def test_a_child_called_like_the_model_is_told_from_it() -> None:
     outer = nn.ModuleDict({"model": nn.ModuleDict({"norm": nn.LayerNorm(2)}), "head": nn.Linear(2, 2)})
     names.name_root(outer)
     assert _owners(names, outer) == ["model/", "model/model", "model/model.norm", "model/head"]
+
+
+def test_a_tensor_without_bytes_is_not_written_down(ledger: OwnerLedger, tmp_path: Path) -> None:
+    ledger.note_inputs([("empty", torch.zeros(0)), ("full", torch.zeros(1))])
+    assert [one.name for one in _owned(ledger, tmp_path)] == ["full"]

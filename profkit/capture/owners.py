@@ -193,10 +193,10 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the address and the bytes of a tensor's storage; None where it has none of its own."""
+    """Return the address and the bytes of a tensor's storage; None where it has none of its own or no bytes."""
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
+        return (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None
     except RuntimeError:  # a tensor that only stands for one, such as a compiler's or torch.func's
         return None
 

@@ -82,8 +82,8 @@ def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeli
     found: dict[int, dict[str, dict[Part, None]]] = {}
     missed = 0
     for entry in recorded.owned:
-        if entry.device != device:
-            continue
+        if entry.device != device or not entry.size_bytes:
+            continue  # a tensor without bytes has no allocation; an older run wrote it down
         match = _find(entry, rows_at.get(entry.address, []), replay, timeline)
         if match is None:
             missed += 1
