@@ -1,0 +1,222 @@
+"""What a program asked of the allocator: the input of the simulator, one row an allocation.
+
+The recorded history mixes requests of the program with what the allocator did about them. A request stream holds the
+former alone: what was asked for, when, on which stream, and when it was given back. Another allocator, another setting
+or an edited program can then be simulated on it (`profkit.allocator.simulate`).
+
+Positions are those of the recorded events, as floats, so that an edit can put a request between two of them. -1 is
+before the first event; the number of events, or more, is never.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from profkit.allocator.history import History
+from profkit.allocator.rules import SMALL_BYTES, SMALL_SEGMENT_BYTES
+from profkit.allocator.start import find_regions
+from profkit.snapshot.columns import (
+    ALLOC,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Ints,
+)
+
+Floats = npt.NDArray[np.float64]
+Kind = tuple[tuple[int, int], int]
+"""A memory pool, ``(0, 0)`` for the default one, and a stream: blocks are shared within a kind only."""
+
+DEFAULT_POOL = (0, 0)
+_EMPTY_CACHE = "empty_cache"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory that was reserved before the first event: a segment, or a mapped part of an expandable one."""
+
+    address: int
+    size_bytes: int
+    kind: int
+    is_small: bool
+    is_expandable: bool
+
+
+@dataclass(frozen=True)
+class Release:
+    """Cached memory that went back to CUDA: the pieces (address, bytes) as recorded."""
+
+    position: float
+    pieces: tuple[tuple[int, int], ...]
+    by_program: bool
+    """Whether the program emptied the cache. Otherwise CUDA had no more memory, and the allocator did it itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """One device's request stream. The arrays are columns of equal length; edits replace them.
+
+    ``freed`` is when the program gave the memory back, ``completed`` when no stream used it any more.
+    """
+
+    requested_bytes: Ints
+    born: Floats
+    freed: Floats
+    completed: Floats
+    kind: Ints
+    """Index into ``kinds``."""
+    row: Ints
+    """The allocation's row in the `Replay`; -1 for one that an edit added."""
+    kinds: tuple[Kind, ...]
+    event_count: int
+    releases: tuple[Release, ...]
+    failures: tuple[tuple[float, int], ...]
+    """Requests that failed: position and bytes, as rounded by the allocator."""
+    start: tuple[Region, ...]
+    addresses: Ints
+    """By row of the `Replay`: where the block lay, and in ``sizes`` what the allocator charged for it."""
+    sizes: Ints
+    bases: dict[int, tuple[int, int]]
+    """Row of the `Replay` → base and bytes of the segment that was reserved for it; 0 B for expandable pages."""
+
+    def __len__(self) -> int:
+        return len(self.born)
+
+
+def requests_of(history: History) -> Requests:
+    """Return what the program asked of the allocator, as the replay shows it."""
+    replay = history.replay
+    kinds, kind, start = _find_kinds(history)
+    return Requests(
+        requested_bytes=replay.requested_bytes,
+        born=replay.birth.astype(np.float64),
+        freed=replay.freed.astype(np.float64),
+        completed=replay.completed.astype(np.float64),
+        kind=kind,
+        row=np.arange(len(replay), dtype=np.int64),
+        kinds=kinds,
+        event_count=replay.event_count,
+        releases=_find_releases(history),
+        failures=_find_failures(history),
+        start=start,
+        addresses=replay.address,
+        sizes=replay.size_bytes,
+        bases=_find_bases(history),
+    )
+
+
+def _find_failures(history: History) -> tuple[tuple[float, int], ...]:
+    events = history.device.events
+    return tuple((float(event), int(events.size_bytes[event])) for event in np.flatnonzero(events.action == OOM))
+
+
+def _find_bases(history: History) -> dict[int, tuple[int, int]]:
+    """Return the segment, or the first of the pages, that the allocator reserved for each row that needed some.
+
+    The events on segments stand directly before the allocation that they are for.
+    """
+    events, start_count = history.device.events, history.replay.start_count
+    births = np.flatnonzero(events.action == ALLOC)
+    reserving = np.flatnonzero((events.action == SEGMENT_ALLOC) | (events.action == SEGMENT_MAP))
+    rows = np.searchsorted(births, reserving) + start_count
+    bases: dict[int, tuple[int, int]] = {}
+    for event, row in zip(reserving.tolist(), rows.tolist(), strict=True):
+        size = int(events.size_bytes[event]) if events.action[event] == SEGMENT_ALLOC else 0
+        bases.setdefault(row, (int(events.address[event]), size))
+    return bases
+
+
+def _find_releases(history: History) -> tuple[Release, ...]:
+    """Return when cached memory went back to CUDA, and whether the program asked for that.
+
+    The allocator does it itself when CUDA has no more memory for a request. Then the request's own stack stands at the
+    release, and the segment or the failure follows at once.
+    """
+    events = history.device.events
+    is_release = (events.action == SEGMENT_FREE) | (events.action == SEGMENT_UNMAP)
+    found = []
+    borders = np.flatnonzero(np.diff(is_release.astype(np.int8), prepend=0, append=0))
+    for first, end in zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True):
+        pieces = zip(events.address[first:end].tolist(), events.size_bytes[first:end].tolist(), strict=True)
+        follows = end < len(events) and events.action[end] in (SEGMENT_ALLOC, SEGMENT_MAP, OOM)
+        frames = events.raw[first].get("frames") if first < len(events.raw) else None
+        is_asked = not follows or not frames or _EMPTY_CACHE in {_name(frame) for frame in frames}
+        found.append(Release(float(first), tuple(pieces), is_asked))
+    return tuple(found)
+
+
+def _name(frame: Any) -> Any:
+    return frame.get("name") if isinstance(frame, dict) else None
+
+
+def _find_kinds(history: History) -> tuple[tuple[Kind, ...], Ints, tuple[Region, ...]]:
+    """Return the kinds, the kind of each row, and what was reserved before the first event.
+
+    An allocation has the pool and the stream of the segment that it lies in.
+    """
+    device, replay = history.device, history.replay
+    events, segments = device.events, device.segments
+    places = zip(segments.pool, segments.stream.tolist(), strict=True)
+    kind_at: dict[int, Kind] = dict(zip(segments.address.tolist(), places, strict=True))
+    is_large_at = dict(zip(segments.address.tolist(), segments.is_large.tolist(), strict=True))
+    where = np.flatnonzero((events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP))
+    of_event: dict[int, Kind] = {}
+    for event in where[::-1].tolist():
+        address, stream = int(events.address[event]), int(events.stream[event])
+        pool = _pool(events.raw[event]) if event < len(events.raw) else None
+        if events.action[event] in (SEGMENT_FREE, SEGMENT_UNMAP):
+            kind_at[address] = (pool or DEFAULT_POOL, stream)
+        of_event[event] = (pool or kind_at.get(address, (DEFAULT_POOL, stream))[0], stream)
+        if events.action[event] in (SEGMENT_ALLOC, SEGMENT_MAP) and address not in is_large_at:
+            kind_at.setdefault(address, of_event[event])
+    plain, mapped = find_regions(device, Counter())
+    stretches = [(begin, begin + size, False) for begin, size in plain.items()]
+    stretches += [(begin, end, True) for begin, end in mapped]
+    known = sorted(kind_at)
+    kinds: dict[Kind, int] = {}
+    regions = []
+    begins = replay.address[: replay.start_count].tolist()
+    for begin, end, is_expandable in sorted(stretches):
+        at = max(bisect_right(known, begin) - 1, 0)
+        number = kinds.setdefault(kind_at[known[at]] if known else (DEFAULT_POOL, 0), len(kinds))
+        inside = replay.size_bytes[bisect_left(begins, begin) : bisect_left(begins, end)]
+        is_small = not bool((inside > SMALL_BYTES).any()) and not is_large_at.get(known[at] if known else 0, False)
+        is_small &= is_expandable or end - begin == SMALL_SEGMENT_BYTES
+        regions.append(Region(begin, end - begin, number, is_small, is_expandable))
+    for event in where.tolist():
+        kinds.setdefault(of_event[event], len(kinds))
+    if len(kinds) <= 1:
+        return tuple(kinds) or ((DEFAULT_POOL, 0),), np.zeros(len(replay), dtype=np.int64), tuple(regions)
+    reserved = [(event, int(events.address[event]), kinds[kind]) for event, kind in sorted(of_event.items())]
+    return tuple(kinds), _walk(history, regions, reserved), tuple(regions)
+
+
+def _walk(history: History, regions: list[Region], reserved: list[tuple[int, int, int]]) -> Ints:
+    """Return the kind of the segment that each row lies in; ``reserved`` are the later events: number, base, kind."""
+    replay = history.replay
+    kind_at = {region.address: region.kind for region in regions}
+    bases, found, at = sorted(kind_at), [], 0
+    for address, birth in zip(replay.address.tolist(), replay.birth.tolist(), strict=True):
+        while at < len(reserved) and reserved[at][0] < birth:
+            _, base, kind = reserved[at]
+            if base not in kind_at:
+                insort(bases, base)
+            kind_at[base] = kind
+            at += 1
+        found.append(kind_at[bases[max(bisect_right(bases, address) - 1, 0)]] if bases else 0)
+    return np.array(found, dtype=np.int64)
+
+
+def _pool(record: dict[str, Any]) -> tuple[int, int] | None:
+    value = record.get("pool_id")
+    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(one, int) for one in value):
+        return (value[0], value[1])
+    return None

@@ -1,0 +1,148 @@
+"""Simulate the caching allocator: from what a program asked for to the addresses that the allocator chooses.
+
+The replay (`profkit.allocator.replay`) follows recorded addresses. Here they are chosen by the allocator's own rules
+(`profkit.allocator.heap`), so that other settings, another capacity and an edited program can be tried on a recording.
+
+Only the base addresses of new segments come from outside, because CUDA chooses them. They matter where two free blocks
+of equal size lie in different segments: the lower one is taken. `Simulation.bases_decide` says whether that happened
+with a base that CUDA need not choose again. Simulations with other draws then show what the addresses change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.allocator.heap import Heap
+from profkit.allocator.requests import Floats, Requests
+from profkit.snapshot.columns import Ints, Settings
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A request that did not fit, even after all cached memory was released."""
+
+    position: float
+    index: int
+    """Its row in the `Requests`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What the simulated allocator did: per row of the `Requests`, and curves of bytes over ``positions``.
+
+    Positions are those of the requests, sorted. The first value of a curve is before the first operation.
+    """
+
+    address: Ints
+    size_bytes: Ints
+    """What the allocator charged; 0 for rows after a failure."""
+    positions: Floats
+    allocated: Ints
+    requested: Ints
+    reserved: Ints
+    failed: Failure | None
+    release_count: int
+    """How often the allocator released all cached memory because the capacity was reached."""
+    bases_decide: bool
+    """Whether a choice hung on the base address of a segment that CUDA need not choose again."""
+
+    @property
+    def allocated_peak_bytes(self) -> int:
+        """The highest allocated memory."""
+        return int(self.allocated.max())
+
+    @property
+    def requested_peak_bytes(self) -> int:
+        """The highest requested memory."""
+        return int(self.requested.max())
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """The highest reserved memory."""
+        return int(self.reserved.max())
+
+    @property
+    def peak_position(self) -> float:
+        """Where on the axis of events the allocated memory first stood at its peak."""
+        return float(self.positions[self.allocated.argmax()])
+
+
+def simulate(
+    requests: Requests,
+    settings: Settings,
+    *,
+    draw: int = 0,
+    capacity_bytes: int | None = None,
+    follows_releases: bool = False,
+) -> Simulation:
+    """Return what an allocator with ``settings`` does with a request stream.
+
+    Args:
+        draw: where segments begin for which the recording has no base: above all others, ascending (0) or descending
+            (1), or all segments at random addresses (2 and more, the seed).
+        capacity_bytes: the most that may be reserved, as ``set_per_process_memory_fraction`` limits it; by default
+            there is no limit. The simulation ends at the request that does not fit.
+        follows_releases: release what the recorded allocator released for lack of memory, when it did.
+    """
+    heap = Heap(requests, settings, draw, capacity_bytes)
+    start_bytes = heap.reserved_bytes
+    rows = np.arange(len(requests))
+    position = np.concatenate([requests.completed, requests.born])  # at one position frees come first
+    operation, is_placed = (
+        np.concatenate([~rows, rows]),
+        np.concatenate([np.zeros_like(heap.is_placed), heap.is_placed]),
+    )
+    order = np.argsort(position, kind="stable")
+    order = order[(position[order] < requests.event_count) & ~is_placed[order]]
+    position, operation = position[order], operation[order]
+    done = 0
+    for release in requests.releases:
+        if heap.failed is None and (release.by_program or follows_releases):
+            end = int(np.searchsorted(position, release.position))
+            heap.run(operation[done:end].tolist())
+            done = end
+            if heap.failed is None:
+                heap.release(release)
+    if heap.failed is None:
+        heap.run(operation[done:].tolist())
+    return _sum_up(requests, heap, start_bytes)
+
+
+def _sum_up(requests: Requests, heap: Heap, start_bytes: int) -> Simulation:
+    """Return the curves: one entry for each completed free, request to free, change of reserved memory and birth."""
+    size = np.array(heap.sizes, dtype=np.int64)
+    completed = requests.completed.copy()
+    completed[list(heap.completed_early)] = list(heap.completed_early.values())
+    changed = np.array(heap.changes, dtype=np.float64).reshape(-1, 2)
+    live = np.flatnonzero(size)
+    last = float(requests.event_count)
+    is_over = [completed[live] < last, requests.freed[live] < last]
+    completing, freeing = live[is_over[0]], live[is_over[1]]
+    position = np.concatenate([completed[completing], requests.freed[freeing], changed[:, 0], requests.born[live]])
+    order = np.argsort(position, kind="stable")
+    failed = None
+    if heap.failed is not None:
+        failed = Failure(float(requests.born[heap.failed]), heap.failed)
+        order = order[position[order] <= failed.position]
+    counts = (len(completing), len(freeing), len(changed), len(live))
+
+    def curve(start: int, *parts: Ints | None) -> Ints:
+        columns = [
+            np.zeros(count, np.int64) if part is None else part for part, count in zip(parts, counts, strict=True)
+        ]
+        return np.concatenate([[start], start + np.cumsum(np.concatenate(columns)[order])])
+
+    wanted = requests.requested_bytes
+    return Simulation(
+        address=np.array(heap.addresses, dtype=np.int64),
+        size_bytes=size,
+        positions=np.concatenate([[-1.0], position[order]]),
+        allocated=curve(0, None, -size[freeing], None, size[live]),
+        requested=curve(0, -wanted[completing], None, None, wanted[live]),
+        reserved=curve(start_bytes, None, None, changed[:, 1].astype(np.int64), None),
+        failed=failed,
+        release_count=heap.release_count,
+        bases_decide=heap.bases_decide,
+    )
