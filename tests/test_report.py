@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from profkit.reading import open_capture
+from profkit.analysis.step_slices import MOST_SLICES, slice_median_step
+from profkit.reading import open_capture, open_trace
 from profkit.report.page.markup import view_table, without_folders
 from profkit.report.page.page import render_report
 from tests.browser import browser, open_page, read_table
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_small_run, write_two_steps
 from tests.in_process import run_command
+from tests.nsys_builder import NsysBuilder
 
 __all__ = ["browser"]
 
@@ -243,3 +246,76 @@ def test_a_table_with_very_many_rows_says_how_many_it_leaves_out() -> None:
 
     view = view_table(Table([Column("n", "n")], [{"n": number} for number in range(500)]))
     assert (len(view["rows"]), view["hidden"]) == (400, 100)
+
+
+# -- the timeline of one step -----------------------------------------------------------------------------------
+
+
+def timeline_command(tab: Any) -> list[str]:
+    """Return the command that the page names as the source of its timeline, without the run's own name."""
+    return shlex.split(tab.inner_text("#timeline .source"))[3:]
+
+
+@pytest.mark.browser
+def test_the_slices_add_up_to_the_kernel_time_that_the_named_command_prints(page: Any, run: Path) -> None:
+    told = printed("kernels", run, *timeline_command(page))
+    lanes = page.evaluate("profkit.timeline.lanes.filter((one) => one.kind === 'kernels')")
+    busy = [sum(lane.get("busy", lane["length"])) for lane in lanes]
+    assert sum(busy) == told["kernel_time_ns"]
+    assert int(page.get_attribute("[data-fact='timeline-kernels']", "data-value")) == told["kernel_time_ns"]
+    assert sum(len(lane["length"]) for lane in lanes) == told["kernel_count"]
+
+
+@pytest.mark.browser
+def test_a_drag_adds_up_the_area_by_category(page: Any, run: Path) -> None:
+    by_category = printed("kernels", run, *timeline_command(page), "--by", "category")["kernels"]
+    sums = dict(page.evaluate("profkit.timeline.sumArea(0, profkit.timeline.data.span)"))
+    told = {row["name"]: {"ns": row["total_ns"], "count": row["count"]} for row in by_category}
+    assert {name: sum for name, sum in sums.items() if name != "copies"} == told
+    page.locator("#timeline canvas").scroll_into_view_if_needed()
+    box = page.locator("#timeline canvas").bounding_box()
+    page.mouse.move(box["x"] + 200, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 500, box["y"] + 40)
+    page.mouse.up()
+    assert "on the GPU" in page.inner_text("#timeline-detail strong")
+    assert "gemm: " in page.inner_text("#timeline-detail")
+    page.click("#timeline-detail button")
+    assert page.evaluate("profkit.timeline.state.to - profkit.timeline.state.from < profkit.timeline.data.span / 2")
+
+
+@pytest.mark.browser
+def test_the_keyboard_walks_the_slices_and_shows_where_a_kernel_was_launched(page: Any) -> None:
+    page.focus("#timeline canvas")
+    lanes = page.evaluate("profkit.timeline.lanes.map((one) => one.kind)")
+    for _ in range(lanes.index("kernels") + 1):
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press(".")
+    said = page.inner_text("#timeline-detail")
+    assert "launched in: " in said
+    assert "from launch to start: " in said
+    assert "placed by" in said
+
+
+def test_many_short_slices_are_merged_and_none_is_lost(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 50_000_000)
+    for number in range(9_000):
+        builder.kernel(1_000 * number + 1, 300, start=1_000 * number + 100)
+    opened = open_trace(builder.write(tmp_path / "many.sqlite"))
+    step = slice_median_step(opened.attribution, opened.efficiency().steps)
+    assert step is not None
+    (lane,) = [one for one in step.lanes if one.kind == "kernels"]
+    assert len(lane.row) <= MOST_SLICES
+    assert int(lane.count.sum()) == 9_000
+    assert int(lane.busy_ns.sum()) == 9_000 * 300
+    assert step.merged >= 9_000 - MOST_SLICES
+
+
+def test_of_an_even_number_of_steps_the_shorter_middle_one_is_shown(tmp_path: Path) -> None:
+    opened = open_trace(write_two_steps(tmp_path / "two.sqlite"))
+    steps = opened.efficiency().steps
+    step = slice_median_step(opened.attribution, steps)
+    assert step is not None
+    assert step.name == min(steps, key=lambda one: (one.gpu.span_ns, one.start_ns)).name
+    assert slice_median_step(opened.attribution, ()) is None

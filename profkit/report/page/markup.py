@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from profkit.findings import Finding
 from profkit.report.document import UNKNOWN, Column, Lines, Table
 from profkit.report.text import make_visible
@@ -98,10 +100,10 @@ def view_parts(parts: Iterable[Table | Lines]) -> list[dict[str, Any]]:
     ]
 
 
-def pack(data: Any) -> str:
+def pack(data: Any) -> Markup:
     """Return data as the page holds it: JSON, gzipped, in base 64. Equal data give equal text."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 9, mtime=0)).decode("ascii")
+    return Markup(base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 9, mtime=0)).decode("ascii"))
 
 
 class Interned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
@@ -13,14 +14,19 @@ from markupsafe import Markup
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.step_slices import slice_median_step
 from profkit.files import write_whole
 from profkit.report.kernels import build_kernels_document
 from profkit.report.page.head import build_head
 from profkit.report.page.markup import Section, view_parts, without_folders
 from profkit.report.page.step_bar import build_step_bar
+from profkit.report.page.step_timeline import build_timeline
 from profkit.report.page.trust import build_trust
 from profkit.report.text import make_visible
 from profkit.version import __version__
+
+_SCRIPTS = {"timeline": "timeline.js"}
+"""Sections with a script of their own."""
 
 _ASSETS = files("profkit.report.page") / "assets"
 
@@ -56,6 +62,7 @@ def render_report(capture: OpenedCapture) -> str:
     memory = None if capture.snapshot is None else capture.snapshot.memory()
     sections = [
         _step_section(name, capture, efficiency),
+        _timeline_section(name, capture, efficiency),
         _kernel_section(name, capture, kernels),
         Section(
             "trust", "How far to trust this", f"profkit kernels {name} --strict", build_trust(capture, kernels, memory)
@@ -76,7 +83,9 @@ def render_sections(title: str, capture: OpenedCapture, sections: Iterable[Secti
     return (
         _environment()
         .get_template("page.html")
-        .render(title=make_visible(title), head=head, sections=sections, version=__version__, asset=_asset)
+        .render(
+            title=make_visible(title), head=head, sections=sections, version=__version__, asset=_asset, scripts=_SCRIPTS
+        )
     )
 
 
@@ -86,12 +95,23 @@ def _step_section(name: str, capture: OpenedCapture, result: EfficiencyResult | 
     if result is None:
         return Section("step", title, command, missing=_WITHOUT_GPU)
     if not result.steps:
-        missing = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
-        return Section("step", title, command, missing=missing, findings=result.warnings)
+        return Section("step", title, command, missing=_WITHOUT_STEPS, findings=result.warnings)
     return Section("step", title, command, build_step_bar(result, manifest), findings=result.warnings)
 
 
+_WITHOUT_STEPS = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
 _WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
+
+
+def _timeline_section(name: str, capture: OpenedCapture, result: EfficiencyResult | None) -> Section:
+    title = "Timeline of one step"
+    trace = capture.trace
+    step = None if trace is None or result is None else slice_median_step(trace.attribution, result.steps)
+    if trace is None or step is None:
+        missing = _WITHOUT_GPU if result is None else _WITHOUT_STEPS
+        return Section("timeline", title, f"profkit ranges {name}", missing=missing)
+    command = f"profkit kernels {name} --range {shlex.quote(step.name)} --instance {step.instance}"
+    return Section("timeline", title, command, build_timeline(trace.attribution, step))
 
 
 def _kernel_section(name: str, capture: OpenedCapture, result: KernelsResult | None) -> Section:
