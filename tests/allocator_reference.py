@@ -153,11 +153,23 @@ class ReferenceAllocator:
             for block in region.blocks
             if block.state == "inactive" and block.size >= want
         ]
-        best = min(candidates, key=lambda block: (block.size, block.address), default=None)
+        ordered = sorted(candidates, key=lambda block: (block.size, block.address))
+        best = ordered[0] if ordered else None
+        for block in ordered[1:]:
+            # a block that could grow counts as large as it could get
+            if best is None or not best.region.is_expandable or self._grown(block) >= self._grown(best):
+                break
+            best = block
         if best is None or self.max_split is None:
             return best
         is_too_large = want < self.max_split <= best.size or (want >= self.max_split and best.size >= want + LARGE_PAGE)
         return None if is_too_large else best
+
+    @staticmethod
+    def _grown(block: Block) -> int:
+        blocks = block.region.blocks
+        following = blocks[blocks.index(block) + 1 :][:1]
+        return block.size + sum(one.size for one in following if one.state == "unmapped")
 
     def _reserve(self, want: int, stream: int, pool: tuple[int, int]) -> Block:
         if self.expandable and not (self.plain_private_pools and pool != (0, 0)):
@@ -244,6 +256,8 @@ class ReferenceAllocator:
         ]
         blocks[at : at + 1] = parts
         self._merge(next(part for part in parts if part.state == "unmapped"))
+        if len(blocks) == 1:
+            self.regions.remove(block.region)  # the next one begins elsewhere
         self.reserved.add(begin - end)
         self._note("segment_unmap", begin, end - begin, block.region.stream)
 

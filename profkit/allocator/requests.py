@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from profkit.snapshot.columns import (
     SEGMENT_FREE,
     SEGMENT_MAP,
     SEGMENT_UNMAP,
+    Device,
     Ints,
 )
 
@@ -163,40 +165,57 @@ def _find_kinds(history: History) -> tuple[tuple[Kind, ...], Ints, tuple[Region,
     An allocation has the pool and the stream of the segment that it lies in.
     """
     device, replay = history.device, history.replay
+    events = device.events
+    of_event, of_start = _find_pools(device)
+    kinds: dict[Kind, int] = {}
+    begins = replay.address[: replay.start_count].tolist()
+    plain, mapped = find_regions(device, Counter())
+    stretches = [(begin, begin + size, False) for begin, size in plain.items()]
+    stretches += [(begin, end, True) for begin, end in mapped]
+    is_large_at = dict(zip(device.segments.address.tolist(), device.segments.is_large.tolist(), strict=True))
+    regions = []
+    for begin, end, is_expandable in sorted(stretches):
+        inside = replay.size_bytes[bisect_left(begins, begin) : bisect_left(begins, end)]
+        is_small = is_expandable or end - begin == SMALL_SEGMENT_BYTES
+        is_small &= not is_large_at.get(begin, bool((inside > SMALL_BYTES).any()))
+        number = kinds.setdefault(of_start(begin), len(kinds))
+        regions.append(Region(begin, end - begin, number, is_small, is_expandable))
+    reserved = [(event, int(events.address[event]), kinds.setdefault(one, len(kinds))) for event, one in of_event]
+    if len(kinds) <= 1:
+        return tuple(kinds) or ((DEFAULT_POOL, 0),), np.zeros(len(replay), dtype=np.int64), tuple(regions)
+    return tuple(kinds), _walk(history, regions, reserved), tuple(regions)
+
+
+def _find_pools(device: Device) -> tuple[list[tuple[int, Kind]], Callable[[int], Kind]]:
+    """Return the kind of each segment or page that was reserved, and a function for what was there before.
+
+    Torch 2.13 and later write the pool into the event. Before, it is known for what was there at the dump alone, and
+    the rest counts as of the default pool.
+    """
     events, segments = device.events, device.segments
-    places = zip(segments.pool, segments.stream.tolist(), strict=True)
-    kind_at: dict[int, Kind] = dict(zip(segments.address.tolist(), places, strict=True))
-    is_large_at = dict(zip(segments.address.tolist(), segments.is_large.tolist(), strict=True))
+    bases, ends = segments.address.tolist(), (segments.address + segments.size_bytes).tolist()
+    known: dict[int, Kind] = {}
+
+    def find(address: int, stream: int) -> Kind:
+        if address in known:
+            return known[address]
+        at = bisect_right(bases, address) - 1
+        if at >= 0 and (address < ends[at] or segments.is_expandable[at]) and stream in (segments.stream[at], -1):
+            return segments.pool[at], int(segments.stream[at])
+        return DEFAULT_POOL, max(stream, 0)
+
+    found = []
     where = np.flatnonzero((events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP))
-    of_event: dict[int, Kind] = {}
     for event in where[::-1].tolist():
         address, stream = int(events.address[event]), int(events.stream[event])
         pool = _pool(events.raw[event]) if event < len(events.raw) else None
         if events.action[event] in (SEGMENT_FREE, SEGMENT_UNMAP):
-            kind_at[address] = (pool or DEFAULT_POOL, stream)
-        of_event[event] = (pool or kind_at.get(address, (DEFAULT_POOL, stream))[0], stream)
-        if events.action[event] in (SEGMENT_ALLOC, SEGMENT_MAP) and address not in is_large_at:
-            kind_at.setdefault(address, of_event[event])
-    plain, mapped = find_regions(device, Counter())
-    stretches = [(begin, begin + size, False) for begin, size in plain.items()]
-    stretches += [(begin, end, True) for begin, end in mapped]
-    known = sorted(kind_at)
-    kinds: dict[Kind, int] = {}
-    regions = []
-    begins = replay.address[: replay.start_count].tolist()
-    for begin, end, is_expandable in sorted(stretches):
-        at = max(bisect_right(known, begin) - 1, 0)
-        number = kinds.setdefault(kind_at[known[at]] if known else (DEFAULT_POOL, 0), len(kinds))
-        inside = replay.size_bytes[bisect_left(begins, begin) : bisect_left(begins, end)]
-        is_small = not bool((inside > SMALL_BYTES).any()) and not is_large_at.get(known[at] if known else 0, False)
-        is_small &= is_expandable or end - begin == SMALL_SEGMENT_BYTES
-        regions.append(Region(begin, end - begin, number, is_small, is_expandable))
-    for event in where.tolist():
-        kinds.setdefault(of_event[event], len(kinds))
-    if len(kinds) <= 1:
-        return tuple(kinds) or ((DEFAULT_POOL, 0),), np.zeros(len(replay), dtype=np.int64), tuple(regions)
-    reserved = [(event, int(events.address[event]), kinds[kind]) for event, kind in sorted(of_event.items())]
-    return tuple(kinds), _walk(history, regions, reserved), tuple(regions)
+            is_page = events.action[event] == SEGMENT_UNMAP
+            known[address] = (pool or (find(address, stream)[0] if is_page else DEFAULT_POOL), stream)
+        else:
+            found.append((event, (pool or find(address, stream)[0], stream)))
+            known.pop(address, None)
+    return found[::-1], lambda address: find(address, -1)
 
 
 def _walk(history: History, regions: list[Region], reserved: list[tuple[int, int, int]]) -> Ints:
