@@ -99,7 +99,7 @@ def oddly_named(tmp_path: Path) -> Path:
     return builder.write(tmp_path / "odd.sqlite")
 
 
-ANALYZERS = ("kernels", "ranges", "efficiency", "memory", "compare", "check", "scrub", "help")
+ANALYZERS = ("export", "kernels", "ranges", "efficiency", "memory", "compare", "check", "scrub", "help")
 """Commands that only read files and print: they need no process of their own."""
 
 

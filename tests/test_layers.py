@@ -118,7 +118,20 @@ def test_an_analysis_loads_neither_torch_nor_pandas(captures: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "kernels", "efficiency", "ranges", "memory", "compare", "check", "ceilings", "doctor", "scrub", "report"],
+    [
+        "run",
+        "kernels",
+        "efficiency",
+        "ranges",
+        "memory",
+        "compare",
+        "check",
+        "ceilings",
+        "doctor",
+        "export",
+        "scrub",
+        "report",
+    ],
 )
 def test_a_commands_help_loads_no_torch_and_no_pandas(command: str) -> None:
     assert not _loaded_by(command, "--help") & {"pandas", "torch", "matplotlib"}

@@ -28,6 +28,7 @@ _COMMANDS = {
     "check": ("profkit.cli.check", "Check a run against budgets; exit 3 if one fails."),
     "ceilings": ("profkit.cli.ceilings", "Measure the peaks of this machine's GPU."),
     "doctor": ("profkit.cli.doctor", "Show what this machine can record, and how to mend it."),
+    "export": ("profkit.cli.export", "Write a capture for Perfetto or chrome://tracing."),
     "scrub": ("profkit.cli.scrub", "Copy a capture or a run without private data."),
     "help": ("profkit.cli.help", "Show a guide, for example `profkit help scripts`."),
 }

@@ -16,6 +16,7 @@ import numpy as np
 
 from profkit.errors import TraceError
 from profkit.trace.columns import NO_LAUNCH, Bools, Calls, Copies, Ints, Origins, Ranges, Trace, Work
+from profkit.trace.exported import complete_ranges, read_exported
 from profkit.trace.kineto_events import (
     Event,
     HostRows,
@@ -53,24 +54,35 @@ def read_kineto(path: Path) -> Trace:
         raise TraceError(f"{path}: a Chrome trace, but it holds no operator, kernel or annotation of torch.profiler")
     copied = bool(rows["memcpy"] or rows["memset"])
     has_kernels = any(parse_interval(event) is not None for event in rows["kernel"])
+    exported = read_exported(header)
     on_gpu = has_kernels or bool(not rows["operator"] and (copied or rows["kernel"]))
+    if exported is not None:
+        on_gpu = exported.measure == "gpu-kernel"
     reading = Reading()
     operators = reading.host_rows(rows["operator"], work="" if on_gpu else "CPU operators")
     call_rows = reading.host_rows(rows["call"])
-    ranges = _read_ranges(reading, reading.host_rows(rows["annotation"]), (operators, call_rows))
+    annotations = reading.host_rows(rows["annotation"])
+    ranges = _read_ranges(reading, annotations)
+    if exported is None:
+        ranges = _end_with_capture(ranges, (operators, call_rows))
+    else:
+        ranges = complete_ranges(ranges, annotations, reading)
     forest = OperatorForest(operators.start_ns, operators.end_ns, operators.thread)
     gpu = _GpuReader(reading, call_rows)
     work, copies = gpu.work(rows["kernel"]), gpu.copies(rows["memcpy"], rows["memset"])
     gpu.note_ambiguous()
-    if on_gpu:
+    origins = None
+    if on_gpu and (exported is None or operators.events):
         launched_in = forest.innermost_at(work.launch_ns, work.launch_thread)
         sequence, origins = _find_origins(reading, rows["flow"], operators, forest, launched_in)
         # One more entry, so that a launch outside every operator (-1) finds no name.
         work = replace(work, sequence=sequence, operator=np.append(operators.name, -1)[launched_in])
-    else:
-        work, origins = _cpu_work(operators, forest.self_ns), None
-        _note_missing_gpu(reading, call_rows, len(copies))
-    return Trace(
+    elif not on_gpu:
+        work = _cpu_work(operators, forest.self_ns)
+        if exported is None:
+            _note_missing_gpu(reading, call_rows, len(copies))
+    of_autograd = set() if exported else _threads_of_nodes_alone(reading, operators, forest.parent)
+    trace = Trace(
         path=str(path),
         source="kineto",
         product=_product(header),
@@ -79,7 +91,7 @@ def read_kineto(path: Path) -> Trace:
         copies=copies,
         calls=_build_calls(call_rows, gpu),
         ranges=ranges,
-        thread_names=_thread_names(rows["metadata"], reading, operators, forest.parent),
+        thread_names=_thread_names(rows["metadata"], reading, of_autograd),
         process_ids={pid: pid for pid in sorted({*reading.processes(), *work.process.tolist()})},
         main_threads=frozenset(thread for (pid, tid), thread in reading.threads.items() if pid == tid),
         gpus=_gpus(header),
@@ -91,22 +103,28 @@ def read_kineto(path: Path) -> Trace:
         ranks=_ranks(header, reading),
         clock_base_ns=parse_integer(header.get("baseTimeNanoseconds")) or 0,
     )
+    return trace if exported is None else exported.complete(trace)
 
 
-def _read_ranges(reading: Reading, rows: HostRows, others: tuple[HostRows, ...]) -> Ranges:
-    """Return the annotations; one in which the profiler stopped ends with the capture."""
-    last = max((int(table.end_ns.max()) for table in (rows, *others) if table.events), default=0)
-    end_ns = _ends_within_parents(rows.start_ns, np.where(rows.is_open, last, rows.end_ns), rows.thread)
+def _read_ranges(reading: Reading, rows: HostRows) -> Ranges:
     return Ranges(
         name=rows.name,
         domain=np.full(len(rows.events), reading.intern(""), dtype=np.int64),
         start_ns=rows.start_ns,
-        end_ns=end_ns,
+        end_ns=rows.end_ns,
         process=rows.process,
         thread=rows.thread,
         end_thread=rows.thread,
         is_open=rows.is_open,
     )
+
+
+def _end_with_capture(ranges: Ranges, others: tuple[HostRows, ...]) -> Ranges:
+    """Return the ranges, nested in spite of rounding; one in which the profiler stopped ends with the capture."""
+    ends = [column for column in (ranges.end_ns, *(table.end_ns for table in others)) if len(column)]
+    last = max((int(column.max()) for column in ends), default=0)
+    end_ns = np.where(ranges.is_open, last, ranges.end_ns)
+    return replace(ranges, end_ns=_ends_within_parents(ranges.start_ns, end_ns, ranges.thread))
 
 
 def _ends_within_parents(start_ns: Ints, end_ns: Ints, thread: Ints) -> Ints:
@@ -163,11 +181,11 @@ def _note_missing_gpu(reading: Reading, calls: HostRows, copy_count: int) -> Non
         )
 
 
-def _thread_names(events: list[Event], reading: Reading, operators: HostRows, parent: Ints) -> dict[int, str]:
+def _thread_names(events: list[Event], reading: Reading, of_autograd: set[int]) -> dict[int, str]:
     """Return the threads' own names: ``pt_autograd_0`` of ``thread 1385 (pt_autograd_0)``.
 
     A thread may be named twice, the second time after its process; then the other name stands. Older traces know only
-    the process's name: a thread that runs nothing but autograd nodes then gets the autograd engine's.
+    the process's name: a thread that runs nothing but autograd nodes (``of_autograd``) then gets the engine's.
     """
     process_names: dict[int | None, str] = {}
     found: dict[int, str] = {}
@@ -182,7 +200,7 @@ def _thread_names(events: list[Event], reading: Reading, operators: HostRows, pa
             own = inner.group(1) if inner else name.strip()
             if place is not None and found.get(place[1]) in (None, process_names.get(place[0])):
                 found[place[1]] = own
-    for thread in _threads_of_nodes_alone(reading, operators, parent):
+    for thread in of_autograd:
         if not found.get(thread, "").startswith(_AUTOGRAD_THREAD):
             found[thread] = _AUTOGRAD_THREAD
     return found
@@ -259,7 +277,7 @@ class _GpuReader:
             process=process,
             launch_ns=launch_ns,
             launch_thread=launch_thread,
-            is_graph=np.zeros(len(rows), dtype=np.bool_),
+            is_graph=np.array([parse_argument(event, "is_graph") == 1 for event in rows], dtype=np.bool_),
         )
 
     def copies(self, copies: list[Event], sets: list[Event]) -> Copies:

@@ -56,7 +56,10 @@ _EVENTS = "traceEvents"
 # All that is ever asked of an event: most hold more that is not.
 _KEYS = ("ph", "name", "pid", "tid", "ts", "dur", "id")
 _REPEATED = ("name", "pid", "tid")
-_ARGUMENTS = ("name", "correlation", "stream", "device", "bytes", "finished")
+_ARGUMENTS = (
+    *("name", "correlation", "stream", "device", "bytes", "finished"),
+    *("is_graph", "domain", "payload", "end_tid"),  # in exported traces alone (`profkit.trace.exported`)
+)
 _CALL_SUFFIXES = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, xpu_runtime, privateuse1_driver, …
 _INTEGER_LIMIT = 2**62
 _ID_LIMIT = 2**64

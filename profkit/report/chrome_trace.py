@@ -1,0 +1,288 @@
+"""A Chrome trace (``.json.gz``) as torch.profiler writes it; read back, it gives profkit the same figures.
+
+Rows have the categories and arguments of torch.profiler's. What its format has no place for (domains and payloads of
+ranges, whole CUDA graphs, ranks, what the profiler said of itself) stands in arguments of the rows and under the key
+``profkit`` of the file, where `profkit.trace.kineto` finds it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from typing import IO, Any
+
+import numpy as np
+
+from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.ranks import NAMED, PROVED
+from profkit.report.export_layout import (
+    Layout,
+    MemoryProcess,
+    MemoryTracks,
+    find_idle_time,
+    launching_calls,
+    lay_out,
+    place_memory,
+)
+from profkit.trace.columns import Ints, Trace
+from profkit.trace.exported import EXPORTED
+from profkit.trace.scrub import clean_text
+from profkit.version import __version__
+
+Row = dict[str, Any]
+
+_ROWS_AT_ONCE = 8192
+_LARGEST_ID = 1 << 62
+
+
+def write_chrome_trace(
+    file: IO[bytes], opened: OpenedTrace | None, memory: Sequence[MemoryTracks], *, zipped: bool = True
+) -> None:
+    """Write a trace, and the memory of its program, as Chrome JSON. The same input gives the same bytes."""
+    if not zipped:
+        _write_json(file, opened, memory)
+        return
+    # With a name or a time in it, two exports would differ.
+    with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6) as target:
+        _write_json(target, opened, memory)
+
+
+def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace | None, memory: Sequence[MemoryTracks]) -> None:
+    layout = None if opened is None else lay_out(opened.trace, opened.ranks)
+    header = {} if opened is None or layout is None else _header(opened, layout)
+    target.write(json.dumps({"schemaVersion": 1, **header})[:-1].encode() + b', "traceEvents": [')
+    separator = "\n"
+    for rows in _batches(_rows(opened, layout, memory)):
+        target.write((separator + ",\n".join(rows)).encode("utf-8", "replace"))
+        separator = ",\n"
+    target.write(b"\n]}\n")
+
+
+def _batches(rows: Iterator[str]) -> Iterator[list[str]]:
+    while batch := list(islice(rows, _ROWS_AT_ONCE)):
+        yield batch
+
+
+def _header(opened: OpenedTrace, layout: Layout) -> Row:
+    trace, ranks = opened.trace, opened.ranks
+    known = ranks.members if ranks.evidence in (PROVED, NAMED) else ()  # a guess stays one for the next reader
+    ours = {
+        "version": __version__,
+        "source": trace.product,
+        "measure": trace.measure,
+        "has_kernel_table": trace.has_kernel_table,
+        "ranks": {str(layout.pids[process]): number for number, process in known if process in layout.pids},
+        "diagnostics": [[one.severity, clean_text(one.text, None)[0]] for one in trace.diagnostics],
+        "notes": [clean_text(note, None)[0] for note in trace.notes],
+    }
+    return {
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": trace.clock_base_ns - layout.shift_ns,
+        "deviceProperties": [{"id": number, "name": name} for number, name in enumerate(trace.gpus)],
+        EXPORTED: ours,
+    }
+
+
+def _rows(opened: OpenedTrace | None, layout: Layout | None, memory: Sequence[MemoryTracks]) -> Iterator[str]:
+    if opened is not None and layout is not None:
+        yield from _TimeRows(opened.trace, layout).all()
+    for one, process in place_memory(memory, layout):
+        yield from _memory_rows(one, process)
+
+
+class _TimeRows:
+    """The rows of one trace of time, each a line of JSON."""
+
+    def __init__(self, trace: Trace, layout: Layout) -> None:
+        self._trace, self._layout = trace, layout
+        self._names = [json.dumps(name) for name in trace.names]
+        self._thread = {
+            thread: f'"pid": {layout.pids[process]}, "tid": {layout.tids[thread]}'
+            for thread, process in layout.owners.items()
+        }
+        self._correlation = _own_correlations(trace)
+        used = [0, *layout.tids.values(), *layout.pids.values()]
+        self._free_tids = count(max(used) + 1)
+        self._flows = count(1)
+
+    def all(self) -> Iterator[str]:
+        """Return every row: names of processes and threads, host, GPUs, flows."""
+        trace = self._trace
+        yield from self._metadata()
+        yield from self._ranges()
+        yield from self._calls()
+        if trace.measure == "cpu-operator":
+            for name, start, end, thread in _columns(trace.work, "name", "start_ns", "end_ns", "launch_thread"):
+                yield self._slice("cpu_op", self._names[name], (start, end), self._thread[thread])
+        else:
+            yield from self._gpu_work()
+        yield from self._copies()
+        yield from self._idle()
+
+    def _metadata(self) -> Iterator[str]:
+        layout = self._layout
+        for process, pid in layout.pids.items():
+            yield _metadata("process_name", pid, 0, layout.labels[process])
+        for thread, process in layout.owners.items():
+            name = self._trace.thread_names.get(thread)
+            if name:
+                yield _metadata("thread_name", layout.pids[process], layout.tids[thread], name)
+
+    def _ranges(self) -> Iterator[str]:
+        ranges = self._trace.ranges
+        columns = _columns(ranges, "name", "domain", "start_ns", "end_ns", "thread", "end_thread", "is_open")
+        for row, (name, domain, start, end, thread, end_thread, is_open) in enumerate(columns):
+            arguments = []
+            if self._trace.names[domain]:
+                arguments.append(f'"domain": {self._names[domain]}')
+            if row in ranges.payload:
+                arguments.append(f'"payload": {json.dumps(ranges.payload[row])}')
+            if end_thread != thread:
+                arguments.append(f'"end_tid": {self._layout.tids[end_thread]}')
+            if is_open:
+                arguments.append('"finished": false')
+            where = self._thread[thread]
+            yield self._slice("user_annotation", self._names[name], (start, end), where, ", ".join(arguments))
+
+    def _calls(self) -> Iterator[str]:
+        columns = _columns(self._trace.calls, "name", "start_ns", "end_ns", "thread")
+        for (name, start, end, thread), correlation in zip(columns, self._correlation.tolist(), strict=True):
+            category = "cuda_runtime" if self._trace.names[name].startswith("cuda") else "cuda_driver"
+            correlated = f'"correlation": {correlation}'
+            yield self._slice(category, self._names[name], (start, end), self._thread[thread], correlated)
+
+    def _gpu_work(self) -> Iterator[str]:
+        work = self._trace.work
+        yield from self._operators()
+        tracks = {}
+        for process, device, stream in dict.fromkeys(_columns(work, "process", "device", "stream")):
+            tid = next(self._free_tids)
+            tracks[process, device, stream] = f'"pid": {self._layout.pids[process]}, "tid": {tid}'
+            yield _metadata("thread_name", self._layout.pids[process], tid, f"GPU {device} stream {stream}")
+        columns = _columns(work, "name", "start_ns", "end_ns", "process", "device", "stream", "is_graph")
+        calls = launching_calls(self._trace, work).tolist()
+        for (name, start, end, process, device, stream, is_graph), call in zip(columns, calls, strict=True):
+            where = tracks[process, device, stream]
+            arguments = f'"device": {device}, "stream": {stream}' + (', "is_graph": 1' if is_graph else "")
+            yield self._slice("kernel", self._names[name], (start, end), where, arguments + self._launched_by(call))
+            yield from self._flow(call, where, start)
+
+    def _operators(self) -> Iterator[str]:
+        """Return the operator around each launch, as far as the trace knows it, and its link to a forward operator.
+
+        Of an operator only its name is known, and that the launch lies in it: its row is as long as the launch.
+        """
+        trace, work = self._trace, self._trace.work
+        if work.operator is None or work.sequence is None or trace.origins is None:
+            return
+        calls = launching_calls(trace, work)
+        known = np.flatnonzero((calls >= 0) & (work.operator >= 0))
+        for row in known[np.unique(calls[known], return_index=True)[1]].tolist():
+            thread, start = int(work.launch_thread[row]), int(work.launch_ns[row])
+            end = max(int(trace.calls.end_ns[calls[row]]), start + 1)
+            yield self._slice("cpu_op", self._names[work.operator[row]], (start, end), self._thread[thread])
+            origin = int(work.sequence[row])
+            if origin >= 0 and int(trace.origins.thread[origin]) in self._thread:
+                where = self._thread[int(trace.origins.thread[origin])]
+                began = int(trace.origins.start_ns[origin])
+                yield self._flow_end("s", "fwdbwd", row, where, began)
+                yield self._flow_end("f", "fwdbwd", row, self._thread[thread], start)
+
+    def _copies(self) -> Iterator[str]:
+        copies = self._trace.copies
+        tracks = {}
+        for process, device in dict.fromkeys(_columns(copies, "process", "device")):
+            tid = next(self._free_tids)
+            tracks[process, device] = f'"pid": {self._layout.pids[process]}, "tid": {tid}'
+            yield _metadata("thread_name", self._layout.pids[process], tid, f"GPU {device} copies and fills")
+        columns = _columns(copies, "start_ns", "end_ns", "process", "device", "is_memset", "from_host", "byte_count")
+        calls = launching_calls(self._trace, copies).tolist()
+        for (start, end, process, device, is_memset, from_host, byte_count), call in zip(columns, calls, strict=True):
+            category = "gpu_memset" if is_memset else "gpu_memcpy"
+            name = '"Memset"' if is_memset else '"Memcpy HtoD"' if from_host else '"Memcpy"'
+            arguments = f'"device": {device}, "bytes": {byte_count}' + self._launched_by(call)
+            yield self._slice(category, name, (start, end), tracks[process, device], arguments)
+            yield from self._flow(call, tracks[process, device], start)
+
+    def _idle(self) -> Iterator[str]:
+        for idle in find_idle_time(self._trace):
+            tid = next(self._free_tids)
+            pid = self._layout.pids[idle.process]
+            yield _metadata("thread_name", pid, tid, f"GPU {idle.device} idle, by cause")
+            for cause, some in idle.causes:
+                for start, end in _columns(some, "start_ns", "end_ns"):
+                    yield self._slice("gpu_idle", json.dumps(cause), (start, end), f'"pid": {pid}, "tid": {tid}')
+
+    def _launched_by(self, call: int) -> str:
+        return f', "correlation": {self._correlation[call]}' if call >= 0 else ""
+
+    def _flow(self, call: int, where: str, start_ns: int) -> Iterator[str]:
+        """Return the arrow from a launch to what it launched."""
+        if call >= 0:
+            flow, calls = next(self._flows), self._trace.calls
+            yield self._flow_end("s", "ac2g", flow, self._thread[int(calls.thread[call])], int(calls.start_ns[call]))
+            yield self._flow_end("f", "ac2g", flow, where, start_ns)
+
+    def _flow_end(self, side: str, category: str, flow: int, where: str, time_ns: int) -> str:
+        at = _microseconds(time_ns + self._layout.shift_ns)
+        bound = ', "bp": "e"' if side == "f" else ""
+        return (
+            f'{{"ph": "{side}", "cat": "{category}", "name": "{category}", "id": {flow}, {where}, "ts": {at}{bound}}}'
+        )
+
+    def _slice(self, category: str, name: str, times: tuple[int, int], where: str, arguments: str = "") -> str:
+        start_ns, end_ns = times
+        start = _microseconds(start_ns + self._layout.shift_ns)
+        said = f', "args": {{{arguments}}}' if arguments else ""
+        duration = _microseconds(end_ns - start_ns)
+        return f'{{"ph": "X", "cat": "{category}", "name": {name}, {where}, "ts": {start}, "dur": {duration}{said}}}'
+
+
+def _own_correlations(trace: Trace) -> Ints:
+    """Return the calls' correlation ids so that no two processes share one, as a reader of Kineto's format expects."""
+    calls = trace.calls
+    processes, number = np.unique(calls.process, return_inverse=True)
+    if len(processes) < 2:
+        return calls.correlation
+    span = int(calls.correlation.max()) + 1
+    if int(calls.correlation.min()) < 0 or span * len(processes) > _LARGEST_ID:
+        pairs = np.stack([number, calls.correlation])
+        own = np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1) + 1
+    else:
+        own = calls.correlation + number * span
+    return np.where(calls.correlation == 0, 0, own)
+
+
+def _memory_rows(memory: MemoryTracks, place: MemoryProcess) -> Iterator[str]:
+    pid, begin_ns = place.pid, place.begin_ns
+    yield _metadata("process_name", pid, 0, place.name)
+    for tid, (name, spans) in enumerate((("steps", memory.steps), ("phases", memory.phases)), 1):
+        if spans:
+            yield _metadata("thread_name", pid, tid, name)
+        for span in spans:
+            start, end = ((max(us - memory.first_us, 0)) * 1000 + begin_ns for us in (span.start_us, span.end_us))
+            yield (
+                f'{{"ph": "X", "cat": "memory_phase", "name": {json.dumps(span.name)}, "pid": {pid}, "tid": {tid},'
+                f' "ts": {_microseconds(start)}, "dur": {_microseconds(max(end - start, 0))}}}'
+            )
+    for counter in memory.counters:
+        name = json.dumps(counter.name)
+        for time, value in zip(counter.time_ns.tolist(), counter.bytes.tolist(), strict=True):
+            at = _microseconds(time + begin_ns)
+            yield f'{{"ph": "C", "name": {name}, "pid": {pid}, "ts": {at}, "args": {{"bytes": {value}}}}}'
+
+
+def _metadata(kind: str, pid: int, tid: int, name: str) -> str:
+    return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})
+
+
+def _columns(table: object, *names: str) -> Iterator[tuple[Any, ...]]:
+    """Return the rows of some columns of a table."""
+    return zip(*(getattr(table, name).tolist() for name in names), strict=True)
+
+
+def _microseconds(time_ns: int) -> str:
+    """Return a time as a JSON number of microseconds, exact."""
+    return f"{time_ns // 1000}.{time_ns % 1000:03d}"

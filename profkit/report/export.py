@@ -1,0 +1,60 @@
+"""The document of ``profkit export``: which files were written, and the figures that their tracks sum to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profkit.analysis.opened_trace import OpenedTrace
+from profkit.report.document import Column, Document, Lines, Table
+from profkit.report.export_layout import MemoryTracks
+from profkit.report.units import BYTES, TEXT, format_count
+
+_COLUMNS = (Column("file", "written", TEXT), Column("bytes", "size", BYTES), Column("open_with", "open it with", TEXT))
+PERFETTO, CHROME = "https://ui.perfetto.dev", "https://ui.perfetto.dev, chrome://tracing or profkit"
+
+
+def build_export_document(
+    capture: Path, files: Sequence[tuple[Path, str]], opened: OpenedTrace | None, memory: Sequence[MemoryTracks]
+) -> Document:
+    """Return which files were written, what with to open each, and what stands in them."""
+    rows = [{"file": str(path), "bytes": path.stat().st_size, "open_with": program} for path, program in files]
+    table = Table(_COLUMNS, rows)
+    data: dict[str, Any] = {"capture": str(capture), "files": rows, "time": None, "memory": []}
+    lines = []
+    if opened is not None:
+        data["time"] = counted = _count(opened)
+        what = "kernel" if opened.trace.measure == "gpu-kernel" else "CPU operator"
+        streams = f" on {format_count(counted['stream_count'], 'stream')}" if what == "kernel" else ""
+        lines.append(
+            f"{format_count(counted['work_count'], what)} of {counted['work_ns']:,} ns{streams},"
+            f" {counted['copy_count']:,} copies and fills,"
+            f" {format_count(counted['call_count'], 'CUDA call')}, {format_count(counted['range_count'], 'range')}"
+        )
+    for one in memory:
+        data["memory"].append({"name": one.label, "peak_bytes": dict(one.peaks)})
+        peaks = " and ".join(f"{peak:,} B on GPU {device}" for device, peak in one.peaks.items())
+        lines.append(f"{one.label}: peak {peaks}")
+    if memory and opened is not None:
+        lines.append(
+            "memory was recorded in another process than the kernels: it has its own process in the files, which begins"
+            " where the kernels have ended; compare the two by phase, not by time"
+        )
+    check = None if opened is None else opened.self_check.findings
+    return Document("export", data, [table, Lines(lines)], table, self_check=check)
+
+
+def _count(opened: OpenedTrace) -> dict[str, int]:
+    trace = opened.trace
+    places = np.stack([trace.work.process, trace.work.device, trace.work.stream])
+    return {
+        "work_count": len(trace.work),
+        "work_ns": int(trace.work.duration_ns.sum()),
+        "stream_count": np.unique(places, axis=1).shape[1],
+        "copy_count": len(trace.copies),
+        "call_count": len(trace.calls),
+        "range_count": len(trace.ranges),
+    }

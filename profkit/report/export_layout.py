@@ -1,0 +1,240 @@
+"""What both exports of a capture share: numbers for processes and threads, lanes for slices, idle causes, and memory.
+
+Time and memory are recorded in two processes, on two clocks. So memory gets a process of its own in the export and
+begins where the time tracks have ended: nothing of it can be read as happening next to a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.efficiency.gpu_time import build_gpu_times
+from profkit.analysis.intervals import Stretches, intersect
+from profkit.analysis.memory.bins import bin_history
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.memory.phases import Phase
+from profkit.analysis.ranks import Ranks
+from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
+
+_ANOTHER_PROCESS = "recorded in another process: its clock is not that of the kernels"
+LAUNCHING, SYNCHRONISING, OUTSIDE = "Python prepared kernels", "host waited for the GPU", "host ran without CUDA"
+
+_GAP_NS = 1_000_000
+_THREAD_MASK = 0xFFFFFF
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Processes and threads of a trace by numbers that no two share; ``shift_ns`` moves its first moment to 0 or later.
+
+    ``pids`` and ``labels`` are by process, ``tids``, ``owners`` (its process) and ``thread_labels`` by thread.
+    """
+
+    pids: Mapping[int, int]
+    labels: Mapping[int, str]
+    tids: Mapping[int, int]
+    owners: Mapping[int, int]
+    thread_labels: Mapping[int, str]
+    shift_ns: int
+    end_ns: int
+    """When the last thing that was recorded ended, shifted."""
+
+
+def lay_out(trace: Trace, ranks: Ranks) -> Layout:
+    """Return the layout of a trace.
+
+    A main thread's id is its pid. The other threads keep their ids where the trace has them, which is under nsys alone.
+    """
+    owners: dict[int, int] = {}
+    tables = (
+        (trace.ranges.process, trace.ranges.thread),
+        (trace.ranges.process, trace.ranges.end_thread),
+        (trace.calls.process, trace.calls.thread),
+        (trace.work.process, trace.work.launch_thread),
+        (trace.copies.process, trace.copies.launch_thread),
+    )
+    for process, thread in tables:
+        for one in distinct_values(thread).tolist():
+            if one != NO_LAUNCH:
+                owners.setdefault(one, int(process[np.argmax(thread == one)]))
+    processes = {*owners.values(), *trace.work.process.tolist(), *trace.copies.process.tolist()}
+    pids = _numbered({process: trace.process_ids.get(process, 1) for process in sorted(processes)}, set())
+    main = {thread: pids[owners[thread]] for thread in owners if thread in trace.main_threads}
+    others = [thread for thread in sorted(owners) if thread not in main]
+    keeps_ids = trace.source == "nsys"
+    wanted = {thread: thread & _THREAD_MASK if keeps_ids else number for number, thread in enumerate(others, 1)}
+    rank_of = {process: number for number, process in ranks.members}
+    moments = [
+        column
+        for table in (trace.work, trace.copies, trace.calls, trace.ranges)
+        for column in (table.start_ns, table.end_ns)
+        if len(column)
+    ]
+    shift_ns = max(0, -min((int(column.min()) for column in moments), default=0))
+    return Layout(
+        pids=pids,
+        labels={process: f"rank {rank_of[process]}" if process in rank_of else "process" for process in pids},
+        tids=main | _numbered(wanted, {*main.values(), *pids.values()}),
+        owners=owners,
+        thread_labels={one: trace.thread_names.get(one) or ("main" if one in main else "thread") for one in owners},
+        shift_ns=shift_ns,
+        end_ns=max((int(column.max()) for column in moments), default=0) + shift_ns,
+    )
+
+
+def _numbered(wanted: Mapping[int, int], taken: set[int]) -> dict[int, int]:
+    """Return the wanted numbers, those that are taken already replaced by free ones above all others."""
+    free = max({*wanted.values(), *taken}, default=0) + 1
+    found: dict[int, int] = {}
+    for key, number in wanted.items():
+        found[key] = number if number > 0 and number not in taken else free
+        free += found[key] == free
+        taken = taken | {found[key]}
+    return found
+
+
+def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
+    """Return the row in ``trace.calls`` that launched each row, or -1."""
+    calls = trace.calls
+    if not len(calls) or not len(rows):
+        return np.full(len(rows), -1, dtype=np.int64)
+    # Of two calls that begin together, the first recorded is the outer one: the readers took its time.
+    order = np.lexsort((np.arange(len(calls)), calls.start_ns, calls.thread))
+    keys = np.stack([calls.thread[order], calls.start_ns[order]], axis=1)
+    threads, where = np.unique(keys[:, 0], return_index=True)
+    found = np.full(len(rows), -1, dtype=np.int64)
+    for thread, first, last in zip(threads.tolist(), where, [*where[1:], len(order)], strict=True):
+        mine = np.flatnonzero(rows.launch_thread == thread)
+        at = first + np.searchsorted(keys[first:last, 1], rows.launch_ns[mine], side="left")
+        inside = at < last
+        inside[inside] = keys[at[inside], 1] == rows.launch_ns[mine[inside]]
+        found[mine[inside]] = order[at[inside]]
+    return found
+
+
+def split_into_lanes(start_ns: Ints, end_ns: Ints, *, nests: bool) -> list[list[int]]:
+    """Return the slices as lanes: in one lane they follow one another or, with ``nests``, also lie in one another.
+
+    A lane is its begins and ends in order of time: row ``i`` begins as ``i`` and ends as ``~i``.
+    """
+    ends: list[int] = end_ns.tolist()
+    lanes: list[list[int]] = []
+    open_now: list[list[int]] = []
+    for row, start in zip((order := np.lexsort((-end_ns, start_ns))).tolist(), start_ns[order].tolist(), strict=True):
+        for edges, stack in zip(lanes, open_now, strict=True):
+            while stack and ends[stack[-1]] <= start:
+                edges.append(~stack.pop())
+            if not stack or (nests and ends[row] <= ends[stack[-1]]):
+                break
+        else:
+            edges, stack = [], []
+            lanes.append(edges)
+            open_now.append(stack)
+        edges.append(row)
+        stack.append(row)
+    for edges, stack in zip(lanes, open_now, strict=True):
+        edges += [~row for row in reversed(stack)]
+    return lanes
+
+
+@dataclass(frozen=True, eq=False)
+class IdleTime:
+    """When a GPU was idle between its first and its last work, and what the host did then."""
+
+    device: int
+    process: int
+    """The process that used the GPU most."""
+    causes: tuple[tuple[str, Stretches], ...]
+
+
+def find_idle_time(trace: Trace) -> list[IdleTime]:
+    """Return each GPU's idle time in disjoint stretches, which sum to all of it between its first and last work."""
+    if trace.measure != "gpu-kernel":
+        return []
+    found = []
+    for device, time in build_gpu_times(trace).items():
+        whole = Stretches(time.starts_ns[:1], time.reach_ns[-1:])
+        causes = (
+            (LAUNCHING, intersect(time.launching, whole)),
+            (SYNCHRONISING, intersect(time.synchronising, whole)),
+            (OUTSIDE, time.outside_cuda(whole)),
+        )
+        users = np.concatenate([table.process[table.device == device] for table in (trace.work, trace.copies)])
+        names, counts = np.unique(users, return_counts=True)
+        found.append(IdleTime(device, int(names[counts.argmax()]), causes))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Counter:
+    """Bytes over time; ``time_ns`` counts from the first event of all exported memory."""
+
+    name: str
+    time_ns: Ints
+    bytes: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTracks:
+    """One process's memory: its counters, and its own steps and phases, by which to read them."""
+
+    label: str
+    counters: tuple[Counter, ...]
+    steps: tuple[Phase, ...]
+    phases: tuple[Phase, ...]
+    first_us: int
+    """What the times of ``steps`` and ``phases`` count from."""
+    peaks: Mapping[int, int]
+    """GPU → the peak of its allocated memory, in bytes."""
+
+
+def find_memory(snapshots: Mapping[int | None, OpenedSnapshot]) -> list[MemoryTracks]:
+    """Return the memory tracks of each rank's snapshot; None stands for a program without ranks.
+
+    The ranks of one machine share a clock, so their tracks begin at the first event of all.
+    """
+    first_us = min((memory.device.zero_us for one in snapshots.values() for memory in one.devices.values()), default=0)
+    found = []
+    for rank, snapshot in snapshots.items():
+        counters: list[Counter] = []
+        spans = next(iter(snapshot.devices.values())).timeline
+        for index, memory in snapshot.devices.items():
+            bins = bin_history(memory)
+            zero_us = memory.device.zero_us - first_us if bins.has_times else 0
+            times = (bins.times_us + zero_us) * 1000
+            named = [("allocated", bins.allocated), *((one.name, one.bytes) for one in bins.by_category)]
+            counters += [Counter(f"GPU {index} {name}", times, values) for name, values in named]
+            counters.append(_reserved(f"GPU {index} reserved", bins.moments, times, memory.history.curves.reserved))
+        label = "memory" if rank is None else f"rank {rank} memory"
+        peaks = {index: memory.history.allocated_peak_bytes for index, memory in snapshot.devices.items()}
+        found.append(MemoryTracks(label, tuple(counters), spans.steps, spans.phases, first_us, peaks))
+    return found
+
+
+@dataclass(frozen=True)
+class MemoryProcess:
+    """The process that memory gets in an export, and when that begins: after all that was recorded of time."""
+
+    pid: int
+    name: str
+    begin_ns: int
+
+
+def place_memory(memory: Sequence[MemoryTracks], layout: Layout | None) -> list[tuple[MemoryTracks, MemoryProcess]]:
+    """Return each rank's memory with its process, which says so if it is not the one whose time was recorded."""
+    if layout is None:
+        return [(one, MemoryProcess(number, one.label, 0)) for number, one in enumerate(memory, 1)]
+    free, begin_ns = max(layout.pids.values(), default=0) + 1, layout.end_ns + _GAP_NS
+    return [
+        (one, MemoryProcess(number, f"{one.label} ({_ANOTHER_PROCESS})", begin_ns))
+        for number, one in enumerate(memory, free)
+    ]
+
+
+def _reserved(name: str, moments: Ints, times_ns: Ints, curve: Ints) -> Counter:
+    """Return the reserved memory: at each moment the highest since the one before, so that no peak is lost."""
+    edges = np.concatenate([[0], moments[:-1] + 1]) if len(moments) else empty_ints()
+    return Counter(name, times_ns, np.maximum.reduceat(curve, edges) if len(edges) else edges)

@@ -1,0 +1,367 @@
+"""``profkit export``: Perfetto traces read back with Perfetto's own messages, Chrome traces with profkit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as messages
+
+from profkit.analysis.efficiency.gpu_time import build_gpu_times
+from profkit.reading import open_snapshot, open_trace
+from profkit.report.export_layout import split_into_lanes
+from tests.kineto_builder import kernel, launch, row, written
+from tests.nsys_builder import NsysBuilder
+
+TRACES = Path(__file__).parent.parent / "traces"
+NSYS, KINETO = TRACES / "small-train.nsys2025.sqlite", TRACES / "small-train.kineto.json.gz"
+CPU, NVTX_ALONE = TRACES / "tiny-train-cpu.kineto.json.gz", TRACES / "tiny-train-cpu.nsys2023.sqlite"
+SNAPSHOT = TRACES / "small-train.snapshot.pickle.gz"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Read:
+    """A Perfetto trace, read back: its tracks, slices and counters, with the texts in place of their numbers."""
+
+    def __init__(self, path: Path) -> None:
+        trace = messages.Trace.FromString(path.read_bytes())
+        self.tracks: dict[int, Any] = {}
+        self.slices: list[dict[str, Any]] = []
+        self.counters: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        texts: dict[str, dict[int, str]] = defaultdict(dict)
+        open_now: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for packet in trace.packet:
+            assert packet.trusted_packet_sequence_id == 1
+            for kind in ("event_names", "event_categories", "debug_annotation_names", "debug_annotation_string_values"):
+                for entry in getattr(packet.interned_data, kind):
+                    text = getattr(entry, "name", None) or entry.str.decode()
+                    texts[kind][entry.iid] = text
+            if packet.HasField("track_descriptor"):
+                self.tracks[packet.track_descriptor.uuid] = packet.track_descriptor
+            if not packet.HasField("track_event"):
+                continue
+            event = packet.track_event
+            assert event.track_uuid in self.tracks
+            if event.type == messages.TrackEvent.TYPE_COUNTER:
+                self.counters[self.name(event.track_uuid)].append((packet.timestamp, event.counter_value))
+            elif event.type == messages.TrackEvent.TYPE_SLICE_END:
+                open_now[event.track_uuid].pop()["end"] = packet.timestamp
+            else:
+                notes = {
+                    texts["debug_annotation_names"][note.name_iid]: texts["debug_annotation_string_values"][
+                        note.string_value_iid
+                    ]
+                    for note in event.debug_annotations
+                }
+                one = {
+                    "name": texts["event_names"][event.name_iid],
+                    "category": texts["event_categories"][event.category_iids[0]],
+                    "track": event.track_uuid,
+                    "start": packet.timestamp,
+                    "flows": list(event.flow_ids),
+                    "flow_ends": list(event.terminating_flow_ids),
+                    **notes,
+                }
+                self.slices.append(one)
+                open_now[event.track_uuid].append(one)
+        assert not any(open_now.values()), "every slice ends"
+
+    def name(self, track: int) -> str:
+        one = self.tracks[track]
+        return one.name or one.thread.thread_name or one.process.process_name
+
+    def process(self, track: int) -> str:
+        one = self.tracks[track]
+        if one.HasField("process"):
+            return one.process.process_name
+        if one.HasField("thread"):
+            return next(
+                other.process.process_name for other in self.tracks.values() if other.process.pid == one.thread.pid
+            )
+        return self.process(one.parent_uuid)
+
+    def sums(self, **wanted: str) -> dict[str, int]:
+        found: dict[str, int] = defaultdict(int)
+        for one in self.slices:
+            if all(one[key] == value for key, value in wanted.items()):
+                found[self.name(one["track"])] += one["end"] - one["start"]
+        return dict(found)
+
+
+def exported(profkit: Run, capture: Path, folder: Path, *more: str) -> tuple[Path, Path]:
+    perfetto, chrome = folder / "step.pftrace", folder / "step.json.gz"
+    done = profkit("export", capture, "--perfetto", perfetto, "--chrome", chrome, *more)
+    assert done.returncode == 0, done.stderr
+    return perfetto, chrome
+
+
+def tables(path: Path) -> list[Any]:
+    """Return what profkit says of a trace, without its path and what wrote it."""
+    opened = open_trace(path)
+    found = [opened.ranges().to_dict(), [vars(one) for one in opened.self_check.findings]]
+    if len(opened.trace.work):
+        found += [opened.kernels().to_dict(), opened.kernels(by="category").to_dict()]
+        found += [opened.kernels("backward", per_instance=True).to_dict()] if "backward" in opened.trace.names else []
+    if len(opened.trace.work) and opened.trace.measure == "gpu-kernel" and len(opened.trace.ranges):
+        found.append(opened.efficiency().to_dict())
+    for one in found:
+        if isinstance(one, dict):
+            one.pop("trace", None)
+    return found
+
+
+def test_the_durations_on_each_gpu_stream_sum_to_the_kernel_time(profkit: Run, tmp_path: Path) -> None:
+    read = Read(exported(profkit, NSYS, tmp_path)[0])
+    result = open_trace(NSYS).kernels()
+    streams = {name: total for name, total in read.sums().items() if name.startswith("GPU") and "stream" in name}
+    assert streams == {"GPU 0 stream 7": result.kernel_time_ns}
+    assert result.kernel_time_ns == 59_325_701
+    kernels = [one for one in read.slices if read.name(one["track"]) in streams]
+    assert len(kernels) == result.kernel_count
+    by_category = {row.name: row.total_ns for row in open_trace(NSYS).kernels(by="category").kernels}
+    for category, total in by_category.items():
+        assert sum(one["end"] - one["start"] for one in kernels if one["category"] == category) == total
+
+
+def test_each_kernel_names_its_range_and_how_that_is_known(profkit: Run, tmp_path: Path) -> None:
+    read = Read(exported(profkit, NSYS, tmp_path)[0])
+    under: dict[str, int] = defaultdict(int)
+    for one in read.slices:
+        if "stream" in read.name(one["track"]):
+            under[one["placed"]] += one["end"] - one["start"]
+            assert one["range"].split("/")[0].startswith("step")
+    ledger = open_trace(NSYS).attribution.ledger
+    assert under == {
+        "by the thread that launched it": ledger.direct_ns,
+        "by the thread that waited for the launching one": ledger.inferred_ns,
+    }
+
+
+def test_flows_join_a_call_with_every_kernel_that_it_launched(profkit: Run, tmp_path: Path) -> None:
+    read = Read(exported(profkit, NSYS, tmp_path)[0])
+    begins = {number: one for one in read.slices for number in one["flows"]}
+    ends = {number: one for one in read.slices for number in one["flow_ends"]}
+    trace = open_trace(NSYS).trace
+    assert begins.keys() == ends.keys()
+    assert len(ends) == len(trace.work) + len(trace.copies)
+    for number, one in ends.items():
+        assert begins[number]["category"] == "CUDA call"
+        assert begins[number]["start"] <= one["start"]
+
+
+def test_the_idle_causes_sum_to_the_idle_time_of_the_gpu(profkit: Run, tmp_path: Path) -> None:
+    read = Read(exported(profkit, NSYS, tmp_path)[0])
+    time = build_gpu_times(open_trace(NSYS).trace)[0]
+    parts = time.parts_within(time.starts_ns[:1], time.reach_ns[-1:])[0].tolist()
+    by_cause: dict[str, int] = defaultdict(int)
+    for one in read.slices:
+        if one["category"] == "idle":
+            by_cause[one["name"]] += one["end"] - one["start"]
+    assert by_cause["Python prepared kernels"] == parts[4]
+    assert by_cause["host waited for the GPU"] == parts[5]
+    assert by_cause["host ran without CUDA"] == parts[6]
+    assert parts[6] > 0
+
+
+def test_range_slices_stand_on_their_threads_with_their_paths(profkit: Run, tmp_path: Path) -> None:
+    read = Read(exported(profkit, NSYS, tmp_path)[0])
+    ranges = [one for one in read.slices if one["category"] == "range"]
+    result = open_trace(NSYS).ranges()
+    by_path: dict[str, int] = defaultdict(int)
+    for one in ranges:
+        by_path[one["path"]] += one["end"] - one["start"]
+    assert by_path == {row.path: row.wall_ns for row in result.ranges}
+    assert {read.tracks[one["track"]].HasField("thread") for one in ranges} == {True}
+
+
+def test_memory_counters_have_a_process_of_their_own_after_the_time_tracks(profkit: Run, tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "run")
+    perfetto, chrome = exported(profkit, folder, tmp_path)
+    read = Read(perfetto)
+    memory = open_snapshot(SNAPSHOT).memory()
+    assert max(value for _, value in read.counters["GPU 0 allocated"]) == memory.totals.allocated_peak_bytes
+    assert max(value for _, value in read.counters["GPU 0 reserved"]) == memory.totals.reserved_peak_bytes
+    peak = max(read.counters["GPU 0 allocated"], key=lambda one: one[1])[0]
+    parts = {name: dict(values)[peak] for name, values in read.counters.items() if name not in TOTALS}
+    assert sum(parts.values()) == 3_276_553_216
+    in_time = [one for one in read.slices if read.process(one["track"]) == "process"]
+    in_memory = [one for one in read.slices if read.process(one["track"]).startswith("memory (recorded in another")]
+    assert in_memory
+    assert len(in_time) + len(in_memory) == len(read.slices)
+    last = max(one["end"] for one in in_time)
+    assert min(one["start"] for one in in_memory) > last
+    assert min(time for values in read.counters.values() for time, _ in values) > last
+
+    rows = json.loads(gzip.decompress(chrome.read_bytes()))["traceEvents"]
+    allocated = [row["args"]["bytes"] for row in rows if row["ph"] == "C" and row["name"] == "GPU 0 allocated"]
+    assert max(allocated) == 3_276_553_216
+    assert {row["pid"] for row in rows if row["ph"] == "C"}.isdisjoint(
+        row["pid"] for row in rows if row.get("cat") in ("kernel", "user_annotation")
+    )
+
+
+TOTALS = ("GPU 0 allocated", "GPU 0 reserved")
+
+
+def run_of(folder: Path) -> Path:
+    """Return a run directory with a trace and a snapshot."""
+    folder.mkdir()
+    manifest = {"schema": 1, "status": "complete", "command": ["python", "/home/somebody/train.py"], "argv": []}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "trace.sqlite").write_bytes(NSYS.read_bytes())
+    (folder / "snapshot.pickle").write_bytes(gzip.decompress(SNAPSHOT.read_bytes()))
+    return folder
+
+
+def test_a_snapshot_alone_is_exported_too(profkit: Run, tmp_path: Path) -> None:
+    read = Read(exported(profkit, SNAPSHOT, tmp_path)[0])
+    assert {read.process(track) for track in read.tracks} == {"memory"}
+    assert max(value for _, value in read.counters["GPU 0 allocated"]) == 3_276_553_216
+
+
+@pytest.mark.parametrize("capture", [NSYS, KINETO, CPU, NVTX_ALONE], ids=lambda path: path.name)
+def test_profkit_reads_the_same_tables_from_the_chrome_trace(profkit: Run, tmp_path: Path, capture: Path) -> None:
+    chrome = exported(profkit, capture, tmp_path)[1]
+    assert tables(chrome) == tables(capture)
+
+
+def test_two_exports_are_equal_to_the_byte(profkit: Run, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    for one, other in zip(exported(profkit, KINETO, first), exported(profkit, KINETO, second), strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def two_ranks(folder: Path, *bases: int) -> Path:
+    """Return the run of two ranks whose traces count from different moments, with the same ids of calls."""
+    folder.mkdir()
+    manifest = {"schema": 1, "status": "complete", "command": [], "argv": [], "world_size": 2}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for rank, base in enumerate(bases):
+        pid = 100 + rank
+        events = [
+            row("cpu_op", "aten::mm", 10, 20, pid, pid=pid),
+            row("user_annotation", "forward", 5, 40, pid, pid=pid),
+            launch(12, 1, pid, pid=pid),
+            kernel("gemm", 40, 7, 1),
+            row("gpu_memcpy", "Memcpy HtoD", 60, 3, 7, pid=0, device=0, stream=7, correlation=9, bytes=64),
+            kernel("ncclDevKernel_AllReduce", 80, 5, 77),  # its launch was not recorded
+        ]
+        name = "trace.json.gz" if rank == 0 else "trace.rank1.json.gz"
+        distributed = {"rank": rank, "world_size": 2}
+        written(folder, events, name, baseTimeNanoseconds=base, distributedInfo=distributed)
+    return folder
+
+
+def test_ranks_share_one_clock_and_stay_apart(profkit: Run, tmp_path: Path) -> None:
+    folder = two_ranks(tmp_path / "run", 4_000_000, 5_000_000)
+    perfetto, chrome = exported(profkit, folder, tmp_path)
+    read = Read(perfetto)
+    starts = {read.process(one["track"]): one["start"] for one in read.slices if one["name"] == "forward"}
+    assert starts["rank 1"] - starts["rank 0"] == 1_000_000
+    assert len({one.process.pid for one in read.tracks.values() if one.HasField("process")}) == 2
+    assert tables(chrome) == tables(folder)
+    assert [open_trace(chrome, rank=rank).kernels().kernel_time_ns for rank in (0, 1)] == [12_000, 12_000]
+    assert Read(exported(profkit, folder, tmp_path, "--rank", "1")[0]).sums(name="gemm") == {"GPU 0 stream 7": 7_000}
+
+
+def test_no_time_is_negative_where_another_rank_began_before_the_first(profkit: Run, tmp_path: Path) -> None:
+    perfetto, chrome = exported(profkit, two_ranks(tmp_path / "run", 5_000_000, 4_000_000), tmp_path)
+    starts = {one["name"]: one["start"] for one in Read(perfetto).slices if one["category"] == "range"}
+    assert min(starts.values()) == 0
+    assert min(row["ts"] for row in json.loads(gzip.decompress(chrome.read_bytes()))["traceEvents"] if "ts" in row) == 0
+
+
+def odd_capture(path: Path) -> Path:
+    """Return an export with what Kineto's format has no place for."""
+    builder = NsysBuilder()
+    builder.domain(3, "NCCL")
+    builder.name_thread("pt_autograd_0", 101)
+    builder.range("step", 0, 10_000, uint64Value=12)
+    builder.range("all_reduce", 100, 2_000, domain=3)
+    builder.range("crosses", 1_500, 3_000, end_tid=102)  # overlaps all_reduce, ends on another thread
+    builder.range("unfinished", 4_000, None)
+    builder.kernel(200, 500, start=300)
+    builder.kernel(250, 500, start=600)  # runs beside the first, on one stream
+    builder.kernel(None, 40, start=900)  # its launch was not recorded
+    builder.kernel(5_000, 70, tid=101, start=6_000, device=1)
+    builder.kernel(5_000, 70, pid=200, tid=200, start=6_500)
+    correlation = builder.call(7_000, name="cudaGraphLaunch_v10000")
+    builder.add(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
+        start=7_100,
+        end=7_900,
+        deviceId=0,
+        streamId=7,
+        correlationId=correlation,
+        globalPid=builder.rows["CUPTI_ACTIVITY_KIND_KERNEL"][0]["globalPid"],
+        graphId=1,
+        graphExecId=1,
+    )
+    builder.copy(8_000, 33, start=8_100)
+    return builder.write(path)
+
+
+def test_what_torch_profiler_cannot_say_survives_in_the_chrome_trace(profkit: Run, tmp_path: Path) -> None:
+    capture = odd_capture(tmp_path / "odd.sqlite")
+    perfetto, chrome = exported(profkit, capture, tmp_path)
+    assert tables(chrome) == tables(capture)
+    before, after = open_trace(capture).trace, open_trace(chrome).trace
+    assert after.ranges.payload == before.ranges.payload != {}
+    assert after.ranges.is_open.tolist() == before.ranges.is_open.tolist()
+    assert after.work.is_graph.sum() == 1
+    assert (after.ranges.end_thread != after.ranges.thread).sum() == 1
+    read = Read(perfetto)
+    on_streams = sum(one["end"] - one["start"] for one in read.slices if "stream" in read.name(one["track"]))
+    assert on_streams == int(before.work.duration_ns.sum())
+    names = [track.name for track in read.tracks.values()]
+    assert names.count("GPU 0 stream 7") == 3  # two kernels at once, and another process's
+
+
+def test_a_guessed_rank_stays_a_guess(profkit: Run, tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for pid, device in ((100, 1), (200, 0)):
+        builder.kernel(100, 50, pid=pid, tid=pid, device=device)
+    capture = builder.write(tmp_path / "ranks.sqlite")
+    chrome = exported(profkit, capture, tmp_path)[1]
+    assert open_trace(chrome).ranks.evidence == open_trace(capture).ranks.evidence == "guessed from the GPUs' order"
+    assert [pid for _, pid in open_trace(chrome).ranks.members] == [200, 100]
+
+
+def test_no_path_environment_or_command_line_is_exported(profkit: Run, tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "run")
+    perfetto, chrome = exported(profkit, folder, tmp_path)
+    for content in (perfetto.read_bytes(), gzip.decompress(chrome.read_bytes())):
+        for private in (b"somebody", b"train.py", str(tmp_path).encode(), b"/home", b"PATH="):
+            assert private not in content
+
+
+def test_slices_that_overlap_get_lanes_in_which_they_do_not() -> None:
+    start, end = np.array([0, 5, 10, 12, 20]), np.array([10, 15, 20, 14, 20])
+    assert split_into_lanes(start, end, nests=False) == [[0, ~0, 2, ~2, 4, ~4], [1, ~1], [3, ~3]]
+    assert split_into_lanes(start, end, nests=True) == [[0, ~0, 2, 3, ~3, ~2, 4, ~4], [1, ~1]]
+
+
+def test_export_says_what_is_missing(profkit: Run, tmp_path: Path) -> None:
+    done = profkit("export", NSYS)
+    assert done.returncode == 2
+    assert "--perfetto step.pftrace" in done.stderr
+    done = profkit("export", NSYS, "--chrome", NSYS)
+    assert done.returncode == 2
+    assert "this file is being read" in done.stderr
+
+
+def test_export_lists_its_files_and_what_they_hold(profkit: Run, tmp_path: Path) -> None:
+    done = profkit("export", NSYS, "--perfetto", tmp_path / "a.pftrace", "--format", "json")
+    data = json.loads(done.stdout)
+    assert data["time"]["work_ns"] == 59_325_701
+    assert data["files"][0]["bytes"] == (tmp_path / "a.pftrace").stat().st_size
