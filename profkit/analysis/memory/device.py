@@ -95,6 +95,11 @@ class DeviceMemory:
         """Return the phase in which an allocation was made; None outside all phases and before the first event."""
         return self.places.phase_of(row, int(self.history.replay.birth[row]))
 
+    @property
+    def owners(self) -> dict[int, Owner]:
+        """The recorded tensors of each allocation (a row of the replay) that the run knows."""
+        return self._owners[0]
+
     @cached_property
     def unmatched_entries(self) -> int:
         """How many recorded owners on this device match no allocation of the history."""

@@ -1,0 +1,196 @@
+"""Edits of recorded requests: peaks counted by hand (`tests.edited_programs`), and on a real snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profkit.allocator.simulate import simulate
+from profkit.analysis.edits.apply import apply_edits
+from profkit.analysis.edits.stream import Program, Stream
+from profkit.errors import UsageError
+from profkit.names import BACKWARD, LOSS
+from profkit.reading import open_snapshot
+from recipes.model_memory.predict import predict_memory
+from recipes.whole_model.cells import Work
+from tests.allocator_reference import MIB
+from tests.edited_programs import Blocks, program_of
+
+KIB = 1024
+SMALL = Path(__file__).parent.parent / "traces" / "small-train.snapshot.pickle.gz"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return program_of(Blocks(), tmp_path_factory.mktemp("blocks"))
+
+
+def peak(program: Program, *edits: str) -> int:
+    """Return the requested peak after some edits; the simulated one, which must be the same."""
+    stream, _ = apply_edits(program, edits)
+    settings = program.memory.history.settings
+    assert simulate(stream.requests, settings).requested_peak_bytes == stream.requested_peak_bytes()
+    return stream.requested_peak_bytes()
+
+
+def phase_peak(program: Program, stream: Stream, phase: str) -> int:
+    """Return the most that was requested in any pass of a phase."""
+    simulation = simulate(stream.requests, program.memory.history.settings)
+    timeline = program.memory.timeline
+    spans = [timeline.moments_of(one) for one in timeline.phases if one.name == phase]
+    inside = [(simulation.positions > begin - 1) & (simulation.positions < end) for begin, end in spans]
+    return int(simulation.requested[np.logical_or.reduce(inside)].max())
+
+
+def test_without_edits_the_peak_is_the_recorded_one(program: Program) -> None:
+    assert peak(program) == 68 * MIB == int(program.memory.history.curves.requested.max())
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        ("optimizer:none", 52 * MIB),
+        ("optimizer:sgd", 52 * MIB),
+        ("optimizer:offload", 52 * MIB),
+        # Four moments of a million elements: a byte each, a float for each 256; and two tables of 1 KiB.
+        ("optimizer:adamw-8bit", 56 * MIB + 4 * 16 * KIB + 2 * KIB),
+        # A counter of 4 bytes for each parameter.
+        ("optimizer:adamw-fused", 68 * MIB + 8),
+        ("parameters:bf16", 56 * MIB),
+        ("gradients:bf16", 68 * MIB),
+        # The peak moves into the second block's backward pass: 24 + 2 + 10 + 8 + 2 + 4 + 2.
+        ("loss:fused", 52 * MIB),
+        ("loss:fused:chunks=4", 53 * MIB),
+        ("drop:optimizer state", 52 * MIB),
+        ("drop:train.py:42", 52 * MIB),
+        # Each block keeps its input alone: 24 + 2 + 2 + 2 + 20 + 2.
+        ("checkpoint:h.*", 52 * MIB),
+        # The first block alone keeps 8 less until the end of the loss; the second one's backward pass has 52 - 8.
+        ("checkpoint:h.*:every=2", 60 * MIB),
+        ("checkpoint:h.0", 60 * MIB),
+    ],
+)
+def test_the_peak_after_an_edit_is_the_one_counted_by_hand(program: Program, edit: str, expected: int) -> None:
+    assert peak(program, edit) == expected
+
+
+def test_edits_add_up(program: Program) -> None:
+    # The first block's backward pass: 24 + 2, what is computed again 8, the gradients above and below and of both w.
+    assert peak(program, "checkpoint:h.*", "loss:fused") == 46 * MIB
+    assert peak(program, "checkpoint:h.*", "loss:fused", "optimizer:sgd") == 30 * MIB
+    assert peak(program, "loss:fused", "checkpoint:h.*") == 46 * MIB
+
+
+def test_a_recomputed_call_stops_at_the_last_tensor_that_it_keeps(program: Program) -> None:
+    stream, _ = apply_edits(program, ["checkpoint:h.1"])
+    added = ~stream.is_recorded
+    # Its temporary and what it keeps, in each of three steps; its output is not computed again.
+    assert sorted(stream.requests.requested_bytes[added].tolist()) == [1 * MIB] * 3 + [8 * MIB] * 3
+    assert phase_peak(program, stream, BACKWARD) == 60 * MIB
+
+
+def test_the_temporaries_of_the_optimizer_go_with_a_fused_step(program: Program) -> None:
+    stream, _ = apply_edits(program, ["optimizer:adamw-fused"])
+    recorded = program.recorded()
+    assert phase_peak(program, recorded, "optimizer") == 40 * MIB
+    assert phase_peak(program, stream, "optimizer") == 32 * MIB + 8
+
+
+def test_offloaded_gradients_are_on_the_gpu_one_at_a_time(program: Program) -> None:
+    stream, _ = apply_edits(program, ["gradients:offload"])
+    assert phase_peak(program, stream, "optimizer") == 32 * MIB
+
+
+def test_gradients_that_were_kept_are_freed_after_each_step(tmp_path: Path) -> None:
+    kept = program_of(Blocks(keeps_gradients=True), tmp_path)
+    assert peak(kept) == 76 * MIB
+    assert peak(kept, "zero-grad:none") == 68 * MIB
+
+
+def test_another_batch_follows_from_runs_with_two_sizes(tmp_path: Path) -> None:
+    one, two, three = (program_of(Blocks(scale=scale), tmp_path / str(scale)) for scale in (1, 2, 3))
+    stream, (applied,) = apply_edits(one, ["batch:×3"], [two])
+    assert stream.requested_peak_bytes() == peak(three)
+    assert not applied.unknown
+    back, _ = apply_edits(three, ["batch:x1/3"], [two])
+    assert back.requested_peak_bytes() == peak(one)
+
+
+def test_a_size_that_no_line_through_zero_gives_is_named(tmp_path: Path) -> None:
+    class Odd(Blocks):
+        """Asks for a workspace that grows by a constant."""
+
+        def step(self, number: int, leaks: bool) -> None:
+            self.allocator.free(self.malloc((100 + self.scale) * MIB, "mask"))
+            super().step(number, leaks)
+
+    one, two, four, three = (program_of(Odd(scale=scale), tmp_path / str(scale)) for scale in (1, 2, 4, 3))
+    _, (applied,) = apply_edits(one, ["batch:×3"], [two])
+    assert applied.unknown[0] == f"size not proven: train.py:21 mask ← train.py:41 <module>, {103 * MIB:,} B"
+    stream, (applied,) = apply_edits(one, ["batch:×3"], [two, four])
+    assert not applied.unknown
+    assert stream.requested_peak_bytes() == peak(three)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    ["optimizer:sgd", "optimizer:adamw-8bit", "gradients:bf16", "gradients:offload", "checkpoint:h.1", "loss:fused"],
+)
+def test_an_edit_changes_only_what_it_names(program: Program, edit: str) -> None:
+    named = {
+        "optimizer": program.is_role("optimizer_state") | program.is_optimizer_temporary,
+        "gradients": program.is_role("gradient"),
+        "checkpoint": program.is_category("activations", "temporaries"),
+        "loss": program.replay.requested_bytes == 20 * MIB,
+    }[edit.partition(":")[0]]
+    recorded, (stream, _) = program.recorded(), apply_edits(program, [edit])
+    for column in ("requested_bytes", "born", "freed", "completed", "kind"):
+        before, after = getattr(recorded.requests, column), getattr(stream.requests, column)
+        kept = stream.is_recorded & ~named[stream.source]
+        assert after[kept].tolist() == before[~named].tolist()
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        (["speed:×2"], "no edit 'speed:×2'; edits are optimizer:none"),
+        (["optimizer"], "no edit 'optimizer'"),
+        (["optimizer:lion"], "optimizer:lion: no optimizer 'lion'; it is one of none, sgd"),
+        (["optimizer:sgd", "optimizer:adamw-8bit"], "optimizer:adamw-8bit: the run knows no optimizer state"),
+        (["gradients:fp8"], "no kind of gradients 'fp8'"),
+        (["gradients:bf16", "gradients:bf16"], None),
+        (["batch:×2"], "batch:×2: give a run of the same program at another size: --scale-from OTHER"),
+        (["batch:twice"], "factor 'twice': write ×2, x2 or 0.5"),
+        (["batch:×0"], "write ×2"),
+        (["checkpoint:layers.*"], "no range of a forward pass matches 'layers.*'; ranges are step *, h.*"),
+        (["checkpoint:h.*:every=0"], "every=0"),
+        (["zero-grad:none"], "no known gradient outlives the step"),
+        (["drop:*.cu"], "nothing has a category"),
+        (["loss:chunked"], "no kind of loss"),
+    ],
+)
+def test_what_cannot_be_modelled_is_refused(program: Program, edits: list[str], message: str | None) -> None:
+    if message is None:
+        apply_edits(program, edits)
+        return
+    with pytest.raises(UsageError) as caught:
+        apply_edits(program, edits)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_snapshot_without_known_tensors_has_no_optimizer_to_edit() -> None:
+    real = Program(open_snapshot(SMALL).device())
+    with pytest.raises(UsageError, match="knows no optimizer state on the GPU; `profkit run --memory` records it"):
+        apply_edits(real, ["optimizer:sgd"])
+
+
+def test_a_real_model_with_every_layer_checkpointed_has_the_peaks_that_its_sizes_give() -> None:
+    """The prediction from the model's sizes was measured on an H200, to the byte."""
+    real = Program(open_snapshot(SMALL).device())
+    stream, _ = apply_edits(real, ["checkpoint:layer *"])
+    expected = predict_memory(Work("small", 256, batch=4, dtype="fp32", checkpoint_layers=1))
+    for phase in (LOSS, BACKWARD):
+        assert phase_peak(real, stream, phase) == next(one.bytes for one in expected.peaks if one.phase == phase)
