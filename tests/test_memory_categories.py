@@ -11,7 +11,7 @@ from profkit import read_snapshot
 from profkit.analysis.memory.categories import category_of_stack
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.stacks import StackFacts
-from tests.allocator_reference import MIB
+from tests.allocator_reference import MIB, Block
 from tests.captures import capture
 from tests.memory_captures import Training, assert_books_close, sizes
 
@@ -220,3 +220,28 @@ def test_all_lines_of_compiled_code_are_one_row_under_the_line_that_called_it(tm
     rows = read_snapshot(training.write(tmp_path)).memory().composition.by_stack
     (row,) = [row for row in rows if "compiled" in row.label]
     assert (row.bytes, row.count, row.label) == (70 * MIB, 2, "train.py:12 forward (compiled code)")
+
+
+def _backward_pass(training: Training, sizes: list[int]) -> list[Block]:
+    training.mark("START", "backward")
+    made = [training.malloc(size, "backward") for size in sizes]
+    training.mark("END", "backward")
+    return made
+
+
+def test_a_workspace_is_found_among_shorter_requests_of_its_size(tmp_path: Path) -> None:
+    """cuDNN asks for as many bytes for each convolution, and frees them at once."""
+    training = Training(steps=1)
+    _backward_pass(training, [3000, 32 * MIB])
+    for block in _backward_pass(training, [32 * MIB, 32 * MIB]):
+        training.allocator.free(block)
+    assert sizes(read_snapshot(training.write(tmp_path)).memory())["workspace"] == 32 * MIB
+
+
+def test_a_gradient_of_a_workspaces_size_that_is_made_in_every_step_is_no_workspace(tmp_path: Path) -> None:
+    training = Training(steps=1)
+    for _ in range(2):
+        _, gradient = _backward_pass(training, [3000, 32 * MIB])
+        training.allocator.free(gradient)
+    _backward_pass(training, [3000, 32 * MIB])
+    assert "workspace" not in sizes(read_snapshot(training.write(tmp_path)).memory())

@@ -14,7 +14,6 @@ the history has stacks and no phases, an alloc without a stack belongs to backwa
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, repeat
@@ -128,14 +127,15 @@ class Classifier:
         """Return what an allocation that is never freed may be by its lines and size.
 
         A library asks for cuBLAS's workspace once, on the first use of a stream, within a product of matrices: the same
-        line has just asked for the memory of the product. (Of compiled code other lines do that.) What the same lines
-        ask for a second time, or without such a product, is no workspace.
+        line has just asked for the memory of the product. (Of compiled code other lines do that.) So a workspace is the
+        first allocation of its size by its lines, and the only one that they keep; what is made anew in every step (a
+        gradient) is kept from the last step.
         """
-        size, number = int(self._history.replay.requested_bytes[row]), self._stacks.number_of(row)
+        number = self._stacks.number_of(row)
         is_in_product = stack.is_compiled or (
             row > self._history.replay.start_count and self._stacks.number_of(row - 1) == number
         )
-        if self._workspace_requests.get((size, number)) == 1 and is_in_product and _is_in_library(stack):
+        if row in self._first_and_only_kept and is_in_product and _is_in_library(stack):
             return "workspace"
         return _category_by(_LIKELY_SIGNS, stack)
 
@@ -167,11 +167,13 @@ class Classifier:
         return int(self._backward_events[at]) if at < len(self._backward_events) else self._history.replay.event_count
 
     @cached_property
-    def _workspace_requests(self) -> Counter[tuple[int, int]]:
-        """How often each stack (its number) asked for as many bytes as a workspace has."""
-        requested = self._history.replay.requested_bytes
-        rows = np.flatnonzero(np.isin(requested, _WORKSPACE_BYTES))
-        return Counter((int(requested[row]), self._stacks.number_of(row)) for row in rows.tolist())
+    def _first_and_only_kept(self) -> frozenset[int]:
+        """The allocations of a workspace's size that are their lines' first, and the only ones that these keep."""
+        replay, found = self._history.replay, dict[tuple[int, int], list[int]]()
+        for row in np.flatnonzero(np.isin(replay.requested_bytes, _WORKSPACE_BYTES)).tolist():
+            found.setdefault((int(replay.requested_bytes[row]), self._stacks.number_of(row)), []).append(row)
+        kept = replay.freed == replay.event_count
+        return frozenset(rows[0] for rows in found.values() if kept[rows[0]] and kept[rows].sum() == 1)
 
     @cached_property
     def _has_modules(self) -> bool:
