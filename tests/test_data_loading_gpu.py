@@ -81,11 +81,10 @@ def test_a_loop_that_waits_for_data_is_limited_by_it(tmp_path: Path, recorder: s
     result = read_trace(run).efficiency()
     assert len(result.steps) == 8
     assert limit_words(rows_by_path(result)["step *"]) == "data loading"
-    waited_ms = sum(step.data_wait_ns for step in result.steps) / 8e6
-    assert 25 < waited_ms < 75
+    assert sum(step.data_wait_ns for step in result.steps) > sum(step.wall_ns for step in result.steps) / 2
     loading = Run(run).manifest.loading
     assert (loading is None) == (workers == 0)
-    assert loading is None or loading.drained_steps == loading.needed_steps == 2 * workers
+    assert loading is None or loading.drained_steps == loading.needed_steps <= 2 * workers
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
