@@ -19,7 +19,7 @@ from torch.utils.data import dataloader as torchs  # noqa: E402
 from profkit.capture import times  # noqa: E402
 from profkit.capture.data_loading import DataLoading  # noqa: E402
 from profkit.capture.times import PhaseClock  # noqa: E402
-from tests.in_process import run_profkit  # noqa: E402
+from tests.in_process import run_command, run_profkit  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -143,7 +143,7 @@ def test_each_recorded_step_begins_with_its_wait_for_data(tmp_path: Path, run: C
         for step in manifest[part]["steps"]:
             assert next(iter(step)) == "data_ns"
             assert 0 < step["data_ns"] < step["step_ns"]
-    table = done.stdout.partition("time of")[2].splitlines()
+    table = run_command("kernels", tmp_path / "run").stdout.partition("time of")[2].splitlines()
     assert [line.split()[0] for line in table[2:7]] == ["data", "forward", "loss", "backward", "optimizer"]
 
 

@@ -24,7 +24,7 @@ from profkit.models.presets import PRESETS
 from profkit.run.ceilings import read_ceilings
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
-from tests.in_process import run_profkit
+from tests.in_process import run_command, run_profkit
 
 pytest.importorskip("torch")
 
@@ -102,11 +102,15 @@ def test_only_harmless_environment_variables_are_recorded(kineto_run: tuple[Path
     assert json.loads(text)["environment"]["OMP_NUM_THREADS"] == "2"
 
 
-def test_the_end_prints_the_phases_and_the_next_commands(kineto_run: tuple[Path, Any]) -> None:
-    done = kineto_run[1]
+def test_the_end_prints_ten_lines_and_the_next_commands(kineto_run: tuple[Path, Any]) -> None:
+    run, done = kineto_run
     assert without_doubts(done.stderr) == ""
+    labels = [line.split()[0] for line in done.stdout.splitlines() if line and line[0].isupper()]
+    assert labels[:4] == ["STEP", "WORK", "MODULE", "Closed"]
+    assert "─" not in done.stdout, "tables come with the commands that it names"
+    tables = run_command("kernels", run).stdout
     for phase in ("forward", "loss", "backward", "optimizer"):
-        assert phase in done.stdout
+        assert tables.count(f"\n{phase} ") == 2, "its operators, and its unprofiled time"
     assert done.stdout.endswith("  profkit kernels 'my run' --range forward\n  profkit ranges 'my run'\n")
 
 
@@ -141,9 +145,11 @@ def test_a_path_chooses_the_phases_of_one_context(contexts_run: tuple[Path, str]
 
 def test_the_manifest_and_the_work_of_several_contexts_keep_them_apart(contexts_run: tuple[Path, str]) -> None:
     where, said = contexts_run
+    tables = run_command("kernels", where).stdout
     for context in (8, 32):
-        assert f"context {context}, per step" in said, "the phases"
-        assert f"\ncontext {context}\n" in said, "the times without a profiler"
+        assert f"context {context}: " in said, "the step time"
+        assert f"context {context}, per step" in tables, "the phases"
+        assert f"\ncontext {context}\n" in tables, "the times without a profiler"
     assert "  profkit kernels run --range 'context 32/step */forward'\n" in said
     manifest = _manifest(where)
     assert (manifest["workload"]["context"], manifest["workload"]["contexts"]) == (32, [8, 32])
@@ -386,7 +392,9 @@ class TestNsys:
 
     def test_ends_well_without_kernels(self, nsys_run: tuple[Path, Any]) -> None:
         done = nsys_run[1]
-        assert "forward" in done.stdout
+        assert "no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times" in " ".join(
+            done.stdout.split()
+        )
         assert done.stdout.endswith("\n  profkit ranges run\n")
         assert "profkit kernels" not in done.stdout
 

@@ -19,6 +19,7 @@ from profkit.version import __version__
 
 _COMMANDS = {
     "run": ("profkit.cli.run", "Record a program: its time, its memory, or both."),
+    "summary": ("profkit.cli.summary", "Show a run in ten lines: what took time and memory, and what to try."),
     "kernels": ("profkit.cli.kernels", "Show which kernels took the time, in all or in a range."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: the names that --range accepts."),
     "efficiency": ("profkit.cli.efficiency", "Show how well the GPUs were used and what limits each range."),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import click
 
-from profkit.analysis.kernels import Grouping
+from profkit.analysis.kernels import Grouping, KernelsResult
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.selection import KernelFilter
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, UsageError
+from profkit.names import STEP, context_range
 from profkit.reading import open_trace
+from profkit.report.clean_times import clean_times_parts
 from profkit.report.document import Format
 from profkit.report.kernels import SORTS, build_kernels_document
 
@@ -93,7 +97,7 @@ def kernels(
         top = _DEFAULT_TOP
     # Next to a part of the capture the phases of the whole would mislead.
     whole = result.filters == KernelFilter(rank=opened.rank) and result.by == "kernel"
-    found = opened.phases() if whole and style in _FOR_PEOPLE else []
+    is_shown = whole and style in _FOR_PEOPLE
     document = build_kernels_document(
         result,
         check.findings,
@@ -102,8 +106,10 @@ def kernels(
         totals=totals,
         full_names=full_names,
         explain=explain,
-        phases={"": found} if found else None,
+        phases=_phases(opened) if is_shown else None,
     )
+    if is_shown and opened.run is not None and trace.is_dir():
+        document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
     if plot is not None:
         from profkit.report.kernel_plot import plot_kernels
 
@@ -114,3 +120,11 @@ def kernels(
     print_document(document, style, output, full_names=full_names)
     if strict and check.failed:
         raise CheckError(f"{trace}: the capture failed its self-check")
+
+
+def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:
+    """Return the phases; in a run of several contexts, each context's."""
+    contexts = () if opened.run is None else opened.run.manifest.workload.contexts
+    within = {context_range(context): f"{context_range(context)}/{STEP} */" for context in contexts} or {"": ""}
+    found = {title: opened.phases(path) for title, path in within.items()}
+    return {title: results for title, results in found.items() if results} or None

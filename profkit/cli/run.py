@@ -280,7 +280,7 @@ def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
 def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) -> None:
     """Print why the allocation failed that ended the target; of one that it survived say where that stands."""
     if failed.is_fatal and failed.rank is not None:
-        from profkit.report.memory_summary import render_out_of_memory
+        from profkit.report.out_of_memory import render_out_of_memory
 
         try:
             click.echo(render_out_of_memory(recorded.run, failed.rank))
@@ -297,17 +297,17 @@ def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) 
 
 
 def _show(recorded: Recorded) -> None:
-    parts = []
-    if recorded.has_trace:
-        from profkit.report.summary import render_run_summary
+    """Print the run in ten lines; the tables come with the commands that are named after them."""
+    if not (recorded.has_trace or recorded.has_snapshot):
+        return
+    from profkit.analysis.advice import find_advice
+    from profkit.analysis.summarize import summarize_capture
+    from profkit.reading import open_capture
+    from profkit.report.document import render
+    from profkit.report.summary import build_summary_document
 
-        parts.append(render_run_summary(recorded.run))
-    if recorded.has_snapshot:
-        from profkit.report.memory_summary import render_memory_summary
-
-        parts.append(render_memory_summary(recorded.run))
-    if parts:
-        click.echo("\n\n".join(parts))
+    summary = summarize_capture(open_capture(recorded.run))
+    click.echo(render(build_summary_document(summary, find_advice(summary), for_run=True), "table"))
 
 
 def _say_next(recorded: Recorded, target: Target, where: str) -> None:

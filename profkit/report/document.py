@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -98,6 +98,13 @@ class Lines:
 
 
 @dataclass(frozen=True)
+class Labelled:
+    """Sentences that each stand under a word: ``STEP    50.57 ms``; a sentence without one goes on with the last."""
+
+    lines: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
 class Document:
     """A command's result.
 
@@ -108,10 +115,12 @@ class Document:
 
     command: str
     data: Mapping[str, Any]
-    parts: Sequence[Table | Lines]
+    parts: Sequence[Table | Lines | Labelled]
     csv: Table
     findings: Sequence[Finding] = ()
     self_check: Sequence[Finding] | None = None
+    has_warnings: bool = False
+    """Its parts hold the warnings: no format adds them for people."""
 
     @property
     def failures(self) -> list[Finding]:
@@ -120,7 +129,9 @@ class Document:
 
     @property
     def warnings(self) -> list[Finding]:
-        """Return what else a reader must know, each thing once."""
+        """Return what else a reader must know, each thing once, unless the parts say it."""
+        if self.has_warnings:
+            return []
         found = [one for one in (*self.findings, *(self.self_check or ())) if one.verdict == "warning"]
         return list({one.message: one for one in found}.values())
 
@@ -192,6 +203,8 @@ def _render_screen(document: Document, full_names: bool, with_warnings: bool) ->
     for part in document.parts:
         if isinstance(part, Table):
             blocks.append(render_table(part, full_names=full_names, width=width))
+        elif isinstance(part, Labelled):
+            blocks.append("\n".join(_wrap_labelled(part, width)))
         else:
             title, indent = ([_wrap(part.title, width)], "  ") if part.title else ([], "")
             blocks.append("\n".join([*title, *(_wrap(indent + line, width) for line in part.lines)]))
@@ -205,6 +218,24 @@ def _wrap(line: str, width: int) -> str:
     return textwrap.fill(
         make_visible(line), width, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
     )
+
+
+def _wrap_labelled(part: Labelled, width: int) -> Iterator[str]:
+    """Yield the lines of labelled sentences, each sentence moved in behind the longest word."""
+    room = max((len(label) + 2 for label, _ in part.lines if label), default=0)
+    for label, text in part.lines:
+        yield textwrap.fill(
+            make_visible(text),
+            width,
+            initial_indent=label.ljust(room),
+            subsequent_indent=" " * (room + 2 if not label or _is_numbered(text) else room),
+            break_on_hyphens=False,
+        )
+
+
+def _is_numbered(text: str) -> bool:
+    """Return whether a sentence begins with its number in a list: ``1 torch.compile(model)``."""
+    return text[:1].isdigit() and text[1:2] == " " and not text[2:4].endswith("s")
 
 
 def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH) -> str:
@@ -258,6 +289,9 @@ def _cells(table: Table) -> list[list[str]]:
 def _render_markdown(document: Document) -> str:
     blocks = [escape_markdown("\n".join(_failure_lines(document)))]
     for part in document.parts:
+        if isinstance(part, Labelled):
+            blocks.append("\n".join(f"- {_marked(label)}{escape_markdown(text)}" for label, text in part.lines))
+            continue
         if isinstance(part, Lines):
             shape = "**{}**" if part.role == "head" else "- {}"
             title = f"**{escape_markdown(part.title)}**\n\n" if part.title else ""
@@ -272,10 +306,17 @@ def _render_markdown(document: Document) -> str:
     return "\n\n".join(filter(None, blocks))
 
 
+def _marked(label: str) -> str:
+    return f"**{escape_markdown(label)}** " if label else ""
+
+
 def _render_latex(document: Document) -> str:
     """Return the tables as booktabs tabulars; every sentence is a comment, for a table is what goes into a paper."""
     lines = [f"% {make_visible(line)}" for line in _failure_lines(document)]
     for part in document.parts:
+        if isinstance(part, Labelled):
+            lines += [f"% {make_visible(label)} {make_visible(text)}" for label, text in part.lines]
+            continue
         lines += [f"% {make_visible(part.title)}"] if part.title else []
         if isinstance(part, Lines):
             lines += [f"% {make_visible(line)}" for line in part.lines]

@@ -8,6 +8,7 @@ from typing import Any
 
 from profkit.analysis.efficiency.data_waits import DataWait
 from profkit.analysis.efficiency.evidence import Evidence, IdleGap
+from profkit.analysis.efficiency.gpu_steps import divide_idle_time, sum_steps
 from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.host_waits import MUCH, find_host_waits
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
@@ -171,9 +172,9 @@ def _step_rows(result: EfficiencyResult) -> list[Row]:
 
 def _head(result: EfficiencyResult) -> Iterator[str]:
     """Yield which GPU's time this is, how much of it was idle and why, and how well the steps used the GPU."""
-    parts, whole = result.capture, "the whole capture"
+    parts, whole, data = result.capture, "the whole capture", DataWait()
     if result.steps:
-        parts, whole = _add([step.gpu for step in result.steps]), _count_steps(result)
+        (parts, data), whole = sum_steps(result.steps), _count_steps(result)
     gpu = ", ".join(part for part in (result.gpu or "unknown GPU", result.dtype) if part)
     yield f"{gpu}: {whole}, {format_ns(parts.span_ns)} of GPU time" + (
         "" if result.clean_idle_share is None else " as recorded"
@@ -185,12 +186,12 @@ def _head(result: EfficiencyResult) -> Iterator[str]:
         "idle": parts.idle_ns,
     }
     yield ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in shown.items() if ns)
-    data = _add_waits([step.data for step in result.steps])
+    idle = divide_idle_time(parts, data)
     causes = {
-        "waited for data": data.idle_ns,
-        "prepared kernels": parts.launching_ns - data.launching_ns,
-        "waited for the GPU": parts.synchronising_ns - data.synchronising_ns,
-        f"ran without calling CUDA ({_outside_words(result)})": parts.outside_cuda_ns - data.outside_cuda_ns,
+        "waited for data": idle.data_ns,
+        "prepared kernels": idle.launching_ns,
+        "waited for the GPU": idle.synchronising_ns,
+        f"ran without calling CUDA ({_outside_words(result)})": idle.outside_cuda_ns,
     }
     if parts.idle_ns:
         why = ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in causes.items() if ns)
@@ -230,10 +231,6 @@ def _data_line(result: EfficiencyResult, data: DataWait) -> Iterator[str]:
     yield line
 
 
-def _add_waits(waits: Sequence[DataWait]) -> DataWait:
-    return DataWait(*(sum(getattr(one, field.name) for one in waits) for field in fields(DataWait)))
-
-
 def _flops_words(flops: int) -> str:
     """Return FLOPs in the unit that fits: ``15.78 TFLOP``."""
     power, prefix = next(((p, x) for p, x in ((15, "P"), (12, "T"), (9, "G"), (6, "M")) if flops >= 10**p), (0, ""))
@@ -244,10 +241,6 @@ def _count_steps(result: EfficiencyResult) -> str:
     gpus = len({step.device for step in result.steps})
     steps = len({(step.process, step.start_ns) for step in result.steps})
     return format_count(steps, "step") + (f" on {format_count(gpus, 'GPU')}" if gpus > 1 else "")
-
-
-def _add(parts: Sequence[GpuParts]) -> GpuParts:
-    return GpuParts(*(sum(getattr(one, name) for one in parts) for name in _PARTS))
 
 
 def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:

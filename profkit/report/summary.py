@@ -1,45 +1,360 @@
-"""What a finished run says about its time: phases, kernels, unprofiled steps, and the verdict of its self-check."""
+"""``profkit summary`` and the end of a run: ten lines on what is slow or large, what to try, and how sure that is."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from profkit.analysis.kernels import KernelsResult
-from profkit.analysis.opened_trace import OpenedTrace
-from profkit.names import STEP, context_range
-from profkit.reading import open_trace
-from profkit.report.clean_times import clean_times_parts
-from profkit.report.document import render
-from profkit.report.kernels import build_kernels_document
-from profkit.report.ranges import build_ranges_document
-from profkit.report.self_check import verdict_line, warning_lines
-from profkit.run.directory import Run
+from profkit.analysis.advice import Advice, repeated_module, repeated_time
+from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.module_times import ModuleTime
+from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
+from profkit.names import MODEL
+from profkit.report.document import Column, Document, Labelled, Table
+from profkit.report.units import TEXT, format_bytes, format_count, format_ns, format_share
 
-_TOP = 12
+_TRIED = 3
+_MODULES = 4
+_SEPARATOR = " · "
+_PART = 0.005
+"""A part of the time below this share has no place in a line."""
 
 
-def render_run_summary(path: Path) -> str:
-    """Return the phases and kernels of a run; of a capture without GPU work its ranges."""
-    opened, manifest = open_trace(path), Run(path).manifest
-    check = opened.self_check
-    verdict = verdict_line(check)
-    if len(opened.trace.work):
-        phases = _phases(opened, manifest.workload.contexts)
-        document = build_kernels_document(opened.kernels(), check.findings, top=_TOP, phases=phases)
-    else:
-        document = build_ranges_document(opened.ranges(numbered=False), check.findings, numbered=False)
-        verdict += "; no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
-    document = replace(document, parts=[*document.parts, *clean_times_parts(manifest)])
-    parts = (
-        render(document, "table", with_warnings=False),
-        "\n".join((verdict, *warning_lines(check))),
+def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_run: bool = False) -> Document:
+    """Return the lines.
+
+    Args:
+        summary: their figures.
+        advice: what to try, the largest effect first; people see the first three.
+        for_run: leave out what ``profkit run`` says itself: its warnings, and the commands that show more.
+    """
+    lines = [
+        *([] if summary.head.ending is None else [("FAILED", f"{summary.head.ending}; what it left:")]),
+        *_lines(summary),
+        *_tries(summary, advice),
+        *(
+            ("Care", one.message)
+            for one in summary.findings
+            if one.verdict == "warning" and not (for_run and one.code == RUN_WARNING)
+        ),
+        *_closed(summary),
+        *([] if for_run else _more(summary)),
+    ]
+    labelled = [
+        (label if label != before else "", text) for (label, text), before in zip(lines, _before(lines), strict=True)
+    ]
+    data = summary.to_dict()
+    data["head"]["command"] = _words(summary.head)
+    data = {**data, "advice": [_advice_data(one) for one in advice]}
+    figures = Table((Column("figure", "figure", TEXT), Column("value", "value", TEXT)), list(_flatten(data)))
+    return Document(
+        "summary",
+        data,
+        [Labelled([("", _head(summary))]), Labelled(labelled)],
+        figures,
+        summary.findings,
+        has_warnings=True,
     )
-    return "\n\n".join(filter(None, parts))
 
 
-def _phases(opened: OpenedTrace, contexts: tuple[int, ...]) -> dict[str, list[KernelsResult]]:
-    """Return the phases; in a run of several contexts, each context's."""
-    within = {context_range(context): f"{context_range(context)}/{STEP} */" for context in contexts} or {"": ""}
-    found = {title: opened.phases(path) for title, path in within.items()}
-    return {title: results for title, results in found.items() if results}
+def _advice_data(one: Advice) -> dict[str, Any]:
+    return {**asdict(one), "reason": _fill(one.reason, one), "cost": one.cost and _fill(one.cost, one)}
+
+
+def _before(lines: list[tuple[str, str]]) -> list[str | None]:
+    """Return the label of the line before each: the same label is not printed twice."""
+    return [None, *(label for label, _ in lines)][: len(lines)]
+
+
+def _head(summary: Summary) -> str:
+    head = summary.head
+    parts = [" ".join(_words(head)) or Path(summary.run).name]
+    if head.gpu_count or head.gpu:
+        gpu = (head.gpu or "GPU").removeprefix("NVIDIA ")
+        parts.append(f"{head.gpu_count} × {gpu}" if head.gpu_count else gpu)
+    elif summary.work is not None:
+        parts.append("CPU only")
+    if head.rank_count > 1:
+        parts.append(format_count(head.rank_count, "rank"))
+    parts += [f"torch {head.torch}"] if head.torch else []
+    parts += [head.precision] if head.precision else []
+    if head.steps:
+        numbers = "" if head.first_step is None else f" ({head.first_step}–{head.last_step})"
+        numbers = f" ({head.first_step})" if numbers and head.first_step == head.last_step else numbers
+        parts.append(f"{format_count(head.steps, 'step')} recorded{numbers}")
+    elif summary.work is not None:
+        parts.append("no steps known: figures are of the whole capture")
+    return _SEPARATOR.join(parts)
+
+
+def _words(head: Head) -> list[str]:
+    """Return the command without the folders of this machine."""
+    return [Path(word).name if word.startswith("/") else word for word in head.command]
+
+
+def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    for step in summary.steps:
+        yield "STEP", _step(step)
+    if summary.gpu is not None:
+        yield "GPU", _gpu(summary)
+    if summary.work is not None:
+        yield "WORK", _work(summary, summary.work)
+    elif summary.has_trace:
+        yield "WORK", "no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
+    modules = _modules(summary)
+    if modules:
+        yield "MODULE", modules
+    if summary.memory is not None:
+        yield "MEMORY", _memory(summary.memory)
+    if summary.ranks:
+        yield "RANKS", _ranks(summary)
+
+
+def _step(step: StepUse) -> str:
+    where = "" if step.context is None else f"context {step.context}: "
+    if step.unprofiled_ns is None or step.p10_ns is None or step.p90_ns is None:
+        recorded = _time(step.recorded_ns or 0)
+        return f"{where}{recorded} as recorded; the unprofiled time is unknown (`profkit run` measures it)"
+    text = f"{where}{_time(step.unprofiled_ns)} unprofiled ({format_count(step.count, 'step')}"
+    if step.count > 1:
+        text += f", p10 to p90 {_time(step.p10_ns)} to {_time(step.p90_ns)}"
+    text += ")"
+    if step.recorded_ns is not None:
+        text += f"; recording made it {_time(step.recorded_ns)} ({step.recorded_ns / step.unprofiled_ns - 1:+.0%})"
+    return text
+
+
+def _gpu(summary: Summary) -> str:
+    gpu = summary.gpu
+    assert gpu is not None
+    parts, causes = gpu.parts, gpu.causes
+    text = f"busy {format_share(1 - gpu.idle_share)}{_SEPARATOR}idle {format_share(gpu.idle_share)}"
+    if summary.step_ns is not None:
+        text += f" = {_time(summary.idle_ns())} a step"
+    if not gpu.is_estimate and any(step.unprofiled_ns is None for step in summary.steps):
+        text += " as recorded"
+    why = {
+        "waiting for data": causes.data_ns,
+        "while Python prepared kernels": causes.launching_ns,
+        "while Python waited for the GPU": causes.synchronising_ns,
+        "while Python ran without calling CUDA": causes.outside_cuda_ns,
+    }
+    cause = max(why, key=lambda one: why[one])
+    if parts.idle_ns:
+        text += f", {'mostly ' if why[cause] < 0.9 * parts.idle_ns else ''}{cause}"
+        if causes.data_ns > _PART * parts.span_ns and cause != "waiting for data":
+            text += f", {_time(summary.idle_ns(causes.data_ns))} waiting for data"
+    exposed = parts.exposed_communication_ns
+    if exposed:
+        text += f"{_SEPARATOR}communication not hidden {format_share(exposed / parts.span_ns)}"
+    elif not parts.overlapped_communication_ns:
+        text += f"{_SEPARATOR}no communication"
+    if parts.exposed_copy_ns > _PART * parts.span_ns:
+        text += f"{_SEPARATOR}copies alone {format_share(parts.exposed_copy_ns / parts.span_ns)}"
+    return text
+
+
+def _work(summary: Summary, work: WorkUse) -> str:
+    whole = work.kernel_time_ns or 1
+    names = "matmul + attention" if work.by_category.get("attention") else "matmul"
+    kind = "kernel time" if work.measure == "gpu-kernel" else "operator time"
+    text = (
+        f"{names} {format_share(work.product_ns / whole)} of {_time(summary.per_step(work.kernel_time_ns))} of {kind}"
+    )
+    if work.at_peak_ns is not None and work.product_ns:
+        dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
+        text += f", at {format_share(work.at_peak_ns / work.product_ns)} of {dtype}peak"
+    small = {one: work.by_category.get(one, 0) - work.in_optimizer.get(one, 0) for one in SMALL}
+    text += f"{_SEPARATOR}elementwise, norms, casts, rest {format_share(sum(small.values()) / whole)}"
+    text += f" ({_time(summary.per_step(sum(small.values())))})"
+    for name, time_ns in (
+        ("optimizer", work.optimizer_ns),
+        ("communication", work.communication_ns),
+        ("whole CUDA graphs", work.by_category.get("graph", 0)),
+    ):
+        if time_ns > _PART * whole:
+            text += f"{_SEPARATOR}{name} {format_share(time_ns / whole)}"
+    return text
+
+
+def _modules(summary: Summary) -> str:
+    """Return the time of the repeated blocks and what is in them, then of other modules at the top."""
+    known = [one for one in summary.modules if one.module != MODEL]
+    if not known or summary.work is None:
+        return ""
+    blocks, texts = repeated_time(summary.modules), []
+    if blocks is not None:
+        inner = sorted((one for one in known if one.parent == blocks.module), key=lambda one: -one.total_ns)
+        whole = f"{_time(summary.per_step(blocks.total_ns))} of {_time(summary.per_step(summary.work.kernel_time_ns))}"
+        text = f"{blocks.module} ×{blocks.number}: {whole}"
+        named = [_module(summary, one, blocks.module) for one in inner[:_MODULES] if one.total_ns]
+        texts.append(f"{text}: {', '.join(named)}" if len(named) > 1 else f"{text} ({_passes(summary, blocks)})")
+    parents = {one.parent for one in summary.modules}
+    above = None if blocks is None else blocks.parent
+    others = [
+        one
+        for one in known
+        if one is not blocks
+        and one.parent in ({above, MODEL, None} & (parents | {None}))
+        and not _is_within(one, blocks)
+    ]
+    others.sort(key=lambda one: -one.total_ns)
+    texts += [_module(summary, one, "") for one in others[: 2 if texts else _MODULES] if one.total_ns]
+    return "; ".join(texts)
+
+
+def _is_within(one: ModuleTime, blocks: ModuleTime | None) -> bool:
+    """Return whether a module holds the repeated blocks, by its name."""
+    return blocks is not None and blocks.module.startswith(f"{one.module}.")
+
+
+def _module(summary: Summary, one: ModuleTime, above: str) -> str:
+    return f"{one.module.removeprefix(f'{above}.')} {_time(summary.per_step(one.total_ns))} ({_passes(summary, one)})"
+
+
+def _passes(summary: Summary, one: ModuleTime) -> str:
+    passes = {"forward": one.forward_ns, "backward": one.backward_ns, "computed again": one.recompute_ns}
+    return ", ".join(f"{name} {_time(summary.per_step(ns))}" for name, ns in passes.items() if ns)
+
+
+def _memory(memory: MemoryUse) -> str:
+    text = f"peak {format_bytes(memory.peak_bytes)}" + ("" if memory.exact else " or more")
+    text += f" in {memory.phase}" if memory.phase else ""
+    whole = memory.peak_bytes or 1
+    shown = sorted(memory.by_category.items(), key=lambda one: -one[1])
+    parts: list[str] = []
+    for category, size in shown:
+        if size < 2 * _PART * whole or len(parts) == _MODULES:
+            continue
+        inside = _holders(memory.modules) if category == "activations" else ""
+        parts.append(
+            f"{category} {format_share(size / whole)}{inside}"
+            if not parts
+            else f"{category} {format_bytes(size)}{inside}"
+        )
+    text += f": {', '.join(parts)}"
+    unused = memory.reserved_peak_bytes - memory.peak_bytes
+    if unused > 0.05 * memory.reserved_peak_bytes:
+        text += f"{_SEPARATOR}reserved {format_bytes(memory.reserved_peak_bytes)}"
+    if memory.recording_cost is not None:
+        text += f"{_SEPARATOR}recording the allocator changed the step time by {memory.recording_cost:+.0%}"
+    return text
+
+
+def _holders(modules: Sequence[PartRow]) -> str:
+    """Return the modules in the repeated blocks that hold the most activations."""
+    blocks = repeated_module(tuple(modules))
+    if blocks is None:
+        return ""
+    inner = [row for row in modules if row.path[:-1] == blocks.path and row.categories.get("activations")]
+    inner = sorted(inner or [blocks], key=lambda row: -row.categories["activations"])[:2]
+    named = [f"{row.name} {format_bytes(row.categories['activations'])}" for row in inner]
+    return f" ({', '.join(named)})"
+
+
+def _ranks(summary: Summary) -> str:
+    own = {row.rank: _time(summary.per_step(row.own_ns) * len(summary.ranks)) for row in summary.ranks}
+    text = ", ".join(f"rank {rank} {time}" for rank, time in list(own.items())[:8])
+    text = f"own kernels a step: {text}"
+    if len(own) > 8:
+        text += f", {len(own) - 8} more"
+    if summary.slowest_rank is not None and summary.waited_for in (None, summary.slowest_rank):
+        text += f"{_SEPARATOR}slowest is rank {summary.slowest_rank}"
+    if summary.waited_for is not None:
+        waits = [row for row in summary.ranks if row.waiting_ns and row.rank != summary.waited_for]
+        each = ", ".join(
+            f"rank {row.rank} {_time(summary.per_step(row.waiting_ns or 0) * len(summary.ranks))}" for row in waits[:4]
+        )
+        text += f"{_SEPARATOR}the others wait for rank {summary.waited_for}" + (f" ({each} a step)" if each else "")
+    if any(row.communication_ns and row.waiting_ns is None for row in summary.ranks):
+        text += f"{_SEPARATOR}how long they waited is unknown"
+    return text
+
+
+def _tries(summary: Summary, advice: Sequence[Advice]) -> Iterator[tuple[str, str]]:
+    for number, one in enumerate(advice[:_TRIED], 1):
+        yield (
+            "Try",
+            f"{number} {one.action}: {_fill(one.reason, one)}{_SEPARATOR}{_effect(one)}"
+            + (f"{_SEPARATOR}{_fill(one.cost, one)}" if one.cost else ""),
+        )
+    proofs = dict.fromkeys(one.proof for one in advice[:_TRIED])
+    if proofs:
+        run = shlex.quote(summary.run)
+        yield "", f"to prove one, record it again with the change: {'; '.join(proofs).replace('RUN', run, 1)}"
+
+
+def _fill(text: str, one: Advice) -> str:
+    """Return a text with its figures, each in the unit that its name ends with."""
+
+    def show(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in one.figures:
+            return match[0]
+        value = one.figures[name]
+        if name.endswith("_ns"):
+            return _time(value)
+        return format_bytes(round(value)) if name.endswith("_bytes") else f"{value:,.3g}"
+
+    return re.sub(r"\{(\w+)\}", show, text)
+
+
+def _effect(one: Advice) -> str:
+    word = "at most" if one.is_bound else "about"
+    saved = [
+        *([f"−{_time(one.saves_ns)} a step"] if one.saves_ns else []),
+        *([f"−{format_bytes(one.saves_bytes)}"] if one.saves_bytes else []),
+    ]
+    return f"{word} {' and '.join(saved)}"
+
+
+def _closed(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield how the books close: what was placed, and what was not."""
+    texts, open_ends = [], []
+    if summary.ledger is not None and summary.work is not None:
+        kind = "kernels" if summary.work.measure == "gpu-kernel" else "operators"
+        texts.append(f"{summary.ledger.total_ns:,} ns of {kind}")
+        unplaced = summary.ledger.outside_ns + summary.ledger.ambiguous_ns + summary.ledger.no_launch_ns
+        open_ends += [f"{unplaced:,} ns of them are in no range"] if unplaced else []
+    if summary.memory is not None:
+        texts.append(f"{summary.memory.peak_bytes:,} B at the peak")
+        unknown = summary.memory.by_category.get("unknown", 0)
+        open_ends += [f"the purpose of {unknown:,} B is unknown"] if unknown else []
+        open_ends += [] if summary.memory.exact else ["the peak is not proved"]
+    if not texts or summary.has_failed:
+        return
+    text = f"{', '.join(texts)}: {'; '.join(open_ends) or 'every one in a named line'}"
+    if summary.memory is not None and summary.memory.agrees:
+        text += f"{_SEPARATOR}PyTorch's own peaks, recorded by the run, agree to the byte"
+    yield "Closed", text
+
+
+def _more(summary: Summary) -> Iterator[tuple[str, str]]:
+    run = shlex.quote(summary.run)
+    commands = []
+    if summary.gpu is not None:
+        commands += [f"profkit efficiency {run}", f"profkit kernels {run}"]
+    elif summary.work is not None:
+        commands += [f"profkit kernels {run}", f"profkit ranges {run}"]
+    elif summary.has_trace:
+        commands += [f"profkit ranges {run}"]
+    commands += [f"profkit memory {run}"] if summary.memory is not None else []
+    if commands:
+        yield "More", _SEPARATOR.join(commands)
+
+
+def _time(time_ns: float) -> str:
+    return format_ns(round(time_ns))
+
+
+def _flatten(data: Any, key: str = "") -> Iterator[dict[str, Any]]:
+    """Yield every figure under the path of its keys, for CSV."""
+    if isinstance(data, dict | list | tuple):
+        for name, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _flatten(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield {"figure": key, "value": data}

@@ -28,18 +28,18 @@ _DISTURBING: dict[str, Callable[[Manifest], object]] = {
     "context": lambda run: run.workload.context,
     "contexts": lambda run: run.workload.contexts or None,
     "passes": lambda run: run.workload.passes,
-    "precision (autocast)": lambda run: run.workload.dtype or _condition(run, "autocast_dtypes"),
+    "precision (autocast)": lambda run: run.workload.dtype or find_condition(run, "autocast_dtypes"),
     "float32 matmul precision (tf32)": lambda run: run.float32_matmul_precision,
-    "cuBLAS tf32": lambda run: _condition(run, "cuda_matmul_allow_tf32", "cuda_matmul_fp32_precision"),
-    "cuDNN tf32": lambda run: _condition(run, "cudnn_allow_tf32"),
+    "cuBLAS tf32": lambda run: find_condition(run, "cuda_matmul_allow_tf32", "cuda_matmul_fp32_precision"),
+    "cuDNN tf32": lambda run: find_condition(run, "cudnn_allow_tf32"),
 }
 _STATED: dict[str, Callable[[Manifest], object]] = {
     "command": lambda run: " ".join(run.argv) or None,
     "torch.compile": lambda run: run.workload.compile_mode or _compiled_graphs(run),
-    "which GPU": lambda run: _condition(run, "gpu_uuid"),
-    "cuDNN benchmark": lambda run: _condition(run, "cudnn_benchmark"),
-    "deterministic algorithms": lambda run: _condition(run, "deterministic_algorithms"),
-    "CPU threads": lambda run: _condition(run, "cpu_threads"),
+    "which GPU": lambda run: find_condition(run, "gpu_uuid"),
+    "cuDNN benchmark": lambda run: find_condition(run, "cudnn_benchmark"),
+    "deterministic algorithms": lambda run: find_condition(run, "deterministic_algorithms"),
+    "CPU threads": lambda run: find_condition(run, "cpu_threads"),
     "seed": lambda run: run.workload.seed,
     "annotation": lambda run: run.workload.annotate,
     "annotation depth": lambda run: run.workload.depth,
@@ -146,7 +146,7 @@ def _program(run: Manifest) -> str:
     return script or module or words[0]
 
 
-def _condition(run: Manifest, *names: str) -> object:
+def find_condition(run: Manifest, *names: str) -> object:
     """Return the first of these conditions that the run, or else its first process, knows; None if neither does."""
     each = [run.conditions, *(process.conditions for process in run.processes[:1])]
     values = [getattr(conditions, name) for conditions in each if conditions is not None for name in names]
@@ -154,7 +154,7 @@ def _condition(run: Manifest, *names: str) -> object:
 
 
 def _compiled_graphs(run: Manifest) -> object:
-    compiled = _condition(run, "compiled")
+    compiled = find_condition(run, "compiled")
     return compiled.graphs if isinstance(compiled, Compiled) else None
 
 

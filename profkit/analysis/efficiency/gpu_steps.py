@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -62,6 +63,38 @@ class GpuStep:
     def idle_share(self) -> float:
         """Return the share of the step's time on the GPU in which nothing ran."""
         return self.gpu.idle_share
+
+
+@dataclass(frozen=True)
+class IdleCauses:
+    """Why GPUs were idle, in nanoseconds; the four sum up to `GpuParts.idle_ns`.
+
+    ``data_ns``: the program waited for a batch. Else the host prepared kernels, waited for the GPU, or ran without
+    calling CUDA.
+    """
+
+    data_ns: int
+    launching_ns: int
+    synchronising_ns: int
+    outside_cuda_ns: int
+
+
+def divide_idle_time(parts: GpuParts, data: DataWait) -> IdleCauses:
+    """Return why the GPUs were idle; ``data`` are the waits for data in the same time."""
+    return IdleCauses(
+        data.idle_ns,
+        parts.launching_ns - data.launching_ns,
+        parts.synchronising_ns - data.synchronising_ns,
+        parts.outside_cuda_ns - data.outside_cuda_ns,
+    )
+
+
+def sum_steps(steps: Sequence[GpuStep]) -> tuple[GpuParts, DataWait]:
+    """Return the time of all steps on all GPUs in its parts, and their waits for data."""
+    return (
+        GpuParts(*(sum(getattr(step.gpu, one.name) for step in steps) for one in fields(GpuParts))),
+        DataWait(*(sum(getattr(step.data, one.name) for step in steps) for one in fields(DataWait))),
+    )
 
 
 def summarize_steps(

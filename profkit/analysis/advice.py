@@ -1,0 +1,327 @@
+"""What would make a run faster or smaller: rules on its own figures, each with its effect, its cost and its proof.
+
+A rule is a function of a `Summary`, and stands in `RULES`. It returns None unless its condition holds on measured
+figures and its effect follows from them, and it never proposes what the run already does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.module_times import ModuleTime
+from profkit.analysis.summary import Summary
+
+_WORTH = 0.02
+"""An effect below this share of the step time, or of the peak, is not worth a line."""
+_LAUNCHES = 0.1
+"""The share of a step from which preparing kernels is worth a change of the program."""
+_UNUSED = 0.05
+_TIGHT = 0.8
+"""With more than this share of the GPU's memory reserved, saved bytes count as much as saved time, else half."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One proposal: what to do and why, what it saves, what it costs, and the command that proves it.
+
+    ``saves_ns`` is per step, ``saves_bytes`` of the peak, or of what is reserved. ``is_bound`` says that no more can be
+    saved, else the figures are estimates. ``share`` is of the step time or of the peak, whichever is larger. ``{name}``
+    in a text stands for one of the ``figures``; its name ends with its unit (``_ns``, ``_bytes``, else a plain number).
+    In the proof ``RUN`` is this run and ``NEW`` one that was recorded with the change.
+    """
+
+    code: str
+    action: str
+    reason: str
+    saves_ns: float | None = None
+    saves_bytes: int | None = None
+    is_bound: bool = True
+    cost: str | None = None
+    proof: str = "profkit compare RUN NEW"
+    figures: dict[str, float] = field(default_factory=dict)
+    share: float = 0.0
+
+
+Rule = Callable[[Summary], Advice | None]
+
+
+def find_advice(summary: Summary) -> tuple[Advice, ...]:
+    """Return all that the rules propose, the largest effect first; nothing where the figures are not to be trusted."""
+    if summary.has_failed:
+        return ()
+    found = []
+    for rule in RULES:
+        one = rule(summary)
+        if one is not None and (share := _share(summary, one)) >= _WORTH:
+            found.append(_with_share(one, share))
+    return tuple(sorted(found, key=lambda one: -_weight(summary, one)))
+
+
+def _share(summary: Summary, one: Advice) -> float:
+    """Return the part of the step time or of the peak that would go; 0 if the whole is unknown."""
+    of_time = (one.saves_ns or 0.0) / summary.step_ns if summary.step_ns else 0.0
+    peak = 0 if summary.memory is None else summary.memory.peak_bytes
+    return max(of_time, (one.saves_bytes or 0) / peak if peak else 0.0)
+
+
+def _with_share(one: Advice, share: float) -> Advice:
+    return Advice(**(vars(one) | {"share": share}))
+
+
+def _weight(summary: Summary, one: Advice) -> float:
+    """Return what decides the order: the share, of memory that is not short the half."""
+    memory = summary.memory
+    is_tight = memory is not None and (
+        memory.has_failed
+        or (memory.capacity_bytes is not None and memory.reserved_peak_bytes > _TIGHT * memory.capacity_bytes)
+    )
+    return one.share if one.saves_ns is not None or is_tight else one.share / 2
+
+
+def _compile(summary: Summary) -> Advice | None:
+    """Fusion: small kernels read and write memory between products; one compiled kernel does it once.
+
+    Where the GPU waits for launches, a graph that is replayed takes their place.
+    """
+    if summary.work is None or summary.gpu is None or summary.head.is_compiled:
+        return None
+    small_ns = summary.per_step(summary.work.small_ns)
+    launching_ns = summary.idle_ns(summary.gpu.causes.launching_ns)
+    action, reason = "torch.compile(model)", "fuses much of {small_ns} of small kernels"
+    if launching_ns > _WORTH * (summary.step_ns or 0):
+        reason += ", and Python prepares fewer ({launching_ns} idle for that)"
+    if launching_ns > _LAUNCHES * (summary.step_ns or 0):
+        action = 'torch.compile(model, mode="reduce-overhead")'
+    return Advice(
+        "compile",
+        action,
+        reason,
+        saves_ns=small_ns + launching_ns,
+        cost="compiles at the start",
+        figures={"small_ns": small_ns, "launching_ns": launching_ns},
+    )
+
+
+def _cuda_graphs(summary: Summary) -> Advice | None:
+    """Replay, for a run that is compiled: one launch of a graph takes the place of hundreds of launches."""
+    if summary.gpu is None or summary.gpu.graph_launches or not summary.head.is_compiled:
+        return None
+    launching_ns = summary.idle_ns(summary.gpu.causes.launching_ns)
+    if launching_ns < _LAUNCHES * (summary.step_ns or 0):
+        return None
+    return Advice(
+        "cuda-graphs",
+        'CUDA graphs: torch.compile(model, mode="reduce-overhead")',
+        "the GPU is idle {launching_ns} while Python prepares kernels",
+        saves_ns=launching_ns,
+        cost="needs constant shapes, and memory of its own",
+        figures={"launching_ns": launching_ns},
+    )
+
+
+def _precision(summary: Summary) -> Advice | None:
+    """Tensor cores: fp32 products do not use them, TF32 products run at half the rate of bf16."""
+    work = summary.work
+    if work is None or work.peaks is None:
+        return None
+    peaks = work.peaks.flops_per_s
+    for now, better, action, bits in (
+        ("fp32", "tf32", 'torch.set_float32_matmul_precision("high")', 10),
+        ("tf32", "bf16", "torch.autocast with bf16", 7),
+    ):
+        time_ns = summary.per_step(work.plain_product_ns.get(now, 0))
+        if not time_ns or now not in peaks or peaks.get(better, 0.0) <= peaks[now]:
+            continue
+        source = "measured" if work.peaks.source == "measured" else "datasheet"
+        return Advice(
+            better,
+            action,
+            f"{now} products take {{product_ns}}, and the peak of {better} is {{gain}} times as high ({source})",
+            saves_ns=time_ns * (1 - peaks[now] / peaks[better]),
+            is_bound=False,
+            cost=f"products keep {bits} bits of mantissa",
+            figures={"product_ns": time_ns, "gain": peaks[better] / peaks[now]},
+        )
+    return None
+
+
+def _optimizer(summary: Summary) -> Advice | None:
+    """One kernel for the whole step of the optimizer: it reads and writes each state once, and keeps no temporaries."""
+    optimizer, memory, work = summary.optimizer, summary.memory, summary.work
+    if optimizer is None or optimizer.kind not in ("foreach", "single tensor") or work is None:
+        return None
+    span_ns, launches = summary.per_step(optimizer.span_ns), summary.per_step(optimizer.launch_count)
+    least_ns, temporary = 0.0, 0
+    if memory is not None and work.peaks is not None:
+        parameters, state = (memory.by_category.get(one, 0) for one in ("parameters", "optimizer state"))
+        # It reads parameters, gradients and state, and writes parameters and state.
+        least_ns = (3 * parameters + 2 * state) / work.peaks.bytes_per_s * 1e9
+    if memory is not None and memory.phase == "optimizer":
+        temporary = memory.by_category.get("temporaries", 0)
+    reason = "{launches} launches take {span_ns} of a step"
+    if least_ns:
+        reason += ", its bytes {least_ns} at the GPU's peak"
+    if temporary:
+        reason += ", and temporaries of {temporary_bytes} stand at the peak of memory"
+    return Advice(
+        "fused-optimizer",
+        "the optimizer with fused=True",
+        reason,
+        saves_ns=max(span_ns - least_ns, 0.0),
+        saves_bytes=temporary or None,
+        figures={"launches": launches, "span_ns": span_ns, "least_ns": least_ns, "temporary_bytes": temporary},
+    )
+
+
+def _attention(summary: Summary) -> Advice | None:
+    """Fused attention never writes the matrix of scores to memory."""
+    if summary.work is None or summary.work.attention is None:
+        return None
+    attention, held = summary.work.attention, 0
+    if summary.memory is not None:
+        names = {name.rpartition(".")[2] for name in attention.ranges}
+        held = sum(
+            row.own_bytes
+            for row in summary.memory.modules
+            if row.path[-1].rpartition(".")[2] in names and row.categories.get("activations")
+        )
+    time_ns = summary.per_step(attention.time_ns)
+    return Advice(
+        "sdpa",
+        "F.scaled_dot_product_attention",
+        "attention is written out and takes {time_ns}" + (", and what it keeps {held_bytes}" if held else ""),
+        saves_ns=time_ns,
+        saves_bytes=held or None,
+        is_bound=False,
+        figures={"time_ns": time_ns, "held_bytes": held},
+    )
+
+
+def _workers(summary: Summary) -> Advice | None:
+    """Batches ready in time: the GPU is idle while the program waits for the next batch."""
+    if summary.gpu is None or not summary.gpu.causes.data_ns:
+        return None
+    idle_ns = summary.idle_ns(summary.gpu.causes.data_ns)
+    return Advice(
+        "data-workers",
+        "more DataLoader workers (num_workers, prefetch_factor)",
+        "the GPU is idle {idle_ns} while the program waits for data",
+        saves_ns=idle_ns,
+        cost="CPU cores and host memory",
+        figures={"idle_ns": idle_ns},
+    )
+
+
+def _checkpoint(summary: Summary) -> Advice | None:
+    """Activations of repeated blocks: keep those of one block at a time, and compute the others again in backward."""
+    memory = summary.memory
+    kept = None if memory is None or memory.phase == "optimizer" else repeated_module(memory.modules)
+    if memory is None or kept is None or summary.recomputes:
+        return None
+    again = next((one for one in summary.modules if one.module == kept.name), None)
+    if again is None or not again.forward_ns or again.recompute_ns:
+        return None
+    activations = kept.categories["activations"]
+    return Advice(
+        "checkpoint",
+        f"torch.utils.checkpoint around {kept.name}",
+        "their activations hold {activation_bytes} of {peak_bytes}",
+        saves_bytes=activations - activations // kept.number,
+        cost="about +{forward_ns} a step, their forward pass again",
+        figures={
+            "activation_bytes": activations,
+            "peak_bytes": memory.peak_bytes,
+            "forward_ns": summary.per_step(again.forward_ns),
+        },
+    )
+
+
+def _expandable(summary: Summary) -> Advice | None:
+    """Segments that grow in place: what is reserved and not allocated lies in gaps that no request fits."""
+    memory = summary.memory
+    if memory is None or memory.expandable_segments or not memory.exact:
+        return None
+    unused = memory.reserved_peak_bytes - memory.peak_bytes
+    if unused < _UNUSED * memory.reserved_peak_bytes:
+        return None
+    return Advice(
+        "expandable-segments",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "{reserved_bytes} were reserved for {peak_bytes}",
+        saves_bytes=unused,
+        figures={"reserved_bytes": memory.reserved_peak_bytes, "peak_bytes": memory.peak_bytes},
+    )
+
+
+def _communication(summary: Summary) -> Advice | None:
+    """Communication that computing does not hide: ranks that differ if most of it is waiting, else when it begins."""
+    if summary.gpu is None or len(summary.ranks) < 2:
+        return None
+    exposed_ns = summary.per_step(summary.gpu.parts.exposed_communication_ns)
+    reason = "{exposed_ns} of communication are not hidden behind computing"
+    action = "smaller buckets, so that communication begins sooner (DDP: bucket_cap_mb; FSDP: prefetching)"
+    if summary.waited_for is not None:
+        action = "equal work for all ranks"
+        reason += f"; most communication is waiting for rank {summary.waited_for}"
+    return Advice("communication", action, reason, saves_ns=exposed_ns, figures={"exposed_ns": exposed_ns})
+
+
+def _zero_grad(summary: Summary) -> Advice | None:
+    """Gradients that live through the only forward pass of a step: nothing reads them there."""
+    memory = summary.memory
+    if memory is None or memory.phase not in ("forward", "loss") or summary.passes != 1:
+        return None
+    gradients = memory.by_category.get("gradients", 0)
+    return Advice(
+        "zero-grad",
+        "optimizer.zero_grad(set_to_none=True) before the forward pass",
+        f"gradients of {{gradient_bytes}} stand at the peak in {memory.phase}, where nothing reads them",
+        saves_bytes=gradients,
+        figures={"gradient_bytes": gradients},
+    )
+
+
+def _synchronising(summary: Summary) -> Advice | None:
+    """Calls that wait: ``.item()``, ``print`` of a tensor and ``.cpu()`` leave the GPU without anything queued."""
+    syncs = None if summary.gpu is None else summary.gpu.syncs
+    if syncs is None:
+        return None
+    gap_ns = summary.per_step(syncs.gap_ns)
+    where = f", most of it after {syncs.call}" + (f" in {syncs.path}" if syncs.path else "")
+    return Advice(
+        "synchronising",
+        "fewer calls that wait for the GPU (.item(), .cpu(), print of a tensor)",
+        "after {count} of them in a step the GPU has nothing to do for {gap_ns}" + where,
+        saves_ns=gap_ns,
+        figures={"count": summary.per_step(syncs.count), "gap_ns": gap_ns},
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _compile,
+    _cuda_graphs,
+    _precision,
+    _optimizer,
+    _attention,
+    _workers,
+    _checkpoint,
+    _expandable,
+    _communication,
+    _zero_grad,
+    _synchronising,
+)
+
+
+def repeated_module(modules: tuple[PartRow, ...]) -> PartRow | None:
+    """Return the row of repeated modules that holds the most activations: the blocks of the model, if it has any."""
+    repeated = [row for row in modules if row.number > 1 and row.categories.get("activations")]
+    return max(repeated, key=lambda row: (row.categories["activations"], -len(row.path)), default=None)
+
+
+def repeated_time(modules: tuple[ModuleTime, ...]) -> ModuleTime | None:
+    """Return the outermost repeated module that took the most time: the blocks of the model, if it has any."""
+    number = {one.module: one.number for one in modules}
+    repeated = [one for one in modules if one.number > 1 and number.get(one.parent or "", 1) == 1]
+    return max(repeated, key=lambda one: one.total_ns, default=None)

@@ -1,0 +1,91 @@
+"""What each module took: its kernels' time in the forward and the backward pass, siblings of one kind as one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.range_paths import split_path
+from profkit.analysis.steps import is_warmup
+from profkit.names import BACKWARD, PHASES, RECOMPUTE, kind_of
+from profkit.trace.columns import distinct_values
+
+_OPTIMIZERS = "Optimizer."
+"""How torch's own ranges around an optimizer's calls begin."""
+_NCCL = "nccl"
+"""The domain of NCCL's own ranges around collectives."""
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """One module, or all that differ in a number: ``h.*`` is ``h.0`` to ``h.11``, and ``number`` is 12.
+
+    Times are kernel time in nanoseconds, summed over the measured steps and all GPUs, and hold the modules within it.
+    ``recompute_ns`` is what a checkpoint computed again, which ``backward_ns`` leaves out. ``forward_ns`` holds every
+    other phase, such as inference. ``parent`` is the module around it, None at the top.
+    """
+
+    module: str
+    parent: str | None
+    number: int
+    forward_ns: int
+    backward_ns: int
+    recompute_ns: int
+
+    @property
+    def total_ns(self) -> int:
+        """Return the time of all three."""
+        return self.forward_ns + self.backward_ns + self.recompute_ns
+
+
+@dataclass
+class _Sum:
+    parent: str | None
+    forward_ns: int = 0
+    backward_ns: int = 0
+    recompute_ns: int = 0
+    names: set[str] = field(default_factory=set)
+
+
+def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
+    """Return the modules of a trace in the order of its tree: the ranges within its phases.
+
+    Raises:
+        TraceError: the trace cannot be placed in its ranges.
+    """
+    sums: dict[str, _Sum] = {}
+    for row in opened.ranges(numbered=False).ranges:
+        parts = split_path(row.path)
+        at = next((n for n, part in enumerate(parts) if part in PHASES), None)
+        if at is None or any(map(is_warmup, parts)) or row.name.startswith(_OPTIMIZERS) or _NCCL in row.domain.lower():
+            continue
+        _add(sums, parts[at], list(parts[at + 1 :]), row.kernel_time_ns)
+    names = {opened.trace.names[index] for index in distinct_values(opened.trace.ranges.name).tolist()}
+    numbers: dict[str, int] = {}
+    for name in names:
+        numbers[kind_of(name)] = numbers.get(kind_of(name), 0) + 1
+    return tuple(
+        ModuleTime(name, one.parent, max(numbers.get(name, 1), 1), one.forward_ns, one.backward_ns, one.recompute_ns)
+        for name, one in sums.items()
+    )
+
+
+def _add(sums: dict[str, _Sum], phase: str, inner: list[str], time_ns: int) -> None:
+    """Add the time of one path within a phase to its module; a module within itself counts once."""
+    if not inner:
+        return
+    *above, name = inner
+    if name == RECOMPUTE:
+        for module in dict.fromkeys(above):
+            sums[module].backward_ns -= time_ns
+            sums[module].recompute_ns += time_ns
+        return
+    if name in above:
+        return
+    one = sums.setdefault(name, _Sum(next((module for module in reversed(above) if module != RECOMPUTE), None)))
+    if RECOMPUTE in above:
+        one.recompute_ns += time_ns
+    elif phase == BACKWARD:
+        one.backward_ns += time_ns
+    else:
+        one.forward_ns += time_ns

@@ -1,0 +1,346 @@
+"""Where the figures of a `Summary` come from: the analyses that the other commands show, each asked once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution, mark_members
+from profkit.analysis.categories import categorize
+from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.compare.provenance import find_condition
+from profkit.analysis.efficiency.data_waits import DataWait
+from profkit.analysis.efficiency.gpu_steps import divide_idle_time, sum_steps
+from profkit.analysis.efficiency.gpu_time import communication_rows
+from profkit.analysis.efficiency.summary import EfficiencyResult
+from profkit.analysis.efficiency.sync_gaps import find_sync_gaps
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.memory.owners import find_capacity
+from profkit.analysis.memory.parts import fold
+from profkit.analysis.module_times import time_modules
+from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.range_paths import split_path
+from profkit.analysis.step_times import summarize_step_times
+from profkit.analysis.steps import is_step, is_warmup, measured_ranges
+from profkit.analysis.summary import (
+    RUN_WARNING,
+    GpuUse,
+    Head,
+    MemoryUse,
+    OptimizerUse,
+    RankUse,
+    StepUse,
+    Summary,
+    WorkUse,
+    WrittenAttention,
+)
+from profkit.findings import Finding
+from profkit.names import (
+    ATTENTION,
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    SCALED_DOT_PRODUCT,
+    SCORES,
+    SOFTMAX,
+    STEP,
+    VALUE_PRODUCT,
+    kind_of,
+)
+from profkit.run.manifest import Compiled, Manifest
+from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
+
+_TF32 = ("high", "medium")
+_OWN_PARTS = "|".join((SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT))
+_ATTENTION = re.compile(rf"(^|[._])(\w*attn\w*|{ATTENTION}|\w+_{ATTENTION})$|^({_OWN_PARTS})$", re.IGNORECASE)
+"""Ranges in which attention itself is computed, by their last name: ``h.0.attn``, ``layers.3.self_attn``."""
+
+
+def summarize_capture(capture: OpenedCapture) -> Summary:
+    """Return what a run, a trace or a snapshot says.
+
+    Raises:
+        TraceError, RunError, SnapshotError: a file of it is damaged.
+    """
+    manifest = Manifest() if capture.run is None else capture.run.manifest
+    summary = Summary(str(capture.path), _head(capture, manifest))
+    findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]
+    if capture.trace is not None:
+        summary, found = _add_time(summary, capture.trace, manifest)
+        findings += found
+    if capture.snapshot is not None:
+        summary, found = _add_memory(summary, capture.snapshot, manifest)
+        findings += found
+    # That the unprofiled time is unknown stands in the line of the step time.
+    kept = {one.message: one for one in findings if one.verdict != "note" and one.code != "no-clean-twin"}
+    return replace(summary, findings=tuple(kept.values()))
+
+
+def _head(capture: OpenedCapture, manifest: Manifest) -> Head:
+    trace = None if capture.trace is None else capture.trace.trace
+    work = None if capture.run is None else capture.run.work
+    compiled = find_condition(manifest, "compiled")
+    is_compiled = None
+    if manifest.workload.compile_mode is not None:
+        is_compiled = manifest.workload.compile_mode != "none"
+    elif isinstance(compiled, Compiled):
+        is_compiled = compiled.graphs > 0
+    if trace is not None and any(_is_inductors(name) for name in trace.names):
+        is_compiled = True
+    on_gpu = trace is not None and trace.measure == "gpu-kernel"
+    gpus = sorted(set(trace.gpus)) if trace is not None else []
+    process = manifest.processes[0] if manifest.processes else None
+    head = Head(
+        command=manifest.argv or ((manifest.target,) if manifest.target else ()),
+        gpu=manifest.gpu or (gpus[0] if len(gpus) == 1 else None) or (None if process is None else process.gpu),
+        gpu_count=len(distinct_values(trace.work.device)) if trace is not None and on_gpu else 0,
+        rank_count=0 if capture.trace is None else len(capture.trace.ranks.members),
+        torch=manifest.versions.get("torch"),
+        precision=_precision(manifest, None if work is None else work.dtype),
+        dtype=(None if work is None else work.dtype) or manifest.workload.dtype,
+        is_compiled=is_compiled,
+        ending=manifest.ending if capture.run is not None and manifest.status != "complete" else None,
+    )
+    if capture.trace is None:
+        return head
+    attribution = capture.trace.attribution
+    steps = measured_ranges(attribution).get(STEP, empty_ints())
+    each = np.unique(attribution.trace.ranges.process[steps], return_counts=True)[1]
+    names = [attribution.trace.names[index] for index in attribution.trace.ranges.name[steps].tolist()]
+    numbers = [int(name.rpartition(" ")[2]) for name in names if is_step(name) and name[-1].isdigit()]
+    return replace(
+        head,
+        steps=int(each[0]) if len(set(each.tolist())) == 1 else None,
+        first_step=min(numbers, default=None),
+        last_step=max(numbers, default=None),
+    )
+
+
+def _precision(manifest: Manifest, counted: str | None) -> str | None:
+    """Return the precision in words: what was counted, else what the run was set to."""
+    autocast = find_condition(manifest, "autocast_dtypes")
+    if isinstance(autocast, tuple) and autocast:
+        return f"{', '.join(autocast)} autocast".replace("bfloat16", "bf16").replace("float16", "fp16")
+    tf32 = manifest.float32_matmul_precision
+    if tf32 is None or manifest.device == "cpu":
+        return counted or manifest.workload.dtype
+    dtype = counted or manifest.workload.dtype
+    if dtype is not None and dtype != "fp32":
+        return dtype
+    return f"{'no autocast' if dtype is None else dtype}, TF32 {'on' if tf32 in _TF32 else 'off'}"
+
+
+def _add_time(summary: Summary, opened: OpenedTrace, manifest: Manifest) -> tuple[Summary, list[Finding]]:
+    attribution, findings = opened.attribution, list(opened.self_check.findings)
+    measured = measured_ranges(attribution)
+    steps = measured.get(STEP, empty_ints())
+    ranges = opened.trace.ranges
+    recorded = float(np.median(ranges.end_ns[steps] - ranges.start_ns[steps])) if len(steps) else None
+    count = len(set(zip(ranges.process[steps].tolist(), steps.tolist(), strict=True))) or 1
+    rows = np.ones(len(opened.trace.work), dtype=np.bool_)
+    if len(steps):
+        rows = mark_members(len(rows), attribution.work.under(steps).rows)
+    result = None
+    if opened.trace.measure == "gpu-kernel" and len(opened.trace.work):
+        result = opened.efficiency()
+        findings += result.warnings
+        if result.steps:
+            count = len(result.steps)
+            recorded = sum(step.gpu.span_ns for step in result.steps) / count
+    summary = replace(
+        summary,
+        has_trace=True,
+        step_count=count,
+        steps=_steps(manifest, recorded),
+        gpu=None if result is None else _gpu(attribution, result, has_steps=len(steps) > 0),
+        work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
+        optimizer=None if result is None else _optimizer(attribution, result),
+        modules=time_modules(opened),
+        recomputes=any(name == RECOMPUTE for name in opened.trace.names),
+        passes=_passes(measured, steps),
+        ledger=attribution.ledger if len(opened.trace.work) else None,
+    )
+    return _add_ranks(summary, opened, result, rows), findings
+
+
+def _passes(measured: dict[str, Ints], steps: Ints) -> float | None:
+    """Return how many backward passes a step has on average; None if that is unknown."""
+    passes = measured.get(BACKWARD, measured.get(FORWARD, empty_ints()))
+    return len(passes) / len(steps) if len(steps) and len(passes) else None
+
+
+def _steps(manifest: Manifest, recorded_ns: float | None) -> tuple[StepUse, ...]:
+    times = summarize_step_times(manifest)
+    found = [one for one in ([] if times is None else times.phases) if one.phase == STEP]
+    if not found:
+        return () if recorded_ns is None else (StepUse(None, None, 0, None, None, recorded_ns),)
+    return tuple(
+        StepUse(
+            one.context, one.clean_ns, one.clean.count, one.clean.p10, one.clean.p90, one.profiled_ns or recorded_ns
+        )
+        for one in found
+    )
+
+
+def _gpu(attribution: Attribution, result: EfficiencyResult, *, has_steps: bool) -> GpuUse:
+    parts, data = sum_steps(result.steps) if result.steps else (result.capture, DataWait())
+    is_estimate = result.clean_idle_share is not None
+    waits = {(step.process, step.start_ns): step.data_wait_ns for step in result.steps}
+    trace = attribution.trace
+    graphs = [index for index, name in enumerate(trace.names) if "GraphLaunch" in name]
+    return GpuUse(
+        parts=parts,
+        causes=divide_idle_time(parts, data),
+        idle_share=parts.idle_share if result.clean_idle_share is None else result.clean_idle_share,
+        is_estimate=is_estimate,
+        data_wait_ns=sum(waits.values()),
+        graph_launches=int(np.isin(trace.calls.name, graphs).sum()) + int(trace.work.is_graph.sum()),
+        syncs=find_sync_gaps(attribution) if has_steps else None,
+    )
+
+
+def _work(attribution: Attribution, rows: Bools, optimizers: Ints, result: EfficiencyResult | None) -> WorkUse | None:
+    trace = attribution.trace
+    work = trace.work
+    if not len(work):
+        return None
+    optimized = rows & mark_members(len(work), attribution.work.under(optimizers).rows)
+    at_peak = [
+        row.ceiling_share * row.busy_ns
+        for row in (() if result is None else result.ranges)
+        if is_step(row.name) and row.ceiling_share is not None
+    ]
+    return WorkUse(
+        measure=trace.measure,
+        kernel_time_ns=int(work.duration_ns[rows].sum()),
+        by_category=_by_category(attribution, rows),
+        in_optimizer=_by_category(attribution, optimized),
+        at_peak_ns=sum(at_peak) if at_peak else None,
+        peaks=None if result is None else result.peaks,
+        plain_product_ns=_sum_by(attribution, rows, product_dtype),
+        attention=None if result is None else _written_attention(attribution, rows),
+    )
+
+
+def _by_category(attribution: Attribution, rows: Bools) -> dict[str, int]:
+    return _sum_by(attribution, rows, lambda name: categorize(name, attribution.trace.measure).name)
+
+
+def _sum_by(attribution: Attribution, rows: Bools, label_of: Callable[[str], str | None]) -> dict[str, int]:
+    """Return label → time of these rows of work by their kernels' names, the longest first."""
+    trace = attribution.trace
+    found: dict[str, int] = {}
+    sums = np.zeros(len(trace.names), dtype=np.int64)
+    np.add.at(sums, trace.work.name[rows], trace.work.duration_ns[rows])
+    for index in distinct_values(trace.work.name[rows]).tolist():
+        label = label_of(trace.names[index])
+        if label is not None:
+            found[label] = found.get(label, 0) + int(sums[index])
+    return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
+
+
+def product_dtype(name: str) -> str | None:
+    """Return fp32 (without tensor cores) or tf32 for a matrix product whose kernel's name says so, else None."""
+    lowered = name.lower()
+    if categorize(name).name != "gemm":
+        return None
+    if "tf32" in lowered or "s1688gemm" in lowered:
+        return "tf32"
+    return "fp32" if "sgemm" in lowered or "f32f32_f32f32_f32" in lowered else None
+
+
+def _written_attention(attribution: Attribution, rows: Bools) -> WrittenAttention | None:
+    """Return what ranges of attention launch themselves, if a softmax is among it and no fused kernel in the trace."""
+    trace = attribution.trace
+    kinds = {index: categorize(trace.names[index]).name for index in distinct_values(trace.work.name[rows]).tolist()}
+    if "attention" in kinds.values():
+        return None
+    is_attention = np.array([_ATTENTION.search(name) is not None for name in trace.names] or [False], dtype=np.bool_)
+    innermost = attribution.work.innermost
+    placed = rows & (innermost >= 0)
+    placed[placed] = is_attention[trace.ranges.name[innermost[placed]]]
+    names = {trace.names[i] for i in distinct_values(trace.ranges.name[innermost[placed]]).tolist()}
+    softmaxes = [index for index, kind in kinds.items() if kind == "softmax"]
+    if SOFTMAX not in names and not (placed & np.isin(trace.work.name, softmaxes)).any():
+        return None
+    return WrittenAttention(tuple(sorted({kind_of(name) for name in names})), int(trace.work.duration_ns[placed].sum()))
+
+
+def _is_inductors(name: str) -> bool:
+    return name.startswith("triton_") and categorize(name).rule.startswith("inductor")
+
+
+def _optimizer(attribution: Attribution, result: EfficiencyResult) -> OptimizerUse | None:
+    rows = [row for row in result.ranges if row.name == OPTIMIZER and row.gpu is not None and _is_measured(row.path)]
+    members = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
+    if not rows or not len(members):
+        return None
+    trace = attribution.trace
+    names = [trace.names[i] for i in distinct_values(trace.work.name[attribution.work.under(members).rows]).tolist()]
+    kind = "single tensor"
+    if any(_is_inductors(name) for name in names):
+        kind = "compiled"
+    elif any("multi_tensor_apply" in name for name in names):
+        kind = "fused" if any("Fused" in name for name in names) else "foreach"
+    return OptimizerUse(
+        kind,
+        sum(row.gpu.span_ns for row in rows if row.gpu is not None),
+        sum(row.launch_count for row in rows),
+    )
+
+
+def _is_measured(path: str) -> bool:
+    """Return whether a path lies in a step that is measured."""
+    parts = split_path(path)
+    return any(map(is_step, parts)) and not any(map(is_warmup, parts))
+
+
+def _add_ranks(summary: Summary, opened: OpenedTrace, result: EfficiencyResult | None, rows: Bools) -> Summary:
+    if len(opened.ranks.members) < 2 or not len(rows):
+        return summary
+    work = opened.trace.work
+    talks = communication_rows(opened.trace)
+    waits: dict[int | None, list[int | None]] = {}
+    for step in () if result is None else result.steps:
+        waits.setdefault(step.rank, []).append(step.waiting_ns)
+    found = []
+    for rank, process in opened.ranks.members:
+        mine = rows & (work.process == process)
+        own_ns, communication_ns = (int(work.duration_ns[mine & some].sum()) for some in (~talks, talks))
+        found.append(RankUse(rank, own_ns, communication_ns, _sum_known(waits.get(rank, ()))))
+    slowest = max(found, key=lambda row: row.own_ns).rank if sum(row.own_ns > 0 for row in found) > 1 else None
+    ranges = () if result is None else result.ranges
+    waited_for = next((row.waiting_for for row in ranges if is_step(row.name)), None)
+    return replace(summary, ranks=tuple(found), slowest_rank=slowest, waited_for=waited_for)
+
+
+def _sum_known(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) -> tuple[Summary, list[Finding]]:
+    result, memory = opened.memory(), opened.device()
+    times = (() if manifest.memory is None else manifest.memory.steps), manifest.unprofiled
+    recorded = [step["step_ns"] for step in times[0] if "step_ns" in step]
+    clean = [] if times[1] is None else times[1].step_ns()
+    at = result.composition
+    use = MemoryUse(
+        device=result.totals.device,
+        peak_bytes=result.totals.allocated_peak_bytes,
+        exact=result.totals.exact,
+        phase=at.phase,
+        by_category={row.category: row.bytes for row in at.by_category},
+        reserved_peak_bytes=result.totals.reserved_peak_bytes,
+        capacity_bytes=find_capacity(memory.recorded, memory.device.index),
+        expandable_segments=opened.snapshot.settings.expandable_segments,
+        modules=fold(at.by_module),
+        has_failed=result.oom is not None,
+        agrees=None if result.allocator_check is None else result.allocator_check.agrees,
+        recording_cost=float(np.median(recorded) / np.median(clean) - 1) if recorded and clean else None,
+    )
+    return replace(summary, memory=use), list(result.warnings)

@@ -1,0 +1,243 @@
+"""What a run says in ten lines: each line's figures as plain data.
+
+Times are sums over the measured steps and all GPUs; `Summary.per_step` divides them by both. A capture without measured
+steps is taken whole. What was not recorded is None or empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from profkit.analysis.attribution import Ledger
+from profkit.analysis.efficiency.facts import Peaks
+from profkit.analysis.efficiency.gpu_steps import IdleCauses
+from profkit.analysis.efficiency.gpu_time import GpuParts
+from profkit.analysis.efficiency.sync_gaps import SyncGaps
+from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.module_times import ModuleTime
+from profkit.findings import Finding
+
+PRODUCTS = ("gemm", "attention")
+RUN_WARNING = "run"
+"""The code of findings that are the run's own warnings, which ``profkit run`` prints."""
+SMALL = (
+    "softmax",
+    "normalization",
+    "elementwise",
+    "reduction",
+    "copy/cast",
+    "embedding/index",
+    "loss",
+    "random",
+    "other",
+)
+"""The categories of kernels that do little arithmetic per byte: what a compiler fuses."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What was run: the command as it was given, on which GPUs, in which precision, and how it ended.
+
+    ``steps`` are the measured ones of each process, from ``first_step`` to ``last_step`` by their names.
+    ``is_compiled`` says whether compiled code ran, None if unknown. ``ending`` is how a run ended that is not complete.
+    """
+
+    command: tuple[str, ...] = ()
+    gpu: str | None = None
+    gpu_count: int = 0
+    rank_count: int = 0
+    torch: str | None = None
+    precision: str | None = None
+    dtype: str | None = None
+    is_compiled: bool | None = None
+    steps: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    ending: str | None = None
+
+
+@dataclass(frozen=True)
+class StepUse:
+    """The step time in ns: without a profiler (``unprofiled_*``, over ``count`` steps) and as recorded."""
+
+    context: int | None
+    unprofiled_ns: float | None
+    count: int
+    p10_ns: float | None
+    p90_ns: float | None
+    recorded_ns: float | None
+
+    @property
+    def best_ns(self) -> float | None:
+        """Return the time without a profiler if it is known, else the recorded one."""
+        return self.recorded_ns if self.unprofiled_ns is None else self.unprofiled_ns
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """The GPUs' time in its parts and why they were idle, as recorded; ``idle_share`` as the run was unprofiled.
+
+    If no unprofiled time is known, ``is_estimate`` is False and ``idle_share`` is the recorded one.
+    """
+
+    parts: GpuParts
+    causes: IdleCauses
+    idle_share: float
+    is_estimate: bool
+    data_wait_ns: int
+    """Python time of the waits for data."""
+    graph_launches: int
+    syncs: SyncGaps | None
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """Attention without a fused kernel: the time of the kernels that its ranges launch themselves."""
+
+    ranges: tuple[str, ...]
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class WorkUse:
+    """Kernel time (of a CPU trace: operators' self time) by category, that of the optimizer's phase apart.
+
+    ``at_peak_ns`` is what the matrix products would take at their dtype's peak, None if their FLOPs are unknown.
+    ``plain_product_ns`` is the time of products by the types that their kernels' names tell: fp32 and tf32.
+    ``attention`` is attention that is written out, None where there is none.
+    """
+
+    measure: str
+    kernel_time_ns: int
+    by_category: dict[str, int]
+    in_optimizer: dict[str, int]
+    at_peak_ns: float | None
+    peaks: Peaks | None
+    plain_product_ns: dict[str, int]
+    attention: WrittenAttention | None
+
+    @property
+    def product_ns(self) -> int:
+        """Return the time of matrix products and attention."""
+        return sum(self.by_category.get(one, 0) for one in PRODUCTS)
+
+    @property
+    def small_ns(self) -> int:
+        """Return the time of `SMALL` kernels outside the optimizer."""
+        return sum(self.by_category.get(one, 0) - self.in_optimizer.get(one, 0) for one in SMALL)
+
+    @property
+    def optimizer_ns(self) -> int:
+        """Return the time of the optimizer: its phase, or where there is none its kernels by their names."""
+        return sum(self.in_optimizer.values()) or self.by_category.get("optimizer", 0)
+
+    @property
+    def communication_ns(self) -> int:
+        """Return the time of communication kernels, waiting included."""
+        return self.by_category.get("communication", 0)
+
+
+@dataclass(frozen=True)
+class OptimizerUse:
+    """The optimizer's phase: its time on the GPUs and launches; ``kind`` is how its kernels are built."""
+
+    kind: str
+    """``fused``, ``foreach``, ``compiled`` or ``single tensor``."""
+    span_ns: int
+    launch_count: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The peak of the device with the highest one, in bytes; ``modules`` are folded as `profkit memory` shows them."""
+
+    device: int
+    peak_bytes: int
+    exact: bool
+    phase: str | None
+    by_category: dict[str, int]
+    reserved_peak_bytes: int
+    capacity_bytes: int | None
+    expandable_segments: bool
+    modules: tuple[PartRow, ...]
+    has_failed: bool
+    agrees: bool | None
+    """Whether PyTorch's own peaks are the replayed ones to the byte; None if the run recorded none."""
+    recording_cost: float | None
+    """What recording the allocator added to the step time, as a fraction of it."""
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """One rank: its kernel time without communication, and how long it waited for others in collectives."""
+
+    rank: int
+    own_ns: int
+    communication_ns: int
+    waiting_ns: int | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything the ten lines state.
+
+    ``step_count`` is over how many pairs of a step and a GPU (of a CPU trace: a step and a process) times are summed.
+    ``waited_for`` is the rank for which most of the communication was waiting. ``findings`` are what a reader must know
+    before trusting the figures, each once. ``forward_count`` and ``backward_count`` are passes per step, by range.
+    """
+
+    run: str
+    head: Head
+    steps: tuple[StepUse, ...] = ()
+    step_count: int = 1
+    gpu: GpuUse | None = None
+    work: WorkUse | None = None
+    optimizer: OptimizerUse | None = None
+    modules: tuple[ModuleTime, ...] = ()
+    recomputes: bool = False
+    passes: float | None = None
+    memory: MemoryUse | None = None
+    ranks: tuple[RankUse, ...] = ()
+    slowest_rank: int | None = None
+    waited_for: int | None = None
+    has_trace: bool = False
+    ledger: Ledger | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether a check of the capture failed: then no figure is to be trusted."""
+        return any(one.verdict == "failed" for one in self.findings)
+
+    def per_step(self, time_ns: float) -> float:
+        """Return a sum as the average of a step on one GPU."""
+        return time_ns / self.step_count
+
+    @property
+    def step_ns(self) -> float | None:
+        """Return the step time, without a profiler if known; of several contexts, their mean."""
+        times = [one.best_ns for one in self.steps if one.best_ns is not None]
+        return sum(times) / len(times) if times else None
+
+    def idle_ns(self, recorded_ns: int | None = None) -> float:
+        """Return the idle time of a step on one GPU, without a profiler if known; of a part of the recorded, its share.
+
+        Where a profiler's cost is known, all idle time shrinks alike.
+        """
+        if self.gpu is None:
+            return 0.0
+        parts = self.gpu.parts
+        span_ns = self.per_step(parts.span_ns)
+        if self.gpu.is_estimate and self.step_ns is not None:
+            span_ns = self.step_ns
+        whole = self.gpu.idle_share * span_ns
+        return whole if recorded_ns is None else whole * recorded_ns / parts.idle_ns if parts.idle_ns else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        data = asdict(self)
+        del data["findings"]
+        if self.gpu is not None:
+            data["gpu"]["parts"] = self.gpu.parts.to_dict()
+        return data

@@ -1,0 +1,36 @@
+"""``profkit summary``: a run in ten lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profkit.analysis.advice import find_advice
+from profkit.analysis.summarize import summarize_capture
+from profkit.cli.options import output_options
+from profkit.cli.outputs import print_document, refuse_overwriting
+from profkit.cli.progress import shown_after_a_second
+from profkit.reading import open_capture
+from profkit.report.document import Format
+from profkit.report.summary import build_summary_document
+from profkit.snapshot.unpickler import collector_off
+
+
+@click.command()
+@click.argument("capture", type=click.Path(path_type=Path), metavar="RUN")
+@output_options
+def summary(capture: Path, style: Format, output: Path | None, full_names: bool) -> None:
+    """Show in ten lines what a run spent its time and memory on, and what to try.
+
+    RUN is a run directory, a trace (.sqlite, .nsys-rep, .json, .json.gz) or a memory snapshot (.pickle, .pickle.gz).
+
+    Each proposal rests on figures of this run: "at most" is a bound, "about" an estimate. The time of a step is the
+    unprofiled one if the run measured it.
+    """
+    refuse_overwriting([capture], [output])
+    click.get_current_context().with_resource(collector_off())
+    with shown_after_a_second(f"reading {capture.name}"):
+        found = summarize_capture(open_capture(capture))
+        document = build_summary_document(found, find_advice(found))
+    print_document(document, style, output, full_names=full_names)

@@ -1,0 +1,195 @@
+"""The ten lines: their figures are those of the other commands, they fit a screen, and they say what is missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.analysis.advice import find_advice
+from profkit.analysis.summarize import summarize_capture
+from profkit.analysis.summary import Summary
+from profkit.reading import open_capture
+from profkit.report import document as document_module
+from profkit.report.document import render
+from profkit.report.summary import build_summary_document
+from tests.captures import capture
+from tests.conftest import ROOT
+from tests.efficiency_runs import SMALL, make_small_run, make_timed_run
+from tests.in_process import run_command
+from tests.memory_captures import Training
+
+SNAPSHOT = ROOT / "traces" / "small-train.snapshot.pickle.gz"
+
+
+def _summary(path: Path) -> Summary:
+    return summarize_capture(open_capture(path))
+
+
+def _json(*words: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run_command(*words, "--format", "json").stdout)
+    return found
+
+
+def _lines(summary: Summary, monkeypatch: pytest.MonkeyPatch, width: int) -> dict[str, str]:
+    """Return label → its whole text, as it stands on a screen of this width; the head under ''."""
+    monkeypatch.setattr(document_module, "screen_width", lambda: width)
+    text = render(build_summary_document(summary, find_advice(summary)), "table")
+    assert max(map(len, text.splitlines())) <= width
+    found, label = {"": ""}, ""
+    for line in text.splitlines():
+        word, _, rest = line.partition(" ")
+        is_label = line[:1].isupper() and word.isalpha()
+        label = word if is_label else label
+        found[label] = f"{found.get(label, '')} {(rest if is_label else line).strip()}".strip()
+    return found
+
+
+def test_its_times_are_those_of_the_other_commands(tmp_path: Path) -> None:
+    run = make_small_run(tmp_path)
+    said, efficiency = _json("summary", run), _json("efficiency", run)
+    kernels, categories = _json("kernels", run), _json("kernels", run, "--by", "category")
+    assert said["work"]["kernel_time_ns"] == kernels["kernel_time_ns"]
+    assert said["work"]["by_category"] == {row["name"]: row["total_ns"] for row in categories["kernels"]}
+    assert said["ledger"] == kernels["ledger"]
+    for part in ("span_ns", "busy_ns", "launching_ns", "exposed_copy_ns"):
+        assert said["gpu"]["parts"][part] == sum(step["gpu"][part] for step in efficiency["steps"])
+    assert sum(said["gpu"]["causes"].values()) == said["gpu"]["parts"]["idle_ns"]
+    assert said["gpu"]["idle_share"] == efficiency["idle_share"]
+    assert said["step_count"] == len(efficiency["steps"]) == 2
+    optimizer = next(row for row in efficiency["ranges"] if row["name"] == "optimizer")
+    assert said["optimizer"]["span_ns"] == optimizer["gpu"]["span_ns"]
+    assert sum(said["work"]["in_optimizer"].values()) == optimizer["kernel_time_ns"]
+    layer = next(row for row in _json("kernels", run, "--range", "forward/layer *", "--by", "range")["kernels"])
+    assert layer["name"]
+    forward = _json("kernels", run, "--range", "forward/layer *")["kernel_time_ns"]
+    assert {one["module"]: one["forward_ns"] for one in said["modules"]}["layer *"] == forward
+
+
+def test_its_memory_is_that_of_the_memory_command() -> None:
+    said, memory = _json("summary", SNAPSHOT)["memory"], _json("memory", SNAPSHOT)
+    assert said["peak_bytes"] == memory["allocated"]["peak_bytes"]
+    assert said["reserved_peak_bytes"] == memory["reserved"]["peak_bytes"]
+    assert said["by_category"] == {row["category"]: row["bytes"] for row in memory["peak"]["by_category"]}
+    assert (said["exact"], said["phase"]) == (memory["exact"], memory["peak"]["phase"])
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_run_is_read_from_the_step_to_what_to_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    lines = _lines(_summary(make_small_run(tmp_path)), monkeypatch, width)
+    assert list(lines) == ["", "STEP", "GPU", "WORK", "MODULE", "Try", "Closed", "More"]
+    assert lines[""].endswith("1 × H200 · fp32, TF32 off · 2 steps recorded (0–1)")
+    assert lines["STEP"].startswith("105.8 ms as recorded; the unprofiled time is unknown")
+    assert "idle 71.7% = 75.8" in lines["GPU"]
+    assert "matmul 70.9% of 29.66 ms of kernel time, at " in lines["WORK"]
+    assert lines["MODULE"].startswith("layer * ×12: 8.521 ms of 29.66 ms")
+    assert lines["Closed"] == "59,325,701 ns of kernels: every one in a named line"
+    assert lines["Try"].startswith("1 torch.compile(model, ")
+    assert "at most −77.2" in lines["Try"]
+
+
+def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = _summary(make_timed_run(tmp_path))
+    assert summary.gpu is not None
+    assert summary.gpu.is_estimate
+    assert summary.step_ns == 800
+    assert summary.idle_ns() == pytest.approx(summary.gpu.idle_share * 800)
+    parts = summary.gpu.causes
+    each = (parts.data_ns, parts.launching_ns, parts.synchronising_ns, parts.outside_cuda_ns)
+    assert sum(map(summary.idle_ns, each)) == pytest.approx(summary.idle_ns())
+    lines = _lines(summary, monkeypatch, 120)
+    assert lines["STEP"].startswith("800 ns unprofiled (3 steps")
+    assert "recording made it 1.000 µs (+25%)" in lines["STEP"]
+
+
+def test_ranks_name_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = _summary(capture("ddp.nsys2025.sqlite"))
+    lines = _lines(summary, monkeypatch, 120)
+    assert "2 × H200 · 2 ranks" in lines[""]
+    assert lines["RANKS"].startswith("own kernels a step: rank 0 33.90 ms, rank 1 29.44 ms")
+    assert "the others wait for rank 1 (rank 0 " in lines["RANKS"]
+    assert "communication not hidden " in lines["GPU"]
+    assert "750,239 ns of them are in no range" in lines["Closed"]
+
+
+def test_a_capture_without_a_gpu_says_so_and_has_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = _summary(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz")
+    lines = _lines(summary, monkeypatch, 80)
+    assert "CPU only" in lines[""]
+    assert "of operator time" in lines["WORK"]
+    assert "GPU" not in lines
+    assert find_advice(summary) == ()
+
+
+def test_ranges_alone_leave_a_step_time_and_the_command_that_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = _lines(_summary(ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite"), monkeypatch, 80)
+    assert lines["WORK"].startswith("no GPU work was recorded")
+    assert lines["More"].startswith("profkit ranges ")
+
+
+def test_a_snapshot_alone_has_the_line_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = _lines(_summary(SNAPSHOT), monkeypatch, 80)
+    assert list(lines) == ["", "MEMORY", "Try", "Closed", "More"]
+    assert lines["MEMORY"].startswith("peak 3.052 GiB in backward: activations 46.7%")
+
+
+def test_a_run_of_memory_alone_agrees_with_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = _lines(_summary(Training().write_run(tmp_path)), monkeypatch, 80)
+    assert lines["Closed"].endswith("PyTorch's own peaks, recorded by the run, agree to the byte")
+
+
+def test_a_failed_run_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_small_run(tmp_path)
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"status": "failed", "exit_status": 7}))
+    lines = _lines(_summary(run), monkeypatch, 80)
+    assert list(lines)[1] == "FAILED"
+    assert lines["FAILED"].startswith("it failed (exit status 7)")
+
+
+def test_of_a_capture_that_failed_its_self_check_nothing_is_concluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = _summary(capture("graph_whole.nsys2023.sqlite"))
+    assert find_advice(summary) == ()
+    lines = _lines(summary, monkeypatch, 80)
+    assert "SELF-CHECK FAILED: do not trust this capture's totals" in lines[""]
+    assert "Closed" not in lines
+
+
+def test_what_the_run_warned_of_is_a_care(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_small_run(tmp_path)
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"warnings": ["GPU 0's power cap held its clocks down"]}))
+    summary = _summary(run)
+    assert _lines(summary, monkeypatch, 80)["Care"] == "GPU 0's power cap held its clocks down"
+    at_the_end = render(build_summary_document(summary, (), for_run=True), "table")
+    assert "power cap" not in at_the_end, "profkit run has just printed it"
+    done = run_command("summary", run)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("style", ["markdown", "latex", "csv", "json"])
+def test_every_format_holds_the_step_time_and_the_advice(style: str) -> None:
+    done = run_command("summary", SMALL, "--format", style)
+    assert done.returncode == 0, done.stderr
+    assert "torch.compile" in done.stdout
+    assert ("105.8 ms" if style in ("markdown", "latex") else "59325701") in done.stdout
+
+
+def test_at_most_three_proposals_are_printed_and_all_are_data() -> None:
+    summary = _summary(SMALL)
+    advice = find_advice(summary)
+    assert len(advice) > 3
+    assert [one.share for one in advice] == sorted((one.share for one in advice), reverse=True)
+    text = render(build_summary_document(summary, advice), "table")
+    assert advice[2].action in " ".join(text.split())
+    assert advice[3].action not in " ".join(text.split())
+    assert [one["code"] for one in _json("summary", SMALL)["advice"]] == [one.code for one in advice]
+    few = render(build_summary_document(replace(summary), advice[:1]), "table")
+    assert few.count("\n        2 ") == 0
