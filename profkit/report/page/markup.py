@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from profkit.findings import Finding
-from profkit.report.document import UNKNOWN, Column, Lines, Table
+from profkit.report.document import UNKNOWN, Column, Labelled, Lines, Table
 from profkit.report.text import make_visible
 
 _LONGEST_TABLE = 400
@@ -90,14 +90,15 @@ def _plain(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def view_parts(parts: Iterable[Table | Lines]) -> list[dict[str, Any]]:
+def view_parts(parts: Iterable[Table | Lines | Labelled]) -> list[dict[str, Any]]:
     """Return a document's tables and sentences as the template reads them."""
-    return [
-        {"table": view_table(part)}
-        if isinstance(part, Table)
-        else {"title": part.title, "lines": [make_visible(line) for line in part.lines]}
-        for part in parts
-    ]
+    return [{"table": view_table(part)} if isinstance(part, Table) else _view_lines(part) for part in parts]
+
+
+def _view_lines(part: Lines | Labelled) -> dict[str, Any]:
+    if isinstance(part, Lines):
+        return {"title": part.title, "lines": [make_visible(line) for line in part.lines]}
+    return {"title": "", "lines": [make_visible(" ".join(filter(None, line))) for line in part.lines]}
 
 
 def pack(data: Any) -> Markup:
