@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 
+# A screen's width is each test's own affair.
+os.environ.pop("COLUMNS", None)
+
 # Whoever starts the tests in the background leaves these ignored, and so would every process that a test starts.
 for number, handler in (
     (signal.SIGINT, signal.default_int_handler),

@@ -17,7 +17,9 @@ from profkit.report.text import (
     escape_markdown,
     json_text,
     make_visible,
+    screen_width,
     shorten,
+    shorten_apart,
     simplify_name,
 )
 
@@ -33,6 +35,24 @@ def test_shortening_keeps_both_ends_and_the_width() -> None:
     assert shorten("abc", 1) == "…"
     for width in range(1, 30):
         assert len(shorten("x" * 20 + "y" * 20, width)) == width
+
+
+def test_names_that_differ_in_the_middle_alone_shorten_to_different_names() -> None:
+    name = "cudnn_generated_fort_native_sdpa_sm90_flash_{}_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0"
+    names = [name.format("fprop"), name.format("bprop"), "gemm", name.format("fprop")]
+    assert shorten(names[0], 36) == shorten(names[1], 36)
+    forward, backward, gemm, again = shorten_apart(names, 36)
+    assert "fprop" in forward
+    assert "bprop" in backward
+    assert (gemm, again) == ("gemm", forward)
+    for width in range(1, 100):
+        assert all(len(short) <= width for short in shorten_apart(names, width))
+
+
+def test_columns_of_the_environment_are_obeyed_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, width in (("120", 120), ("72", 72), ("5", 40), ("", 80), ("wide", 80), ("0", 80)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert screen_width() == width
 
 
 def test_a_control_character_shows_as_its_picture() -> None:

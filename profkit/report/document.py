@@ -25,6 +25,7 @@ from profkit.report.text import (
     make_visible,
     screen_width,
     shorten,
+    shorten_apart,
 )
 from profkit.report.units import COUNT, Unit
 from profkit.version import __version__
@@ -250,20 +251,21 @@ def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH) 
             shrink = min(max(-spare, 0), max(widths[at] - _LEAST_WIDTH, 0))
             widths[at] -= shrink
             spare += shrink
-    lines = [_line([column.heading for column in columns], widths, columns), "  ".join("─" * one for one in widths)]
-    lines += [_line(row, widths, columns) for row in rows]
+    fitted = [
+        shorten_apart([row[at] for row in rows], widths[at]) if column.flexible else [row[at] for row in rows]
+        for at, column in enumerate(columns)
+    ]
+    headings = [shorten(column.heading, width) for column, width in zip(columns, widths, strict=True)]
+    lines = [_line(headings, widths, columns), "  ".join("─" * one for one in widths)]
+    lines += [_line(row, widths, columns) for row in zip(*fitted, strict=True)]
     text = "\n".join(line.rstrip() for line in lines)
     return f"{make_visible(table.title)}\n{text}" if table.title else text
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:
-    fitted = [
-        shorten(cell, width) if column.flexible else cell
-        for cell, width, column in zip(cells, widths, columns, strict=True)
-    ]
     return "  ".join(
         cell.rjust(width) if column.unit.right else cell.ljust(width)
-        for cell, width, column in zip(fitted, widths, columns, strict=True)
+        for cell, width, column in zip(cells, widths, columns, strict=True)
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 WIDTH = 80
+_LEAST_WIDTH = 40
 
 _LATEX_ESCAPES = {
     "\\": r"\textbackslash{}",
@@ -66,7 +67,13 @@ _GEMM_DETAILS = re.compile(
 
 
 def screen_width() -> int:
-    """Return the width of the terminal, at least 80; 80 where the output is no terminal."""
+    """Return the width of the screen: ``COLUMNS`` if it is set, in a pipe too; else the terminal's, at least 80; or 80.
+
+    No table is narrower than `_LEAST_WIDTH`.
+    """
+    wanted = os.environ.get("COLUMNS", "")
+    if wanted.isdecimal() and int(wanted):
+        return max(int(wanted), _LEAST_WIDTH)
     try:
         return max(os.get_terminal_size(sys.stdout.fileno()).columns, WIDTH)
     except (OSError, ValueError, AttributeError):
@@ -85,6 +92,20 @@ def shorten(text: str, width: int) -> str:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def shorten_apart(texts: Sequence[str], width: int) -> list[str]:
+    """Return texts shortened as by `shorten`, but those that would then read alike keep the place where they differ.
+
+    A forward and a backward kernel may differ in one letter in the middle of a long name.
+    """
+    groups: dict[str, set[str]] = {}
+    for text in texts:
+        groups.setdefault(shorten(text, width), set()).add(text)
+    return [
+        short if len(groups[short]) == 1 else _shorten_around(text, _first_difference(groups[short]), width)
+        for text, short in ((text, shorten(text, width)) for text in texts)
+    ]
 
 
 def escape_markdown(text: str) -> str:
@@ -131,6 +152,21 @@ def simplify_name(name: str) -> str:
     if not function:
         return name
     return f"{function}<{','.join(words)}>" if words else function
+
+
+def _first_difference(texts: set[str]) -> int:
+    first, last = min(texts), max(texts)
+    return next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+
+
+def _shorten_around(text: str, at: int, width: int) -> str:
+    """Return text of at most ``width`` characters with its beginning, and what stands at ``at`` and a little before."""
+    head = width // 3
+    room = width - head - 1
+    if room < 3:
+        return shorten(text, width)
+    rest = text[max(at - room // 3, head) :]
+    return f"{text[:head]}…{rest if len(rest) <= room else rest[: room - 1] + '…'}"
 
 
 def _without_arguments(name: str) -> str:
