@@ -23,6 +23,8 @@ from tests.test_kernel_changes import EAGER, varied
 from tests.test_provenance import make_run
 
 GOLDEN = """\
+step 30.02 ms → 21.01 ms: -30.0%, speed × 1.43, 95% interval -9.022 … -8.989 ms
+  (medians of 6 and 6 unprofiled steps, own process)
 before  fp32
 after   bf16
 changed: precision (autocast): fp32 → bf16
@@ -109,6 +111,8 @@ def test_python_returns_what_json_holds(runs: tuple[Path, Path]) -> None:
     assert printed["time"]["kernel_time"] == {
         "before_ns": 85_600,
         "after_ns": 37_600,
+        "before_per_sample_ns": 10_700,
+        "after_per_sample_ns": 4_700,
         "change_ns": -6000,
         "low_ns": -6016,
         "high_ns": -5984,
@@ -137,7 +141,7 @@ def test_markdown_and_latex_hold_every_table(runs: tuple[Path, Path]) -> None:
     markdown = run_command("compare", *runs, "--force", "--format", "markdown").stdout
     assert "| -6.000 µs | 8.000 µs | 2.000 µs | -6.004 … -5.996 µs | gemm |" in markdown
     latex = run_command("compare", *runs, "--force", "--format", "latex").stdout
-    assert latex.startswith("% before  fp32\n% after   bf16")
+    assert "\n% before  fp32\n% after   bf16\n" in latex
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
 
 
@@ -146,6 +150,40 @@ def test_by_shows_one_view_and_top_limits_its_lines(runs: tuple[Path, Path]) -> 
     assert "forward/layer */ffn" in out
     assert "(1 more)" in out
     assert "phase" not in out
+
+
+def test_the_largest_category_is_shown_however_little_it_changed(tmp_path: Path) -> None:
+    kernels = {"gemm": 90_000, "softmax": 4_000, "reduce_kernel": 3_000, "layer_norm": 2_000}
+    before, after = (
+        {"forward": [(name, ns + extra * at) for at, (name, ns) in enumerate(kernels.items())]} for extra in (0, 100)
+    )
+    paths = [write_steps(tmp_path / f"{name}.sqlite", varied(side, 1)) for name, side in (("a", before), ("b", after))]
+    out = run_command("compare", *paths, "--force", "--by", "category", "--top", "1").stdout
+    lines = [line.split()[-1] for line in out.split("category\n")[1].splitlines()[1:4]]
+    assert lines == ["normalization", "gemm", "more)"]
+
+
+def test_the_first_line_says_how_long_a_step_takes(runs: tuple[Path, Path]) -> None:
+    before, after = runs
+    first = run_command("compare", before, after, "--force").stdout.splitlines()[0]
+    assert first.startswith("step 30.02 ms → 21.01 ms: -30.0%, speed × 1.43, 95% interval -9.022 … -8.989 ms")
+    headline = json.loads(run_command("compare", before, after, "--force", "--format", "json").stdout)["headlines"][0]
+    assert headline["change_ns"] == pytest.approx(headline["after_ns"] - headline["before_ns"], abs=1)
+    assert headline["speed_factor"] == headline["before_ns"] / headline["after_ns"]
+    same = run_command("compare", before, before).stdout.splitlines()[0]
+    assert same.startswith("step 30.02 ms → 30.02 ms: unchanged (medians of 6 and 6 unprofiled steps")
+    traces = [path / NSYS_EXPORT for path in runs]
+    first = run_command("compare", *traces, "--force", "--range", "forward").stdout.splitlines()[0]
+    assert first.startswith("kernel time under 'forward' 10.40 µs → 4.400 µs: -57.7%, speed × 2.36")
+
+
+def test_each_line_of_json_has_its_times_per_step(runs: tuple[Path, Path]) -> None:
+    time = json.loads(run_command("compare", *runs, "--force", "--format", "json").stdout)["time"]
+    for line in (*time["by_phase"], *time["by_category"], *time["by_range"], *time["parts"]):
+        change = line["change"]
+        assert change["before_per_sample_ns"] == pytest.approx(change["before_ns"] / time["samples"][0], abs=0.5)
+        difference = change["after_per_sample_ns"] - change["before_per_sample_ns"]
+        assert change["change_ns"] == pytest.approx(difference, abs=1)
 
 
 def test_range_compares_only_what_lies_under_it(runs: tuple[Path, Path]) -> None:

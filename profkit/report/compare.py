@@ -8,13 +8,13 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from profkit.analysis.compare.bootstrap import LEVEL
-from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison
+from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
 from profkit.analysis.compare.provenance import Difference
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.memory_compare import TOP_PARTS, memory_parts, memory_table
 from profkit.report.text import simplify_name
-from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_count, format_interval
+from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_count, format_interval, format_ns
 
 View = Literal["phase", "category", "range", "kernel"]
 VIEWS: tuple[View, ...] = ("phase", "category", "range", "kernel")
@@ -25,6 +25,7 @@ _NO_DIFFERENCE = "no measurable difference"
 _QUIET = (_NO_DIFFERENCE, "unchanged")
 
 _EXACT_CHANGE = ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns", "verdict")
+_EXACT_PER_SAMPLE = ("before_per_sample_ns", "after_per_sample_ns")
 _EXACT_SAMPLES = ("before_samples", "after_samples")
 _EXACT_PART = ("range", "category", "kind", "before_kernels", "after_kernels")
 
@@ -85,7 +86,8 @@ def _changed_words(before: Sequence[str], after: Sequence[str]) -> Iterator[str]
 
 
 def _head(result: CaptureComparison) -> Iterator[str]:
-    """Yield what is compared, what differs in where it comes from, and what is unknown about that."""
+    """Yield how long a step takes now, what is compared, what differs in its origin, and what is unknown about that."""
+    yield from map(describe_headline, result.headlines)
     names = [PurePath(path).name for path in (result.before, result.after)]
     names = [result.before, result.after] if names[0] == names[1] else names
     yield f"before  {names[0]}"
@@ -99,6 +101,19 @@ def _head(result: CaptureComparison) -> Iterator[str]:
     ):
         if facts:
             yield f"unknown in {side}: {', '.join(facts)}"
+
+
+def describe_headline(one: Headline) -> str:
+    """Return ``step 30.02 → 21.01 ms: -30.0%, speed × 1.43, -9.022 … -8.989 ms (…)``."""
+    times = f"{one.what} {format_ns(one.before_ns)} → {format_ns(one.after_ns)}"
+    said: list[str] = []
+    if one.verdict in _QUIET:
+        said.append(one.verdict)
+    elif one.change_share is not None and one.speed_factor is not None:
+        said += [f"{one.change_share:+.1%}", f"speed × {one.speed_factor:.2f}"]
+    if one.low_ns is not None and one.high_ns is not None and one.verdict != "unchanged":
+        said.append(f"{LEVEL:.0%} interval {format_interval(one.low_ns, one.high_ns)}")
+    return f"{times}: {', '.join(said)} ({one.source})"
 
 
 def _sums(time: TimeComparison) -> Iterator[str]:
@@ -140,7 +155,7 @@ def _whole_table(time: TimeComparison) -> Table:
     work = "kernel time" if time.measure == "gpu-kernel" else "operator self time"
     wholes = [Line(work, time.kernel_time), Line("GPU busy" if time.measure == "gpu-kernel" else "busy", time.busy)]
     wholes += [] if time.wall is None else [Line("Python time, profiled", time.wall)]
-    return Table(_columns(f"per {time.unit}", _has_interval(time)), [_line_row(time, line) for line in wholes])
+    return Table(_columns(f"per {time.unit}", _has_interval(time)), [_line_row(line) for line in wholes])
 
 
 def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
@@ -150,9 +165,16 @@ def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
             return Lines([f"no change in {count}: each took equally long in both"])
         return _part_table(time, top)
     lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[view]
-    rows = [_line_row(time, line) for line in lines[:top]]
-    if hidden := [line.change for line in lines[top:]]:
-        rows.append(_sum_row(time, hidden, "more"))
+    shown, hidden = list(lines[:top]), list(lines[top:])
+    if hidden:
+        # A table that hides the largest part of the whole in "2 more" would mislead, however little that changed.
+        largest = max(lines, key=lambda line: max(line.change.before_per_sample_ns, line.change.after_per_sample_ns))
+        if largest in hidden:
+            hidden.remove(largest)
+            shown.append(largest)
+    rows = [_line_row(line) for line in shown]
+    if hidden:
+        rows.append(_sum_row(time, [line.change for line in hidden], "more"))
     return Table(_columns(view, _has_interval(time)), rows)
 
 
@@ -162,7 +184,7 @@ def _part_table(time: TimeComparison, top: int) -> Table:
     quiet = [part.change for part in time.parts if part.change.verdict in _QUIET]
     rows: list[Row] = []
     for part in changed[:top]:
-        rows.append({**_change_row(time, part.change), "name": f"{part.range}, {part.category}"})
+        rows.append({**_change_row(part.change), "name": f"{part.range}, {part.category}"})
         rows += [
             {"change_ns": "", "interval": "", "before_ns": "", "name": f" {line}"}
             for line in _describe_kernels(time, part)
@@ -193,15 +215,15 @@ def _columns(heading: str, has_interval: bool) -> tuple[Column, ...]:
     return (_CHANGE_COLUMN, _BEFORE_COLUMN, _AFTER_COLUMN, *interval, Column("name", heading, TEXT, flexible=True))
 
 
-def _line_row(time: TimeComparison, line: Line) -> dict[str, Any]:
-    return {**_change_row(time, line.change), "name": line.name}
+def _line_row(line: Line) -> dict[str, Any]:
+    return {**_change_row(line.change), "name": line.name}
 
 
-def _change_row(time: TimeComparison, change: Change) -> dict[str, Any]:
+def _change_row(change: Change) -> dict[str, Any]:
     return {
         "change_ns": change.change_ns,
-        "before_ns": _per_sample(change.before_ns, time.samples[0]),
-        "after_ns": _per_sample(change.after_ns, time.samples[1]),
+        "before_ns": change.before_per_sample_ns,
+        "after_ns": change.after_per_sample_ns,
         "interval": _interval(change),
     }
 
@@ -245,17 +267,17 @@ def _per_sample(total: int, size: int) -> int:
 def _csv_table(result: CaptureComparison, by: View | None) -> Table:
     """Return the table for CSV: kernel time by ``by`` (default: kernels), else unprofiled steps, else memory.
 
-    ``before_ns`` and ``after_ns`` of kernel time are totals over all samples and ``change_ns`` is per sample; those of
+    Of kernel time ``before_ns`` and ``after_ns`` are totals over all samples and the others are per sample; those of
     unprofiled steps are medians.
     """
     time, clean = result.time, result.clean
     if time is not None and by in (None, "kernel"):
         rows = [{**_exact_row(time.samples, part.change), **_exact_part(part)} for part in time.parts]
-        return Table((), rows, exact=(*_EXACT_PART, *_EXACT_SAMPLES, *_EXACT_CHANGE))
+        return Table((), rows, exact=(*_EXACT_PART, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
     if time is not None and by is not None:
         lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[by]
         rows = [{**_exact_row(time.samples, line.change), by: line.name} for line in lines]
-        return Table((), rows, exact=(by, *_EXACT_SAMPLES, *_EXACT_CHANGE))
+        return Table((), rows, exact=(by, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
     if clean is not None:
         rows = [{**_exact_row(clean.samples, change), "name": change.name} for change in clean.changes]
         return Table((), rows, exact=("name", *_EXACT_SAMPLES, *_EXACT_CHANGE))

@@ -11,7 +11,7 @@ import numpy as np
 
 from profkit.analysis.compare.bootstrap import Verdict, bootstrap_differences, judge_change
 from profkit.analysis.compare.capture import OpenedCapture
-from profkit.analysis.compare.kernel_changes import TimeComparison, compare_times
+from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.analysis.compare.samples import has_measured_steps, sample_steps
 from profkit.analysis.memory.compare import Comparison
@@ -49,6 +49,26 @@ class CleanComparison:
 
 
 @dataclass(frozen=True)
+class Headline:
+    """How long a step took before and after: the first thing that a person asks.
+
+    ``what`` says what was timed, ``source`` how. ``change_share`` is the change as a fraction of before and
+    ``speed_factor`` before over after; None where that would divide by 0.
+    """
+
+    what: str
+    source: str
+    before_ns: int
+    after_ns: int
+    change_ns: int
+    change_share: float | None
+    speed_factor: float | None
+    low_ns: int | None
+    high_ns: int | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
 class CaptureComparison:
     """What changed from one capture to another; a part is None if one of the captures lacks what it compares.
 
@@ -56,7 +76,8 @@ class CaptureComparison:
     peak. ``warnings`` say which side lacks which part, and what to know about the others. The JSON of ``profkit compare
     --format json`` has the same fields::
 
-        {"before", "after", "provenance": {"differences": [{"fact", "before", "after", "disturbs"}], "unknown_…": []},
+        {"before", "after", "headlines": [{"what", "source", "before_ns", …}],
+         "provenance": {"differences": [{"fact", "before", "after", "disturbs"}], "unknown_…": []},
          "time": null | {"unit": "step" | "capture", "samples": [before, after], "kernel_time": CHANGE, "busy", "wall",
                          "by_phase": [{"name", "change": CHANGE}], "by_range", "by_category", "rounding_ns",
                          "parts": [{"range", "category", "kind", "change": CHANGE, "before": [{"name", "count",
@@ -64,8 +85,8 @@ class CaptureComparison:
          "clean": null | {"labels", "samples", "changes": [{"name", "before_ns", …}]},
          "memory": null | {as ``profkit memory --against``}, "warnings": [{"code", "message"}]}
 
-    CHANGE is ``{"before_ns", "after_ns"}`` over all samples, and ``{"change_ns", "low_ns", "high_ns", "verdict"}`` per
-    sample.
+    CHANGE is ``{"before_per_sample_ns", "after_per_sample_ns", "change_ns", "low_ns", "high_ns", "verdict"}``, all per
+    sample, and ``{"before_ns", "after_ns"}``, sums over all samples.
     """
 
     before: str
@@ -76,14 +97,47 @@ class CaptureComparison:
     memory: Comparison | None
     warnings: tuple[Finding, ...]
 
+    @property
+    def headlines(self) -> tuple[Headline, ...]:
+        """Return the change of a step, by the best clock that both captures have; one for each context of a run."""
+        if self.clean is not None and (whole := [one for one in self.clean.changes if one.is_whole_step]):
+            labels = " and ".join(dict.fromkeys(self.clean.labels))
+            counts = f"medians of {self.clean.samples[0]} and {self.clean.samples[1]} unprofiled steps, {labels}"
+            return tuple(_headline(one.name, counts, (one.before_ns, one.after_ns), one) for one in whole)
+        if self.time is None:
+            return ()
+        change, what = self.time.kernel_time, "kernel time" if self.time.measure == "gpu-kernel" else "self time"
+        if self.time.unit == "step" and self.time.range is None and self.time.wall is not None:
+            change, what = self.time.wall, "step, profiled,"
+        elif self.time.range is not None:
+            what = f"{what} under {self.time.range!r}"
+        source = f"means of {self.time.samples[0]} and {self.time.samples[1]} {self.time.unit}s"
+        return (_headline(what, source, (change.before_per_sample_ns, change.after_per_sample_ns), change),)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready data; nanoseconds and bytes are integers."""
-        data = asdict(self)
+        data = asdict(self) | {"headlines": [asdict(one) for one in self.headlines]}
         if self.time is not None:
             data["time"]["rounding_ns"] = self.time.rounding_ns
         if self.memory is not None:
             data["memory"] = self.memory.to_dict()
         return data
+
+
+def _headline(what: str, source: str, times_ns: tuple[int, int], change: Change | CleanChange) -> Headline:
+    before, after = times_ns
+    return Headline(
+        what=what,
+        source=source,
+        before_ns=before,
+        after_ns=after,
+        change_ns=change.change_ns,
+        change_share=change.change_ns / before if before else None,
+        speed_factor=before / after if after else None,
+        low_ns=change.low_ns,
+        high_ns=change.high_ns,
+        verdict=change.verdict,
+    )
 
 
 def compare_captures(

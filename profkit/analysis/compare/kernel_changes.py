@@ -46,10 +46,16 @@ _FUSED = "triton_"
 
 @dataclass(frozen=True)
 class Change:
-    """Nanoseconds over all steps before and after, the change per step, and its 95 % interval if there is one."""
+    """A change per step, with its 95 % interval if there is one.
+
+    ``before_per_sample_ns``, ``after_per_sample_ns`` and ``change_ns`` are per step, each rounded by itself;
+    ``before_ns`` and ``after_ns`` are sums over all steps of a side.
+    """
 
     before_ns: int
     after_ns: int
+    before_per_sample_ns: int
+    after_per_sample_ns: int
     change_ns: int
     low_ns: int | None
     high_ns: int | None
@@ -150,9 +156,11 @@ def _measure_changes(before: Ints, after: Ints) -> list[Change]:
     interval = bootstrap_differences(before, after)
     changes = []
     for column, (old, new) in enumerate(zip(before.sum(axis=0).tolist(), after.sum(axis=0).tolist(), strict=True)):
-        exact = Fraction(new, len(after)) - Fraction(old, len(before))
+        each = Fraction(old, len(before)), Fraction(new, len(after))
+        exact = each[1] - each[0]
         low, high = (None, None) if interval is None else (round(float(end[column])) for end in interval)
-        changes.append(Change(old, new, round(exact), low, high, judge_change(exact, low, high)))
+        per_sample = round(each[0]), round(each[1]), round(exact)
+        changes.append(Change(old, new, *per_sample, low, high, judge_change(exact, low, high)))
     return changes
 
 
