@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from profkit.allocator.heap import Heap
+from profkit.allocator.heap import Heap, Limit
 from profkit.allocator.history import History, replay_history
 from profkit.allocator.requests import Requests, requests_of
 from profkit.allocator.simulate import Simulation, simulate
@@ -140,7 +140,7 @@ def test_blocks_always_tile_the_segments(seed: int, variant: str, capacity: int 
     allocator = ReferenceAllocator()
     drive(allocator, [("malloc", 1, 0, (0, 0)), *random_steps(random.Random(seed), 0)], record_at=0)
     requests = requests_of(recorded(allocator))
-    heap = Heap(requests, VARIANTS[variant][1], draw=seed % 4, capacity_bytes=capacity)
+    heap = Heap(requests, VARIANTS[variant][1], draw=seed % 4, limit=None if capacity is None else Limit(capacity))
     births = [(position, row) for row, position in enumerate(requests.born.tolist())]
     frees = [(position, ~row) for row, position in enumerate(requests.completed.tolist())]
     live: set[int] = set()

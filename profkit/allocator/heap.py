@@ -8,11 +8,12 @@ order. Such a list holds the free blocks of one kind (pool and stream) and size 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from random import Random
+from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 import numpy as np
 
+from profkit.allocator.bases import ADDRESS, SHIFT, SPACE_BYTES, Bases
 from profkit.allocator.requests import DEFAULT_POOL, Release, Requests
 from profkit.allocator.rules import (
     LARGE_SEGMENT_BYTES,
@@ -24,14 +25,17 @@ from profkit.allocator.rules import (
 )
 from profkit.snapshot.columns import NO_SPLIT_LIMIT, Settings
 
-_SHIFT: int = 64
-_ADDRESS: int = (1 << _SHIFT) - 1
 
-_DRAWN = 2**60
-"""Drawn bases are above this; recorded addresses are below."""
+@dataclass(frozen=True)
+class Limit:
+    """The most that may be reserved.
 
-_SPACE_BYTES = 2**40
-"""Addresses that an expandable segment may grow into: more than a GPU has memory."""
+    A memory fraction counts the segment that a request would need, even where pages of an expandable segment are fewer.
+    The GPU itself runs out of pages (``counts_pages``).
+    """
+
+    capacity_bytes: int
+    counts_pages: bool = False
 
 
 class Heap:
@@ -41,11 +45,11 @@ class Heap:
     are the beginnings of segments, across which nothing merges.
     """
 
-    def __init__(self, requests: Requests, settings: Settings, draw: int, capacity_bytes: int | None) -> None:
-        """Begin with what was reserved and live before the first event, or empty."""
+    def __init__(self, requests: Requests, settings: Settings, draw: int, limit: Limit | None) -> None:
+        """Begin empty; `lay_out` adds what was there before the first event."""
         self._requests = requests
         self._settings = settings
-        self._capacity = capacity_bytes
+        self._limit = limit
         self._is_expandable = settings.expandable_segments
         self._is_limited = settings.max_split_size_bytes < NO_SPLIT_LIMIT
         wants = round_sizes(requests.requested_bytes, settings)
@@ -64,7 +68,7 @@ class Heap:
         self._free: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._fences: set[int] = set()
-        self._bases = _Bases(requests, self._is_expandable, draw, max(self._wants, default=0))
+        self._bases = Bases(requests, self._is_expandable, draw, max(self._wants, default=0))
         self._seen_released = {DEFAULT_POOL}
         """Pools that give cached memory back: a private one only when its graphs are gone, which its releases show."""
         self.reserved_bytes = 0
@@ -78,11 +82,6 @@ class Heap:
         self.release_count = 0
         self.failed: int | None = None
         """The row of the request that did not fit."""
-        self.is_placed = np.zeros(len(requests), dtype=np.bool_)
-        """Rows that were live before the first event and keep their recorded place."""
-        if requests.start and all(region.is_expandable == self._is_expandable for region in requests.start):
-            self._lay_out()
-            self.is_placed = np.array(self.sizes) > 0
 
     def run(self, operations: list[int]) -> None:
         """Serve births (a row) and completed frees (the complement of a row); stop at a request that fails."""
@@ -100,28 +99,28 @@ class Heap:
     def _serve(self, row: int) -> bool:
         """Serve a request; return whether it fits (``malloc``)."""
         want, blocks, free = self._wants[row], self._lists[self._list_of[row]], self._free
-        at = bisect_left(blocks, want << _SHIFT)
+        at = bisect_left(blocks, want << SHIFT)
         if at < len(blocks):
             key = blocks[at]
-            if self._unmapped and (key & _ADDRESS) + (key >> _SHIFT) in self._unmapped:
+            if self._unmapped and (key & ADDRESS) + (key >> SHIFT) in self._unmapped:
                 at = self._prefer_unexpandable(blocks, at)
-            elif at + 1 < len(blocks) and (blocks[at + 1] ^ key) >> _SHIFT == 0 and not self._bases.decide:
+            elif at + 1 < len(blocks) and (blocks[at + 1] ^ key) >> SHIFT == 0 and not self._bases.decide:
                 self._bases.note_tie(blocks, at)
-            if self._is_limited and self._is_oversized(blocks[at] >> _SHIFT, want):
+            if self._is_limited and self._is_oversized(blocks[at] >> SHIFT, want):
                 at = len(blocks)
         if at == len(blocks):
             begin = self._grow(row)
             if begin is None:
                 return False
-            at = bisect_left(blocks, (free[begin] << _SHIFT) + begin)
+            at = bisect_left(blocks, (free[begin] << SHIFT) + begin)
         key = blocks.pop(at)
-        address, have = key & _ADDRESS, key >> _SHIFT
+        address, have = key & ADDRESS, key >> SHIFT
         del free[address]
         if have >= self._splits_from[row]:
             rest = address + want
             free[rest] = have - want
             self._start_of[address + have] = rest
-            insort(blocks, ((have - want) << _SHIFT) + rest)
+            insort(blocks, ((have - want) << SHIFT) + rest)
             have = want
         else:
             del self._start_of[address + have]
@@ -134,16 +133,16 @@ class Heap:
         if begin not in self._fences:
             before = self._start_of.pop(begin, None)
             if before is not None:
-                del blocks[bisect_left(blocks, (free.pop(before) << _SHIFT) + before)]
+                del blocks[bisect_left(blocks, (free.pop(before) << SHIFT) + before)]
                 begin = before
         if end not in self._fences:
             size = free.pop(end, 0)
             if size:
-                del blocks[bisect_left(blocks, (size << _SHIFT) + end)]
+                del blocks[bisect_left(blocks, (size << SHIFT) + end)]
                 end += size
         free[begin] = end - begin
         self._start_of[end] = begin
-        insort(blocks, ((end - begin) << _SHIFT) + begin)
+        insort(blocks, ((end - begin) << SHIFT) + begin)
 
     def release(self, release: Release) -> None:
         """Release cached memory where the recording did: all of it for the program, else the recorded pieces alone."""
@@ -164,7 +163,7 @@ class Heap:
         """Whether a choice between equal blocks hung on a base that is not the recorded one."""
         return self._bases.decide
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
         """Reserve what was reserved before the first event, and place the rows that were live there."""
         requests = self._requests
         early = np.flatnonzero((requests.born < 0) & (requests.row >= 0))
@@ -200,9 +199,9 @@ class Heap:
         else:
             self._spaces[number].append(begin)
             self._fences.add(begin)
-            self._bases.note(begin, _SPACE_BYTES)
+            self._bases.note(begin, SPACE_BYTES)
         self._holes[number].append(end)
-        self._unmapped[end] = self._spaces[number][0] + _SPACE_BYTES
+        self._unmapped[end] = self._spaces[number][0] + SPACE_BYTES
 
     def _pool_of(self, address: int) -> tuple[int, int] | None:
         """Return the pool of a reserved address."""
@@ -221,7 +220,7 @@ class Heap:
         size = self._free.pop(begin)
         del self._start_of[begin + size]
         blocks = self._lists[number]
-        del blocks[bisect_left(blocks, (size << _SHIFT) + begin)]
+        del blocks[bisect_left(blocks, (size << SHIFT) + begin)]
         return size
 
     def _is_oversized(self, have: int, want: int) -> bool:
@@ -237,7 +236,7 @@ class Heap:
 
     def _expanded_bytes(self, key: int) -> int:
         """Return how large a free block could become if the addresses behind it got pages."""
-        begin, size = key & _ADDRESS, key >> _SHIFT
+        begin, size = key & ADDRESS, key >> SHIFT
         return self._unmapped.get(begin + size, begin + size) - begin
 
     def _grow(self, row: int) -> int | None:
@@ -248,15 +247,15 @@ class Heap:
         """
         number, want = self._list_of[row], self._wants[row]
         size, position = segment_size_bytes(want), float(self._requests.born[row])
-        if self._capacity is not None:
+        if self._limit is not None:
             self._collect(position)
-            if self.reserved_bytes + size > self._capacity:
+            if not self._has_room(number, want):
                 self._release_oversized(number, want, position)
-            if self.reserved_bytes + size > self._capacity:
+            if not self._has_room(number, want):
                 self._complete_frees(position)
                 self._release_all(position)
                 self.release_count += 1
-            if self.reserved_bytes + size > self._capacity:
+            if not self._has_room(number, want):
                 return None
         if self._is_expandable:
             return self._map(row, number, want, position)
@@ -267,6 +266,14 @@ class Heap:
         self._change(size, position)
         return base
 
+    def _has_room(self, number: int, want: int) -> bool:
+        """Return whether the limit lets memory for a request be reserved."""
+        assert self._limit is not None
+        size = segment_size_bytes(want)
+        if self._limit.counts_pages and self._is_expandable:
+            size = sum(end - begin for begin, end in self._pages(number, want, self._find_room(number, want)))
+        return self.reserved_bytes + size <= self._limit.capacity_bytes
+
     def _change(self, size: int, position: float) -> None:
         self.reserved_bytes += size
         self.changes.append((position, size))
@@ -275,24 +282,34 @@ class Heap:
         """Map pages at the lowest place of an expandable segment with room (``try_allocate_expandable_block``)."""
         begin = self._find_room(number, want)
         if begin is None:
-            begin = self._bases.choose(row, _SPACE_BYTES)
+            begin = self._bases.choose(row, SPACE_BYTES)
             insort(self._spaces[number], begin)
             insort(self._holes[number], begin)
-            self._unmapped[begin] = begin + _SPACE_BYTES
+            self._unmapped[begin] = begin + SPACE_BYTES
             self._fences.add(begin)
-        page = SMALL_SEGMENT_BYTES if number % 2 else LARGE_SEGMENT_BYTES
-        while self._free.get(begin, 0) < want:
-            hole = begin + self._free.get(begin, 0)
-            end = self._unmapped.pop(hole)
-            size = min(-(-(want - (hole - begin)) // page) * page, end - hole)
-            holes = self._holes[number]
-            del holes[bisect_left(holes, hole)]
-            if hole + size < end:
-                insort(holes, hole + size)
-                self._unmapped[hole + size] = end
-            self._add(number, hole, size)
-            self._change(size, position)
+        for hole, end in self._pages(number, want, begin):
+            last = self._unmapped.pop(hole)
+            self._holes[number].remove(hole)
+            if end < last:
+                insort(self._holes[number], end)
+                self._unmapped[end] = last
+            self._add(number, hole, end - hole)
+            self._change(end - hole, position)
         return begin
+
+    def _pages(self, number: int, want: int, begin: int | None) -> list[tuple[int, int]]:
+        """Return the pages (from, to) that are missing for a request at ``begin``; None: in a new segment."""
+        page = SMALL_SEGMENT_BYTES if number % 2 else LARGE_SEGMENT_BYTES
+        if begin is None:
+            return [(0, -(-want // page) * page)]
+        at, found = begin, []
+        while at < begin + want:
+            end = at + self._free.get(at, 0)
+            if end == at:
+                end = min(at - (at - begin - want) // page * page, self._unmapped[at])
+                found.append((at, end))
+            at = end
+        return found
 
     def _find_room(self, number: int, want: int) -> int | None:
         """Return the lowest place with room for a request, free or without pages (``find_expandable_block``)."""
@@ -314,7 +331,7 @@ class Heap:
             if self._requests.kinds[number // 2][0] not in self._seen_released:
                 continue
             for key in list(blocks):
-                base, size = key & _ADDRESS, key >> _SHIFT
+                base, size = key & ADDRESS, key >> SHIFT
                 if self._segments[number].get(base) == size:
                     self._release_segment(number, base, position)
                 elif self._space_of(number, base) is not None:
@@ -332,7 +349,7 @@ class Heap:
         space, page = self._bases.of(begin), SMALL_SEGMENT_BYTES if number % 2 else LARGE_SEGMENT_BYTES
         low = space + -(-(begin - space) // page) * page
         high = space + (begin + size - space) // page * page
-        around = max((key & _ADDRESS for key in self._lists[number] if key & _ADDRESS <= begin), default=high)
+        around = max((key & ADDRESS for key in self._lists[number] if key & ADDRESS <= begin), default=high)
         end = around + self._free.get(around, 0)
         if low >= high or end < high:
             return
@@ -340,7 +357,7 @@ class Heap:
         for left, right in ((around, low), (high, end)):
             if left < right:
                 self._free[left], self._start_of[right] = right - left, left
-                insort(self._lists[number], ((right - left) << _SHIFT) + left)
+                insort(self._lists[number], ((right - left) << SHIFT) + left)
         self._change(low - high, position)
         holes = self._holes[number]
         at = bisect_left(holes, low)
@@ -351,7 +368,7 @@ class Heap:
         else:
             holes.insert(at, low)
         self._unmapped[low] = high
-        if low == space and high == space + _SPACE_BYTES:
+        if low == space and high == space + SPACE_BYTES:
             # Without any page the segment itself goes, and the next one begins elsewhere.
             holes.remove(low)
             del self._unmapped[low]
@@ -365,14 +382,14 @@ class Heap:
         if limit == NO_SPLIT_LIMIT:
             return
         blocks, least = self._lists[number], max(want, limit)
-        at = bisect_left(blocks, least << _SHIFT)
-        if at < len(blocks):
-            self._release_segment(number, blocks[at] & _ADDRESS, position)
-            return
+        at = bisect_left(blocks, least << SHIFT)
         released = 0
-        while blocks and released < least and blocks[-1] >> _SHIFT >= limit:
-            released += blocks[-1] >> _SHIFT
-            self._release_segment(number, blocks[-1] & _ADDRESS, position)
+        while blocks and released < least:
+            key = blocks[min(at, len(blocks) - 1)]
+            if key >> SHIFT < limit or key & ADDRESS not in self._segments[number]:
+                return
+            released += key >> SHIFT
+            self._release_segment(number, key & ADDRESS, position)
 
     def _collect(self, position: float) -> None:
         """Release the older cached segments above the threshold (``garbage_collect_cached_blocks``).
@@ -380,7 +397,7 @@ class Heap:
         The age of a segment is how many large requests came since its last block was freed.
         """
         requests, lists = self._requests, np.array(self._list_of)
-        limit = int(self._settings.garbage_collection_threshold * (self._capacity or 0))
+        limit = int(self._settings.garbage_collection_threshold * (self._limit.capacity_bytes if self._limit else 0))
         target = self.reserved_bytes - limit
         if not limit or target <= 0:
             return
@@ -410,79 +427,3 @@ class Heap:
             if self.sizes[row] and row not in self.completed_early:
                 self.completed_early[row] = position
                 self._add(self._list_of[row], self.addresses[row], self.sizes[row])
-
-
-class _Bases:
-    """Where segments begin: at their recorded bases, or drawn."""
-
-    def __init__(self, requests: Requests, is_expandable: bool, draw: int, largest: int) -> None:
-        self._requests = requests
-        self._is_expandable = is_expandable
-        self._draw = draw
-        self._dice = Random(draw)
-        self._bits = max(largest, LARGE_SEGMENT_BYTES, _SPACE_BYTES if is_expandable else 0).bit_length() + 1
-        self._drawn: set[int] = set()
-        self._next = _DRAWN if draw == 0 else 2 * _DRAWN
-        self._expected = sorted(requests.bases)
-        self._matched = 0
-        """How many segments were reserved as recorded, from the first one on; -1 after another one was."""
-        self._known: list[int] = []
-        self._end: dict[int, int] = {}
-        self.proven: set[int] = set()
-        """Bases that CUDA would choose again, because up to them it was asked for the same."""
-        self.decide = False
-
-    def choose(self, row: int, size: int) -> int:
-        """Return the base of a segment that is reserved for a row of the requests."""
-        known_row = int(self._requests.row[row])
-        base, recorded = self._requests.bases.get(known_row, (-1, -1))
-        is_same = recorded == (0 if self._is_expandable else size)
-        if self._matched >= 0:
-            is_next = self._matched < len(self._expected) and self._expected[self._matched] == known_row
-            self._matched = self._matched + 1 if is_same and is_next else -1
-        if not is_same or self._draw > 1 or not self._is_vacant(base, size):
-            base = self._draw_base(size)
-        elif self._matched >= 0 or self._is_expandable:
-            self.proven.add(base)
-        self.note(base, size, is_proven=base in self.proven)
-        return base
-
-    def note(self, base: int, size: int, *, is_proven: bool = True) -> None:
-        """Add a segment."""
-        insort(self._known, base)
-        self._end[base] = base + size
-        if is_proven:
-            self.proven.add(base)
-
-    def note_tie(self, blocks: list[int], at: int) -> None:
-        """Note whether the choice between equal free blocks, the first of which is at ``at``, hangs on a base."""
-        size, found = blocks[at] >> _SHIFT, set()
-        while at < len(blocks) and blocks[at] >> _SHIFT == size:
-            found.add(self.of(blocks[at] & _ADDRESS))
-            at += 1
-        self.decide = len(found) > 1 and not found <= self.proven
-
-    def forget(self, base: int) -> None:
-        """Remove a segment."""
-        del self._known[bisect_left(self._known, base)], self._end[base]
-        self.proven.discard(base)
-
-    def of(self, address: int) -> int:
-        """Return the base of the segment that an address lies in."""
-        return self._known[max(bisect_right(self._known, address) - 1, 0)] if self._known else -1
-
-    def _is_vacant(self, base: int, size: int) -> bool:
-        at = bisect_right(self._known, base)
-        before_ends = at == 0 or self._end[self._known[at - 1]] <= base
-        return self._is_expandable or (before_ends and (at == len(self._known) or base + size <= self._known[at]))
-
-    def _draw_base(self, size: int) -> int:
-        if self._draw < 2:
-            step = -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-            self._next += step if self._draw == 0 else -step
-            return self._next - step if self._draw == 0 else self._next
-        rank = self._dice.randrange(2 ** (62 - self._bits))
-        while rank in self._drawn:
-            rank = self._dice.randrange(2 ** (62 - self._bits))
-        self._drawn.add(rank)
-        return _DRAWN + (rank << self._bits)

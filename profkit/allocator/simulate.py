@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.allocator.heap import Heap
+from profkit.allocator.heap import Heap, Limit
 from profkit.allocator.requests import Floats, Requests
 from profkit.snapshot.columns import Ints, Settings
 
@@ -26,6 +26,7 @@ class Failure:
     position: float
     index: int
     """Its row in the `Requests`."""
+    requested_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,26 +75,28 @@ def simulate(
     settings: Settings,
     *,
     draw: int = 0,
-    capacity_bytes: int | None = None,
+    limit: Limit | None = None,
     follows_releases: bool = False,
+    keeps_start: bool = True,
 ) -> Simulation:
     """Return what an allocator with ``settings`` does with a request stream.
 
     Args:
         draw: where segments begin for which the recording has no base: above all others, ascending (0) or descending
             (1), or all segments at random addresses (2 and more, the seed).
-        capacity_bytes: the most that may be reserved, as ``set_per_process_memory_fraction`` limits it; by default
-            there is no limit. The simulation ends at the request that does not fit.
+        limit: the most that may be reserved. The simulation ends at the request that does not fit.
         follows_releases: release what the recorded allocator released for lack of memory, when it did.
+        keeps_start: what was live before the first event keeps its place. Otherwise, or where the settings make
+            segments of another kind, it is allocated anew, without the memory that was cached then.
     """
-    heap = Heap(requests, settings, draw, capacity_bytes)
+    heap = Heap(requests, settings, draw, limit)
+    if keeps_start and all(region.is_expandable == settings.expandable_segments for region in requests.start):
+        heap.lay_out()
     start_bytes = heap.reserved_bytes
     rows = np.arange(len(requests))
     position = np.concatenate([requests.completed, requests.born])  # at one position frees come first
-    operation, is_placed = (
-        np.concatenate([~rows, rows]),
-        np.concatenate([np.zeros_like(heap.is_placed), heap.is_placed]),
-    )
+    operation = np.concatenate([~rows, rows])
+    is_placed = np.concatenate([np.zeros(len(rows), dtype=np.bool_), np.array(heap.sizes, dtype=np.int64) > 0])
     order = np.argsort(position, kind="stable")
     order = order[(position[order] < requests.event_count) & ~is_placed[order]]
     position, operation = position[order], operation[order]
@@ -124,7 +127,7 @@ def _sum_up(requests: Requests, heap: Heap, start_bytes: int) -> Simulation:
     order = np.argsort(position, kind="stable")
     failed = None
     if heap.failed is not None:
-        failed = Failure(float(requests.born[heap.failed]), heap.failed)
+        failed = Failure(float(requests.born[heap.failed]), heap.failed, int(requests.requested_bytes[heap.failed]))
         order = order[position[order] <= failed.position]
     counts = (len(completing), len(freeing), len(changed), len(live))
 

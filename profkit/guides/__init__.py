@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TOPICS = ("scripts", "ranges", "attribution", "efficiency", "memory", "ranks", "compare", "output", "security")
+TOPICS = (
+    "scripts",
+    "ranges",
+    "attribution",
+    "efficiency",
+    "memory",
+    "whatif",
+    "ranks",
+    "compare",
+    "output",
+    "security",
+)
 """In the order in which a new user needs them."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from profkit.analysis.memory.composition import compose, measure_fragmentation
@@ -18,6 +18,7 @@ from profkit.snapshot.columns import Snapshot
 
 if TYPE_CHECKING:
     from profkit.analysis.memory.compare import Comparison
+    from profkit.analysis.whatif import WhatIf
 
 PEAK = "peak"
 FAILURE = "oom"
@@ -66,6 +67,25 @@ class OpenedSnapshot:
 
         names = (self.snapshot.path, after.snapshot.path)
         return compare_peaks(self.device(device), after.device(device), names)
+
+    def whatif(
+        self, *, allocators: Sequence[str] = (), device: int | None = None, capacity_bytes: int | None = None
+    ) -> WhatIf:
+        """Return the peaks today and under other settings of the allocator; ``profkit whatif`` prints them.
+
+        Args:
+            allocators: settings as in ``PYTORCH_CUDA_ALLOC_CONF``; by default those that are worth a try.
+            device: the device's index; by default the one with the highest peak.
+            capacity_bytes: what PyTorch may reserve; by default the memory of the GPU that the run recorded.
+
+        Raises:
+            UsageError: an unknown device, or a setting that torch would refuse.
+            SnapshotError: no history was recorded.
+        """
+        from profkit.analysis.whatif import what_if  # few ask for it
+
+        memory = self.device(device)
+        return what_if(memory, self.snapshot.path, allocators=allocators, capacity_bytes=capacity_bytes)
 
     def memory(
         self,

@@ -1,0 +1,159 @@
+"""The allocator's settings as torch writes them: ``expandable_segments:True,max_split_size_mb:128``.
+
+This is the syntax of ``PYTORCH_CUDA_ALLOC_CONF`` (c10/core/AllocatorConfig.cpp, and c10/cuda/CUDAAllocatorConfig.cpp
+before torch 2.9). Settings that do not change which memory is taken are accepted and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from profkit.allocator.rules import LARGE_SEGMENT_BYTES
+from profkit.errors import UsageError
+from profkit.snapshot.columns import NO_SPLIT_LIMIT, Settings
+
+_MIB = 2**20
+_INTERVALS = 16
+"""Of ``roundup_power2_divisions``: from 1 MiB, from 2 MiB … and from 32 GiB on."""
+_ITEM = re.compile(r"(?P<key>\w+):(?P<value>\[[^\]]*\]|[^,\[\]]+)(,|$)")
+_DIVISION = re.compile(r"(>|\d+):(\d+)")
+_NO_EFFECT = {"release_lock_on_cudamalloc", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom"}
+_KNOWN = "expandable_segments, max_split_size_mb, roundup_power2_divisions, garbage_collection_threshold"
+
+
+def parse_settings(text: str) -> Settings:
+    """Return the settings that ``text`` means; an empty text means the defaults.
+
+    Raises:
+        UsageError: torch would refuse it, or profkit does not simulate it.
+    """
+    text = re.sub(r"\s", "", text)
+    expandable, limit, threshold = False, NO_SPLIT_LIMIT, 0.0
+    divisions: tuple[int, ...] = ()
+    at = 0
+    while at < len(text):
+        item = _ITEM.match(text, at)
+        if item is None:
+            raise UsageError(f"allocator setting {text[at:]!r}: write KEY:VALUE,KEY:VALUE, such as {_EXAMPLE}")
+        key, value, at = item["key"], item["value"], item.end()
+        if key == "expandable_segments":
+            expandable = _choice(key, value, {"True": True, "False": False})
+        elif key == "max_split_size_mb":
+            limit = _number(key, value, LARGE_SEGMENT_BYTES // _MIB) * _MIB
+        elif key == "garbage_collection_threshold":
+            threshold = _fraction(key, value)
+        elif key == "roundup_power2_divisions":
+            divisions = _divisions(key, value)
+        elif key == "backend":
+            _choice(key, value, {"native": None})
+        elif key not in _NO_EFFECT and not key.startswith("pinned_"):
+            raise UsageError(f"allocator setting {key!r}: profkit simulates {_KNOWN}")
+    return Settings(
+        is_recorded=True,
+        expandable_segments=expandable,
+        max_split_size_bytes=min(limit, NO_SPLIT_LIMIT),
+        garbage_collection_threshold=threshold,
+        roundup_power2_divisions=divisions,
+    )
+
+
+_EXAMPLE = "expandable_segments:True,max_split_size_mb:128"
+
+
+def format_settings(settings: Settings) -> str:
+    """Return the settings in torch's syntax; an empty text for the defaults."""
+    parts = []
+    if settings.expandable_segments:
+        parts.append("expandable_segments:True")
+    if settings.max_split_size_bytes < NO_SPLIT_LIMIT:
+        parts.append(f"max_split_size_mb:{settings.max_split_size_bytes // _MIB}")
+    if settings.garbage_collection_threshold:
+        parts.append(f"garbage_collection_threshold:{settings.garbage_collection_threshold:g}")
+    if settings.roundup_power2_divisions:
+        parts.append(f"roundup_power2_divisions:{_format_divisions(settings.roundup_power2_divisions)}")
+    return ",".join(parts)
+
+
+def _choice(key: str, value: str, choices: dict[str, bool] | dict[str, None]) -> bool:
+    if value not in choices:
+        raise UsageError(f"allocator setting {key}:{value}: write {' or '.join(f'{key}:{one}' for one in choices)}")
+    return bool(choices[value])
+
+
+def _number(key: str, value: str, more_than: int) -> int:
+    if not value.isdecimal() or len(value) > 12 or int(value) <= more_than:
+        raise UsageError(f"allocator setting {key}:{value}: torch wants a whole number above {more_than}")
+    return int(value)
+
+
+def _fraction(key: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1:
+        raise UsageError(f"allocator setting {key}:{value}: torch wants a number between 0 and 1")
+    return number
+
+
+def _divisions(key: str, value: str) -> tuple[int, ...]:
+    """Return the divisions of each interval; empty if all of them are 0 or 1, which divide nothing.
+
+    In a list, sizes below its first interval are divided as that one; ``>`` stands for all after the last one. (Up to
+    torch 2.8 it replaces the last one, too.)
+    """
+    wrong = UsageError(f"allocator setting {key}:{value}: write a power of two, or a list such as [64:8,256:4,>:1]")
+    if not value.startswith("["):
+        found = [_power(value, wrong)] * _INTERVALS
+    else:
+        found, last = [0] * _INTERVALS, -1
+        for text in value[1:-1].split(","):
+            item = _DIVISION.fullmatch(text)
+            if item is None:
+                raise wrong
+            divisions = 0 if item[2] == "0" else _power(item[2], wrong)
+            if item[1] == ">":
+                found[last + 1 :] = [divisions] * (_INTERVALS - last - 1)
+                continue
+            index = min(_power(item[1], wrong).bit_length() - 1, _INTERVALS - 1)
+            if last < 0:
+                found[:index] = [divisions] * index
+            found[index], last = divisions, index
+    return tuple(found) if any(one > 1 for one in found) else ()
+
+
+def _power(text: str, wrong: UsageError) -> int:
+    number = int(text) if text.isdecimal() and len(text) < 8 else 0
+    if number < 1 or number & (number - 1):
+        raise wrong
+    return number
+
+
+def _format_divisions(divisions: tuple[int, ...]) -> str:
+    if len(set(divisions)) == 1:
+        return str(divisions[0])
+    last = max(at for at, one in enumerate(divisions) if one != divisions[-1]) + 1
+    # The last interval is written out before `>`, so that every version of torch reads the same.
+    parts = [f"{2**at}:{one}" for at, one in enumerate(divisions[: last + 1])]
+    return f"[{','.join(parts)},>:{divisions[-1]}]"
+
+
+def list_variants(settings: Settings) -> list[Settings]:
+    """Return the settings that are worth a try instead of ``settings``: each changes one thing, or all to the default.
+
+    ``max_split_size_mb`` and garbage collection are for plain segments. Collection starts at a limit of memory, so
+    without one it changes nothing.
+    """
+    plain = replace(settings, is_recorded=True, text="")
+    found = [replace(plain, expandable_segments=not plain.expandable_segments), Settings(is_recorded=True)]
+    found += [replace(plain, roundup_power2_divisions=(count,) * _INTERVALS) for count in (4, 8)]
+    found += [replace(plain, max_split_size_bytes=count * _MIB) for count in (64, 128, 512)]
+    found.append(replace(plain, garbage_collection_threshold=0.8))
+    unique: dict[str, Settings] = {}
+    for one in found:
+        is_mixed = one.max_split_size_bytes < NO_SPLIT_LIMIT or one.garbage_collection_threshold > 0
+        if not (is_mixed and one.expandable_segments):
+            unique.setdefault(format_settings(one), one)
+    unique.pop(format_settings(settings), None)
+    return list(unique.values())

@@ -1,0 +1,161 @@
+"""The document of ``profkit whatif``: the peaks under each setting of the allocator, and whether they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import PurePath
+
+from profkit.analysis.whatif import Case, WhatIf
+from profkit.findings import Finding
+from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
+from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_share
+
+_EXACT = (
+    "allocator",
+    "edits",
+    "requested_peak_bytes",
+    "allocated_peak_bytes",
+    "reserved_peak_bytes",
+    "exact",
+    "allocated_low_bytes",
+    "allocated_high_bytes",
+    "reserved_low_bytes",
+    "reserved_high_bytes",
+    "unused_bytes",
+    "phase",
+    "fits",
+)
+_SIGNED = Unit(lambda value: format_bytes(value) if value <= 0 else f"+{format_bytes(value)}")
+_YES = Unit({True: "yes", False: "no"}.__getitem__, right=False)
+_PEAK = Unit(str)
+
+
+def build_whatif_document(result: WhatIf) -> Document:
+    """Return the table of cases, today's first, and what its figures rest on.
+
+    Of several settings that change nothing people read one line; CSV and JSON hold all.
+    """
+    today = result.cases[0]
+    unchanged = [case for case in result.cases[1:] if _is_as(case, today)]
+    hidden = unchanged if len(unchanged) > 1 else []
+    is_same = all(case.requested_peak_bytes == today.requested_peak_bytes for case in result.cases)
+    columns = [
+        Column("name", "allocator", TEXT, flexible=True),
+        Column("requested_peak_bytes", "requested", BYTES, wide=is_same),
+        Column("allocated", "allocated", _PEAK),
+        Column("reserved", "reserved", _PEAK),
+        Column("change", "change", _SIGNED),
+        Column("unused", "unused", _PEAK),
+    ]
+    if result.capacity_bytes is not None:
+        columns.append(Column("fits", "fits", _YES))
+    parts: list[Table | Lines] = [
+        Lines(_head(result), "head"),
+        Table(columns, [_row(case, today) for case in result.cases if case not in hidden]),
+        Lines(_notes(result, hidden)),
+    ]
+    data = {
+        "snapshot": result.snapshot,
+        "device": result.device,
+        "identity": asdict(result.identity),
+        "capacity_bytes": result.capacity_bytes,
+        "cases": [asdict(case) for case in result.cases],
+    }
+    exact = Table((), [_row(case, today) for case in result.cases], exact=_EXACT)
+    return Document("whatif", data, parts, exact, list(_findings(result)))
+
+
+def _is_as(case: Case, today: Case) -> bool:
+    peaks = (case.allocated_range_bytes, case.reserved_range_bytes, case.requested_peak_bytes, case.fits)
+    return peaks == (today.allocated_range_bytes, today.reserved_range_bytes, today.requested_peak_bytes, today.fits)
+
+
+def _row(case: Case, today: Case) -> Row:
+    known = case.reserved_peak_bytes is not None and today.reserved_peak_bytes is not None
+    return {
+        **asdict(case),
+        "edits": " ".join(case.edits),
+        "name": _name(case) if case is not today else f"today: {_name(case)}",
+        "allocated": _peak(case.allocated_range_bytes, case.exact),
+        "reserved": _peak(case.reserved_range_bytes, case.exact),
+        "change": None if case is today or not known else _change(case, today),
+        "unused": _share(case.unused_bytes, case),
+        "allocated_low_bytes": case.allocated_range_bytes[0],
+        "allocated_high_bytes": case.allocated_range_bytes[1],
+        "reserved_low_bytes": case.reserved_range_bytes[0],
+        "reserved_high_bytes": case.reserved_range_bytes[1],
+    }
+
+
+def _name(case: Case) -> str:
+    return " ".join([case.allocator or "default settings", *case.edits])
+
+
+def _change(case: Case, today: Case) -> int:
+    return (case.reserved_peak_bytes or 0) - (today.reserved_peak_bytes or 0)
+
+
+def _peak(both: tuple[int, int | None], exact: bool) -> str:
+    """Return a peak, or both ends of its range in one unit: ``5.814–5.839 GiB``."""
+    low, high = both
+    if high is None:
+        return f"≥ {format_bytes(low)}"
+    small, large = format_bytes(low), format_bytes(high)
+    if small == large:
+        return large if exact else f"≈ {large}"
+    same_unit = small.rpartition(" ")[2] == large.rpartition(" ")[2]
+    return f"{small.rpartition(' ')[0] if same_unit else small}–{large}"
+
+
+def _share(unused: int | None, case: Case) -> str:
+    if unused is None or case.allocated_peak_bytes is None:
+        return UNKNOWN
+    whole = unused + case.allocated_peak_bytes
+    return format_share(unused / whole if whole else 0.0)
+
+
+def _head(result: WhatIf) -> Iterator[str]:
+    requested = format_exactly(result.cases[0].requested_peak_bytes)
+    yield f"{PurePath(result.snapshot).name}, device {result.device}: {requested} requested at the peak"
+    if result.identity.exact:
+        yield "Checked: under today's settings the simulator gives every recorded address and both peaks"
+
+
+def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
+    today, *cases = result.cases
+    if hidden:
+        yield f"No change: {', '.join(map(_name, hidden))}"
+    if any(case.reserved_peak_bytes is not None for case in cases):
+        yield "change: of the reserved peak; unused: its part that nothing used at the allocated peak"
+    if any(case.allocated_peak_bytes is not None and not case.exact for case in cases):
+        start = "" if result.history_is_complete else ", and of what was cached before the recording"
+        yield f"A range, or ≈, shows the effect of where CUDA puts segments{start}; other figures are exact"
+    if result.capacity_bytes is not None:
+        what = "the recorded GPU's memory" if result.is_recorded_gpu else "--capacity"
+        yield f"fits: PyTorch stays within {format_bytes(result.capacity_bytes)} ({what}); CUDA itself needs some more"
+    failed: dict[int, list[str]] = {}
+    for case in (one for one in result.cases if one not in hidden):
+        if case.failed_request_bytes is not None:
+            failed.setdefault(case.failed_request_bytes, []).append("today" if case is today else _name(case))
+    for size, names in failed.items():
+        yield f"A request for {format_exactly(size)} fails: {', '.join(names)}"
+    best = min(cases, key=_highest, default=today)
+    if _highest(best) < _highest(today) and not best.edits:
+        yield f"Try: PYTORCH_CUDA_ALLOC_CONF={best.allocator or repr('')}"
+
+
+def _highest(case: Case) -> float:
+    """Return the reserved peak that a case has at most."""
+    high = case.reserved_range_bytes[1]
+    return float("inf") if high is None else high
+
+
+def _findings(result: WhatIf) -> Iterator[Finding]:
+    if not result.identity.exact:
+        count = result.identity.wrong_address_count
+        yield Finding(
+            "not-identical",
+            f"the simulator chose {count:,} other addresses than the recorded allocator ({result.identity.reason}):"
+            " it predicts no peaks, only lower bounds",
+        )

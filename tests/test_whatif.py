@@ -1,0 +1,203 @@
+"""``profkit whatif``: which settings it tries, what it prints, and when it predicts nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from profkit import read_snapshot
+from profkit.allocator.settings import format_settings, list_variants, parse_settings
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.cli import cli
+from profkit.errors import UsageError
+from profkit.report.document import FORMATS, render
+from profkit.report.whatif import build_whatif_document
+from profkit.snapshot.columns import NO_SPLIT_LIMIT, Settings
+from profkit.snapshot.reader import build_snapshot
+from tests.allocator_reference import MIB, ReferenceAllocator
+from tests.test_allocator import drive, random_steps
+
+TRACE = Path(__file__).parents[1] / "traces" / "small-train.snapshot.pickle.gz"
+GIB = 2**30
+
+
+def opened(allocator: ReferenceAllocator) -> OpenedSnapshot:
+    return OpenedSnapshot(build_snapshot(Path("made.pickle"), allocator.snapshot()))
+
+
+# -- settings as torch writes them ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "again"),
+    [
+        ("", ""),
+        ("expandable_segments:False", ""),
+        (" expandable_segments : True ", "expandable_segments:True"),
+        ("max_split_size_mb:128,expandable_segments:True", "expandable_segments:True,max_split_size_mb:128"),
+        ("garbage_collection_threshold:0.60", "garbage_collection_threshold:0.6"),
+        ("roundup_power2_divisions:4", "roundup_power2_divisions:4"),
+        ("roundup_power2_divisions:1", ""),
+        ("roundup_power2_divisions:[2:4,>:1]", "roundup_power2_divisions:[1:4,2:4,4:1,>:1]"),
+        ("backend:native,pinned_num_register_threads:8,release_lock_on_cudamalloc:True", ""),
+    ],
+)
+def test_settings_are_read_and_written_as_torch_does(text: str, again: str) -> None:
+    assert format_settings(parse_settings(text)) == again
+    assert parse_settings(again) == parse_settings(text)
+
+
+def test_the_divisions_of_intervals_are_those_that_torch_makes_of_a_list() -> None:
+    assert parse_settings("roundup_power2_divisions:[4:8,16:2,>:4]").roundup_power2_divisions == (
+        *(8, 8, 8, 0, 2),
+        *([4] * 11),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_split_size_mb",
+        "max_split_size_mb:",
+        "max_split_size_mb:20",
+        "max_split_size_mb:abc",
+        "expandable_segments:true",
+        "garbage_collection_threshold:1.0",
+        "roundup_power2_divisions:3",
+        "roundup_power2_divisions:[3:4]",
+        "roundup_power2_divisions:[4]",
+        "backend:cudaMallocAsync",
+        "no_such_key:1",
+        "expandable_segments:True,,",
+    ],
+)
+def test_settings_that_torch_would_refuse_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_settings(text)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_settings_worth_a_try_are_others_than_todays() -> None:
+    for text in ("", "expandable_segments:True", "roundup_power2_divisions:4,max_split_size_mb:64"):
+        found = [format_settings(one) for one in list_variants(parse_settings(text))]
+        assert text not in found
+        assert len(set(found)) == len(found)
+        assert ("" in found) == (text != "")
+
+
+# -- the result -------------------------------------------------------------------------------------------------
+
+
+def test_expandable_segments_are_predicted_from_a_real_snapshot() -> None:
+    result = read_snapshot(TRACE).whatif(allocators=["expandable_segments:True"], capacity_bytes=4 * GIB)
+    today, other = result.cases
+    assert result.identity.exact
+    assert (today.allocator, today.allocated_peak_bytes, today.reserved_peak_bytes) == ("", 3276553216, 3462397952)
+    assert (other.allocated_peak_bytes, other.reserved_peak_bytes) == (3219962880, 3252682752)
+    assert other.exact
+    assert other.phase == "backward"
+    assert today.fits
+    assert other.fits
+
+
+def test_a_capacity_below_the_need_names_the_request_that_fails() -> None:
+    result = read_snapshot(TRACE).whatif(allocators=["expandable_segments:True"], capacity_bytes=2 * GIB)
+    assert [case.fits for case in result.cases] == [False, False]
+    assert all(case.failed_request_bytes for case in result.cases)
+    assert result.cases[1].reserved_peak_bytes == 3252682752  # what it would need
+
+
+def test_a_program_that_survives_by_releasing_its_cache_fits() -> None:
+    allocator = ReferenceAllocator()
+    allocator.record()
+    for size in (40, 60, 80):
+        allocator.free(allocator.malloc(size * MIB))
+    (today,) = opened(allocator).whatif(capacity_bytes=100 * MIB, allocators=["max_split_size_mb:512"]).cases[:1]
+    assert today.reserved_peak_bytes == 180 * MIB
+    assert today.fits
+
+
+def test_a_recording_that_began_in_the_middle_gives_a_range() -> None:
+    allocator = ReferenceAllocator(notes_pools=True)
+    steps = [step for step in random_steps(random.Random(5), 0) if step[0] != "empty_cache"]
+    drive(allocator, [("malloc", 30 * MIB, 0, (0, 0)), *steps], record_at=40)
+    result = opened(allocator).whatif(allocators=["expandable_segments:True"])
+    assert not result.history_is_complete
+    assert not result.cases[1].exact
+
+
+def test_a_wrong_address_means_lower_bounds_alone() -> None:
+    """The limit on splits was lifted for a while: with the last settings another block would have been chosen."""
+    allocator = ReferenceAllocator(max_split=25 * MIB)
+    allocator.record()
+    allocator.free(allocator.malloc(40 * MIB))
+    allocator.malloc(30 * MIB)
+    allocator.malloc(9 * MIB)
+    allocator.max_split = None
+    result = opened(allocator).whatif(allocators=["expandable_segments:True"])
+    other = result.cases[1]
+    assert not result.identity.exact
+    assert result.identity.reason
+    assert (other.allocated_peak_bytes, other.reserved_peak_bytes) == (None, None)
+    assert other.requested_peak_bytes == 40 * MIB
+    assert other.allocated_range_bytes == (40 * MIB, None)
+    shown = build_whatif_document(result)
+    assert [one.code for one in shown.findings] == ["not-identical"]
+    assert "≥ 40.00 MiB" in render(shown, "table")
+
+
+def test_garbage_collection_is_tried_only_where_memory_is_limited() -> None:
+    snapshot = read_snapshot(TRACE)
+    tried = ["garbage_collection_threshold" in case.allocator for case in snapshot.whatif().cases]
+    assert not any(tried)
+    assert any("garbage" in case.allocator for case in snapshot.whatif(capacity_bytes=4 * GIB).cases)
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_json_has_the_keys_that_other_programs_read() -> None:
+    shown = CliRunner().invoke(
+        cli, ["whatif", str(TRACE), "--allocator", "expandable_segments:True", "--format", "json"]
+    )
+    data = json.loads(shown.output)
+    assert data["identity"] == {"exact": True, "wrong_address_count": 0, "reason": None}
+    assert [case["allocator"] for case in data["cases"]] == ["", "expandable_segments:True"]
+    assert data["cases"][1] == {
+        "allocator": "expandable_segments:True",
+        "edits": [],
+        "requested_peak_bytes": 3219960876,
+        "allocated_peak_bytes": 3219962880,
+        "reserved_peak_bytes": 3252682752,
+        "exact": True,
+        "allocated_range_bytes": [3219962880, 3219962880],
+        "reserved_range_bytes": [3252682752, 3252682752],
+        "phase": "backward",
+        "fits": None,
+        "unused_bytes": 32719872,
+        "failed_request_bytes": None,
+    }
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_every_format_holds_every_setting(style: str) -> None:
+    shown = CliRunner().invoke(cli, ["whatif", str(TRACE), "--capacity", "4GiB", "--format", style, "--full-names"])
+    assert shown.exit_code == 0
+    plain = shown.output.replace("\\", "").replace("\n  ", " ")
+    for name in ("expandable_segments:True", "roundup_power2_divisions:4", "max_split_size_mb:128"):
+        assert name in plain
+
+
+def test_a_wrong_setting_is_a_usage_error() -> None:
+    shown = CliRunner().invoke(cli, ["whatif", str(TRACE), "--allocator", "max_split_size_mb:5"])
+    assert isinstance(shown.exception, UsageError)
+
+
+def test_todays_settings_are_never_an_alternative() -> None:
+    assert Settings(max_split_size_bytes=NO_SPLIT_LIMIT) == Settings()
+    names = [case.allocator for case in read_snapshot(TRACE).whatif().cases]
+    assert len(set(names)) == len(names)
