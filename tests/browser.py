@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
-
-_FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api")
-    path = os.environ.get("PROFKIT_CHROMIUM", "/usr/bin/chromium")
-    with api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=_FLAGS.split())
-        yield chromium
-        chromium.close()
 
 
 @contextmanager

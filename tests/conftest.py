@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -134,3 +134,17 @@ def call_main(argv: list[str], env: dict[str, str] | None = None) -> subprocess.
     code = caught.value.code
     out, err = (stream.buffer.getvalue().decode().replace("\r\n", "\n") for stream in streams)  # type: ignore[attr-defined]
     return subprocess.CompletedProcess(argv, code if isinstance(code, int) else int(code is not None), out, err)
+
+
+_CHROMIUM_FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real Chromium; `tests.browser.open_page` opens a page in it, without a network."""
+    api = pytest.importorskip("playwright.sync_api")
+    path = os.environ.get("PROFKIT_CHROMIUM", "/usr/bin/chromium")
+    with api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=_CHROMIUM_FLAGS.split())
+        yield chromium
+        chromium.close()

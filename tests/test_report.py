@@ -15,13 +15,12 @@ from profkit.analysis.step_slices import MOST_SLICES, slice_median_step
 from profkit.reading import open_capture, open_trace
 from profkit.report.page.markup import view_table, without_folders
 from profkit.report.page.page import render_report
-from tests.browser import browser, open_page, read_table
+from tests.browser import open_page, read_table
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_small_run, write_two_steps
 from tests.in_process import run_command
+from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
-
-__all__ = ["browser"]
 
 SNAPSHOT = ROOT / "traces" / "small-train.snapshot.pickle.gz"
 WIDTHS_AND_SCHEMES = [(1400, "light"), (1400, "dark"), (700, "light"), (700, "dark")]
@@ -197,7 +196,7 @@ def test_the_books_close_as_the_commands_print_them(page: Any, run: Path) -> Non
 @pytest.mark.browser
 def test_without_javascript_the_tables_are_whole_and_no_button_is_dead(browser: Any, page_file: Path) -> None:
     with open_page(browser, page_file, scripts=False) as tab:
-        assert tab.locator("button").count() == 0
+        assert tab.locator("button:visible").count() == 0
         assert tab.locator("#kernels tbody tr").count() > 20
         assert tab.locator("#step svg rect").count() > 5
 
@@ -319,3 +318,45 @@ def test_of_an_even_number_of_steps_the_shorter_middle_one_is_shown(tmp_path: Pa
     assert step is not None
     assert step.name == min(steps, key=lambda one: (one.gpu.span_ns, one.start_ns)).name
     assert slice_median_step(opened.attribution, ()) is None
+
+
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.browser
+def test_the_memory_tables_are_those_of_the_command(page: Any, run: Path) -> None:
+    told = printed("memory", run)["peak"]
+    for table, key, name in (("module", "by_module", "module"), ("category", "by_category", "category")):
+        shown = [
+            (row["name" if table == "module" else name], int(row["bytes"]))
+            for row in read_table(page, f"memory-{table}")
+        ]
+        assert shown == [(row[name], row["bytes"]) for row in told[key]]
+    lines = [int(row["bytes"]) for row in read_table(page, "memory-line")]
+    assert lines == [row["bytes"] for row in told["by_stack"]]
+
+
+@pytest.mark.browser
+def test_the_chart_holds_the_peak_and_every_colouring_adds_up_to_it(page: Any, run: Path) -> None:
+    told = printed("memory", run)
+    sums = page.evaluate(
+        """() => {
+        const { data, modes, allocated } = profkit.memory;
+        const whole = (some) => some.reduce((sum, one) => sum + one.values[data.peak], 0);
+        return [allocated[data.peak], ...Object.values(modes).map(whole)];
+    }"""
+    )
+    assert set(sums) == {told["allocated"]["peak_bytes"]}
+    unused = {row["what"]: row for row in read_table(page, "memory-unused")}
+    assert int(unused["unused"]["at_bytes"]) == told["fragmentation"]["free_bytes"]
+    assert int(unused["unused"]["end_bytes"]) == told["fragmentation"]["end_free_bytes"]
+    assert unused["largest unused piece"]["at_bytes"] == ""  # unknown is not 0
+
+
+def test_source_lines_are_embedded_on_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("\n" * 43 + "state = make_secret_state()\n")
+    snapshot = Training().write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for option, is_there in (((), False), (("--source",), True)):
+        assert run_command("report", snapshot, "-o", "page.html", *option).returncode == 0
+        assert ("make_secret_state()" in Path("page.html").read_text()) == is_there

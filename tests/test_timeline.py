@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +13,18 @@ import pytest
 from click.testing import CliRunner
 
 from profkit import read_snapshot
+from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.memory.bins import OTHER_STACKS, Bins, bin_history
 from profkit.analysis.memory.composition import NOT_SELECTED
 from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
-from profkit.report.timeline_page import build_data, render_page
+from profkit.report.page.memory_history import CATEGORY_COLOURS, PHASE_COLOURS, build_data
+from profkit.report.page.page import render_memory_page
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
+from tests.browser import open_page
 from tests.captures import capture
 from tests.memory_captures import Training
 
@@ -32,7 +34,7 @@ def opened(training: Training) -> OpenedSnapshot:
 
 
 def assert_books_close(bins: Bins) -> None:
-    for series in (bins.by_category, bins.by_stack):
+    for series in (bins.by_category, bins.by_stack, *([bins.by_module] if bins.by_module else [])):
         assert np.array_equal(sum(one.bytes for one in series), bins.allocated)
     assert (bins.lowest <= bins.allocated).all()
     assert (bins.allocated <= bins.reserved).all()
@@ -115,7 +117,14 @@ def test_a_timeline_by_category_or_stack_is_drawn_as_a_png(tmp_path: Path, by: s
     assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("arguments", [["--timeline", "t.pdf"], ["--timeline", "t.png", "--timeline-by", "allocation"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--timeline", "t.pdf"],
+        ["--timeline", "t.png", "--timeline-by", "allocation"],
+        ["--timeline", "t.png", "--timeline-by", "module"],
+    ],
+)
 def test_a_timeline_of_another_kind_is_refused(tmp_path: Path, arguments: list[str]) -> None:
     assert isinstance(run(Training().write(tmp_path), *arguments).exception, UsageError)
 
@@ -125,68 +134,69 @@ def test_the_page_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
     snapshot = build_snapshot(Path("made.pickle"), Training().snapshot())
     source = OpenedSnapshot(snapshot, phases={hostile: "forward"})
     assert source.memory().phases[0].name == hostile
-    page = render_page(source.device(), source.memory())
+    page = page_of(source)
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)
     assert "connect-src" not in page
     assert "default-src 'none'" in page
-    assert page.count("<script") == page.count("</script>") == 3
+    assert "alert(1)" not in page.replace("&lt;script&gt;alert(1)", "")
+    assert page.count("<script") == page.count("</script>")
     assert "Copyright (c) 2022 Leon Sorokin" in page
-    assert "@@" not in page
+
+
+def page_of(source: OpenedSnapshot) -> str:
+    capture = OpenedCapture(Path("made.pickle"), None, None, source)
+    return render_memory_page(capture, source.device(), source.memory())
+
+
+def test_the_title_of_the_page_says_which_run_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"argv": ["python", "train.py"], "status": "complete"}')
+    Training().write(folder).rename(folder / "snapshot.pickle")
+    assert run(folder, "--timeline", tmp_path / "t.html").exit_code == 0
+    text = (tmp_path / "t.html").read_text()
+    assert "<title>my-run, device 0: memory over time</title>" in text
+    assert "python train.py" in text
+
+
+def test_no_phase_has_a_hue_that_a_category_could_be_taken_for() -> None:
+    for colour in PHASE_COLOURS.values():
+        channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+        assert max(channels) - min(channels) < 24, colour
+    assert not set(PHASE_COLOURS.values()) & set(CATEGORY_COLOURS.values())
 
 
 def test_the_data_in_the_page_are_exact() -> None:
     source = read_snapshot(capture("small.pickle"))
     bins = bin_history(source.device())
-    data = json.loads(json.dumps(build_data(bins, source.device(), source.memory(), "category")))
+    data = json.loads(json.dumps(build_data(bins, source.device(), "category")))
     assert data["unit"] == 512
     assert (np.cumsum(data["allocated"]) * 512).tolist() == bins.allocated.tolist()
-    assert sum(np.cumsum(one["values"])[data["peak"]] for one in data["by_stack"]) * 512 == 3_073_660_928
+    assert sum(np.cumsum(one["values"])[data["peak"]] for one in data["series"]["stack"]) * 512 == 3_073_660_928
 
 
 def test_the_page_of_a_real_run_is_small(tmp_path: Path) -> None:
     target = tmp_path / "t.html"
     run(capture("small.pickle"), "--timeline", target)
-    assert target.stat().st_size < 3_000_000
+    assert target.stat().st_size < 1_000_000
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------
-
-FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api")
-    path = os.environ.get("PROFKIT_CHROMIUM", "/usr/bin/chromium")
-    with api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("page") / "timeline.html"
-    source = opened(Training(steps=6))
-    chosen = source.device()
-    target.write_text(render_page(chosen, source.memory()), encoding="utf-8")
+    target.write_text(page_of(opened(Training(steps=6))), encoding="utf-8")
     return target
 
 
 @pytest.fixture
 def page(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    width, height, scheme = getattr(request, "param", (1400, 900, "light"))
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, offline=True)
-    tab = context.new_page()
-    problems: list[str] = []
-    tab.on("pageerror", lambda error: problems.append(str(error)))
-    tab.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
-    tab.on("request", lambda one: problems.append(one.url) if not one.url.startswith("file:") else None)
-    tab.goto(page_file.as_uri())
-    tab.wait_for_function("window.profkit && window.profkit.timing.ready > 0")
-    yield tab
-    assert problems == []
-    context.close()
+    width, scheme = getattr(request, "param", (1400, "light"))
+    with open_page(browser, page_file, width=width, scheme=scheme) as tab:
+        tab.wait_for_function("profkit.memory.timing.ready > 0")
+        yield tab
 
 
 def colours(tab: Any) -> list[int]:
@@ -205,7 +215,7 @@ def colours(tab: Any) -> list[int]:
 
 @pytest.mark.browser
 @pytest.mark.parametrize(
-    "page", [(1400, 900, "light"), (1400, 900, "dark"), (390, 844, "light"), (390, 844, "dark")], indirect=True
+    "page", [(1400, "light"), (1400, "dark"), (700, "light"), (390, "light"), (390, "dark")], indirect=True
 )
 def test_the_page_draws_at_every_size_and_in_both_schemes(page: Any) -> None:
     assert {0x0072B2, 0xE69F00, 0x009E73} <= set(colours(page))  # parameters, activations, optimizer state
@@ -240,7 +250,7 @@ def test_hovering_over_a_single_allocation_shows_its_details(page: Any) -> None:
 
 @pytest.mark.browser
 def test_the_page_zooms_moves_and_returns_to_the_whole(page: Any) -> None:
-    extent = "() => [profkit.plot.scales.x.min, profkit.plot.scales.x.max]"
+    extent = "() => [profkit.memory.plot.scales.x.min, profkit.memory.plot.scales.x.max]"
     whole = page.evaluate(extent)
     page.click("#peak")
     near = page.evaluate(extent)
@@ -252,16 +262,101 @@ def test_the_page_zooms_moves_and_returns_to_the_whole(page: Any) -> None:
     assert page.evaluate(extent) == whole
     box = page.locator("#chart .u-over").bounding_box()
     page.mouse.move(box["x"] + 100, box["y"] + 50)
+    page.focus("#chart")
     page.mouse.wheel(0, -200)
     page.wait_for_function(
-        "(whole) => profkit.plot.scales.x.max - profkit.plot.scales.x.min < whole[1] - whole[0]", arg=whole
+        "(whole) => profkit.memory.plot.scales.x.max - profkit.memory.plot.scales.x.min < whole[1] - whole[0]",
+        arg=whole,
     )
 
 
 @pytest.mark.browser
 def test_the_axis_can_be_time_or_events(page: Any) -> None:
     page.click("#axis button[data-value=events]")
-    events = page.evaluate("profkit.plot.scales.x.max")
+    events = page.evaluate("profkit.memory.plot.scales.x.max")
     page.click("#axis button[data-value=time]")
     assert events > 100
-    assert page.evaluate("profkit.plot.scales.x.max") < 1
+    assert page.evaluate("profkit.memory.plot.scales.x.max") < 1
+
+
+def test_an_allocation_has_its_own_stack_and_a_series_only_what_its_stacks_share() -> None:
+    bins = bin_history(read_snapshot(capture("small.pickle")).device())
+    data = build_data(bins, read_snapshot(capture("small.pickle")).device(), "stack")
+    stacks = [[data["texts"][frame] for frame in stack] for stack in data["stacks"]]
+    for shape, number in zip(bins.shapes, data["shapes"]["stack"], strict=True):
+        assert stacks[number] == list(shape.stack[:20])
+    # One line that two callers reach: neither's frames stand for the other's.
+    (shared,) = [one for one in bins.by_stack if one.name.startswith("model_probe.py:18 sdpa")]
+    assert shared.stack_count == 2
+    of_line = {shape.stack for shape in bins.shapes if shape.label == shared.name}
+    assert all(stack[: len(shared.stack)] == shared.stack for stack in of_line)
+    assert all(len(shared.stack) < len(stack) for stack in of_line)
+
+
+@pytest.mark.browser
+def test_every_optimizer_step_has_a_band_though_only_the_first_allocates(page: Any) -> None:
+    page.click("#axis button[data-value=events]")
+    seen = page.evaluate(
+        """() => {
+        const { plot, data } = profkit.memory, ctx = plot.ctx, wanted = data.colours.phases.optimizer;
+        const strip = ctx.getImageData(0, Math.round(plot.bbox.top + 3 * devicePixelRatio), ctx.canvas.width, 1).data;
+        return data.phases.filter((one) => one.name === "optimizer").map((one) => {
+            const x = plot.valToPos(one.first, "x", true) + 2 * devicePixelRatio;
+            const [r, g, b] = strip.slice(4 * Math.round(x), 4 * Math.round(x) + 3);
+            return "#" + [r, g, b].map((part) => part.toString(16).padStart(2, "0")).join("").toUpperCase() === wanted;
+        });
+    }"""
+    )
+    assert len(seen) == 6
+    assert all(seen)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("page", [(700, "light"), (1400, "light")], indirect=True)
+def test_the_details_of_what_is_pointed_at_are_in_view(page: Any) -> None:
+    page.locator("#chart").scroll_into_view_if_needed()
+    box = page.locator("#chart .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 5)
+    found = page.locator("#detail strong").bounding_box()
+    assert 0 <= found["y"] < 900 - found["height"]
+
+
+@pytest.mark.browser
+def test_a_pinned_stack_stays_and_can_be_copied(page: Any) -> None:
+    page.click("#mode button[data-value=stack]")
+    box = page.locator("#chart .u-over").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.6, box["y"] + box["height"] - 6)
+    pinned = page.inner_text("#detail strong")
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    assert page.inner_text("#detail strong") == pinned
+    assert page.inner_text("#detail button") == "Copy this stack"
+    page.focus("#chart")
+    page.keyboard.press("Escape")
+    assert page.locator("#detail button").count() == 0
+
+
+@pytest.mark.browser
+def test_two_moments_are_compared_by_what_came_and_what_went(page: Any) -> None:
+    page.focus("#chart")
+    page.keyboard.press("m")  # from the peak
+    box = page.locator("#chart .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 4, box["y"] + box["height"] / 2)
+    assert "Came" in page.inner_text("#detail")
+    assert "Went" in page.inner_text("#detail")
+    assert "activations" in page.inner_text("#detail")
+    told = page.evaluate(
+        "profkit.memory.allocated[profkit.memory.state.at] - profkit.memory.allocated[profkit.memory.state.mark]"
+    )
+    assert told < 0
+    assert "−" in page.inner_text("#moment")
+
+
+@pytest.mark.browser
+def test_the_legend_hides_a_series(page: Any) -> None:
+    before = set(colours(page))
+    assert 0x0072B2 in before
+    page.locator("#legend button", has_text="parameters").click()
+    assert 0x0072B2 not in colours(page)
+    assert page.get_attribute("#legend button[title=parameters]", "aria-pressed") == "false"
+    page.locator("#legend button", has_text="parameters").click()
+    assert set(colours(page)) == before

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
 from profkit.cli.options import output_options
@@ -19,8 +20,8 @@ from profkit.reading import open_snapshot
 from profkit.report.document import Format
 from profkit.report.memory import BY, TOP_STACKS, By, build_memory_document
 from profkit.report.memory_parts import TOP_MODULES
-from profkit.report.timeline_page import STACKINGS, Stacking, write_page
-from profkit.run.directory import Run
+from profkit.report.page.memory_history import STACKINGS, Stacking
+from profkit.run.directory import Run, find_run
 from profkit.snapshot.unpickler import collector_off
 
 _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
@@ -110,7 +111,7 @@ def memory(
         result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
     if timeline is not None:
         with shown_after_a_second(f"drawing {timeline.name}"):
-            _draw(timeline, opened.device(device), result, timeline_by, Filter(stack, min_size))
+            _draw(timeline, _capture(snapshot, opened), result, timeline_by, Filter(stack, min_size))
     document = build_memory_document(result, by=by, top=top, leaks=leaks)
     print_document(document, style, output, full_names=full_names)
 
@@ -123,17 +124,27 @@ def _check_timeline(path: Path | None, by: Stacking) -> None:
     """
     if path is not None and path.suffix.lower() not in (".html", ".png"):
         raise UsageError(f"--timeline {path}: name a page FILE.html or a picture FILE.png")
-    if path is not None and path.suffix.lower() == ".png" and by == "allocation":
-        raise UsageError("--timeline-by allocation: only a page (.html) shows single allocations")
+    if path is not None and path.suffix.lower() == ".png" and by in ("allocation", "module"):
+        raise UsageError(f"--timeline-by {by}: only a page (.html) shows this")
 
 
-def _draw(path: Path, memory: DeviceMemory, result: MemoryResult, by: Stacking, wanted: Filter) -> None:
-    if path.suffix.lower() == ".html" or by == "allocation":
-        write_page(path, memory, result, by=by, wanted=wanted)
+def _draw(path: Path, capture: OpenedCapture, result: MemoryResult, by: Stacking, wanted: Filter) -> None:
+    assert capture.snapshot is not None
+    memory = capture.snapshot.device(result.totals.device)
+    if by in ("category", "stack") and path.suffix.lower() == ".png":
+        from profkit.report.timeline_picture import write_picture  # loads Matplotlib
+
+        write_picture(path, memory, result, by=by, wanted=wanted)
         return
-    from profkit.report.timeline_picture import write_picture  # loads Matplotlib
+    from profkit.report.page.page import render_memory_page, write_page  # loads Jinja2
 
-    write_picture(path, memory, result, by=by, wanted=wanted)
+    write_page(path, render_memory_page(capture, memory, result, by=by, wanted=wanted))
+
+
+def _capture(path: Path, opened: OpenedSnapshot) -> OpenedCapture:
+    """Return the snapshot with the run that it lies in, which names the page."""
+    run = find_run(Path(opened.snapshot.path))
+    return OpenedCapture(path if run is None else run.path, run, None, opened)
 
 
 def _refuse_options_of_one_snapshot(context: click.Context) -> None:

@@ -10,7 +10,7 @@ from profkit.cli.outputs import refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_capture
-from profkit.report.page.page import write_report
+from profkit.report.page.page import render_report, write_page
 from profkit.snapshot.unpickler import collector_off
 
 
@@ -19,12 +19,14 @@ from profkit.snapshot.unpickler import collector_off
 @click.option(
     "-o", "output", type=click.Path(path_type=Path), help="The page to write  [default: RUN's name and .html]"
 )
-def report(capture: Path, output: Path | None) -> None:
+@click.option("--source", is_flag=True, help="Put the source lines that allocated memory into the page.")
+def report(capture: Path, output: Path | None, source: bool) -> None:
     """Write one HTML page of a run: its steps, modules, kernels and memory, and how far to trust them.
 
     RUN is a run directory, or a trace or memory snapshot alone. The page is one file that loads nothing: it opens
     without a network, prints, and can be read without JavaScript. It holds no environment, host or user, and paths
-    only from the working directory on.
+    only from the working directory on. Source text is in it only with --source, and only from files below the working
+    directory.
     """
     output = output or Path(f"{capture.resolve().name}.html")
     if output.suffix.lower() not in (".html", ".htm"):
@@ -33,5 +35,5 @@ def report(capture: Path, output: Path | None) -> None:
     click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"reading {capture.name}"):
         opened = open_capture(capture)
-        write_report(output, opened)
+        write_page(output, render_report(opened, source=Path.cwd() if source else None))
     click.echo(output)

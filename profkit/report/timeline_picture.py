@@ -15,9 +15,9 @@ from matplotlib.ticker import FuncFormatter
 from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
+from profkit.report.page.memory_history import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.text import make_visible, shorten
-from profkit.report.timeline_page import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
 from profkit.report.units import format_bytes
 
 _GIB = 2**30

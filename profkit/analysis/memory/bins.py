@@ -8,13 +8,16 @@ kept one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
 from profkit.analysis.memory.categories import CATEGORIES
 from profkit.analysis.memory.composition import NOT_SELECTED
 from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.memory.parts import NO_MODULE_KNOWN, OUTSIDE_MODULES
+from profkit.names import kind_of
 from profkit.snapshot.columns import Ints
 
 BIN_COUNT = 8192
@@ -22,17 +25,24 @@ STACK_COUNT = 12
 SHAPE_COUNT = 1500
 
 OTHER_STACKS = "other stacks"
+OTHER_MODULES = "other modules"
+SEVERAL_MODULES = "(several modules)"
 
 _FEW = 100
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Bytes of one category or stack at each sampled moment."""
+    """Bytes of one category, stack or module at each sampled moment.
+
+    ``stack`` holds the frames that all of a series' allocations share, the innermost first; ``stack_count`` is how many
+    different stacks these are.
+    """
 
     name: str
     bytes: Ints
     stack: tuple[str, ...] = ()
+    stack_count: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Shape:
     category: str
     evidence: str
     owner: str | None
+    module: str
     label: str
     stack: tuple[str, ...]
     born_us: int | None
@@ -68,6 +79,8 @@ class Bins:
     reserved: Ints
     by_category: tuple[Series, ...]
     by_stack: tuple[Series, ...]
+    by_module: tuple[Series, ...]
+    """Each allocation at its own module alone, of several that differ in a number as one; empty if none is known."""
     shapes: tuple[Shape, ...]
     peak: int
     """Which sample is the peak."""
@@ -94,6 +107,7 @@ def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: i
         reserved=curves.reserved[moments],
         by_category=grouping.by_category(),
         by_stack=grouping.by_stack(),
+        by_module=grouping.by_module(),
         shapes=grouping.shapes(),
         peak=peak,
         prefers_events=_is_mostly_flat(times),
@@ -132,27 +146,49 @@ class _Grouping:
     def by_stack(self) -> tuple[Series, ...]:
         """Return the series of the stacks with the most bytes over all samples, then of all others together.
 
-        Stacks that begin with the same user lines count as one: a loop may be called from two places.
+        Stacks that begin with the same user lines count as one: a loop may be called from two places. Such a series
+        has only the frames that they share.
         """
-        numbers: dict[str, int] = {}
-        frames: list[tuple[str, ...]] = []
         groups = []
+        stacks: dict[str, dict[tuple[str, ...], None]] = {}
         for row in self._rows.tolist():
             facts = self._memory.stacks.of(row)
-            name = facts.label if row in self._claims else NOT_SELECTED
-            if name not in numbers:
-                numbers[name] = len(frames)
-                frames.append(facts.user_first if row in self._claims else ())
-            groups.append(numbers[name])
-        column = np.array(groups, dtype=np.int64)
+            groups.append(facts.label if row in self._claims else NOT_SELECTED)
+            stacks.setdefault(groups[-1], {})[facts.user_first if row in self._claims else ()] = None
+        return tuple(
+            replace(one, stack=_shared(list(stacks[one.name])), stack_count=len(stacks[one.name]))
+            if one.name in stacks
+            else one
+            for one in self._largest(groups, OTHER_STACKS)
+        )
+
+    def by_module(self) -> tuple[Series, ...]:
+        """Return the series of the modules with the most bytes over all samples, then of all others together."""
+        groups = [self._module_of(row) if row in self._claims else NOT_SELECTED for row in self._rows.tolist()]
+        is_known = set(groups) - {NO_MODULE_KNOWN, OUTSIDE_MODULES, NOT_SELECTED}
+        return self._largest(groups, OTHER_MODULES) if is_known else ()
+
+    def _module_of(self, row: int) -> str:
+        """Return the module of an allocation, numbers in its name as ``*``; of several that share it, a word."""
+        modules = [module for module, _ in self._memory.place_of(row).modules]
+        if len(modules) > 1:
+            return SEVERAL_MODULES
+        if not modules:
+            return NO_MODULE_KNOWN
+        return kind_of(modules[0]) or OUTSIDE_MODULES
+
+    def _largest(self, groups: list[str], others: str) -> tuple[Series, ...]:
+        """Return a series for each of the `STACK_COUNT` names that hold most over all samples, then the others'."""
+        names = list(dict.fromkeys(groups))
+        number = {name: at for at, name in enumerate(names)}
+        column = np.array([number[name] for name in groups], dtype=np.int64)
         held = self._sizes[self._rows] * (self._end - self._first)[self._rows].astype(np.float64)
-        names = list(numbers)
         best = np.argsort(-np.bincount(column, held, len(names)), kind="stable")[:STACK_COUNT].tolist()
         place = np.full(len(names), len(best), dtype=np.int64)
         place[best] = np.arange(len(best))
         sums = self._sum(place[column], len(best) + 1)
-        series = [Series(names[number], sums[order], frames[number]) for order, number in enumerate(best)]
-        return (*series, Series(OTHER_STACKS, sums[-1])) if len(names) > len(best) else tuple(series)
+        series = [Series(names[number], sums[order]) for order, number in enumerate(best)]
+        return (*series, Series(others, sums[-1])) if len(names) > len(best) else tuple(series)
 
     def shapes(self) -> tuple[Shape, ...]:
         """Return the largest allocations, of equal ones the longest-lived, in the order of their birth."""
@@ -175,6 +211,7 @@ class _Grouping:
             category=claim.category,
             evidence=claim.evidence,
             owner=claim.owner,
+            module=self._module_of(row),
             label=facts.label,
             stack=facts.user_first,
             born_us=int(times[birth] - zero) if birth >= 0 and has_times else None,
@@ -189,6 +226,12 @@ class _Grouping:
         np.add.at(changes, (groups, self._first[self._rows]), self._sizes[self._rows])
         np.subtract.at(changes, (groups, self._end[self._rows]), self._sizes[self._rows])
         return changes[:, :-1].cumsum(axis=1)
+
+
+def _shared(stacks: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the frames at the beginning of all stacks."""
+    same = takewhile(lambda frames: len(set(frames)) == 1, zip(*stacks, strict=False))
+    return tuple(frames[0] for frames in same)
 
 
 def _highest(curve: Ints, edges: Ints) -> Ints:

@@ -14,31 +14,47 @@ from markupsafe import Markup
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.step_slices import slice_median_step
 from profkit.files import write_whole
 from profkit.report.kernels import build_kernels_document
 from profkit.report.page.head import build_head
 from profkit.report.page.markup import Section, view_parts, without_folders
+from profkit.report.page.memory_history import Stacking, build_memory
 from profkit.report.page.step_bar import build_step_bar
 from profkit.report.page.step_timeline import build_timeline
 from profkit.report.page.trust import build_trust
 from profkit.report.text import make_visible
 from profkit.version import __version__
 
-_SCRIPTS = {"timeline": "timeline.js"}
+_SCRIPTS = {"timeline": ("timeline.js",), "memory": ("uplot.min.js", "memory.js")}
 """Sections with a script of their own."""
 
 _ASSETS = files("profkit.report.page") / "assets"
 
 
-def write_report(path: Path, capture: OpenedCapture) -> None:
-    """Write the page of a capture; the file is whole, or the one that was there before stays.
+def render_memory_page(
+    capture: OpenedCapture,
+    memory: DeviceMemory,
+    result: MemoryResult,
+    *,
+    by: Stacking = "category",
+    wanted: Filter | None = None,
+) -> str:
+    """Return the page with the section of memory alone, for one device.
 
-    Raises:
-        CaptureError: the capture cannot be read.
-        OSError: the file cannot be written.
+    Args:
+        capture: the snapshot and the run that it lies in, for the head; its trace is not shown.
+        memory: the device.
+        result: its account, at any moment.
+        by: what is stacked at first; the reader can change it.
+        wanted: which allocations the chart shows; the others are added up as one.
     """
-    write_page(path, render_report(capture))
+    section = _memory_section(capture, memory, result, by=by, wanted=wanted)
+    alone = OpenedCapture(capture.path, capture.run, None, capture.snapshot)
+    title = f"{capture.path.resolve().name}, device {result.totals.device}: memory over time"
+    return _render_sections(title, alone, [section])
 
 
 def write_page(path: Path, text: str) -> None:
@@ -51,27 +67,36 @@ def write_page(path: Path, text: str) -> None:
     write_whole(path, text.encode("utf-8", "replace"))
 
 
-def render_report(capture: OpenedCapture) -> str:
-    """Return the page of a capture as text."""
+def render_report(capture: OpenedCapture, *, source: Path | None = None) -> str:
+    """Return the page of a capture as text.
+
+    Args:
+        capture: what is shown.
+        source: the folder whose source lines stand next to the allocations that they made; by default none do.
+    """
     name = without_folders(str(capture.path))
     trace = capture.trace
     has_work = trace is not None and len(trace.trace.work) > 0
     kernels = trace.kernels() if trace is not None and has_work else None
     on_gpu = kernels is not None and kernels.measure == "gpu-kernel"
     efficiency = trace.efficiency() if trace is not None and on_gpu else None
+    device = None if capture.snapshot is None else capture.snapshot.device()
     memory = None if capture.snapshot is None else capture.snapshot.memory()
     sections = [
         _step_section(name, capture, efficiency),
         _timeline_section(name, capture, efficiency),
+        Section("memory", _MEMORY, f"profkit memory {name}", missing=_WITHOUT_MEMORY)
+        if device is None or memory is None
+        else _memory_section(capture, device, memory, source=source),
         _kernel_section(name, capture, kernels),
         Section(
             "trust", "How far to trust this", f"profkit kernels {name} --strict", build_trust(capture, kernels, memory)
         ),
     ]
-    return render_sections(f"{capture.path.resolve().name}: profkit report", capture, sections)
+    return _render_sections(f"{capture.path.resolve().name}: profkit report", capture, sections)
 
 
-def render_sections(title: str, capture: OpenedCapture, sections: Iterable[Section]) -> str:
+def _render_sections(title: str, capture: OpenedCapture, sections: Iterable[Section]) -> str:
     """Return a page of some sections, with the capture's head."""
     sections = list(sections)
     trace = capture.trace
@@ -99,6 +124,16 @@ def _step_section(name: str, capture: OpenedCapture, result: EfficiencyResult | 
     return Section("step", title, command, build_step_bar(result, manifest), findings=result.warnings)
 
 
+def _rank_words(capture: OpenedCapture, result: MemoryResult) -> str:
+    """Return the options that name the rank, of a run of several, and the device."""
+    ranks = {} if capture.run is None else capture.run.snapshots
+    rank = next((number for number, file in ranks.items() if str(file) == result.snapshot), None)
+    named = "" if rank is None or len(ranks) < 2 else f" --rank {rank}"
+    return f"{named} --device {result.totals.device}" if result.others else named
+
+
+_MEMORY = "Memory over time"
+_WITHOUT_MEMORY = "Memory was not recorded. `profkit run --memory -- python train.py` records it."
 _WITHOUT_STEPS = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
 _WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
 
@@ -112,6 +147,20 @@ def _timeline_section(name: str, capture: OpenedCapture, result: EfficiencyResul
         return Section("timeline", title, f"profkit ranges {name}", missing=missing)
     command = f"profkit kernels {name} --range {shlex.quote(step.name)} --instance {step.instance}"
     return Section("timeline", title, command, build_timeline(trace.attribution, step))
+
+
+def _memory_section(
+    capture: OpenedCapture,
+    memory: DeviceMemory,
+    result: MemoryResult,
+    *,
+    by: Stacking = "category",
+    wanted: Filter | None = None,
+    source: Path | None = None,
+) -> Section:
+    command = f"profkit memory {without_folders(str(capture.path))}{_rank_words(capture, result)}"
+    content = build_memory(memory, result, by=by, wanted=wanted, source=source)
+    return Section("memory", _MEMORY, command, content, findings=result.warnings)
 
 
 def _kernel_section(name: str, capture: OpenedCapture, result: KernelsResult | None) -> Section:

@@ -1,7 +1,11 @@
 "use strict";
-(() => {
-const data = JSON.parse(document.getElementById("data").textContent);
-const byId = (id) => document.getElementById(id);
+// Memory over time: what is allocated at every sampled moment, by category, module, stack or single allocation.
+profkit.started.push((async () => {
+const { byId, element, button, copyText } = profkit;
+const data = await profkit.unpack("memory-data");
+if (!data) return;
+byId("memory-chart").hidden = false;
+byId("memory-picture").style.display = "none";
 
 const restore = (deltas, unit) => {
   const values = new Float64Array(deltas.length);
@@ -9,16 +13,21 @@ const restore = (deltas, unit) => {
   for (let i = 0; i < deltas.length; i++) values[i] = (sum += deltas[i]) * unit;
   return values;
 };
+const text = (number) => number < 0 ? null : data.texts[number];
 const bytes = (deltas) => restore(deltas, data.unit);
 const count = data.moments.length;
 const moments = restore(data.moments, 1);
 const seconds = restore(data.times_us, 1e-6);
 const allocated = bytes(data.allocated), reserved = bytes(data.reserved), lowest = bytes(data.lowest);
-const modes = {
-  category: data.by_category.map((one) => ({ ...one, values: bytes(one.values) })),
-  stack: data.by_stack.map((one) => ({ ...one, values: bytes(one.values) })),
-};
-const shapes = data.shapes;
+const stackOf = (number) => data.stacks[number].map(text);
+const modes = Object.fromEntries(Object.entries(data.series).map(([mode, some]) => [mode,
+  some.map((one) => ({ name: text(one.name), values: bytes(one.values), stack: stackOf(one.stack), stackCount: one.stack_count }))]));
+const shapes = data.shapes.bytes.map((_, at) => ({
+  ...Object.fromEntries(Object.entries(data.shapes).map(([key, column]) => [key, column[at]])),
+  category: text(data.shapes.category[at]), owner: text(data.shapes.owner[at]), module: text(data.shapes.module[at]),
+  label: text(data.shapes.label[at]), evidence: text(data.shapes.evidence[at]),
+}));
+for (const phase of data.phases) phase.name = text(phase.name);
 const colours = data.colours;
 
 const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
@@ -40,7 +49,7 @@ const layOut = () => {
   const births = shapes.map(() => null);
   shapes.forEach((shape, at) => { births[at] = new Float64Array(shape.end - shape.first); });
   const starts = new Map();
-  shapes.forEach((shape, at) => { (starts.get(shape.first) || starts.set(shape.first, []).get(shape.first)).push(at); });
+  shapes.forEach((shape, at) => { if (isShown(shape)) (starts.get(shape.first) || starts.set(shape.first, []).get(shape.first)).push(at); });
   let live = [];
   for (let i = 0; i < count; i++) {
     live = live.filter((at) => shapes[at].end > i);
@@ -56,14 +65,22 @@ const layOut = () => {
 };
 let layout = null;
 
-const state = { mode: data.mode, axis: data.has_times && !data.prefers_events ? "time" : "events", hot: -1, shape: -1 };
+const state = {
+  mode: modes[data.mode] || data.mode === "allocation" ? data.mode : "category", axis: data.has_times && !data.prefers_events ? "time" : "events",
+  shape: -1, pinned: false, mark: -1, at: data.peak, hidden: new Set(), module: "",
+};
+const chart = byId("chart");
 let plot = null;
 const timing = { draws: [], ready: 0 };
-window.profkit = { timing, get plot() { return plot; }, state, data };
+profkit.memory = { timing, get plot() { return plot; }, state, data, modes, shapes, allocated };
 
 const xs = () => (state.axis === "time" ? seconds : moments);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colourOf = (mode, at) => mode === "category" ? colours.categories[modes.category[at].name] : colours.stacks[at % colours.stacks.length];
+const isHidden = (name) => state.hidden.has(name);
+const isShown = (shape) => !isHidden(shape.category) && (!state.module || inModule(shape.module));
+// A module's name, or that of one within it; a star stands for any number.
+const inModule = (name) => name === state.module || name.startsWith(`${state.module}.`);
 
 let layers = [];
 const cumulated = (series) => {
@@ -71,7 +88,7 @@ const cumulated = (series) => {
   let below = new Float64Array(count);
   for (const one of series) {
     const layer = new Float64Array(count);
-    for (let i = 0; i < count; i++) layer[i] = below[i] + one.values[i];
+    for (let i = 0; i < count; i++) layer[i] = below[i] + (isHidden(one.name) ? 0 : one.values[i]);
     layers.push(layer);
     below = layer;
   }
@@ -101,24 +118,33 @@ const visiblePhases = (u, draw) => clipped(u, (ctx, bbox) => {
     draw(ctx, bbox, phase, left, Math.max(right - left, 1));
   }
 });
+// A phase in which nothing was allocated, such as a later step of an optimizer, has no width by events: it keeps some.
+const NARROWEST = 4;
+const needsDarkText = (phase) => phase.name === "loss" || !colours.phases[phase.name];
 
 const shadePhases = (u) => visiblePhases(u, (ctx, bbox, phase, left, width) => {
   ctx.globalAlpha = 0.1;
   ctx.fillRect(left, bbox.top, width, bbox.height);
 });
 
-const namePhases = (u) => visiblePhases(u, (ctx, bbox, phase, left, width) => {
-  const strip = 15 * devicePixelRatio;
-  ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-  ctx.textBaseline = "middle";
-  ctx.textAlign = "left";
-  ctx.globalAlpha = 1;
-  ctx.fillRect(left, bbox.top, width, strip);
-  if (width > ctx.measureText(phase.name).width + 8) {
-    ctx.fillStyle = "#ffffff";
-    ctx.fillText(phase.name, left + 4, bbox.top + strip / 2);
-  }
-});
+const namePhases = (u) => {
+  const strip = 15 * devicePixelRatio, least = NARROWEST * devicePixelRatio;
+  for (const isNarrow of [false, true]) visiblePhases(u, (ctx, bbox, phase, left, width) => {
+    if (width < least !== isNarrow) return;
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textBaseline = "middle";
+    ctx.textAlign = "left";
+    ctx.globalAlpha = 1;
+    ctx.fillRect(left, bbox.top, Math.max(width, least), strip);
+    ctx.strokeStyle = css("--back");
+    ctx.lineWidth = devicePixelRatio;
+    ctx.strokeRect(left, bbox.top, Math.max(width, least), strip);
+    if (width > ctx.measureText(phase.name).width + 8) {
+      ctx.fillStyle = needsDarkText(phase) ? "#000000" : "#ffffff";
+      ctx.fillText(phase.name, left + 4, bbox.top + strip / 2);
+    }
+  });
+};
 
 // One sample a pixel column at most, the one at which most was allocated: nothing more could be seen.
 const columns = (u) => {
@@ -192,6 +218,7 @@ const drawShapes = (u) => {
   ctx.lineWidth = 0.5 * devicePixelRatio;
   ctx.strokeStyle = css("--back");
   shapes.forEach((shape, at) => {
+    if (!isShown(shape)) return;
     const begin = Math.max(shape.first, first), end = Math.min(shape.end, last);
     if (begin >= end) return;
     const edges = layout.edges[at], offset = shape.first;
@@ -214,6 +241,23 @@ const drawShapes = (u) => {
     ctx.fill();
     ctx.stroke();
   });
+  ctx.restore();
+};
+
+const drawMark = (u) => {
+  if (state.mark < 0) return;
+  const { ctx, bbox } = u;
+  ctx.save();
+  ctx.strokeStyle = css("--accent");
+  ctx.lineWidth = 2 * devicePixelRatio;
+  for (const at of [state.mark, state.at]) {
+    const x = position(u, at);
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
   ctx.restore();
 };
 
@@ -246,10 +290,11 @@ const drawPeak = (u) => {
 };
 
 const build = (keep) => {
-  const host = byId("chart");
+  const host = chart;
   const range = keep && plot ? [plot.valToIdx(plot.scales.x.min), plot.valToIdx(plot.scales.x.max)] : null;
   if (plot) plot.destroy();
   layers = state.mode === "allocation" ? [] : cumulated(modes[state.mode]);
+  layout = null;
   const text = css("--text"), line = css("--line");
   const top = 1.08 * Math.max(reserved.reduce((a, b) => Math.max(a, b), 0), 1);
   const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui, sans-serif" };
@@ -267,7 +312,7 @@ const build = (keep) => {
     hooks: {
       drawClear: [() => { timing.began = performance.now(); }, shadePhases],
       drawAxes: [drawLayers, drawShapes, drawLines, namePhases],
-      draw: [drawPeak, () => { timing.draws.push(performance.now() - timing.began); }],
+      draw: [drawMark, drawPeak, () => { timing.draws.push(performance.now() - timing.began); }],
       setCursor: [hover],
     },
   };
@@ -293,58 +338,83 @@ const formatTick = (value) => {
   return value ? value + " B" : "0";
 };
 
-const rows = () => state.mode === "allocation" ? data.by_category.map((one, at) => ({ name: one.name, colour: colours.categories[one.name], values: modes.category[at].values }))
-  : modes[state.mode].map((one, at) => ({ name: one.name, colour: colourOf(state.mode, at), values: one.values }));
-
-const element = (kind, text, className) => {
-  const made = document.createElement(kind);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
+const rows = () => {
+  const mode = state.mode === "allocation" ? "category" : state.mode;
+  return modes[mode].map((one, at) => ({ name: one.name, colour: colourOf(mode, at), values: one.values }));
 };
 
 let legendRows = [];
 const showLegend = () => {
-  const list = byId("legend");
-  list.replaceChildren();
   legendRows = rows().map((row) => {
     const item = element("li"), swatch = element("span", "", "swatch"), value = element("span", "", "value");
+    const toggle = button("", () => {
+      if (!state.hidden.delete(row.name)) state.hidden.add(row.name);
+      build(true);
+    });
     swatch.style.background = row.colour;
-    item.append(swatch, element("span", row.name, "name"), value);
-    item.title = row.name;
-    return { item, value, row };
+    toggle.append(swatch, element("span", row.name, "name"), value);
+    toggle.title = row.name;
+    toggle.setAttribute("aria-pressed", String(!isHidden(row.name)));
+    item.append(toggle);
+    return { item, toggle, value, row };
   });
-  list.append(...legendRows.map((one) => one.item).reverse());
-  showMoment(data.peak, -1);
-  showDetail(null);
+  byId("legend").replaceChildren(...legendRows.map((one) => one.item).reverse());
+  showMoment(state.pinned ? state.at : data.peak, -1);
+  if (!state.pinned) showDetail(null);
 };
 
+const when = (at) => `${data.has_times ? formatTime(seconds[at]) + ", " : ""}event ${moments[at].toLocaleString("en")}`;
+const signed = (value) => value > 0 ? `+${formatBytes(value)}` : value < 0 ? `−${formatBytes(-value)}` : "0 B";
 const showMoment = (at, hot) => {
-  const when = data.has_times ? formatTime(seconds[at]) + ", " : "";
+  state.at = at;
   const phase = data.phases.find((one) => moments[at] > one.first && moments[at] <= one.last);
-  byId("moment").textContent = `${at === data.peak ? "Peak: " : ""}${when}event ${moments[at].toLocaleString("en")}${phase ? ", " + phase.name : ""} — ${formatBytes(allocated[at])} of ${formatBytes(reserved[at])} reserved`;
+  const compared = state.mark >= 0 && state.mark !== at;
+  byId("moment").textContent = compared
+    ? `From ${when(state.mark)} to ${when(at)}: ${signed(allocated[at] - allocated[state.mark])}`
+    : `${at === data.peak ? "Peak: " : ""}${when(at)}${phase ? ", " + phase.name : ""} — ${formatBytes(allocated[at])} of ${formatBytes(reserved[at])} reserved`;
   legendRows.forEach((one, number) => {
-    one.value.textContent = formatBytes(one.row.values[at]);
-    one.item.classList.toggle("hot", number === hot);
+    one.value.textContent = compared ? signed(one.row.values[at] - one.row.values[state.mark]) : formatBytes(one.row.values[at]);
+    one.toggle.classList.toggle("hot", number === hot);
   });
 };
 
-const stackList = (stack) => {
-  const list = element("ol", undefined, "stack");
-  for (const frame of stack.slice(0, 9)) list.append(element("li", frame));
-  return list;
+// Which of the largest allocations live at one moment and not at the other, equal ones as one line.
+const listChange = (there, missing) => {
+  const found = new Map();
+  for (const shape of shapes) {
+    const lives = (at) => shape.first <= at && at < shape.end;
+    if (!lives(there) || lives(missing) || !isShown(shape)) continue;
+    const key = `${shape.bytes} ${shape.category} ${shape.owner || shape.label}`;
+    found.set(key, { shape, times: (found.get(key) || { times: 0 }).times + 1 });
+  }
+  return [...found.values()].sort((one, other) => other.times * other.shape.bytes - one.times * one.shape.bytes).slice(0, 8)
+    .map(({ shape, times }) => `${times > 1 ? `${times} × ` : ""}${formatBytes(shape.bytes)} ${shape.category}, ${shape.owner || shape.label}`);
+};
+const showChange = (at) => {
+  const panel = byId("detail");
+  panel.replaceChildren();
+  for (const [title, lines] of [["Came", listChange(at, state.mark)], ["Went", listChange(state.mark, at)]]) {
+    panel.append(element("strong", title), ...(lines.length ? lines : ["none of the largest allocations"]).map((line) => element("div", line)));
+  }
 };
 
+const STACK_SHOWN = 9;
 const showDetail = (content) => {
   const panel = byId("detail");
   panel.replaceChildren();
   if (!content) {
-    panel.append(element("div", "Point at the chart to see what it is, its size, its lifetime and its stack."));
+    panel.append(element("div", "Point at the chart to see what it is, its size, its lifetime and its stack; click to pin it."));
     return;
   }
-  panel.append(element("strong", content.title));
-  for (const line of content.lines) panel.append(element("div", line));
-  if (content.stack.length) panel.append(stackList(content.stack));
+  panel.append(element("strong", content.title), ...content.lines.map((line) => element("div", line)));
+  if (!content.stack.length) return;
+  const list = element("ol", undefined, "stack");
+  list.append(...content.stack.slice(0, state.pinned ? undefined : STACK_SHOWN).map((frame) => element("li", frame)));
+  panel.append(list);
+  if (state.pinned) {
+    const copy = button("Copy this stack", () => copyText(content.stack.join("\n"), copy));
+    panel.append(copy);
+  }
 };
 
 const describeShape = (shape) => {
@@ -352,36 +422,46 @@ const describeShape = (shape) => {
   const life = shape.freed_us !== null && shape.born_us !== null ? ` for ${formatSpan(shape.freed_us - shape.born_us)}`
     : shape.freed_event === null ? " to the end" : "";
   return {
-    title: shape.owner || data.labels[shape.label],
+    title: shape.owner || shape.label,
     lines: [`${formatBytes(shape.bytes)} (${shape.bytes.toLocaleString("en")} B, ${shape.requested_bytes.toLocaleString("en")} B requested)`,
-      `${shape.category} (${shape.evidence})`,
+      `${shape.category} (${shape.evidence})${shape.module ? `, module ${shape.module}` : ""}`,
       `${born}${life}; events ${shape.born_event < 0 ? "…" : shape.born_event.toLocaleString("en")} – ${shape.freed_event === null ? "…" : shape.freed_event.toLocaleString("en")}`],
-    stack: data.stacks[shape.label],
+    stack: stackOf(shape.stack),
   };
 };
 
 const shapeAt = (at, value) => {
   layout = layout || layOut();
-  return shapes.findIndex((shape, number) => shape.first <= at && at < shape.end
+  return shapes.findIndex((shape, number) => isShown(shape) && shape.first <= at && at < shape.end
     && layout.edges[number][at - shape.first] <= value && value < layout.edges[number][at - shape.first] + shape.bytes);
 };
 
 function hover(u) {
   const { idx, left, top } = u.cursor;
+  if (state.pinned) return;
   if (idx == null || left < 0) { showMoment(data.peak, -1); showDetail(null); return; }
   // A step holds from its own sample to the next.
   const at = idx > 0 && xs()[idx] > u.posToVal(left, "x") ? idx - 1 : idx;
-  const value = u.posToVal(top, "y");
+  lookAt(u, at, u.posToVal(top, "y"));
+}
+
+const lookAt = (u, at, value) => {
+  if (state.mark >= 0 && at !== state.mark) {
+    showMoment(at, -1);
+    showChange(at);
+    u.redraw(false);
+    return;
+  }
   if (state.mode === "allocation") {
     const found = shapeAt(at, value);
     showMoment(at, found < 0 ? -1 : modes.category.findIndex((one) => one.name === shapes[found].category));
-    showDetail(found < 0 ? (value < allocated[at] ? { title: "smaller allocations", lines: [formatBytes(allocated[at] - layout.heights[at])], stack: [] } : null) : describeShape(shapes[found]));
+    showDetail(found < 0 ? (value < allocated[at] ? { title: "smaller or hidden allocations", lines: [formatBytes(allocated[at] - layout.heights[at])], stack: [] } : null) : describeShape(shapes[found]));
     if (found !== state.shape) { state.shape = found; u.redraw(false); }
     return;
   }
   let below = 0;
   const series = modes[state.mode];
-  const hot = series.findIndex((one) => { below += one.values[at]; return value < below; });
+  const hot = series.findIndex((one) => { below += isHidden(one.name) ? 0 : one.values[at]; return value < below; });
   showMoment(at, hot);
   if (hot < 0) { showDetail(null); return; }
   const one = series[hot], size = one.values[at];
@@ -389,8 +469,24 @@ function hover(u) {
   while (from > 0 && one.values[from - 1] > 0) from--;
   while (to < count - 1 && one.values[to + 1] > 0) to++;
   const span = data.has_times ? `present from ${formatTime(seconds[from])} to ${formatTime(seconds[to])}` : `present from event ${moments[from]} to ${moments[to]}`;
-  showDetail({ title: one.name, lines: [`${formatBytes(size)}, ${(100 * size / allocated[at]).toFixed(1)}% of what is allocated at this moment`, span], stack: one.stack });
-}
+  const lines = [`${formatBytes(size)}, ${(100 * size / allocated[at]).toFixed(1)}% of what is allocated at this moment`, span];
+  if (one.stackCount > 1) lines.push(`${one.stackCount} different stacks; what they share:`);
+  showDetail({ title: one.name, lines, stack: one.stack });
+};
+
+const pin = (wanted) => {
+  state.pinned = wanted;
+  chart.classList.toggle("pinned", wanted);
+};
+const mark = () => {
+  state.mark = state.mark < 0 ? state.at : -1;
+  byId("mark").setAttribute("aria-pressed", String(state.mark >= 0));
+  byId("mark").textContent = state.mark < 0 ? "Compare moments" : "Stop comparing";
+  pin(false);
+  showMoment(state.at, -1);
+  showDetail(null);
+  plot.redraw(false);
+};
 
 const limits = () => [xs()[0], xs()[count - 1]];
 const zoom = (factor, centre) => {
@@ -413,40 +509,44 @@ const showPeak = () => {
 
 const choices = (id, key, values) => {
   const buttons = values.map(([value, label]) => {
-    const button = element("button", label);
-    button.type = "button";
-    button.dataset.value = value;
-    button.addEventListener("click", () => { state[key] = value; press(); state.shape = -1; build(true); });
-    return button;
+    const made = button(label, () => { state[key] = value; press(); state.shape = -1; state.hidden.clear(); pin(false); build(true); });
+    made.dataset.value = value;
+    return made;
   });
   const press = () => buttons.forEach((one) => one.setAttribute("aria-pressed", String(one.dataset.value === state[key])));
   byId(id).append(...buttons);
   press();
 };
-choices("mode", "mode", [["category", "Category"], ["stack", "Stack"], ["allocation", "Allocation"]]);
+choices("mode", "mode", [["category", "Category"], ["module", "Module"], ["stack", "Stack"], ["allocation", "Allocation"]].filter(([mode]) => modes[mode] || mode === "allocation"));
 choices("axis", "axis", data.has_times ? [["time", "Time"], ["events", "Events"]] : [["events", "Events"]]);
 byId("in").addEventListener("click", () => zoom(0.5));
 byId("out").addEventListener("click", () => zoom(2));
 byId("all").addEventListener("click", showAll);
 byId("peak").addEventListener("click", showPeak);
 
-const facts = byId("facts");
-data.facts.forEach((fact, at) => { if (at) facts.append(" · "); facts.append(element(at ? "span" : "strong", fact)); });
 for (const name of [...new Set(data.phases.map((phase) => phase.name))].slice(0, 12)) {
   const item = element("span", name), swatch = element("i");
   swatch.style.background = colours.phases[name] || colours.phase;
   item.prepend(swatch);
   byId("phases").append(item);
 }
-byId("warnings").append(...data.warnings.map((text) => element("li", text)));
 
-const chart = byId("chart");
 chart.addEventListener("wheel", (event) => {
+  // Without the focus the wheel scrolls the page.
+  if (document.activeElement !== chart && !event.ctrlKey && !event.metaKey && !event.shiftKey) return;
   event.preventDefault();
   const { left } = plot.over.getBoundingClientRect();
   if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(event.deltaX / plot.over.clientWidth * (plot.scales.x.max - plot.scales.x.min));
   else zoom(event.deltaY > 0 ? 1.25 : 0.8, plot.posToVal(event.clientX - left, "x"));
 }, { passive: false });
+let pressedAt = null;
+chart.addEventListener("mousedown", (event) => { pressedAt = [event.clientX, event.clientY]; }, true);
+chart.addEventListener("click", (event) => {
+  if (!pressedAt || Math.hypot(event.clientX - pressedAt[0], event.clientY - pressedAt[1]) > 3) return;
+  const { idx, left, top } = plot.cursor;
+  pin(idx != null && left >= 0);
+  if (state.pinned) lookAt(plot, idx > 0 && xs()[idx] > plot.posToVal(left, "x") ? idx - 1 : idx, plot.posToVal(top, "y"));
+});
 let dragged = null;
 chart.addEventListener("mousedown", (event) => {
   if (!event.shiftKey) return;
@@ -467,7 +567,7 @@ chart.addEventListener("touchstart", touch, { passive: true });
 chart.addEventListener("touchmove", touch, { passive: true });
 chart.addEventListener("keydown", (event) => {
   const width = plot.scales.x.max - plot.scales.x.min;
-  const does = { ArrowLeft: () => pan(-width / 8), ArrowRight: () => pan(width / 8), "+": () => zoom(0.5), "-": () => zoom(2), 0: showAll, p: showPeak }[event.key];
+  const does = { ArrowLeft: () => pan(-width / 8), ArrowRight: () => pan(width / 8), "+": () => zoom(0.5), "-": () => zoom(2), 0: showAll, p: showPeak, m: mark, Escape: () => { pin(false); showDetail(null); } }[event.key];
   if (does) { event.preventDefault(); does(); }
 });
 new ResizeObserver(() => {
@@ -476,6 +576,10 @@ new ResizeObserver(() => {
 }).observe(chart);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => build(true));
 
+byId("mark").addEventListener("click", mark);
+document.addEventListener("profkit:module", (event) => { state.module = event.detail; build(true); });
+
 build(false);
-requestAnimationFrame(() => { timing.ready = performance.now(); });
-})();
+await new Promise((drawn) => requestAnimationFrame(drawn));
+timing.ready = performance.now();
+})());
