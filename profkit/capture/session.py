@@ -23,6 +23,7 @@ import torch
 from profkit.annotation import RangeObserver, annotate, observe_ranges
 from profkit.capture.conditions import read_conditions
 from profkit.capture.data_loading import is_loader_worker
+from profkit.capture.errors import describe_error, is_out_of_memory, say
 from profkit.capture.hooks import Hooks
 from profkit.capture.memory import MemoryRecording
 from profkit.capture.queue_drain import QueueDrain
@@ -184,7 +185,7 @@ class Session:
             self.end()
             leave_ended(self.run, self._pid)
         except Exception as error:
-            sys.stderr.write(f"profkit: {self.run}: the recording could not be saved: {describe_error(error)}\n")
+            say(f"{self.run}: the recording could not be saved: {describe_error(error)}")
 
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say what ended the process."""
@@ -338,7 +339,7 @@ class Session:
         try:
             leave_process(self.run, process)
         except OSError as error:
-            sys.stderr.write(f"profkit: {self.run}: the recording could not be saved: {self._failure or error}\n")
+            say(f"{self.run}: the recording could not be saved: {self._failure or error}")
 
     def _describe(self, state: str) -> Process:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -383,12 +384,6 @@ class Session:
                 leave_failure(self.run, self._name, Failure(text, self._rank, out_of_memory=is_out_of_memory(error)))
 
 
-def describe_error(error: Exception) -> str:
-    """Return an error in one line: what the system says of it, else its type and text."""
-    said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return next(iter(said.strip().splitlines()), type(error).__name__)
-
-
 class _OwnSteps(RangeObserver):
     """Takes the target's own ranges ``warmup``, ``step N``, ``context N`` and ``counted step`` on the thread that
     attached as what they are called."""
@@ -431,17 +426,6 @@ def _call(function: Callable[[], None]) -> None:
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable)
     return None if text is None else int(text)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether a failed allocation is the exception, or led to it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _wait_for_device() -> None:

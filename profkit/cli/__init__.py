@@ -102,6 +102,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
         # click wraps Ctrl-C in an error of its own; the interrupted code may have noted what it left behind.
         notes = getattr(error.__cause__ or error, "__notes__", [])
         _exit_with("; ".join(["interrupted", *notes]), 130)
+    except SystemExit as ended:
+        # A signal that ends a program came during a run, which says what it kept.
+        notes = getattr(ended, "__notes__", [])
+        if not notes:
+            raise
+        _exit_with("; ".join(notes), int(str(ended.code)))
     except Exception as error:
         if debug:
             raise
@@ -142,11 +148,13 @@ def _flush_or_discard() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from profkit.cli.outputs import discard_output
+
+        discard_output()
 
 
 def _exit_with(message: str, code: int) -> NoReturn:
-    from profkit.report.text import make_visible
+    from profkit.cli.outputs import say
 
-    click.echo(f"profkit: {make_visible(message)}", err=True)
+    say(message)
     sys.exit(code)

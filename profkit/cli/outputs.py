@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +18,14 @@ from profkit.errors import ProfkitError, UsageError
 from profkit.files import write_whole
 from profkit.report.document import Document, Format, render, without_formulas
 from profkit.report.text import make_visible
-from profkit.run.directory import MANIFEST, Run
+from profkit.run.directory import MANIFEST, Run, find_run
 
 
-def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None]) -> None:
+def refuse_overwriting(captures: Sequence[Path], outputs: Iterable[Path | None]) -> None:
     """Refuse outputs that would overwrite a capture that is read, a file of its run, or another output.
 
-    Every analyzer calls this before it reads or writes anything; links to the same file count as that file.
+    Every analyzer calls this before it reads or writes anything; links to the same file count as that file. Of a
+    capture whose run was cut off it warns: what can be read is what was there by then.
 
     Raises:
         UsageError: an output would.
@@ -34,6 +37,7 @@ def refuse_overwriting(captures: Iterable[Path], outputs: Iterable[Path | None])
     for first, second in itertools.combinations(named, 2):
         if _is_same(first, second):
             raise UsageError(f"{second}: two results would be written to this file")
+    write_warnings(filter(None, map(_how_cut_off, captures)))
 
 
 def require_png(plot: Path | None) -> None:
@@ -87,7 +91,59 @@ def print_document(document: Document, style: Format, output: Path | None, *, fu
 def write_warnings(messages: Iterable[str]) -> None:
     """Print warnings to stderr, one line each."""
     for message in messages:
-        click.echo(f"warning: {make_visible(message)}", err=True)
+        _write_error(f"warning: {message}")
+
+
+def say(line: str) -> None:
+    """Print a line of profkit's own to standard error."""
+    _write_error(f"profkit: {line}")
+
+
+def print_line(text: str) -> None:
+    """Print a part of a result to standard output; if that fails, say so once and let the command go on."""
+    try:
+        click.echo(text)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        discard_output()
+        if not isinstance(error, BrokenPipeError):
+            say(f"the result could not be printed: {error.strerror}")
+
+
+def discard_output() -> None:
+    """Send what is still to be printed nowhere: the interpreter would try again at its exit, and fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def quote_path(path: Path) -> str:
+    """Return a path as a person can type it at a shell's prompt, whatever its name holds."""
+    text = str(path)
+    if not text.isprintable():  # a control character, or what is not UTF-8
+        escaped = "".join(
+            chr(one) if chr(one).isascii() and (chr(one).isalnum() or one in b"/._-") else f"\\x{one:02x}"
+            for one in os.fsencode(text)
+        )
+        return f"$'{escaped}'"
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
+def _write_error(line: str) -> None:
+    # Where the terminal is gone, or the disk under a log full, nobody can be told, and the command goes on.
+    with suppress(OSError):
+        click.echo(make_visible(line), err=True)
+
+
+def _how_cut_off(capture: Path) -> str | None:
+    """Return one line on a capture whose `profkit run` never wrote how it ended, None for others."""
+    try:
+        run = find_run(capture)
+        if run is None or run.manifest.status != "incomplete":
+            return None
+    except ProfkitError:  # whoever reads it says what is wrong
+        return None
+    there = ", ".join(path.name for path in (*run.traces, *run.snapshots.values()))
+    return there and f"{run.path}: {run.manifest.ending}; it holds what was written by then ({there})"
 
 
 def _files_of(capture: Path) -> list[Path]:

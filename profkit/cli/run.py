@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from profkit.cli.ceilings import measure_to
+from profkit.cli.outputs import print_line, quote_path, say
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.run_options import (
     ceiling_options,
@@ -158,7 +158,7 @@ def run(
         output,
         command=["profkit", *sys.argv[1:]],
         progress=shown_after_a_second,
-        say=lambda line: click.echo(f"profkit: {line}", err=True),
+        say=say,
         secret_names=redact,
     )
     device: Device = model["device"] if kind == "model" else "auto"
@@ -233,26 +233,27 @@ def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) 
     passes = "first for the allocator, then for" if target.kind == "command" else "for the allocator, unprofiled, for"
     often = "the command runs twice" if target.kind == "command" else "the steps run three times"
     text = f"{often}, because recording the allocator slows steps: {passes} {profiler}{only}"
-    click.echo(f"profkit: {text}", err=True)
+    say(text)
 
 
 def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> int:
     """Print what was recorded and what to ask next, or one line if the target failed; return its status.
 
-    The status is 1 if it succeeded and nothing was recorded.
+    The status is 1 if it succeeded and nothing was recorded. Where nothing can be printed it is the target's all the
+    same.
     """
-    where = shlex.quote(str(recorded.run))
+    where = quote_path(recorded.run)
     if recorded.exit_status != 0:
         if recorded.out_of_memory is not None and recorded.out_of_memory.is_fatal:
             _explain_out_of_memory(recorded, recorded.out_of_memory, where)
-        click.echo(f"profkit: {_describe_failure(recorded, target, where)}", err=True)
+        say(_describe_failure(recorded, target, where))
         return recorded.exit_status
     for warning in recorded.warnings:
-        click.echo(f"profkit: warning: {warning}", err=True)
+        say(f"warning: {warning}")
     if recorded.out_of_memory is not None:
         _explain_out_of_memory(recorded, recorded.out_of_memory, where)
     if recorded.reason is not None:
-        click.echo(f"profkit: {recorded.reason}", err=True)
+        say(recorded.reason)
     elif ceilings is not None:
         measure_to(recorded.run, ceilings)
     _show(recorded)
@@ -283,17 +284,14 @@ def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) 
         from profkit.report.out_of_memory import render_out_of_memory
 
         try:
-            click.echo(render_out_of_memory(recorded.run, failed.rank))
+            print_line(render_out_of_memory(recorded.run, failed.rank))
         except (CaptureError, UsageError) as error:
-            click.echo(f"profkit: {error}", err=True)
+            say(str(error))
     elif recorded.has_snapshot:
         failures = format_count(failed.count, "allocation")
         ranks = len(Run(recorded.run).snapshots)
         rank = f" --rank {failed.rank}" if failed.rank is not None and ranks > 1 else ""
-        click.echo(
-            f"profkit: {failures} failed and the target went on; profkit memory {where}{rank} says why the last failed",
-            err=True,
-        )
+        say(f"{failures} failed and the target went on; profkit memory {where}{rank} says why the last failed")
 
 
 def _show(recorded: Recorded) -> None:
@@ -307,7 +305,7 @@ def _show(recorded: Recorded) -> None:
     from profkit.report.summary import build_summary_document
 
     summary = summarize_capture(open_capture(recorded.run))
-    click.echo(render(build_summary_document(summary, find_advice(summary), for_run=True), "table"))
+    print_line(render(build_summary_document(summary, find_advice(summary), for_run=True), "table"))
 
 
 def _say_next(recorded: Recorded, target: Target, where: str) -> None:
@@ -316,24 +314,24 @@ def _say_next(recorded: Recorded, target: Target, where: str) -> None:
     from profkit.run.directory import NSYS_EXPORT, NSYS_REPORT
 
     if (recorded.run / NSYS_REPORT).exists():
-        click.echo(
+        print_line(
             f"\n{NSYS_REPORT} holds the environment, secrets included, and cannot be scrubbed: share a `profkit scrub` "
             f"of\n{NSYS_EXPORT}; --no-keep-report deletes the report"
         )
     if recorded.step is not None:
-        click.echo(f"\nA step is {describe_step(recorded.step, recorded.step_names)} (--step-on chooses another).")
+        print_line(f"\nA step is {describe_step(recorded.step, recorded.step_names)} (--step-on chooses another).")
     if recorded.left_out is not None:
         out = recorded.left_out
-        click.echo(
+        print_line(
             f"\n{out.modules:,} modules have no range, to keep recording cheap: --depth {out.depth} gives them one."
         )
-    click.echo(f"\nThe run is {where}. Next:")
+    print_line(f"\nThe run is {where}. Next:")
     if recorded.has_kernels:
-        click.echo(f"  profkit kernels {where} --range {_example_range(target, recorded.step)}")
+        print_line(f"  profkit kernels {where} --range {_example_range(target, recorded.step)}")
     if recorded.has_trace:
-        click.echo(f"  profkit ranges {where}")
+        print_line(f"  profkit ranges {where}")
     if recorded.has_snapshot:
-        click.echo(f"  profkit memory {where} --timeline memory.html")
+        print_line(f"  profkit memory {where} --timeline memory.html")
 
 
 def _example_range(target: Target, step: str | None) -> str:

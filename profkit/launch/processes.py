@@ -125,10 +125,11 @@ def _let_end(child: subprocess.Popen[bytes], started: Family, tool: Path | None,
         time.sleep(_POLL_S)
         if not is_said and time.monotonic() > began + _SILENCE_S:
             is_said = True
-            sys.stderr.write(
-                f"profkit: passed Ctrl-C to the script, which has {PATIENCE_S:.0f} s to end; then SIGTERM and, "
-                f"{GRACE_S:.0f} s later, SIGKILL follow (Ctrl-C again: SIGTERM now)\n"
-            )
+            with suppress(OSError, AttributeError):  # a closed terminal must not cost the script its time
+                sys.stderr.write(
+                    f"profkit: passed Ctrl-C to the script, which has {PATIENCE_S:.0f} s to end; then SIGTERM and, "
+                    f"{GRACE_S:.0f} s later, SIGKILL follow (Ctrl-C again: SIGTERM now)\n"
+                )
 
 
 def _end_all(child: subprocess.Popen[bytes] | None, mark: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -373,12 +374,16 @@ _NO_RANGES = "compiled code carries no ranges: the phases are there, layers and 
 def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
     """Mark a run that did not finish."""
     interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-    reason = "interrupted" if interrupted else str(error)
+    reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
     manifest = replace(manifest, status="failed", reason=reason, finished_utc=utc_now())
     with uninterrupted():
         if interrupted:
-            status: Any = error.code if isinstance(error, SystemExit) else _INTERRUPTED
-            manifest = replace(manifest, exit_status=status)
+            status: Any = _INTERRUPTED
+            if isinstance(error, SystemExit):
+                status = error.code
+                reason = f"ended by {signal.Signals(status - 128).name}"
+                error.add_note(reason)
+            manifest = replace(manifest, exit_status=status, reason=reason)
             _clear_unexported(run)
         _mark_failed(run, manifest)
     if interrupted:

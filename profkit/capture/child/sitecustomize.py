@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -47,17 +48,24 @@ def _attach() -> None:
     try:
         if spec is not None and not spec.submodule_search_locations:
             raise ImportError(f"{spec.origin} has its name")
-        from profkit.capture.session import attach, describe_error
+        from profkit.capture.errors import describe_error
+        from profkit.capture.session import attach
     except Exception as error:
         # The script's Python is not the launcher's, for example.
         name = getattr(error, "name", None)
         why = f"which has no {name}" if isinstance(error, ModuleNotFoundError) and name else f"because {error}"
-        sys.stderr.write(f"profkit: nothing is recorded in {sys.executable}, {why}\n")
+        _say(f"nothing is recorded in {sys.executable}, {why}")
         return
     try:
         attach()
     except Exception as error:
-        sys.stderr.write(f"profkit: nothing is recorded in process {os.getpid()}: {describe_error(error)}\n")
+        _say(f"nothing is recorded in process {os.getpid()}: {describe_error(error)}")
+
+
+def _say(line: str) -> None:
+    # Standard error may be closed, None or full, and whatever is raised here would be raised by the `import torch`.
+    with suppress(Exception):
+        sys.stderr.write(f"profkit: {line}\n")
 
 
 def _run_the_next_one(folder: str) -> None:

@@ -1,0 +1,32 @@
+"""Errors in the program's process: what they are in one line, and how that line is printed without doing harm."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+
+import torch
+
+
+def say(line: str) -> None:
+    """Print a line of profkit's own to the program's standard error, if that can be written to."""
+    # It may be closed, None, on a full disk, or an object of the program's own that raises anything.
+    with suppress(Exception):
+        sys.stderr.write(f"profkit: {line}\n")
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error in one line: what the system says of it, else its type and text."""
+    said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return next(iter(said.strip().splitlines()), type(error).__name__)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether a failed allocation is the exception, or led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
