@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -60,7 +61,7 @@ class Forks:
         for path in outputs:
             path.write_text("")
         status = self._start(words, os.environ, cwd, outputs)
-        return subprocess.CompletedProcess(list(words), status, *(path.read_text() for path in outputs))
+        return subprocess.CompletedProcess(list(words), status, *(path.read_text(errors="replace") for path in outputs))
 
     def run_profkit(self, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run ``profkit ARGUMENTS`` as `tests.in_process.run_profkit` does, with the target as a fork."""
@@ -163,8 +164,9 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
         Path("peak.txt").write_text(str(torch.cuda.max_memory_allocated()))
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):  # a script may have closed it, or set it to None
+            stream.flush()
     os._exit(status)
 
 

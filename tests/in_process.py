@@ -24,7 +24,7 @@ def run_profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comp
 
     Its own output and that of the processes it starts go to the same two files.
     """
-    with tempfile.TemporaryFile("a+") as out, tempfile.TemporaryFile("a+") as err:
+    with tempfile.TemporaryFile("a+", errors="replace") as out, tempfile.TemporaryFile("a+", errors="replace") as err:
         before = os.getcwd()
         kept = [os.dup(number) for number in (1, 2)]
         try:

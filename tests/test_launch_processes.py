@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ import pytest
 
 from profkit.errors import ToolError
 from profkit.launch.processes import run_child, run_tool
+from tests.launched import is_alive, start_launcher, wait_until
 
 LEAVES_A_DAEMON = """
 import subprocess, sys, time, signal
@@ -25,15 +25,6 @@ try:
     time.sleep(60)
 except KeyboardInterrupt:
     open({pids!r} + '.saved', 'w').write('saved')
-"""
-LAUNCHER = """
-import os, signal, sys
-from profkit.launch import processes
-processes.PATIENCE_S = {patience_s}
-processes.family.GRACE_S = processes.GRACE_S = 0.5
-signal.signal(signal.SIGINT, signal.default_int_handler)
-try: sys.exit(processes.{run}([sys.executable, '-c', sys.argv[1]], os.environ, reads_input=True))
-except KeyboardInterrupt: os._exit(1)
 """
 NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 
@@ -56,28 +47,13 @@ def test_environment_output_and_descriptors(tmp_path: Path) -> None:
     assert (tmp_path / "direct").read_text() == "direct"
 
 
-def _alive(process: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-
-
 def _launch(tmp_path: Path, ignored: str = "()", patience_s: float = 60, run: str = "run_child") -> Any:
     """Start a launcher; return it and its child's daemon once that runs."""
     pids = tmp_path / "pids"
     code = LEAVES_A_DAEMON.format(pids=str(pids), ignored=ignored)
-    launcher = LAUNCHER.format(patience_s=patience_s, run=run)
-    process = subprocess.Popen([sys.executable, "-c", launcher, code], stderr=subprocess.PIPE, text=True)
-    _wait_until(lambda: pids.exists() and pids.read_text())
+    process = start_launcher(code, patience_s=patience_s, run=run)
+    wait_until(lambda: pids.exists() and pids.read_text())
     return process, int(pids.read_text())
-
-
-def _wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 STUBBORN = "(signal.SIGINT, signal.SIGTERM)"
@@ -100,11 +76,11 @@ def test_a_signal_ends_the_child_and_what_it_put_into_a_session_of_its_own(
     tmp_path: Path, number: signal.Signals, status: int, ignored: str, patience_s: float
 ) -> None:
     process, daemon = _launch(tmp_path, ignored, patience_s)
-    assert _alive(daemon)
+    assert is_alive(daemon)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == status
-    assert not _alive(daemon)
+    assert not is_alive(daemon)
 
 
 @NEEDS_PROC
@@ -124,7 +100,7 @@ def test_a_second_signal_ends_the_patience_and_leaves_no_child(tmp_path: Path, s
     process.send_signal(second)
     process.communicate(timeout=60)
     assert process.returncode == 1
-    assert not _alive(daemon)
+    assert not is_alive(daemon)
 
 
 @NEEDS_PROC
@@ -136,7 +112,7 @@ def test_a_second_sigterm_leaves_no_child_that_ignores_it(tmp_path: Path) -> Non
     process.communicate()
     # One that comes after the child has ended may end the launcher itself.
     assert process.returncode in (143, -signal.SIGTERM)
-    assert not _alive(daemon)
+    assert not is_alive(daemon)
 
 
 @NEEDS_PROC
@@ -144,7 +120,7 @@ def test_a_killed_launcher_leaves_no_child(tmp_path: Path) -> None:
     process, daemon = _launch(tmp_path)
     process.kill()
     process.communicate(timeout=60)
-    _wait_until(lambda: not _alive(daemon))
+    wait_until(lambda: not is_alive(daemon))
 
 
 @NEEDS_PROC
@@ -155,7 +131,7 @@ def test_ctrl_c_does_not_reach_a_tool_that_ends_when_its_target_has(tmp_path: Pa
     process.communicate(timeout=60)
     assert process.returncode == 1
     assert not (tmp_path / "pids.saved").exists()
-    assert not _alive(daemon)
+    assert not is_alive(daemon)
 
 
 @NEEDS_PROC
@@ -168,7 +144,7 @@ def test_the_children_of_a_killed_tool_are_ended(tmp_path: Path) -> None:
         run_tool([sys.executable, "-c", dies], os.environ, log)
     said = "was killed (SIGKILL): its child processes were ended, and the capture is lost; its output is in"
     assert str(error.value) == f"{sys.executable} {said} {tmp_path / 'log'}"
-    assert not _alive(int(pids.read_text()))
+    assert not is_alive(int(pids.read_text()))
 
 
 @NEEDS_PROC

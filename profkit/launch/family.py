@@ -3,7 +3,8 @@
 nsys puts its agent and the target into sessions of their own, torchrun its workers, and a script may clear the
 environment of what it starts, so no single sign is enough. A process belongs to the family if it carries the mark in
 its environment, or is in the child's session, or descends from a process that is. This needs Linux's /proc. What has
-left the session, cleared its environment and lost its parent cannot be found.
+left the session, cleared its environment and lost its parent is a daemon that wants to live on, and does: to have Linux
+give such orphans to us (PR_SET_CHILD_SUBREAPER) would change what every orphan of the script sees as its parent.
 
 Run as a program (``python -I -S family.py MARK PID``) it is the guard of a launcher: it reads standard input, and ends
 the family if that closes before a word has come, which is what happens when the launcher is killed. It imports nothing

@@ -1,0 +1,387 @@
+"""The table of what may go wrong around `profkit run`, row by row: streams, paths, disks, moments, children.
+
+Each row is a fact about the script first: its status and its output are as without profkit. Then: the true reason is
+said in one line, no process is left, and what was recorded is kept or said to be lost. What fails in profkit's own code
+is in test_run_faults.py, and how signals reach a child in test_launch_processes.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.forked_scripts import Forks
+from tests.in_process import run_command
+from tests.launched import is_alive, start_launcher, wait_until
+
+ROOT = Path(__file__).parent.parent
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
+
+STEPS = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(STEPS):
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    AT_STEP
+"""
+QUIET = STEPS.replace("STEPS", "10").replace("AT_STEP", "")
+SAYS = STEPS.replace("STEPS", "10").replace("AT_STEP", "print(loss.item().hex(), flush=True)")
+
+TRACE = ["manifest.json", "trace.json.gz"]
+NOTHING = ["manifest.json"]
+SHORT = ["--warmup", "2", "--steps", "2"]
+
+
+def _words(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *SHORT, *arguments]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def _manifest(place: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
+    return manifest
+
+
+def _files(place: Path) -> list[str]:
+    return sorted(path.name for path in (place / "run").iterdir())
+
+
+# Streams: what the shell does with them, the script, its status, what the run keeps, and what is said.
+
+STREAMS = {
+    "output on a full disk": ("CMD >/dev/full", QUIET, 0, TRACE, "the result could not be printed: No space left"),
+    "output that nobody reads": ("CMD | true; exit ${PIPESTATUS[0]}", QUIET, 0, TRACE, ""),
+    "errors on a full disk": ("CMD 2>/dev/full", QUIET, 0, TRACE, ""),
+    "all three closed": ("CMD <&- >&- 2>&-", QUIET, 0, TRACE, ""),
+    "the script's output on a full disk": ("CMD >/dev/full", SAYS, 1, NOTHING, "OSError: [Errno 28] No space left"),
+    "a status of its own, and errors that nobody reads": ("CMD 2> >(true)", QUIET + "exit(7)", 7, TRACE, ""),
+}
+
+
+@pytest.mark.parametrize("row", STREAMS)
+def test_a_stream_that_cannot_be_used_changes_no_status(tmp_path: Path, row: str) -> None:
+    shell, script, status, kept, said = STREAMS[row]
+    (tmp_path / "train.py").write_text(script)
+    line = shell.replace("CMD", shlex.join(_words("--", sys.executable, "train.py")))
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert _files(tmp_path) == kept
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr or "Errno 28" in said
+    assert (_manifest(tmp_path)["status"], _manifest(tmp_path)["exit_status"]) == (
+        "failed" if status else "complete",
+        status,
+    )
+
+
+OWN_STREAMS = {
+    "closes the three": "import os\nfor number in range(3): os.close(number)",
+    "closes all that it did not open": "import os\nos.closerange(3, 1000)",
+    "has none, as under pythonw": "import sys\nsys.stdin = sys.stdout = sys.stderr = None",
+    "has one that raises": "import sys, types\nsys.stderr = types.SimpleNamespace(flush=list)",
+    "writes what is not UTF-8": "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe\\x1b[2J')\nsys.stdout.flush()",
+    "goes elsewhere": "import os\nos.chdir('/')",
+    "lets no file grow": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))",
+    "opens no more files": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))",
+    "makes new files unreadable": "import os\nos.umask(0o777)",
+    "ends without Python's own end": "import atexit, os\natexit.register(os._exit, 0)",
+}
+LOST = {"lets no file grow", "opens no more files"}
+
+
+@pytest.mark.parametrize("row", OWN_STREAMS)
+def test_what_a_script_does_to_its_own_process_is_as_without_profkit(forks: Forks, tmp_path: Path, row: str) -> None:
+    losses = QUIET.replace("optimizer.step()", "optimizer.step(); losses.append(loss.item().hex())")
+    (tmp_path / "train.py").write_text(
+        f"import os\nfolder = os.getcwd()\nlosses = []\n{OWN_STREAMS[row]}\n{losses}\n"
+        "open(folder + '/losses', 'w').write(losses[-1][:8])"
+    )
+    words = [sys.executable, str(tmp_path / "train.py")]
+    plain = forks.run(words, tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    expected = (tmp_path / "losses").read_text()
+    done = forks.run_profkit("run", "-o", "run", *SHORT, "--", *words, cwd=tmp_path)
+    assert _manifest(tmp_path)["exit_status"] == 0, done.stderr
+    assert (tmp_path / "losses").read_text() == expected
+    assert not any(line.startswith("Traceback") for line in done.stderr.splitlines())
+    if row in LOST:
+        assert done.returncode == 1
+        assert "nothing was recorded" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert _files(tmp_path) == TRACE
+
+
+# Paths: a run's directory with any name is whole, and the command that is printed reads it; or it is refused at once.
+
+NAMES = {
+    "a quote": 'r"q',
+    "an apostrophe": "r'q",
+    "ESC": "r\x1bq",
+    "a line break": "r\nq",
+    "what is not UTF-8": os.fsdecode(b"r\xffq"),
+    "braces": "r{run}q%p",
+    "a leading dash": "-q",
+    "a blank": " ",
+    "255 letters": "a" * 255,
+    "folders that are not there": "a/" * 100 + "b",
+    "a link to a folder": "link",
+}
+
+
+@pytest.mark.parametrize("row", NAMES)
+def test_a_run_in_a_directory_with_any_name_is_whole(forks: Forks, tmp_path: Path, row: str) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "train.py").write_text(SAYS)
+    words = [sys.executable, str(tmp_path / "train.py")]
+    done = forks.run_profkit("run", f"-o{NAMES[row]}", *SHORT, "--", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    events = json.loads(gzip.decompress((tmp_path / NAMES[row] / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert {"step 2", "step 3"} <= {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    typed = subprocess.run(
+        ["bash", "-c", "printf '%s' " + done.stdout.rpartition("profkit ranges ")[2].strip()],
+        capture_output=True,
+        check=True,
+    )
+    assert (tmp_path / os.fsdecode(typed.stdout)).samefile(tmp_path / NAMES[row])
+    assert not any(sign in done.stdout for sign in "\x1b\udcff")
+
+
+REFUSED = {
+    "a file": ("file", "exists and is not a directory"),
+    "in a file": ("file/run", "Not a directory"),
+    "a pipe": ("pipe", "exists and is not a directory"),
+    "a device": ("/dev/null", "exists and is not a directory"),
+    "a link to nothing": ("nowhere", "exists and is not a directory"),
+    "links in a circle": ("circle/run", "Too many levels of symbolic links"),
+    "256 letters": ("a" * 256, "File name too long"),
+    "a run": ("other", "exists and is not empty"),
+    "a folder that nothing can be made in": ("/proc/self/run", "No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_a_directory_that_cannot_be_used_is_refused_before_the_script_starts(
+    forks: Forks, tmp_path: Path, row: str
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to("gone")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text("{}")
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    name, said = REFUSED[row]
+    done = forks.run_profkit("run", "-o", name, "--", sys.executable, "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert said in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+# Disks: what happens to the disk with the run's directory, at which step of the script.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield an empty file system of 256 kB, which takes the rights of root."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("a file system can be mounted by root alone")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+FILL = "number == AT and open('disk/fill', 'wb').write(b'x' * 220_000); print(loss.item().hex(), flush=True)"
+
+
+@pytest.mark.parametrize(("at", "kept"), [(0, NOTHING), (2, NOTHING), (5, TRACE)])
+def test_a_disk_that_fills_up_stops_no_script(
+    forks: Forks, tmp_path: Path, small_disk: Path, at: int, kept: list[str]
+) -> None:
+    script = STEPS.replace("STEPS", "10").replace("AT_STEP", FILL.replace("AT", str(at)))
+    (tmp_path / "train.py").write_text(script)
+    words = [sys.executable, str(tmp_path / "train.py")]
+    done = forks.run_profkit("run", "-o", str(small_disk / "run"), *SHORT, "--", *words, cwd=tmp_path)
+    assert len([line for line in done.stdout.splitlines() if line.startswith("-0x")]) == 10
+    assert "Traceback" not in done.stderr
+    assert _files(small_disk) == kept
+    assert done.returncode == (0 if kept is TRACE else 1)
+    assert ("No space left on device" in done.stderr) == (kept is NOTHING)
+
+
+# Moments: what ends `profkit run`, and when; its status, what it says last, and what it keeps.
+
+MOMENTS = """
+import os, signal, sys
+def at(moment):
+    print(moment, flush=True)
+    while moment == sys.argv[1]:
+        signal.pause()
+at("before torch")
+import torch
+import profkit.capture.recorders as recorders
+export = recorders._export
+def exports(*arguments):
+    at("while the trace is written")
+    export(*arguments)
+recorders._export = exports
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(3 if sys.argv[1] == "in the second run" else 6):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    at({1: "in the warm-up", 2: "while a step is recorded", 5: "after the recording"}.get(number, ""))
+if os.path.exists("again"):
+    at("in the second run")
+open("again", "w")
+"""
+
+ENDS = [
+    ("before torch", "SIGTERM", 143, "keeps no capture", NOTHING),
+    ("in the warm-up", "SIGHUP", 129, "keeps no capture", NOTHING),
+    ("while a step is recorded", "SIGINT", 130, "keeps trace.json.gz", TRACE),
+    ("while a step is recorded", "SIGTERM", 143, "keeps no capture", NOTHING),
+    ("while the trace is written", "SIGINT", 130, "keeps no capture", NOTHING),
+    ("while the trace is written", "SIGQUIT", 131, "keeps no capture", NOTHING),
+    ("after the recording", "SIGTERM", 143, "keeps trace.json.gz", TRACE),
+]
+
+
+def _start(place: Path, moment: str) -> subprocess.Popen[str]:
+    (place / "train.py").write_text(MOMENTS)
+    words = _words("--", sys.executable, "train.py", moment)
+    run = subprocess.Popen(
+        words, cwd=place, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert moment in (line.strip() for line in run.stdout)
+    return run
+
+
+def _members(place: Path) -> list[str]:
+    """Return the processes that have the run's directory in their environment, as the whole family has."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.fsencode(place / "run") in (folder / "environ").read_bytes() and is_alive(int(folder.name)):
+                found.append(folder.name)
+        except OSError:
+            continue
+    return found
+
+
+@NEEDS_PROC
+@pytest.mark.parametrize(("moment", "number", "status", "said", "kept"), ENDS)
+def test_a_signal_at_any_moment_leaves_no_process_and_says_what_is_kept(
+    tmp_path: Path, moment: str, number: str, status: int, said: str, kept: list[str]
+) -> None:
+    run = _start(tmp_path, moment)
+    run.send_signal(signal.Signals[number])
+    _, errors = run.communicate(timeout=60)
+    how = "interrupted" if number == "SIGINT" else f"ended by {number}"
+    assert run.returncode == status
+    assert errors.splitlines()[-1] == f"profkit: {how}; run is marked failed and {said}"
+    assert _files(tmp_path) == kept
+    manifest = _manifest(tmp_path)
+    assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", how, status)
+    assert not _members(tmp_path)
+
+
+@NEEDS_PROC
+@pytest.mark.parametrize(
+    ("moment", "there"), [("in the warm-up", ""), ("after the recording", "trace.json.gz")], ids=["before", "after"]
+)
+def test_after_a_kill_of_profkit_the_script_ends_and_the_next_command_says_what_is_there(
+    tmp_path: Path, moment: str, there: str
+) -> None:
+    run = _start(tmp_path, moment)
+    run.kill()
+    run.communicate(timeout=60)
+    wait_until(lambda: not _members(tmp_path))
+    for command in ("kernels", "ranges"):
+        done = run_command(command, tmp_path / "run")
+        how = "its `profkit run` was killed, or has not ended yet"
+        if there:
+            assert done.returncode == 0, done.stderr
+            expected = f"warning: {tmp_path / 'run'}: {how}; it holds what was written by then ({there})"
+        else:
+            assert done.returncode == 1
+            expected = f"profkit: {tmp_path / 'run'}: this run holds no trace: {how}"
+        assert expected in done.stderr.splitlines()
+
+
+# Children: what a script may start, each of which leaves its pid; and what ends the launcher.
+
+WAITS = "import signal\nwhile True: signal.pause()"
+CHILDREN = {
+    "workers of a pool": "import multiprocessing\n"
+    "[multiprocessing.get_context('fork').Process(target=wait).start() for _ in range(2)]",
+    "a shell and its child": "subprocess.Popen(['sh', '-c', f'{sys.executable} -c \"{code}\" & wait'])",
+    "one in a session of its own": "start(start_new_session=True)",
+    "one that ignores SIGTERM and SIGINT": "start(preexec_fn=ignore)",
+    "one without the mark": "start(env={})",
+    "one without the mark in a session of its own": "start(env={}, start_new_session=True)",
+    "an orphan in a session of its own": "os.fork() or (start(start_new_session=True), os._exit(0))",
+    "an orphan without the mark": "os.fork() or (start(env={}), os._exit(0))",
+    "a launcher of ranks in sessions of their own": "os.fork() or (start(start_new_session=True), "
+    "start(start_new_session=True, env={}), wait())",
+}
+FAMILY = """
+import os, signal, subprocess, sys
+place, code = sys.argv[1], "import os, signal; open(os.path.join({place!r}, str(os.getpid())), 'w'); signal.pause()"
+code = code.format(place=place)
+def ignore():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+def start(**options):
+    return subprocess.Popen([sys.executable, "-c", code], **options)
+def wait():
+    open(os.path.join(place, str(os.getpid())), "w")
+    while True:
+        signal.pause()
+START
+wait()
+"""
+EXPECTED = {"workers of a pool": 3, "a launcher of ranks in sessions of their own": 4}
+
+
+@NEEDS_PROC
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("row", CHILDREN)
+def test_no_child_of_any_kind_is_left(tmp_path: Path, row: str, number: str) -> None:
+    code = FAMILY.replace("START", CHILDREN[row])
+    launcher = start_launcher(code, str(tmp_path), patience_s=0.2)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == EXPECTED.get(row, 2))
+    started = [int(path.name) for path in tmp_path.iterdir()]
+    launcher.send_signal(signal.Signals[number])
+    launcher.communicate(timeout=60)
+    if number == "SIGKILL":
+        wait_until(lambda: not any(map(is_alive, started)))
+    assert not any(map(is_alive, started))
