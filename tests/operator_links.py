@@ -1,15 +1,16 @@
 """A slow second method for the backward time of modules: torch.profiler's own operator links, from the trace's JSON.
 
-Each backward operator carries the sequence number of the forward operator that made its node. It belongs to the module
-in whose range that forward operator began. What carries no number (an AccumulateGrad) belongs to the operator before.
-Nothing of profkit's reading is used, only the names of its ranges.
+Each backward operator carries the sequence number of the forward operator that made its node, and a number for the
+thread that ran it: each thread counts for itself, and with a GPU a checkpointed forward runs again on autograd's
+thread. It belongs to the module in whose range that forward operator began. What carries no number (an AccumulateGrad)
+belongs to the operator before. Nothing of profkit's reading is used, only the names of its ranges.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,19 @@ def backward_ns_by_forward_path(trace: Path) -> dict[str, int]:
     ranges = [event for event in events if event["cat"] == "user_annotation" and "#" not in event["name"]]
     engine = [event for event in operators if event["name"].startswith(ENGINE)]
     makers = {
-        event["args"]["Sequence number"]: event
+        (event["tid"], event["args"]["Sequence number"]): event
         for event in operators
         if event["args"].get("Fwd thread id") == 0 and not event["name"].startswith(ENGINE)
     }
     paths: dict[int, str] = {}
     last: dict[Any, str] = {}
-    for call in engine:
-        node = next((one for one in operators if _holds(call, one) and call["name"] == ENGINE + one["name"]), None)
-        maker = makers.get(node["args"].get("Sequence number")) if node is not None else None
+    nodes = [
+        next((one for one in operators if _holds(call, one) and call["name"] == ENGINE + one["name"]), None)
+        for call in engine
+    ]
+    threads = _threads_by_number([node for node in nodes if node is not None], makers)
+    for call, node in zip(engine, nodes, strict=True):
+        maker = makers.get(_maker_of(node, threads)) if node is not None else None
         if maker is not None and not call["name"].endswith("AccumulateGrad"):
             last[call["tid"]] = _forward_path([one["name"] for one in ranges if _holds(one, maker)])
         paths[id(call)] = last.get(call["tid"], "")
@@ -52,6 +57,21 @@ def backward_ns_by_forward_path(trace: Path) -> dict[str, int]:
         elif calls or BACKWARD in around:
             found[paths[id(calls[-1])] if calls else ""] += ns
     return {path: ns for path, ns in found.items() if ns}
+
+
+def _maker_of(node: Event, threads: dict[int, Any]) -> tuple[Any, int | None]:
+    return threads.get(node["args"].get("Fwd thread id", 0)), node["args"].get("Sequence number")
+
+
+def _threads_by_number(nodes: list[Event], makers: dict[tuple[Any, int], Event]) -> dict[int, Any]:
+    """Return which thread each "Fwd thread id" means: the one whose operators most of its nodes are named after."""
+    fits: dict[int, Counter[Any]] = defaultdict(Counter)
+    for node in nodes:
+        for thread in {thread for thread, _ in makers}:
+            maker = makers.get((thread, node["args"].get("Sequence number", -1)))
+            named = maker is not None and node["name"].lower().startswith(maker["name"].removeprefix("aten::").lower())
+            fits[node["args"].get("Fwd thread id", 0)][thread] += named
+    return {number: found.most_common(1)[0][0] for number, found in fits.items() if found}
 
 
 def _read_events(trace: Path) -> list[Event]:
