@@ -164,8 +164,11 @@ def test_an_edit_changes_only_what_it_names(program: Program, edit: str) -> None
         (["batch:×2"], "batch:×2: give a run of the same program at another size: --scale-from OTHER"),
         (["batch:twice"], "factor 'twice': write ×2, x2 or 0.5"),
         (["batch:×0"], "write ×2"),
-        (["checkpoint:layers.*"], "no range of a forward pass matches 'layers.*'; ranges are step *, h.*"),
-        (["checkpoint:h.*:every=0"], "every=0"),
+        (
+            ["checkpoint:layers.*"],
+            "nothing in a forward pass before a backward pass matches 'layers.*'; ranges are step *, h.*",
+        ),
+        (["checkpoint:h.*:every=0"], "write checkpoint:GLOB"),
         (["zero-grad:none"], "no known gradient outlives the step"),
         (["drop:*.cu"], "nothing has a category"),
         (["loss:chunked"], "no kind of loss"),

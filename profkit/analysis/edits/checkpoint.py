@@ -8,9 +8,9 @@ A call is a range of the forward pass. What was allocated in it belongs to one o
 - kept for others (the call's output, which the next layer keeps as its input): stays as recorded.
 
 Nothing records which call a free in the backward pass belongs to. But backward runs in the reverse order: whatever was
-allocated after the call ended, and the call's output (the last thing that it allocated and that is still there when it
-ends), is freed in the backward pass of what followed the call. So the first allocation after the last of those frees
-begins the call's own backward pass, and what the call allocated and that is freed later was kept for it.
+allocated after the call ended, and the call's output, is freed in the backward pass of what followed the call. So the
+first allocation after the last of those frees begins the call's own backward pass, and what the call allocated and that
+is freed later was kept for it.
 
 What is computed again allocates what the call did, in the same order, up to the last tensor that is kept: there torch
 stops (torch/utils/checkpoint.py, early stop).
@@ -18,27 +18,28 @@ stops (torch/utils/checkpoint.py, early stop).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 import numpy as np
 
 from profkit.analysis.edits.change import CannotModelError, Change
 from profkit.analysis.edits.stream import Bools, Program, Stream
-from profkit.names import BACKWARD, INFERENCE, OPTIMIZER, PHASES, RECOMPUTE, kind_of
-from profkit.snapshot.columns import Annotation
+from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
 
-_EVERY = "every="
+_FORM = re.compile(r"(?P<glob>.+?)(:(?P<how>every|group)=(?P<number>\d{1,6}))?$")
 _NO_FORWARD = (BACKWARD, OPTIMIZER, INFERENCE)
 _SHOWN_KINDS = 8
 _TINY = 256
-"""What is so much smaller than the largest allocation that outlives a call is not its output: statistics, a mask."""
+"""An output is not so much smaller than the largest allocation that outlives its call."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A range of a forward pass, as moments, and the backward pass that follows it."""
+    """A range, or a module's call, in a forward pass, as moments, and the backward pass that follows it."""
 
     name: str
     begin: int
@@ -48,17 +49,26 @@ class Call:
 
 
 def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
-    """Checkpoint the ranges that match ``GLOB``, or of ``GLOB:every=K`` every K-th of them, from the first on."""
-    glob, every = _parse(text)
-    names = outermost_ranges(program, glob)
-    if not names:
-        kinds = list(dict.fromkeys(kind_of(one.name) for one in _ranges(program)))
-        known = f"; ranges are {', '.join(kinds[:_SHOWN_KINDS])} …" if kinds else ": the snapshot has no ranges"
-        raise CannotModelError(f"no range of a forward pass matches {glob!r}{known}")
-    chosen = tuple(names[::every])
-    calls = list(_calls(program, set(chosen)))
+    """Checkpoint the ranges or modules that match ``GLOB``.
+
+    Of ``GLOB:every=K`` only every K-th, from the first on; of ``GLOB:group=K`` K that follow one another share one
+    checkpoint.
+    """
+    match = _FORM.fullmatch(text)
+    number = int(match["number"] or 1) if match else 0
+    if match is None or not number:
+        raise CannotModelError("write checkpoint:GLOB, checkpoint:GLOB:every=2 or checkpoint:GLOB:group=2")
+    glob = match["glob"]
+    calls = find_calls(program, glob)
+    names = list(dict.fromkeys(call.name for call in calls))
     if not calls:
-        raise CannotModelError(f"no backward pass follows the ranges that match {glob!r}")
+        kinds = list(dict.fromkeys(kind_of(name) for name, _, _ in _ranges(program)))
+        known = f"; ranges are {', '.join(kinds[:_SHOWN_KINDS])} …" if kinds else ": the snapshot has no ranges"
+        raise CannotModelError(f"nothing in a forward pass before a backward pass matches {glob!r}{known}")
+    chosen = names[::number] if match["how"] == "every" else names
+    calls = [call for call in calls if call.name in chosen]
+    if match["how"] == "group":
+        calls = list(_joined(calls, number))
     is_autocast = program.is_category("autocast copies")
     count = 0
     # The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
@@ -69,61 +79,98 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
     if not count:
         raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it checkpointed already?")
     unknown = ("what a checkpointed call keeps is freed within it; here it is freed when the call ends",)
-    return Change(stream, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, chosen)
+    return Change(stream, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, tuple(chosen))
 
 
-def outermost_ranges(program: Program, glob: str) -> list[str]:
-    """Return the names of the forward pass's ranges that match, in order, without those within others that match.
+def find_calls(program: Program, glob: str) -> list[Call]:
+    """Return the calls of a forward pass that match and are followed by a backward pass, in order.
 
-    A glob may leave out the first parts of a module's name: ``h.*`` matches ``transformer.h.0``.
+    Those within others that match are left out. A glob may leave out the first parts of a module's name: ``h.*``
+    matches ``transformer.h.0``. Ranges are looked at first, then the modules that made allocations.
     """
-    found: dict[str, None] = {}
-    end = -1
-    for one in _ranges(program):
-        if one.start_us < end or not (fnmatchcase(one.name, glob) or fnmatchcase(one.name, f"*.{glob}")):
-            continue
-        end = one.end_us or one.start_us
-        found[one.name] = None
-    return list(found)
-
-
-def _parse(text: str) -> tuple[str, int]:
-    glob, _, every = text.rpartition(f":{_EVERY}")
-    if not glob:
-        return text, 1
-    if not every.isdecimal() or not int(every):
-        raise CannotModelError(f"every={every}: write how many modules share one checkpoint, such as every=2")
-    return glob, int(every)
-
-
-def _ranges(program: Program) -> Iterator[Annotation]:
-    """Yield the ranges of the forward passes by their beginning, the outer before the inner ones."""
-    timeline = program.memory.timeline
-    others = [phase for phase in timeline.phases if phase.name in _NO_FORWARD] + list(timeline.recomputations)
-    starts = np.array([phase.start_us for phase in sorted(others, key=lambda one: one.start_us)], dtype=np.int64)
-    ends = np.array([phase.end_us for phase in sorted(others, key=lambda one: one.start_us)], dtype=np.int64)
-    ends = np.maximum.accumulate(ends) if len(ends) else ends
-    closed = (one for one in program.memory.device.annotations if one.end_us is not None)
-    for one in sorted(closed, key=lambda one: (one.start_us, -(one.end_us or 0))):
-        at = int(np.searchsorted(starts, one.start_us, "right")) - 1
-        is_inside = at >= 0 and one.start_us < ends[at]
-        if not is_inside and one.name not in (*PHASES, RECOMPUTE):
-            yield one
-
-
-def _calls(program: Program, names: set[str]) -> Iterator[Call]:
-    passes, timeline = program.backward_passes, program.memory.timeline
+    passes = program.backward_passes
     starts = [begin for begin, _ in passes]
-    end_us = -1
-    for one in _ranges(program):
-        if one.name not in names or one.start_us < end_us or one.end_us is None:
-            continue
-        end_us = one.end_us
-        begin = int(np.searchsorted(timeline.times_us, one.start_us, "left"))
-        end = timeline.moment_at(one.end_us)
+    calls: list[Call] = []
+    for name, begin, end in _outermost_ranges(program, glob) or _module_calls(program, glob):
         following = int(np.searchsorted(starts, end))
         if begin < end and following < len(passes):
-            yield Call(one.name, begin, end, *passes[following])
+            calls.append(Call(name, begin, end, *passes[following]))
+    return calls
+
+
+def _joined(calls: list[Call], number: int) -> Iterator[Call]:
+    """Yield each ``number`` of calls before one backward pass as one."""
+    for _, some in groupby(calls, lambda call: call.backward_begin):
+        together = list(some)
+        for at in range(0, len(together), number):
+            yield replace(together[at], end=together[min(at + number, len(together)) - 1].end)
+
+
+def _matches(name: str, glob: str) -> bool:
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def _outermost_ranges(program: Program, glob: str) -> list[tuple[str, int, int]]:
+    found, end = [], -1
+    for name, start_us, end_us in _ranges(program):
+        if start_us >= end and _matches(name, glob):
+            end = end_us
+            begin = int(np.searchsorted(program.memory.timeline.times_us, start_us, "left"))
+            found.append((name, begin, program.memory.timeline.moment_at(end_us)))
+    return found
+
+
+def _ranges(program: Program) -> Iterator[tuple[str, int, int]]:
+    """Yield the ranges of the forward passes by their beginning, the outer before the inner ones, in microseconds."""
+    timeline = program.memory.timeline
+    others = [phase for phase in timeline.phases if phase.name in _NO_FORWARD] + list(timeline.recomputations)
+    others.sort(key=lambda one: one.start_us)
+    starts = np.array([phase.start_us for phase in others], dtype=np.int64)
+    ends = np.maximum.accumulate(np.array([phase.end_us for phase in others], dtype=np.int64))
+    closed = [(one.start_us, -one.end_us, one.name) for one in program.memory.device.annotations if one.end_us]
+    for start_us, end_us, name in sorted(closed):
+        at = int(np.searchsorted(starts, start_us, "right")) - 1
+        if (at < 0 or start_us >= ends[at]) and name not in (*PHASES, RECOMPUTE):
+            yield name, start_us, -end_us
+
+
+def _module_calls(program: Program, glob: str) -> list[tuple[str, int, int]]:
+    """Return stretches of forward passes in which all allocations are of one module that matches, or of modules in it.
+
+    A module that several others share has the name that it has in the first of them. What it allocated between
+    allocations of another one belongs to that.
+    """
+    starts = [begin for begin, _ in program.backward_passes]
+    made = []
+    for row in range(program.replay.start_count, len(program.replay)):
+        if program.phases[row] not in (*_NO_FORWARD, RECOMPUTE):
+            modules = program.memory.place_of(row).modules
+            birth = int(program.replay.birth[row])
+            made.append((modules[0][0].removeprefix(f"{MODEL}/") if modules else "", birth))
+    runs = [(name, [birth for _, birth in some]) for name, some in groupby(made, lambda one: one[0])]
+    units = [_unit_of(name, glob) for name, _ in runs]
+    for at in range(1, len(runs) - 1):
+        if units[at] is not None and units[at - 1] == units[at + 1] is not None:
+            units[at] = units[at - 1]
+    placed = [(unit, birth) for unit, (_, births) in zip(units, runs, strict=True) for birth in births]
+    stretches = [
+        (unit, [birth for _, birth in some])
+        for (unit, _), some in groupby(placed, lambda one: (one[0], int(np.searchsorted(starts, one[1]))))
+    ]
+    ends = [births[0] for _, births in stretches[1:]] + [program.replay.event_count]
+    found = []
+    for (unit, births), end in zip(stretches, ends, strict=True):
+        following = int(np.searchsorted(starts, births[-1]))
+        if unit is not None and following < len(starts):
+            found.append((unit, births[0], min(end, starts[following])))
+    return found
+
+
+def _unit_of(module: str, glob: str) -> str | None:
+    """Return the outermost module around ``module``, or itself, that matches."""
+    parts = module.split(".")
+    names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return next((name for name in names if _matches(name, glob)), None)
 
 
 def _checkpoint(stream: Stream, call: Call, is_autocast: Bools) -> Stream:
@@ -156,13 +203,19 @@ def _checkpoint(stream: Stream, call: Call, is_autocast: Bools) -> Stream:
 
 
 def _output_of(stream: Stream, call: Call, in_call: Bools) -> Bools:
-    """Return which request is the call's output: the last that is alive at its end and not tiny beside the others."""
-    is_alive = in_call & (stream.requests.freed >= call.end)
+    """Return which request is the call's output, if one is kept for backward.
+
+    The output is the last that the call allocated. If that is given back in the forward pass, nothing keeps it. Else
+    backward needs the output before all else that the call kept. (A call that writes its output into memory that it
+    allocated earlier ends with another allocation.) Statistics and masks, which are tiny, are no output.
+    """
+    born, freed = stream.requests.born, stream.requests.freed
+    is_alive = in_call & (freed >= call.end)
     sizes = np.where(is_alive, stream.requests.requested_bytes, 0)
+    large = np.flatnonzero(is_alive & (sizes * _TINY >= sizes.max(initial=0)))
     is_output = np.zeros(len(stream), dtype=np.bool_)
-    if is_alive.any():
-        found = np.flatnonzero(is_alive & (sizes * _TINY >= sizes.max()))
-        is_output[found[stream.requests.born[found].argmax()]] = True
+    if len(large) and freed[large[born[large].argmax()]] >= call.backward_begin:
+        is_output[large[freed[large].argmin()]] = True
     return is_output
 
 
