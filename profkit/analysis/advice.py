@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime
-from profkit.analysis.summary import Summary
+from profkit.analysis.summary import EXPANDABLE, Summary
 
 _WORTH = 0.02
 """An effect below this share of the step time, or of the peak, is not worth a line."""
 _LAUNCHES = 0.1
 """The share of a step from which preparing kernels is worth a change of the program."""
-_UNUSED = 0.05
 _TIGHT = 0.8
 """With more than this share of the GPU's memory reserved, saved bytes count as much as saved time, else half."""
 
@@ -191,7 +190,7 @@ def _attention(summary: Summary) -> Advice | None:
     return Advice(
         "sdpa",
         "F.scaled_dot_product_attention",
-        "attention is written out and takes {time_ns}" + (", and what it keeps {held_bytes}" if held else ""),
+        "attention is written out: {time_ns} without its products" + (", and it keeps {held_bytes}" if held else ""),
         saves_ns=time_ns,
         saves_bytes=held or None,
         is_bound=False,
@@ -229,6 +228,7 @@ def _checkpoint(summary: Summary) -> Advice | None:
         f"torch.utils.checkpoint around {kept.name}",
         "their activations hold {activation_bytes} of {peak_bytes}",
         saves_bytes=activations - activations // kept.number,
+        is_bound=False,
         cost="about +{forward_ns} a step, their forward pass again",
         figures={
             "activation_bytes": activations,
@@ -241,17 +241,16 @@ def _checkpoint(summary: Summary) -> Advice | None:
 def _expandable(summary: Summary) -> Advice | None:
     """Segments that grow in place: what is reserved and not allocated lies in gaps that no request fits."""
     memory = summary.memory
-    if memory is None or memory.expandable_segments or not memory.exact:
-        return None
-    unused = memory.reserved_peak_bytes - memory.peak_bytes
-    if unused < _UNUSED * memory.reserved_peak_bytes:
+    if memory is None or memory.expandable_reserved_bytes is None:
         return None
     return Advice(
         "expandable-segments",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "{reserved_bytes} were reserved for {peak_bytes}",
-        saves_bytes=unused,
-        figures={"reserved_bytes": memory.reserved_peak_bytes, "peak_bytes": memory.peak_bytes},
+        f"PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}",
+        "would reserve {simulated_bytes} in place of {reserved_bytes} (simulated)",
+        saves_bytes=memory.reserved_peak_bytes - memory.expandable_reserved_bytes,
+        is_bound=False,
+        proof=f"profkit whatif RUN --allocator {EXPANDABLE}",
+        figures={"reserved_bytes": memory.reserved_peak_bytes, "simulated_bytes": memory.expandable_reserved_bytes},
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.range_paths import split_path
 from profkit.analysis.steps import is_warmup
-from profkit.names import BACKWARD, PHASES, RECOMPUTE, kind_of
+from profkit.names import BACKWARD, PHASES, RECOMPUTE, REPLICA, kind_of
 from profkit.trace.columns import distinct_values
 
 _OPTIMIZERS = "Optimizer."
@@ -59,7 +59,7 @@ def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
         at = next((n for n, part in enumerate(parts) if part in PHASES), None)
         if at is None or any(map(is_warmup, parts)) or row.name.startswith(_OPTIMIZERS) or _NCCL in row.domain.lower():
             continue
-        _add(sums, parts[at], list(parts[at + 1 :]), row.kernel_time_ns)
+        _add(sums, parts[at], [part for part in parts[at + 1 :] if part != REPLICA], row.kernel_time_ns)
     names = {opened.trace.names[index] for index in distinct_values(opened.trace.ranges.name).tolist()}
     numbers: dict[str, int] = {}
     for name in names:

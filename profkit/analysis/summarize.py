@@ -26,7 +26,9 @@ from profkit.analysis.range_paths import split_path
 from profkit.analysis.step_times import summarize_step_times
 from profkit.analysis.steps import is_step, is_warmup, measured_ranges
 from profkit.analysis.summary import (
+    EXPANDABLE,
     RUN_WARNING,
+    SMALL,
     GpuUse,
     Head,
     MemoryUse,
@@ -37,6 +39,7 @@ from profkit.analysis.summary import (
     WorkUse,
     WrittenAttention,
 )
+from profkit.errors import ProfkitError
 from profkit.findings import Finding
 from profkit.names import (
     ATTENTION,
@@ -254,14 +257,18 @@ def product_dtype(name: str) -> str | None:
 
 
 def _written_attention(attribution: Attribution, rows: Bools) -> WrittenAttention | None:
-    """Return what ranges of attention launch themselves, if a softmax is among it and no fused kernel in the trace."""
+    """Return what ranges of attention launch themselves besides products, if a softmax is among it.
+
+    None if the trace has a kernel of fused attention. Products take about as long within such a kernel.
+    """
     trace = attribution.trace
     kinds = {index: categorize(trace.names[index]).name for index in distinct_values(trace.work.name[rows]).tolist()}
     if "attention" in kinds.values():
         return None
     is_attention = np.array([_ATTENTION.search(name) is not None for name in trace.names] or [False], dtype=np.bool_)
     innermost = attribution.work.innermost
-    placed = rows & (innermost >= 0)
+    small = [index for index, kind in kinds.items() if kind in SMALL]
+    placed = rows & (innermost >= 0) & np.isin(trace.work.name, small)
     placed[placed] = is_attention[trace.ranges.name[innermost[placed]]]
     names = {trace.names[i] for i in distinct_values(trace.ranges.name[innermost[placed]]).tolist()}
     softmaxes = [index for index, kind in kinds.items() if kind == "softmax"]
@@ -323,6 +330,18 @@ def _sum_known(values: Sequence[int | None]) -> int | None:
     return sum(known) if known else None
 
 
+def _simulate_expandable(opened: OpenedSnapshot, reserved_peak_bytes: int) -> int | None:
+    """Return what expandable segments would reserve at most, where the simulator is proved on this recording."""
+    settings = opened.snapshot.settings
+    if settings.expandable_segments or not reserved_peak_bytes:
+        return None
+    try:
+        found = opened.whatif(allocators=[",".join(filter(None, (settings.text, EXPANDABLE)))])
+    except ProfkitError:
+        return None
+    return found.cases[-1].reserved_range_bytes[1] if found.identity.exact else None
+
+
 def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) -> tuple[Summary, list[Finding]]:
     result, memory = opened.memory(), opened.device()
     times = (() if manifest.memory is None else manifest.memory.steps), manifest.unprofiled
@@ -337,7 +356,7 @@ def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) ->
         by_category={row.category: row.bytes for row in at.by_category},
         reserved_peak_bytes=result.totals.reserved_peak_bytes,
         capacity_bytes=find_capacity(memory.recorded, memory.device.index),
-        expandable_segments=opened.snapshot.settings.expandable_segments,
+        expandable_reserved_bytes=_simulate_expandable(opened, result.totals.reserved_peak_bytes),
         modules=fold(at.by_module),
         has_failed=result.oom is not None,
         agrees=None if result.allocator_check is None else result.allocator_check.agrees,

@@ -21,6 +21,7 @@ from profkit.findings import Finding
 PRODUCTS = ("gemm", "attention")
 RUN_WARNING = "run"
 """The code of findings that are the run's own warnings, which ``profkit run`` prints."""
+EXPANDABLE = "expandable_segments:True"
 SMALL = (
     "softmax",
     "normalization",
@@ -93,7 +94,7 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class WrittenAttention:
-    """Attention without a fused kernel: the time of the kernels that its ranges launch themselves."""
+    """Attention without a fused kernel: the time of the `SMALL` kernels that its ranges launch themselves."""
 
     ranges: tuple[str, ...]
     time_ns: int
@@ -159,7 +160,8 @@ class MemoryUse:
     by_category: dict[str, int]
     reserved_peak_bytes: int
     capacity_bytes: int | None
-    expandable_segments: bool
+    expandable_reserved_bytes: int | None
+    """What would be reserved with expandable segments, simulated; None if they are on or it cannot be predicted."""
     modules: tuple[PartRow, ...]
     has_failed: bool
     agrees: bool | None
@@ -188,7 +190,7 @@ class Summary:
     """
 
     run: str
-    head: Head
+    head: Head = Head()
     steps: tuple[StepUse, ...] = ()
     step_count: int = 1
     gpu: GpuUse | None = None

@@ -15,9 +15,11 @@ from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
 from profkit.names import MODEL
 from profkit.report.document import Column, Document, Labelled, Table
+from profkit.report.text import shorten
 from profkit.report.units import TEXT, format_bytes, format_count, format_ns, format_share
 
 _TRIED = 3
+_COMMAND_WIDTH = 60
 _MODULES = 4
 _SEPARATOR = " · "
 _PART = 0.005
@@ -72,7 +74,7 @@ def _before(lines: list[tuple[str, str]]) -> list[str | None]:
 
 def _head(summary: Summary) -> str:
     head = summary.head
-    parts = [" ".join(_words(head)) or Path(summary.run).name]
+    parts = [shorten(" ".join(_words(head)), _COMMAND_WIDTH) or Path(summary.run).name]
     if head.gpu_count or head.gpu:
         gpu = (head.gpu or "GPU").removeprefix("NVIDIA ")
         parts.append(f"{head.gpu_count} × {gpu}" if head.gpu_count else gpu)
@@ -246,14 +248,22 @@ def _memory(memory: MemoryUse) -> str:
 
 
 def _holders(modules: Sequence[PartRow]) -> str:
-    """Return the modules in the repeated blocks that hold the most activations."""
+    """Return the modules that hold the most activations: those in the repeated blocks, and others of the model."""
     blocks = repeated_module(tuple(modules))
-    if blocks is None:
-        return ""
-    inner = [row for row in modules if row.path[:-1] == blocks.path and row.categories.get("activations")]
-    inner = sorted(inner or [blocks], key=lambda row: -row.categories["activations"])[:2]
-    named = [f"{row.name} {format_bytes(row.categories['activations'])}" for row in inner]
-    return f" ({', '.join(named)})"
+    above = () if blocks is None else blocks.path
+    if not any(row.path[:-1] == above and row.categories.get("activations") for row in modules):
+        above = above[:-1]
+    # A row that holds the blocks, or lies deeper in another module, would count bytes twice.
+    rows = [
+        row
+        for row in modules
+        if row.categories.get("activations")
+        and row.path != above[: len(row.path)]
+        and row.path[:-1] == above[: len(row.path) - 1]
+    ]
+    rows.sort(key=lambda row: -row.categories["activations"])
+    named = [f"{row.name} {format_bytes(row.categories['activations'])}" for row in rows[:3]]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def _ranks(summary: Summary) -> str:
@@ -284,8 +294,9 @@ def _tries(summary: Summary, advice: Sequence[Advice]) -> Iterator[tuple[str, st
         )
     proofs = dict.fromkeys(one.proof for one in advice[:_TRIED])
     if proofs:
-        run = shlex.quote(summary.run)
-        yield "", f"to prove one, record it again with the change: {'; '.join(proofs).replace('RUN', run, 1)}"
+        commands = re.sub(r"\bRUN\b", lambda _: shlex.quote(summary.run), _SEPARATOR.join(proofs))
+        meaning = " (NEW is recorded with the change)" if "NEW" in commands else ""
+        yield "", f"proof: {commands}{meaning}"
 
 
 def _fill(text: str, one: Advice) -> str:
