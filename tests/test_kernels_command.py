@@ -75,6 +75,7 @@ def test_json_keeps_its_contract(profkit: Run, trace: Path) -> None:
         "min_ns": 2500,
         "max_ns": 2500,
         "per_rank_ns": [],
+        "waiting_ns": None,
     }
     assert (data["ranks"], data["rank_evidence"], data["slowest_rank"]) == ([], None, None)
     assert data["range_evidence"] == {"direct_ns": 2500, "inferred_ns": 10_000, "sequence_ns": 0}
@@ -167,7 +168,7 @@ def test_rules_and_plot_follow_the_order_of_the_table(profkit: Run, trace: Path)
     text = profkit("kernels", trace, "--explain", "--sort", "mean", "--top", "1").stdout
     assert "elementwise" not in text.partition("Why each")[2]
     opened = read_trace(trace)
-    figure = _draw(opened.kernels(), opened.self_check, 60, "name")
+    figure = _draw(opened, opened.kernels(), 60, "name", None)
     assert [label.get_text()[:4] for label in figure.axes[0].get_yticklabels()] == ["sm80", "vect"]
 
 

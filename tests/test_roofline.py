@@ -96,3 +96,23 @@ def test_the_command_writes_a_png(tmp_path: Path) -> None:
 
 def _texts(figure: Figure) -> str:
     return "\n".join(text.get_text() for text in figure.axes[0].texts)
+
+
+def test_phases_have_shapes_and_areas_grow_with_time(tmp_path: Path, drawn: list[Figure]) -> None:
+    figure = _draw(make_small_run(tmp_path), drawn)
+    (axes,) = figure.axes
+    rows = {rate_of(row) / 1e12: row for row in read_trace(tmp_path).efficiency().ranges}
+    longest = max(row.busy_ns for row in rows.values())
+    shapes: dict[str, set[int]] = {"forward": set(), "backward": set()}
+    for one in axes.collections:
+        for (_, rate), area in zip(one.get_offsets().tolist(), one.get_sizes().tolist(), strict=True):
+            row = rows[rate]
+            assert area == pytest.approx(max(420 * row.busy_ns / longest, 18))
+            for phase, found in shapes.items():
+                if phase in row.path.split("/"):
+                    found.add(len(one.get_paths()[0].vertices))
+    assert len(shapes["forward"]) == len(shapes["backward"]) == 1
+    assert shapes["forward"] != shapes["backward"]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert {"forward", "backward", "optimizer"} < set(legend)
+    assert legend[-1].startswith("area: GPU time, the largest ")

@@ -46,7 +46,8 @@ class KernelRow:
 
     ``share`` is of the kernel and graph time of the selection, 0–1. ``per_instance_count`` is ``count`` over the
     range's outermost instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded. ``per_rank_ns``
-    is the part of ``total_ns`` that each rank ran, in the order of the result's ``ranks``.
+    is the part of ``total_ns`` that each rank ran, in the order of the result's ``ranks``. ``waiting_ns`` is the part
+    in which collectives waited for another rank, null where that is unknown or nothing communicates.
     """
 
     name: str
@@ -59,6 +60,7 @@ class KernelRow:
     min_ns: int
     max_ns: int
     per_rank_ns: tuple[int, ...] = ()
+    waiting_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -301,6 +303,7 @@ def _build_rows(
     counts = np.diff(np.append(first, len(ordered)))
     whole = int(duration.sum())
     each = _per_rank(ranks, work.process[chosen][order], ordered, first)
+    waits = _waiting(attribution.trace, ranks, chosen[order], first)
     table = [
         KernelRow(
             name=labels(key)[0],
@@ -313,12 +316,28 @@ def _build_rows(
             min_ns=low,
             max_ns=high,
             per_rank_ns=tuple(of_ranks),
+            waiting_ns=waiting,
         )
-        for key, count, total, low, high, of_ranks in zip(
-            *(column.tolist() for column in (keys, counts, totals, lows, highs, each)), strict=True
+        for key, count, total, low, high, of_ranks, waiting in zip(
+            *(column.tolist() for column in (keys, counts, totals, lows, highs, each)), waits, strict=True
         )
     ]
     return tuple(sorted(table, key=lambda row: (-row.total_ns, row.name)))
+
+
+def _waiting(trace: Trace, ranks: Ranks, rows: Ints, first: Ints) -> list[int | None]:
+    """Return how long the collectives of each group of rows waited; None of a group in which that is unknown."""
+    if len(ranks.members) < 2 or trace.measure != "gpu-kernel":
+        return [None] * len(first)
+    from profkit.analysis.efficiency.waiting import find_waiting  # few captures are of several ranks
+
+    waiting, work = find_waiting(trace, ranks), trace.work
+    found = np.zeros(len(rows), dtype=np.int64)
+    for device in waiting.by_last:
+        mine = np.flatnonzero((work.device[rows] == device) & waiting.is_known[rows])
+        found[mine] = waiting.on(device).within(work.start_ns[rows[mine]], work.end_ns[rows[mine]])
+    sums, known = np.add.reduceat(found, first), np.logical_or.reduceat(waiting.is_known[rows], first)
+    return [one if is_known else None for one, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
 
 
 def _per_rank(ranks: Ranks, process: Ints, duration_ns: Ints, first: Ints) -> Ints:

@@ -114,7 +114,7 @@ def kernels(
         from profkit.report.kernel_plot import plot_kernels
 
         with shown_after_a_second(f"drawing {plot.name}"):
-            plot_kernels(result, check, plot, top=top or _DEFAULT_TOP, sort=sort)
+            plot_kernels(opened, result, plot, top=top or _DEFAULT_TOP, sort=sort, totals=totals)
     if style == "csv" and not per_instance and top is not None and top < len(result.kernels):
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
     print_document(document, style, output, full_names=full_names)

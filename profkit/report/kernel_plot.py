@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Annotation
 
-from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernels import KernelRow, KernelsResult
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.report.document import UNTRUSTED
 from profkit.report.kernels import count_line, sort_rows, subject
 from profkit.report.pictures import plain_text, write_png
-from profkit.report.text import make_visible, shorten, simplify_name
-from profkit.report.units import format_ns, format_share
+from profkit.report.text import make_visible, shorten, shorten_apart, simplify_name
+from profkit.report.units import format_share, ns_over
+from profkit.trace.columns import distinct_values
 
 MOST_BARS = 60
 """More would be a picture that nobody reads, and that no page holds."""
@@ -22,6 +26,8 @@ MOST_BARS = 60
 _LABEL_WIDTH = 58
 _TITLE_WIDTH = 110
 _BAR_INCHES = 0.3
+_TRIES = 4
+_WAITING = "////"
 # One colour a category, the same in every picture; a palette that the colour-blind can tell apart (Okabe and Ito's,
 # lightened or darkened for the rarer ones).
 _COLOURS = {
@@ -42,64 +48,113 @@ _COLOURS = {
 }
 
 
-def plot_kernels(result: KernelsResult, check: SelfCheck, path: Path, *, top: int, sort: str = "total") -> None:
+def plot_kernels(
+    opened: OpenedTrace, result: KernelsResult, path: Path, *, top: int, sort: str = "total", totals: bool = False
+) -> None:
     """Write the first ``top`` lines of the table (`MOST_BARS` at most), and all others as one bar, to a PNG file.
+
+    Bars are averages per step where the steps are known, or sums with ``totals``. What a collective waited for other
+    ranks is the hatched part of its bar.
 
     Raises:
         OSError: it cannot be written.
     """
     with plain_text():
-        write_png(_draw(result, check, min(top, MOST_BARS), sort), path)
+        write_png(_draw(opened, result, min(top, MOST_BARS), sort, None if totals else result.steps), path)
 
 
-def _draw(result: KernelsResult, check: SelfCheck, top: int, sort: str) -> Figure:
+def _draw(opened: OpenedTrace, result: KernelsResult, top: int, sort: str, steps: int | None) -> Figure:
     ordered = sort_rows(result.kernels, sort)
     rows, rest = ordered[:top], ordered[top:]
-    labels = [_label(result, row) for row in rows] + ([f"({len(rest)} more)"] if rest else [])
-    totals = [row.total_ns for row in rows] + ([sum(row.total_ns for row in rest)] if rest else [])
+    labels = shorten_apart([_label(result, row) for row in rows], _LABEL_WIDTH)
+    labels += [f"({len(rest)} more)"] if rest else []
+    times = [row.total_ns for row in rows] + ([sum(row.total_ns for row in rest)] if rest else [])
+    waits = [row.waiting_ns or 0 for row in rows] + ([0] if rest else [])
     colours = [_COLOURS.get(row.category, "#0072B2") for row in rows] + (["#EEEEEE"] if rest else [])
 
-    figure = Figure(figsize=(9.5, 1.5 + _BAR_INCHES * max(len(labels), 3)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(9.5, 1.7 + _BAR_INCHES * max(len(labels), 3)), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.barh(range(len(labels)), [total / 1e6 for total in totals], color=colours, height=0.74)
+    unit = 1e6 * (steps or 1)
+    working = [(time - wait) / unit for time, wait in zip(times, waits, strict=True)]
+    axes.barh(range(len(labels)), working, color=colours, height=0.74)
+    if any(waits):
+        axes.barh(
+            range(len(labels)),
+            [wait / unit for wait in waits],
+            left=working,
+            height=0.74,
+            facecolor="white",
+            edgecolor=colours,
+            hatch=_WAITING,
+        )
     axes.set_yticks(range(len(labels)), labels, fontsize=8, fontfamily="monospace")
     axes.invert_yaxis()
-    axes.set_xlabel(f"{'self time' if result.measure == 'cpu-operator' else 'kernel time'}, ms")
-    axes.margins(x=0.2)
+    what = "self time" if result.measure == "cpu-operator" else "kernel time"
+    axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.grid(True, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-    for position, total in enumerate(totals):
-        share = total / result.total_ns if result.total_ns else 0.0
+    texts = [
         axes.annotate(
-            f"{format_share(share)}  {format_ns(total)}",
-            (total / 1e6, position),
+            _figures(time, wait, result.total_ns, steps),
+            (time / unit, position),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=8,
         )
-    axes.set_title(_title(result), fontsize=10, loc="left")
-    if check.failed:
-        figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
-    _add_legend(figure, [row.category for row in rows] if result.by in ("kernel", "category") else [])
+        for position, (time, wait) in enumerate(zip(times, waits, strict=True))
+    ]
+    failed = [UNTRUSTED] if opened.self_check.failed else []
+    title = figure.suptitle("\n".join([*failed, *_title(opened, result, steps)]), fontsize=10, x=0.01, ha="left")
+    if failed:
+        title.set_color("#B00020")
+    _add_legend(figure, [row.category for row in rows] if result.by in ("kernel", "category") else [], any(waits))
+    _make_room(canvas, axes, texts)
     return figure
+
+
+def _figures(time_ns: int, waiting_ns: int, whole_ns: int, steps: int | None) -> str:
+    each = ns_over(steps).show
+    share = format_share(time_ns / whole_ns if whole_ns else 0.0)
+    return f"{share}  {each(time_ns)}" + (f" ({each(waiting_ns)} waiting)" if waiting_ns else "")
+
+
+def _make_room(canvas: FigureCanvasAgg, axes: Axes, texts: list[Annotation]) -> None:
+    """Widen the axis until every text to the right of a bar lies within the axes."""
+    axes.set_xlim(left=0)
+    for _ in range(_TRIES):
+        canvas.figure.draw_without_rendering()
+        excess = max((text.get_window_extent().x1 for text in texts), default=0.0) - axes.get_window_extent().x1
+        if excess <= 0:
+            return
+        axes.set_xlim(right=axes.get_xlim()[1] * (1 + 1.3 * excess / axes.get_window_extent().width))
 
 
 def _label(result: KernelsResult, row: KernelRow) -> str:
     simple = result.by == "kernel" and result.measure == "gpu-kernel"
-    return shorten(make_visible(simplify_name(row.name) if simple else row.name), _LABEL_WIDTH)
+    return make_visible(simplify_name(row.name) if simple else row.name)
 
 
-def _title(result: KernelsResult) -> str:
-    return f"{shorten(make_visible(subject(result)), _TITLE_WIDTH)}\n{count_line(result)}, {format_ns(result.total_ns)}"
+def _title(opened: OpenedTrace, result: KernelsResult, steps: int | None) -> list[str]:
+    """Return which run and GPUs, then what the bars are of."""
+    name = opened.run.path.name if opened.run is not None else Path(result.trace).name
+    counted = f"{subject(result)}: {count_line(result, steps)}, {ns_over(steps).show(result.total_ns)}"
+    work, known = opened.trace.work, opened.trace.gpus
+    used = [known[device] for device in distinct_values(work.device).tolist() if 0 <= device < len(known)]
+    gpus = " and ".join(f"{count} × {gpu}" for gpu, count in Counter(used).items())
+    return [shorten(make_visible(text), _TITLE_WIDTH) for text in (" · ".join(filter(None, (name, gpus))), counted)]
 
 
-def _add_legend(figure: Figure, categories: list[str]) -> None:
+def _add_legend(figure: Figure, categories: list[str], has_waiting: bool) -> None:
     present = [category for category in _COLOURS if category in categories]
     if len(present) < 2:
         return
     handles = [Patch(color=_COLOURS[category], label=category) for category in present]
-    figure.legend(handles, present, loc="outside lower center", ncols=min(len(present), 7), fontsize=8, frameon=False)
+    if has_waiting:
+        colour = _COLOURS["communication"]
+        handles.append(Patch(facecolor="white", edgecolor=colour, hatch=_WAITING, label="waiting for another rank"))
+    columns = min(len(handles), 7)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from math import hypot
+from math import hypot, sqrt
 from pathlib import Path
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
 from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.range_paths import split_path
 from profkit.errors import TraceError
+from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from profkit.report.document import UNTRUSTED
 from profkit.report.efficiency import LIMITS
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.text import make_visible, shorten
-from profkit.report.units import four_digits
+from profkit.report.units import format_ns, four_digits
 from profkit.run.directory import find_run
 
 _LABEL_WIDTH = 34
@@ -39,13 +43,17 @@ _COLOURS = {
     "host-bound": "#009E73",
     None: "#777777",
 }
+_MARKERS = {FORWARD: "o", BACKWARD: "v", RECOMPUTE: "P", OPTIMIZER: "D"}
+_OTHER_MARKER = "s"
+_LARGEST_AREA, _LEAST_AREA = 420.0, 18.0
+"""Areas of points, in square points: that of the longest range, and the smallest that can be seen."""
 _LINE = {"arrowstyle": "-", "color": "#AAAAAA", "linewidth": 0.6, "shrinkB": 3}
-_NEAR = 12
-"""A label this near to its point, in points (1/72 inch), needs no line to it."""
+_NEAR = 10
+"""A label this near to the edge of its point, in points (1/72 inch), needs no line to it."""
 # Where a label may stand, relative to its point, in points, the nearest first.
 _PLACES = [
-    (distance * x, distance * y, horizontal, vertical)
-    for distance in (7, 16, 28, 42, 58)
+    (distance, x, y, horizontal, vertical)
+    for distance in (4, 13, 25, 39, 55)
     for x, y, horizontal, vertical in (
         (1, 0, "left", "center"),
         (0.7, 0.7, "left", "bottom"),
@@ -62,7 +70,8 @@ _PLACES = [
 def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = False) -> None:
     """Write the roofline to a PNG file, one point per row of the table whose operations and least bytes are known.
 
-    A point's height is all operations per second of GPU busy. A solid roof was measured by `profkit ceilings` on such a
+    A point's height is all operations per second of GPU busy, its area the time of GPU busy, its shape the phase, its
+    colour what limits the range. A solid roof was measured by `profkit ceilings` on such a
     GPU; a dashed one is the datasheet's, and the picture says so. An ``untrusted`` capture failed its self-check.
 
     Raises:
@@ -70,6 +79,7 @@ def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = Fal
         OSError: the file cannot be written.
     """
     points = [row for row in result.ranges if row.intensity and row.busy_ns and row.flops is not None]
+    points.sort(key=lambda row: -row.busy_ns)  # the small ones are drawn over the large ones
     if not points or result.peaks is None:
         lacking = "the GPU's peaks" if points else "FLOPs and least bytes of its ranges"
         raise TraceError(
@@ -94,14 +104,16 @@ def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], u
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9g}"))
     _draw_roofs(axes, result, peaks, points)
-    for word in dict.fromkeys(row.verdict for row in points):
-        mine = [row for row in points if row.verdict == word]
+    longest = max(row.busy_ns for row in points)
+    for word, phase in dict.fromkeys((row.verdict, _phase_of(row)) for row in points):
+        mine = [row for row in points if (row.verdict, _phase_of(row)) == (word, phase)]
         axes.scatter(
             [row.intensity or 0 for row in mine],
             [rate_of(row) / 1e12 for row in mine],
-            s=36,
+            s=[_area(row, longest) for row in mine],
             color=_COLOURS[word],
-            label="limit unknown" if word is None else f"limited by {LIMITS[word]}",
+            marker=_MARKERS.get(phase, _OTHER_MARKER),
+            alpha=0.85,
             zorder=3,
         )
     axes.set_xlabel("operations per least byte")
@@ -109,12 +121,35 @@ def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], u
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.legend(handles=_legend(points), loc="lower right", fontsize=8, frameon=False)
     axes.set_title(make_visible(_title(result)), fontsize=10, loc="left")
     if untrusted:
         figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
     _label(canvas, axes, points)
     return figure
+
+
+def _area(row: EfficiencyRow, longest_ns: int) -> float:
+    """Return the area of a range's point, which grows with its GPU time."""
+    return max(_LARGEST_AREA * row.busy_ns / longest_ns, _LEAST_AREA)
+
+
+def _phase_of(row: EfficiencyRow) -> str:
+    """Return the phase that a range lies in: the innermost of its path."""
+    return next((part for part in reversed(split_path(row.path)) if part in _MARKERS), "")
+
+
+def _legend(points: list[EfficiencyRow]) -> list[Artist]:
+    """Return what the colours and the shapes mean, as far as they occur."""
+    found: list[Artist] = []
+    for word in dict.fromkeys(row.verdict for row in points):
+        label = "limit unknown" if word is None else f"limited by {LIMITS[word]}"
+        found.append(Patch(color=_COLOURS[word], label=label))
+    for phase in dict.fromkeys(map(_phase_of, points)):
+        shape = _MARKERS.get(phase, _OTHER_MARKER)
+        found.append(Line2D([], [], linestyle="", marker=shape, color="#555555", label=phase or "other range"))
+    label = f"area: GPU time, the largest {format_ns(max(row.busy_ns for row in points))}"
+    return [*found, Line2D([], [], linestyle="", label=label)]
 
 
 def _title(result: EfficiencyResult) -> str:
@@ -180,13 +215,18 @@ def _label(canvas: FigureCanvasAgg, axes: Axes, points: list[EfficiencyRow]) -> 
     """
     canvas.figure.draw_without_rendering()
     places = [axes.transData.transform((row.intensity or 0.0, rate_of(row) / 1e12)) for row in points]
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in places]
+    longest = max(row.busy_ns for row in points)
+    radii = {row.path: sqrt(_area(row, longest)) / 2 for row in points}
+    taken = []
+    for (x, y), row in zip(places, points, strict=True):
+        reach = radii[row.path] * canvas.figure.dpi / 72 + 2
+        taken.append(Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach))
     taken += [Text.get_window_extent(text) for text in axes.texts]
     taken += [box for line in axes.lines for box in _along(axes, line)]
     legend = axes.get_legend()
     taken += [legend.get_window_extent()] if legend is not None else []
     ordered = sorted(points, key=lambda row: -row.kernel_time_ns)
-    nameless = [row for row in ordered if not _place_name(canvas, axes, row, taken)]
+    nameless = [row for row in ordered if not _place_name(canvas, axes, row, radii[row.path], taken)]
     if nameless:
         text = f"{len(nameless)} more without room for a name"
         axes.text(0.01, 0.015, text, transform=axes.transAxes, fontsize=8)
@@ -202,19 +242,20 @@ def _along(axes: Axes, line: Line2D) -> Iterator[Bbox]:
             yield Bbox.from_bounds(x - 2, y - 2, 4, 4)
 
 
-def _place_name(canvas: FigureCanvasAgg, axes: Axes, row: EfficiencyRow, taken: list[Bbox]) -> bool:
+def _place_name(canvas: FigureCanvasAgg, axes: Axes, row: EfficiencyRow, radius: float, taken: list[Bbox]) -> bool:
     """Put a row's name where there is room and mark that place as taken; return whether there was any."""
     inside = axes.get_window_extent()
-    for x, y, horizontal, vertical in _PLACES:
+    for distance, x, y, horizontal, vertical in _PLACES:
+        away = distance + radius
         text = axes.annotate(
             shorten(make_visible(row.name), _LABEL_WIDTH),
             (row.intensity or 0.0, rate_of(row) / 1e12),
-            xytext=(x, y),
+            xytext=(away * x, away * y),
             textcoords="offset points",
             ha=horizontal,
             va=vertical,
             fontsize=8,
-            arrowprops=_LINE if abs(x) + abs(y) > _NEAR else None,
+            arrowprops=_LINE if distance > _NEAR else None,
         )
         text.update_positions(canvas.get_renderer())  # type: ignore[no-untyped-call]
         box = Text.get_window_extent(text)
