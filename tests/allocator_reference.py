@@ -234,7 +234,7 @@ class ReferenceAllocator:
         address = block.address
         merged = self._merge(block)
         self.reserved.add(size)
-        self._note("segment_map", address, size, block.region.stream)
+        self._note("segment_map", address, size, block.region.stream, block.region.pool)
         return merged
 
     def _unmap(self, block: Block) -> None:
@@ -259,7 +259,7 @@ class ReferenceAllocator:
         if len(blocks) == 1:
             self.regions.remove(block.region)  # the next one begins elsewhere
         self.reserved.add(begin - end)
-        self._note("segment_unmap", begin, end - begin, block.region.stream)
+        self._note("segment_unmap", begin, end - begin, block.region.stream, block.region.pool)
 
     def _merge(self, block: Block) -> Block:
         blocks = block.region.blocks

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from random import Random
 
 from profkit.allocator.requests import Requests
-from profkit.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+from profkit.allocator.rules import LARGE_SEGMENT_BYTES
 
 SHIFT: int = 64
 ADDRESS: int = (1 << SHIFT) - 1
@@ -18,6 +18,8 @@ ADDRESS: int = (1 << SHIFT) - 1
 SPACE_BYTES = 2**40
 """Addresses that an expandable segment may grow into: more than a GPU has memory."""
 
+_CHUNK_BYTES = 2**25
+_TOP = 2**47
 _DRAWN = 2**60
 """Drawn bases are above this; recorded addresses are below."""
 
@@ -32,7 +34,11 @@ class Bases:
         self._dice = Random(draw)
         self._bits = max(largest, LARGE_SEGMENT_BYTES, SPACE_BYTES if is_expandable else 0).bit_length() + 1
         self._drawn: set[int] = set()
-        self._next = _DRAWN if draw == 0 else 2 * _DRAWN
+        self._highest = _DRAWN
+        recorded = [base for base, size in requests.bases.values() if size]
+        recorded += [region.address for region in requests.start if not region.is_expandable]
+        self._lowest = min(recorded, default=_TOP) // _CHUNK_BYTES * _CHUNK_BYTES
+        self._gaps: list[tuple[int, int]] = []
         self._expected = sorted(requests.bases)
         self._matched = 0
         """How many segments were reserved as recorded, from the first one on; -1 after another one was."""
@@ -87,12 +93,25 @@ class Bases:
         return self._is_expandable or (before_ends and (at == len(self._known) or base + size <= self._known[at]))
 
     def _draw_base(self, size: int) -> int:
-        if self._draw < 2:
-            step = -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-            self._next += step if self._draw == 0 else -step
-            return self._next - step if self._draw == 0 else self._next
-        rank = self._dice.randrange(2 ** (62 - self._bits))
-        while rank in self._drawn:
+        if self._draw > 1:
             rank = self._dice.randrange(2 ** (62 - self._bits))
-        self._drawn.add(rank)
-        return _DRAWN + (rank << self._bits)
+            while rank in self._drawn:
+                rank = self._dice.randrange(2 ** (62 - self._bits))
+            self._drawn.add(rank)
+            return _DRAWN + (rank << self._bits)
+        if self._draw == 0 and not self._is_expandable and self._lowest > 2 * size:
+            return self._draw_as_cuda(size)
+        self._highest += size
+        return self._highest - size
+
+    def _draw_as_cuda(self, size: int) -> int:
+        """Return the lowest gap that is large enough, else the next 32 MiB downwards: what CUDA was seen to do."""
+        for at, (begin, end) in enumerate(self._gaps):
+            if end - begin >= size:
+                self._gaps[at : at + 1] = [(begin + size, end)] if begin + size < end else []
+                return begin
+        end = self._lowest
+        self._lowest -= -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
+        if self._lowest + size < end:
+            insort(self._gaps, (self._lowest + size, end))
+        return self._lowest

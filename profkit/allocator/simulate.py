@@ -82,8 +82,8 @@ def simulate(
     """Return what an allocator with ``settings`` does with a request stream.
 
     Args:
-        draw: where segments begin for which the recording has no base: above all others, ascending (0) or descending
-            (1), or all segments at random addresses (2 and more, the seed).
+        draw: where segments begin for which the recording has no base: as CUDA mostly places them, downwards (0),
+            upwards (1), or all segments at random addresses (2 and more, the seed).
         limit: the most that may be reserved. The simulation ends at the request that does not fit.
         follows_releases: release what the recorded allocator released for lack of memory, when it did.
         keeps_start: what was live before the first event keeps its place. Otherwise, or where the settings make
