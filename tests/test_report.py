@@ -6,14 +6,18 @@ import json
 import shlex
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.step_slices import MOST_SLICES, slice_median_step
 from profkit.reading import open_capture, open_trace
 from profkit.report.page.markup import view_table, without_folders
+from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
 from tests.browser import open_page, read_table
 from tests.conftest import ROOT
@@ -360,3 +364,102 @@ def test_source_lines_are_embedded_on_request_alone(tmp_path: Path, monkeypatch:
     for option, is_there in (((), False), (("--source",), True)):
         assert run_command("report", snapshot, "-o", "page.html", *option).returncode == 0
         assert ("make_secret_state()" in Path("page.html").read_text()) == is_there
+
+
+# -- the verdict and the modules --------------------------------------------------------------------------------
+
+
+@pytest.mark.browser
+def test_the_lines_are_those_of_the_summary_and_lead_to_their_sections(page: Any, run: Path) -> None:
+    told = " ".join(run_command("summary", run).stdout.split())
+    for line in page.locator(".verdict div").all():
+        label, words = line.locator("dt").inner_text(), line.locator("dd p").first.inner_text()
+        assert f"{label} {words}" in told
+        link = line.locator("dt a")
+        assert page.locator(link.get_attribute("href")).count() == 1
+    assert page.locator(".verdict dt").all_inner_texts()[:3] == ["STEP", "GPU", "WORK"]
+
+
+@pytest.mark.browser
+def test_what_would_help_is_what_the_summary_proposes(page: Any, run: Path) -> None:
+    advice = printed("summary", run)["advice"]
+    assert advice
+    shown = read_table(page, "advice")
+    assert [(row["action"], row["saves_ns"]) for row in shown] == [
+        (one["action"], "" if one["saves_ns"] is None else repr(one["saves_ns"])) for one in advice
+    ]
+
+
+@pytest.mark.browser
+def test_the_modules_have_the_times_of_the_summary(page: Any, run: Path) -> None:
+    told = {one["module"]: one for one in printed("summary", run)["modules"]}
+    shown = {row["name"]: row for row in read_table(page, "modules")}
+    assert told.keys() <= shown.keys()
+    for name, one in told.items():
+        assert (int(shown[name]["forward_ns"]), int(shown[name]["backward_ns"])) == (
+            one["forward_ns"],
+            one["backward_ns"],
+        )
+    flops = {row["name"]: row["flops"] for row in printed("efficiency", run, "--range", "forward")["ranges"]}
+    assert int(shown["layer *"]["flops"]) == flops["layer *"]
+    peak = printed("memory", run)["peak"]
+    at_top = [row for row in peak["by_module"] if len(row["path"]) == 1]
+    assert [int(shown[row["module"]]["bytes"]) for row in at_top] == [row["bytes"] for row in at_top]
+
+
+def test_time_and_memory_of_a_module_stand_in_one_row() -> None:
+    times = [
+        ModuleTime("model", None, 1, 100, 200, 0),
+        ModuleTime("h.*", "model", 2, 60, 120, 5),
+        ModuleTime("h.*.mlp", "h.*", 2, 50, 100, 0),
+    ]
+    parts = [module("model", 700), module("h", 600, own=0), module("h.0", 300), module("h.0.mlp", 200)]
+    parts += [module("h.1", 300), module("h.1.mlp", 250), module("head", 100), module("(outside modules)", 50)]
+    rows = tree_of(times, parts)
+    assert [(row["name"], row["depth"], row["bytes"]) for row in rows] == [
+        ("model", 0, 700),
+        ("h.*", 1, 600),
+        ("h.*.mlp", 2, 450),
+        ("head", 1, 100),
+        ("(outside modules)", 0, 50),
+    ]
+    assert rows[1]["forward_ns"] == 60
+    assert "forward_ns" not in rows[3]  # unknown, not 0
+
+
+def module(name: str, size: int, own: int = 1) -> PartRow:
+    path = (name,) if name.startswith("(") or name == "model" else ("model", *name.split("."))
+    return PartRow(name, path, size, 0.1, 1, own, {"activations": size}, {})
+
+
+@pytest.mark.browser
+def test_a_module_folds_by_keyboard_and_chooses_what_the_sections_below_show(page: Any) -> None:
+    rows = page.locator("table[data-table='modules'] tbody tr")
+    before = rows.locator("visible=true").count()
+    fold = page.locator("table[data-table='modules'] button.fold").first
+    fold.focus()
+    page.keyboard.press("Enter")
+    assert fold.get_attribute("aria-expanded") == "false"
+    assert rows.locator("visible=true").count() < before
+    page.keyboard.press("Enter")
+    page.locator("table[data-table='modules'] button", has_text="layer *").first.click()
+    assert page.evaluate("profkit.timeline.state.module") == "layer *"
+    assert page.locator("tr[aria-selected=true]").count() == 1
+
+
+@pytest.mark.browser
+def test_a_sorted_tree_stays_a_tree(page: Any) -> None:
+    page.click("table[data-table='modules'] th[data-key='forward_ns'] button")
+    script = """() => [...document.querySelectorAll("table[data-table='modules'] tbody tr")]
+        .map((row) => [Number(row.dataset.depth), Number(row.cells[1].dataset.value || -1)])"""
+    rows = page.evaluate(script)
+    assert rows[0][0] == 0
+    assert all(after[0] <= before[0] + 1 for before, after in pairwise(rows))
+    for depth in {row[0] for row in rows}:
+        run_of: list[float] = []
+        for row_depth, value in rows:
+            if row_depth < depth:
+                run_of = []
+            elif row_depth == depth:
+                run_of.append(value)
+                assert run_of == sorted(run_of, reverse=True)

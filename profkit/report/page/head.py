@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from pathlib import PurePath
 from typing import Any
 
 from profkit.analysis.compare.capture import OpenedCapture
@@ -14,6 +13,7 @@ from profkit.report.page.markup import without_folders
 from profkit.report.text import make_visible
 from profkit.report.units import format_count
 from profkit.run.manifest import Manifest
+from profkit.trace.columns import distinct_values
 
 _NOT_RECORDED = "not recorded"
 _REVISION = 12
@@ -44,9 +44,10 @@ def _of_run(manifest: Manifest) -> Iterator[str]:
 def _facts(capture: OpenedCapture, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield what is known of the run; what a run should say and does not is said to be missing."""
     trace = capture.trace
-    gpus = [] if trace is None else list(trace.trace.gpus)
-    names = sorted(set(gpus)) or ([manifest.gpu] if manifest.gpu else [])
-    count = max(len(gpus), 1)
+    names = sorted(set(trace.trace.gpus)) if trace is not None else []
+    names = names or ([manifest.gpu] if manifest.gpu else [])
+    # A trace names all GPUs of the machine, also those on which nothing ran.
+    count = 1 if trace is None else max(len(distinct_values(trace.trace.work.device)), 1)
     yield "GPU", f"{count} × {', '.join(names)}" if names else _NOT_RECORDED
     ranks = 0 if trace is None else len(trace.ranks.members)
     if ranks > 1:
@@ -58,7 +59,6 @@ def _facts(capture: OpenedCapture, manifest: Manifest) -> Iterator[tuple[str, st
         yield "recorded", format_count(manifest.workload.steps, "step")
     yield "git revision", (manifest.git_revision or _NOT_RECORDED)[:_REVISION]
     yield "date", _date(manifest.started_utc)
-    yield "file", PurePath(capture.path).name
 
 
 def _precision(manifest: Manifest) -> str:

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from profkit.analysis.advice import find_advice
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.step_slices import slice_median_step
+from profkit.analysis.summarize import summarize_capture
+from profkit.analysis.summary import Summary
 from profkit.files import write_whole
 from profkit.report.kernels import build_kernels_document
 from profkit.report.page.head import build_head
 from profkit.report.page.markup import Section, view_parts, without_folders
 from profkit.report.page.memory_history import Stacking, build_memory
+from profkit.report.page.modules import build_modules
 from profkit.report.page.step_bar import build_step_bar
 from profkit.report.page.step_timeline import build_timeline
 from profkit.report.page.trust import build_trust
+from profkit.report.page.verdict import build_advice, build_verdict
+from profkit.report.summary import build_summary_document
 from profkit.report.text import make_visible
 from profkit.version import __version__
 
@@ -82,13 +89,19 @@ def render_report(capture: OpenedCapture, *, source: Path | None = None) -> str:
     efficiency = trace.efficiency() if trace is not None and on_gpu else None
     device = None if capture.snapshot is None else capture.snapshot.device()
     memory = None if capture.snapshot is None else capture.snapshot.memory()
+    summary = summarize_capture(capture)
+    ten_lines = build_summary_document(summary, find_advice(summary))
+    advice = list(ten_lines.data["advice"])
     sections = [
+        Section("verdict", "In short", f"profkit summary {name}", build_verdict(ten_lines, name), findings=()),
         _step_section(name, capture, efficiency),
+        _module_section(name, summary, efficiency, memory),
         _timeline_section(name, capture, efficiency),
         Section("memory", _MEMORY, f"profkit memory {name}", missing=_WITHOUT_MEMORY)
         if device is None or memory is None
         else _memory_section(capture, device, memory, source=source),
         _kernel_section(name, capture, kernels),
+        *([_advice_section(name, advice)] if advice else []),
         Section(
             "trust", "How far to trust this", f"profkit kernels {name} --strict", build_trust(capture, kernels, memory)
         ),
@@ -109,7 +122,13 @@ def _render_sections(title: str, capture: OpenedCapture, sections: Iterable[Sect
         _environment()
         .get_template("page.html")
         .render(
-            title=make_visible(title), head=head, sections=sections, version=__version__, asset=_asset, scripts=_SCRIPTS
+            title=make_visible(title),
+            head=head,
+            sections=sections,
+            version=__version__,
+            asset=_asset,
+            scripts=_SCRIPTS,
+            shown=[one.name for one in sections],
         )
     )
 
@@ -135,7 +154,21 @@ def _rank_words(capture: OpenedCapture, result: MemoryResult) -> str:
 _MEMORY = "Memory over time"
 _WITHOUT_MEMORY = "Memory was not recorded. `profkit run --memory -- python train.py` records it."
 _WITHOUT_STEPS = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
+_WITHOUT_MODULES = "No module was recorded: `profkit run -- python train.py` opens a range for each."
 _WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
+
+
+def _module_section(
+    name: str, summary: Summary, efficiency: EfficiencyResult | None, memory: MemoryResult | None
+) -> Section:
+    title, command = "Modules", f"profkit summary {name} --format json"
+    if not summary.modules and memory is None:
+        return Section("modules", title, command, missing=_WITHOUT_MODULES)
+    return Section("modules", title, command, build_modules(summary.modules, efficiency, memory))
+
+
+def _advice_section(name: str, advice: Sequence[Mapping[str, Any]]) -> Section:
+    return Section("advice", "What would help", f"profkit summary {name}", build_advice(advice, name))
 
 
 def _timeline_section(name: str, capture: OpenedCapture, result: EfficiencyResult | None) -> Section:

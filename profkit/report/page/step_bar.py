@@ -126,10 +126,14 @@ def _table(bars: Sequence[dict[str, Any]]) -> Table:
 def _dots(result: EfficiencyResult, manifest: Manifest | None) -> Iterator[dict[str, Any]]:
     """Yield a row of dots for the unprofiled steps and one for the recorded ones, on one scale that begins at 0."""
     unprofiled = None if manifest is None else manifest.unprofiled
+    recorded = None if manifest is None else manifest.profiled
     rows = {
         "unprofiled": [] if unprofiled is None else unprofiled.step_ns(),
-        "recorded": list({(one.process, one.start_ns): one.wall_ns for one in result.steps}.values()),
+        "recorded": [] if recorded is None else recorded.step_ns(),
     }
+    if not rows["recorded"]:
+        # No run noted when its steps began: what is known is each step's time on the GPU.
+        rows["recorded"] = [one.gpu.span_ns for one in result.steps]
     longest = max((value for times in rows.values() for value in times), default=1)
     for name, times in rows.items():
         if times:

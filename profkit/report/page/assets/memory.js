@@ -80,7 +80,8 @@ const colourOf = (mode, at) => mode === "category" ? colours.categories[modes.ca
 const isHidden = (name) => state.hidden.has(name);
 const isShown = (shape) => !isHidden(shape.category) && (!state.module || inModule(shape.module));
 // A module's name, or that of one within it; a star stands for any number.
-const inModule = (name) => name === state.module || name.startsWith(`${state.module}.`);
+const kindOf = (name) => name.replace(/(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<!\d)\d+$/g, "*");
+const inModule = (name) => state.module === "model" || name === state.module || name.startsWith(`${state.module}.`);
 
 let layers = [];
 const cumulated = (series) => {
@@ -577,7 +578,16 @@ new ResizeObserver(() => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => build(true));
 
 byId("mark").addEventListener("click", mark);
-document.addEventListener("profkit:module", (event) => { state.module = event.detail; build(true); });
+document.addEventListener("profkit:module", (event) => {
+  state.module = event.detail;
+  state.hidden.clear();
+  if (modes.module && state.mode !== "allocation") {
+    byId("mode").querySelector("[data-value=module]").click();
+    if (state.module) modes.module.forEach((one) => { if (!inModule(one.name)) state.hidden.add(one.name); });
+  }
+  build(true);
+  for (const row of document.querySelectorAll("table[data-table=memory-module] tbody tr")) row.hidden = !!state.module && !inModule(kindOf(row.cells[0].dataset.value));
+});
 
 build(false);
 await new Promise((drawn) => requestAnimationFrame(drawn));

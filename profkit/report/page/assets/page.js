@@ -60,6 +60,19 @@ const csvOf = (table) => {
   return [head, ...rows.map((row) => [...row.cells].map((_, at) => quote(valueOf(row, at))))].map((row) => row.join(",")).join("\n") + "\n";
 };
 
+// In a tree a row's children follow it: siblings change places together with all that is in them.
+const sortTree = (rows, at, down) => {
+  const groups = [];
+  const top = Math.min(...rows.map((row) => Number(row.dataset.depth)));
+  for (const row of rows) {
+    if (Number(row.dataset.depth) === top || !groups.length) groups.push({ row, inner: [] });
+    else groups[groups.length - 1].inner.push(row);
+  }
+  const order = sortRows(groups.map((one) => one.row), at, down);
+  groups.sort((one, other) => order.indexOf(one.row) - order.indexOf(other.row));
+  return groups.flatMap(({ row, inner }) => [row, ...(inner.length ? sortTree(inner, at, down) : [])]);
+};
+
 const makeSortable = (table) => {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, at) => {
@@ -67,7 +80,8 @@ const makeSortable = (table) => {
       const down = head.getAttribute("aria-sort") ? head.getAttribute("aria-sort") !== "descending" : head.classList.contains("right");
       heads.forEach((one) => one.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      table.tBodies[0].append(...sortRows([...table.tBodies[0].rows], at, down));
+      const rows = [...table.tBodies[0].rows];
+      table.tBodies[0].append(...(table.classList.contains("tree") ? sortTree : sortRows)(rows, at, down));
     });
     head.replaceChildren(sort);
   });
@@ -90,6 +104,7 @@ const makeTools = (table) => {
     count.setAttribute("aria-live", "polite");
     tools.append(searchField("Search these rows", (wanted) => {
       for (const row of rows) row.hidden = ![...row.cells].some((cell) => `${cell.textContent} ${cell.title}`.toLowerCase().includes(wanted));
+      table.classList.toggle("searched", wanted !== "");
       count.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
     }), count);
   }
@@ -98,7 +113,53 @@ const makeTools = (table) => {
   table.closest(".scroll").before(tools);
 };
 
+// Rows of a tree fold, and a module's name chooses what the sections below show.
+const OPEN_TO = 3;
+const makeTree = (table) => {
+  const body = table.tBodies[0], closed = new Set();
+  let chosen = null;
+  const depthOf = (row) => Number(row.dataset.depth);
+  const innerOf = (row) => {
+    const found = [];
+    for (let next = row.nextElementSibling; next && depthOf(next) > depthOf(row); next = next.nextElementSibling) found.push(next);
+    return found;
+  };
+  const show = () => {
+    let under = Infinity;
+    for (const row of body.rows) {
+      if (depthOf(row) <= under) under = Infinity;
+      row.classList.toggle("folded", under !== Infinity);
+      if (under === Infinity && closed.has(row)) under = depthOf(row);
+    }
+  };
+  for (const row of [...body.rows]) {
+    const cell = row.cells[0], name = cell.dataset.value, times = cell.querySelector(".times");
+    const choose = button(name, () => {
+      chosen = chosen === row ? null : row;
+      for (const one of body.rows) one.setAttribute("aria-selected", String(one === chosen));
+      document.dispatchEvent(new CustomEvent("profkit:module", { detail: chosen ? name : "" }));
+    });
+    choose.title = "Show this module in the sections below";
+    const inner = innerOf(row);
+    const fold = inner.length ? button("▾", () => {
+      if (!closed.delete(row)) closed.add(row);
+      fold.textContent = closed.has(row) ? "▸" : "▾";
+      fold.setAttribute("aria-expanded", String(!closed.has(row)));
+      show();
+    }) : element("span", "");
+    fold.className = "fold";
+    if (inner.length) {
+      fold.setAttribute("aria-label", `Fold ${name}`);
+      fold.setAttribute("aria-expanded", "true");
+      if (depthOf(row) >= OPEN_TO) fold.click();
+    }
+    cell.replaceChildren(fold, choose, ...(times ? [" ", times] : []));
+  }
+  show();
+};
+
 for (const table of document.querySelectorAll("table[data-table]")) {
+  if (table.classList.contains("tree")) makeTree(table);
   makeSortable(table);
   makeTools(table);
 }

@@ -60,8 +60,9 @@ const fillOf = (lane, row, colours) => {
   if (lane.kind === "copies") return colours.copies;
   return colours[COLOUR[categoryOf(lane, row)] || "other"];
 };
+const kindOf = (name) => name.replace(/(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<!\d)\d+$/g, "*");
 const isDimmed = (lane, row) => state.module && !(lane.place && text(lane.place[row]).split("/").includes(state.module))
-  && !(lane.kind === "ranges" && text(lane.text[row]) === state.module);
+  && !(lane.kind === "ranges" && kindOf(text(lane.text[row])) === state.module);
 
 const draw = () => {
   const ratio = devicePixelRatio, width = holder.clientWidth;

@@ -1,0 +1,185 @@
+"""Section 4: the modules, each with its time and its memory.
+
+The two come from two processes of the same program, so they are joined by the module's name and the phase, never by the
+clock. A row of time stands for modules that differ in a number; the memory of all of them is added up for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.module_times import ModuleTime
+from profkit.analysis.range_paths import split_path
+from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
+from profkit.report.document import Column, Table
+from profkit.report.efficiency import limit_words
+from profkit.report.page.markup import view_table
+from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, four_digits, ns_over
+
+_HELD = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "activations",
+}
+"""Column → category of memory."""
+
+_PHASES = {FORWARD: "forward", BACKWARD: "backward"}
+
+
+def build_modules(
+    times: Sequence[ModuleTime], efficiency: EfficiencyResult | None, memory: MemoryResult | None
+) -> dict[str, Any]:
+    """Return the tree of modules, depth first; an empty cell of a module is unknown or nothing that was recorded."""
+    steps = None if efficiency is None else efficiency.step_count
+    parts = [] if memory is None else list(memory.composition.by_module)
+    rows = tree_of(times, parts, efficiency)
+    table = view_table(Table(_columns(rows, steps), rows))
+    for view, row in zip(table["rows"], rows, strict=False):
+        view[0] |= {"depth": row["depth"], "module": row["name"], "number": row["number"]}
+    return {
+        "table": table,
+        "is_joined": bool(times) and bool(parts),
+        "per": "sums over the recording" if steps is None else f"per step, averages over {steps}",
+        "moment": None if memory is None else memory.composition.what,
+    }
+
+
+def tree_of(
+    times: Sequence[ModuleTime], parts: Sequence[PartRow], efficiency: EfficiencyResult | None = None
+) -> list[dict[str, Any]]:
+    """Return a row for each module with its depth in the tree, depth first; what is unknown is absent or None."""
+    return _in_order([*_time_rows(times, efficiency, parts), *_other_rows(times, parts)])
+
+
+def _time_rows(
+    times: Sequence[ModuleTime], efficiency: EfficiencyResult | None, parts: Sequence[PartRow]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each module that has time, with what its ranges in both passes do and the memory of its name."""
+    found = {} if efficiency is None else _by_module(efficiency.ranges)
+    for one in times:
+        passes = found.get(one.module, {})
+        flops = [row.flops for row in passes.values() if row.flops is not None]
+        yield {
+            "name": one.module,
+            "parent": one.parent,
+            "number": one.number,
+            "forward_ns": one.forward_ns,
+            "backward_ns": one.backward_ns,
+            "recompute_ns": one.recompute_ns or None,
+            "kernel_count": sum(row.kernel_count for row in passes.values()) if passes else None,
+            "flops": sum(flops) if flops else None,
+            **{f"{phase}_peak": None if row is None else row.roof_share for phase, row in _of_phases(passes)},
+            "limited_by": _limits(passes),
+            **_held([part for part in parts if _stands_for(one.module, part.name)]),
+        }
+
+
+def _other_rows(times: Sequence[ModuleTime], parts: Sequence[PartRow]) -> Iterator[dict[str, Any]]:
+    """Yield a row for what has memory alone, names that differ in a number as one."""
+    known = [one.module for one in times]
+    groups: dict[str, list[PartRow]] = {}
+    for part in parts:
+        # What only holds modules that have rows of their own, as ``transformer`` does ``transformer.h``, has none.
+        is_container = not part.own_bytes and any(name.startswith(f"{part.name}.") for name in known)
+        if not is_container and not any(_stands_for(name, part.name) for name in known):
+            # What lies outside the modules is split by phase one level below: names there are no modules.
+            is_module = not part.path[0].startswith("(")
+            groups.setdefault(kind_of(part.name) if is_module else " ".join(part.path), []).append(part)
+    names = [*known, *groups]
+    for name, some in groups.items():
+        inner = len(some[0].path) > 1 and some[0].path[0].startswith("(")
+        parent = some[0].path[0] if inner else _around(name, names)
+        yield {"name": name, "parent": parent, "number": len(some), **_held(some)}
+
+
+def _stands_for(kind: str, name: str) -> bool:
+    """Return whether a module belongs to a row: ``h.*.mlp`` stands for ``h.0.mlp``."""
+    return kind == name or ("*" in kind and re.fullmatch(re.escape(kind).replace(r"\*", r"\d{1,9}"), name) is not None)
+
+
+def _around(name: str, names: Iterable[str]) -> str | None:
+    """Return the module around one by its dotted name: the longest beginning of it that has a row."""
+    above = [one for one in names if name.startswith(f"{one}.")]
+    if above:
+        return max(above, key=len)
+    return MODEL if name != MODEL and not name.startswith("(") and MODEL in names else None
+
+
+def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows depth first, each with its depth; one whose parent has no row stands at the top."""
+    by_name = {row["name"]: row for row in rows}
+    children: dict[str | None, list[dict[str, Any]]] = {}
+    for row in rows:
+        parent = row["parent"] if row["parent"] in by_name and row["parent"] != row["name"] else None
+        children.setdefault(parent, []).append(row)
+    found: list[dict[str, Any]] = []
+    waiting = [(row, 0) for row in reversed(children.get(None, []))]
+    while waiting:
+        row, depth = waiting.pop()
+        found.append(row | {"depth": depth})
+        waiting += [(child, depth + 1) for child in reversed(children.get(row["name"], []))]
+    return found
+
+
+def _by_module(ranges: Iterable[EfficiencyRow]) -> dict[str, dict[str, EfficiencyRow]]:
+    """Return module → pass → its range; of several paths the one with the most time."""
+    found: dict[str, dict[str, EfficiencyRow]] = {}
+    for row in ranges:
+        phase = next((part for part in split_path(row.path) if part in _PHASES), None)
+        if phase is not None:
+            passes = found.setdefault(row.name, {})
+            if phase not in passes or row.busy_ns > passes[phase].busy_ns:
+                passes[phase] = row
+    return found
+
+
+def _of_phases(passes: Mapping[str, EfficiencyRow]) -> Iterator[tuple[str, EfficiencyRow | None]]:
+    return ((phase, passes.get(phase)) for phase in _PHASES)
+
+
+def _limits(passes: Mapping[str, EfficiencyRow]) -> str | None:
+    """Return what limits a module, each pass by itself where they differ."""
+    words = {_PHASES[phase]: limit_words(row) for phase, row in passes.items()}
+    known = {phase: text for phase, text in words.items() if text is not None}
+    if len(set(words.values())) == 1 and known:
+        return next(iter(known.values()))
+    return "; ".join(f"{phase}: {text}" for phase, text in known.items()) or None
+
+
+def _held(parts: Sequence[PartRow]) -> dict[str, int | None]:
+    """Return the bytes of some modules together, and those of each use; None where none is known."""
+    if not parts:
+        return {}
+    uses = {key: sum(part.categories.get(category, 0) for part in parts) for key, category in _HELD.items()}
+    return {"bytes": sum(part.bytes for part in parts), **{key: size or None for key, size in uses.items()}}
+
+
+def _flops(value: float) -> str:
+    power, prefix = next(((p, x) for p, x in ((12, "T"), (9, "G"), (6, "M")) if value >= 10**p), (0, ""))
+    return f"{four_digits(value / 10**power)} {prefix}"
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], steps: int | None) -> list[Column]:
+    """Return the columns that any row has a value for; a module's name is always there."""
+    each = ns_over(steps)
+    flops = Unit(lambda value: _flops(value / (steps or 1)))
+    columns = [
+        Column("forward_ns", "forward", each),
+        Column("backward_ns", "backward", each),
+        Column("recompute_ns", "recompute", each),
+        Column("kernel_count", "kernels", count_over(steps)),
+        Column("flops", "FLOP", flops),
+        Column("forward_peak", "forward % of peak", SHARE),
+        Column("backward_peak", "backward % of peak", SHARE),
+        Column("limited_by", "limited by", TEXT),
+        Column("bytes", "memory at the peak", BYTES),
+        *(Column(key, heading, BYTES) for key, heading in _HELD.items()),
+    ]
+    known = [one for one in columns if any(row.get(one.key) is not None for row in rows)]
+    return [Column("name", "module", TEXT), *known]

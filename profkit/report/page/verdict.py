@@ -1,0 +1,66 @@
+"""Section 2, the run in ten lines, each with its section and its command; and all that would help."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from profkit.report.document import Column, Document, Labelled, Table
+from profkit.report.page.markup import view_table
+from profkit.report.text import make_visible
+from profkit.report.units import TEXT, Unit, format_bytes, format_ns
+
+_SECTIONS = {
+    "STEP": ("step", "summary"),
+    "GPU": ("step", "efficiency"),
+    "WORK": ("kernels", "kernels"),
+    "MODULE": ("modules", "ranges"),
+    "MEMORY": ("memory", "memory"),
+    "RANKS": ("kernels", "kernels"),
+    "Try": ("advice", "summary"),
+    "Closed": ("trust", "summary"),
+}
+"""A line's word → the section that shows more, and the command that prints its figures."""
+
+
+_ELSEWHERE = ("Care", "More")
+
+
+def build_verdict(document: Document, name: str) -> dict[str, Any]:
+    """Return the lines of the summary but for its head and cautions, which the page has already, and further commands.
+
+    A line whose figures another command prints in full names that command.
+    """
+    lines: list[dict[str, Any]] = []
+    labelled = [part for part in document.parts if isinstance(part, Labelled)]
+    for label, text in labelled[-1].lines:
+        if label or not lines:
+            section, command = _SECTIONS.get(label, ("", "summary"))
+            command = "" if command == "summary" else f"profkit {command} {name}"
+            lines.append({"label": label, "section": section, "texts": [], "command": command})
+        lines[-1]["texts"].append(make_visible(text))
+    return {"lines": [line for line in lines if line["label"] not in _ELSEWHERE]}
+
+
+def build_advice(advice: Sequence[Mapping[str, Any]], run: str) -> dict[str, Any]:
+    """Return a table of what would help, the largest effect first: what it saves, what it costs, how to prove it."""
+    columns = (
+        Column("action", "try", TEXT),
+        Column("reason", "because", TEXT),
+        Column("bound", "saves", TEXT),
+        Column("saves_ns", "a step", Unit(lambda value: f"−{format_ns(round(value))}")),
+        Column("saves_bytes", "memory", Unit(lambda value: f"−{format_bytes(value)}")),
+        Column("cost", "costs", TEXT),
+        Column("proof", "prove it", TEXT),
+    )
+    rows = [
+        {
+            **one,
+            "bound": "at most" if one["is_bound"] else "about",
+            "proof": str(one["proof"]).replace("RUN", shlex.quote(run), 1),
+        }
+        for one in advice
+    ]
+    known = [one for one in columns if any(row.get(one.key) is not None for row in rows)]
+    return {"table": view_table(Table(known, rows))}
