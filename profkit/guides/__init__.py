@@ -6,6 +6,7 @@ from pathlib import Path
 
 TOPICS = (
     "scripts",
+    "summary",
     "ranges",
     "attribution",
     "efficiency",
