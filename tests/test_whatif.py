@@ -157,6 +157,32 @@ def test_garbage_collection_is_tried_only_where_memory_is_limited() -> None:
     assert any("garbage" in case.allocator for case in snapshot.whatif(capacity_bytes=4 * GIB).cases)
 
 
+# -- real runs under each setting -------------------------------------------------------------------------------
+
+REAL = {
+    "default": "",
+    "expandable": "expandable_segments:True",
+    "roundup4": "roundup_power2_divisions:4",
+    "split64": "max_split_size_mb:64",
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_peaks_of_real_runs_are_predicted_from_each_other_to_the_byte(name: str) -> None:
+    """nanoGPT on an H200, run under each setting; only `exact` ones are promised, but these are all equal."""
+    folder = TRACE.parent
+    result = read_snapshot(folder / f"nanogpt-{name}.snapshot.pickle.gz").whatif(allocators=list(REAL.values()))
+    assert result.identity.exact
+    for other, case in zip(REAL, result.cases[1:], strict=True):
+        true = read_snapshot(folder / f"nanogpt-{other}.snapshot.pickle.gz").memory().totals
+        peaks = (true.allocated_peak_bytes, true.reserved_peak_bytes)
+        assert (case.allocated_peak_bytes, case.reserved_peak_bytes) == peaks
+        assert case.exact or other not in (name, "expandable")
+        for (low, high), peak in zip((case.allocated_range_bytes, case.reserved_range_bytes), peaks, strict=True):
+            assert high is not None
+            assert low <= peak <= high
+
+
 # -- the command ------------------------------------------------------------------------------------------------
 
 
