@@ -18,6 +18,7 @@ from profkit.analysis.attribution import (
 )
 from profkit.analysis.categories import categorize
 from profkit.analysis.intervals import busy_ns, union_ns
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.range_paths import kind_paths
 from profkit.analysis.ranks import RankRow, Ranks, compare_ranks, slowest_rank
 from profkit.analysis.selection import Instances, KernelFilter, RangeEvidence, choose_work
@@ -89,8 +90,8 @@ class CopyTotals:
     memset_ns: int
 
 
-@dataclass(frozen=True)
-class KernelsResult:
+@dataclass(frozen=True, repr=False)
+class KernelsResult(NotebookResult):
     """The share table with its books: plain data, the JSON of ``profkit kernels --format json`` field for field.
 
     ``filters`` is what was asked for: with one of them set, the table holds a part of the capture or range.
@@ -140,10 +141,7 @@ class KernelsResult:
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the share table as a DataFrame, one row a kernel (or category, or range), sorted by total time."""
-        import pandas as pd
-
-        columns = list(KernelRow.__dataclass_fields__)
-        return pd.DataFrame([asdict(row) for row in self.kernels], columns=columns)
+        return table_of(self.kernels, KernelRow)
 
 
 def summarize_kernels(

@@ -11,6 +11,7 @@ import numpy as np
 from profkit.analysis.attribution import Attribution, warn_of_placement
 from profkit.analysis.intervals import union_ns
 from profkit.analysis.nesting import NO_RANGE
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.range_paths import RangeNodes, build_nodes, explain_no_ranges
 from profkit.analysis.selection import outermost
 from profkit.analysis.steps import measured_ranges
@@ -40,8 +41,8 @@ class RangeRow:
     kernel_count: int
 
 
-@dataclass(frozen=True)
-class RangesResult:
+@dataclass(frozen=True, repr=False)
+class RangesResult(NotebookResult):
     """The tree, depth first, siblings by their first start; ``total_ns`` is all kernel time of the capture.
 
     ``rank`` is the one that was asked for, if any. ``steps`` is in how many measured steps all ranges lie, None if some
@@ -62,9 +63,7 @@ class RangesResult:
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the tree as a DataFrame, one row a path."""
-        import pandas as pd
-
-        return pd.DataFrame([asdict(row) for row in self.ranges], columns=list(RangeRow.__dataclass_fields__))
+        return table_of(self.ranges, RangeRow)
 
 
 def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from profkit.analysis.notebook import NotebookResult
 from profkit.names import DATA, STEP, context_range
 from profkit.run.directory import Run
 from profkit.run.manifest import Manifest
@@ -111,8 +112,8 @@ class PhaseTimes:
         return self.profiled_ns / self.clean_ns - 1
 
 
-@dataclass(frozen=True)
-class StepTimes:
+@dataclass(frozen=True, repr=False)
+class StepTimes(NotebookResult):
     """The times of a run's steps, phase by phase, the whole step last; several contexts follow one another."""
 
     twin: Twin

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,8 +24,12 @@ from profkit.allocator.settings import format_settings, list_variants, parse_set
 from profkit.allocator.simulate import Failure, Simulation, simulate
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.owners import find_capacity
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.errors import SnapshotError
 from profkit.snapshot.columns import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _MOST_DRAWS = 8
 _LEAST_DRAWS = 3
@@ -67,8 +72,8 @@ class Case:
     """Where it does not fit: the request that fails."""
 
 
-@dataclass(frozen=True)
-class WhatIf:
+@dataclass(frozen=True, repr=False)
+class WhatIf(NotebookResult):
     """What ``profkit whatif`` shows: today's case first."""
 
     snapshot: str
@@ -79,6 +84,10 @@ class WhatIf:
     is_recorded_gpu: bool
     history_is_complete: bool
     cases: tuple[Case, ...]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per case, today's first."""
+        return table_of(self.cases, Case)
 
 
 @dataclass(frozen=True, eq=False)

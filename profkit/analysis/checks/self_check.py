@@ -10,16 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from profkit.analysis.attribution import Attribution, mark_members
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.range_paths import explain_no_ranges
 from profkit.analysis.steps import find_contexts, find_steps, measured_ranges, number_in_step
 from profkit.findings import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP
 from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Every capture between cudaProfilerStart and cudaProfilerStop says this, whole ones too.
 _USUAL_DIAGNOSTICS = re.compile(
@@ -56,8 +61,8 @@ _LONGER_THAN_CALLS = 10
 _LONGEST_BESIDE_NS = 60_000_000_000
 
 
-@dataclass(frozen=True)
-class SelfCheck:
+@dataclass(frozen=True, repr=False)
+class SelfCheck(NotebookResult):
     """The verdict on a capture."""
 
     findings: tuple[Finding, ...]
@@ -66,6 +71,10 @@ class SelfCheck:
     def failed(self) -> bool:
         """Return whether any check failed."""
         return any(finding.verdict == "failed" for finding in self.findings)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per finding."""
+        return table_of(self.findings, Finding)
 
     def of(self, verdict: Verdict) -> list[Finding]:
         """Return the findings of one verdict."""

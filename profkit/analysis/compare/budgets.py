@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,11 +19,15 @@ from profkit.analysis.compare.comparison import CaptureComparison, compare_captu
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.range_paths import select_ranges
 from profkit.analysis.step_times import is_whole_step, read_unprofiled_steps
 from profkit.errors import RunError, TraceError, UsageError
 from profkit.trace.columns import distinct_values
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MAX_STEP, MAX_PEAK, MAX_IDLE, MIN_MFU, MAX_SHARE = "max-step-ms", "max-peak", "max-idle", "min-mfu", "max-share"
 BASELINE = "baseline"
@@ -66,8 +70,8 @@ def _not_judged(budget: str, unit: Unit, limit: float | None, reason: str, subje
     return BudgetLine(budget, subject, None, limit, unit, False, reason, judged=False)
 
 
-@dataclass(frozen=True)
-class BudgetCheck:
+@dataclass(frozen=True, repr=False)
+class BudgetCheck(NotebookResult):
     """The verdict on a run, budget by budget."""
 
     run: str
@@ -77,6 +81,10 @@ class BudgetCheck:
     def held(self) -> bool:
         """Return whether every budget held."""
         return all(line.held for line in self.lines)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per budget."""
+        return table_of(self.lines, BudgetLine)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,10 +15,14 @@ from profkit.analysis.compare.kernel_changes import Change, TimeComparison, comp
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.analysis.compare.samples import has_measured_steps, sample_steps
 from profkit.analysis.memory.compare import Comparison
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.step_times import UnprofiledSteps, is_whole_step, read_unprofiled_steps
 from profkit.errors import UsageError
 from profkit.findings import Finding
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ class Headline:
     verdict: Verdict
 
 
-@dataclass(frozen=True)
-class CaptureComparison:
+@dataclass(frozen=True, repr=False)
+class CaptureComparison(NotebookResult):
     """What changed from one capture to another; a part is None if one of the captures lacks what it compares.
 
     ``time`` is the profiled kernel time per step, ``clean`` the time of unprofiled steps, ``memory`` the allocated
@@ -113,6 +117,32 @@ class CaptureComparison:
             what = f"{what} under {self.time.range!r}"
         source = f"means of {self.time.samples[0]} and {self.time.samples[1]} {self.time.unit}s"
         return (_headline(what, source, (change.before_per_sample_ns, change.after_per_sample_ns), change),)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per change: of the kernels in their ranges, else of unprofiled phases, else of memory.
+
+        Of kernels the columns ``before`` and ``after`` are names, and times are as in `Change`.
+        """
+        import pandas as pd
+
+        if self.time is not None:
+            parts = ((asdict(part.change), part) for part in self.time.parts)
+            return pd.DataFrame(
+                [
+                    {
+                        "range": part.range,
+                        "category": part.category,
+                        "kind": part.kind,
+                        "before": "; ".join(kernel.name for kernel in part.before),
+                        "after": "; ".join(kernel.name for kernel in part.after),
+                        **change,
+                    }
+                    for change, part in parts
+                ]
+            )
+        if self.clean is not None:
+            return table_of(self.clean.changes, CleanChange)
+        return pd.DataFrame() if self.memory is None else self.memory.to_pandas()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready data; nanoseconds and bytes are integers."""

@@ -17,6 +17,7 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.efficiency.work import RangeWorks
 from profkit.analysis.nesting import mark_nested
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.range_paths import build_nodes, select_ranges
 from profkit.analysis.selection import lies_within
 from profkit.analysis.steps import find_warmup
@@ -49,8 +50,8 @@ class AttentionPart:
     operations_ratio: float | None
 
 
-@dataclass(frozen=True)
-class AttentionResult:
+@dataclass(frozen=True, repr=False)
+class AttentionResult(NotebookResult):
     """The parts over all layers, then layer by layer, without ``warmup``; with a ``range``, only those within it."""
 
     trace: str
@@ -64,9 +65,7 @@ class AttentionResult:
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per part and layer."""
-        import pandas as pd
-
-        return pd.DataFrame([asdict(part) for part in self.parts], columns=list(AttentionPart.__dataclass_fields__))
+        return table_of(self.parts, AttentionPart)
 
 
 def measure_attention(attribution: Attribution, facts: RunFacts, range: str | None = None) -> AttentionResult:

@@ -34,6 +34,7 @@ from profkit.analysis.efficiency.waiting import Waiting, find_waiting
 from profkit.analysis.efficiency.work import Amount, RangeWorks, StepFlops
 from profkit.analysis.kernels import explain_no_work, extent_ns
 from profkit.analysis.nesting import mark_nested
+from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges, split_path
 from profkit.analysis.range_tree import sum_wall, sum_work, work_by_node
 from profkit.analysis.ranks import Ranks
@@ -121,8 +122,8 @@ class EfficiencyRow:
         return 1.0 if self.idle_factor is None else self.idle_factor
 
 
-@dataclass(frozen=True)
-class EfficiencyResult:
+@dataclass(frozen=True, repr=False)
+class EfficiencyResult(NotebookResult):
     """The rows and everything they rest on: the JSON of ``profkit efficiency --format json``.
 
     ::

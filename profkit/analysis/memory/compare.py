@@ -22,14 +22,18 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.owners import read_metadata, read_text
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.findings import Finding
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 KINDS = ("new", "gone", "larger", "smaller", "longer-lived", "shorter-lived", "moved peak", "padding", "same")
 
@@ -51,8 +55,8 @@ class Part:
     owner_count: int
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(NotebookResult):
     """Two peaks and what makes the difference; ``parts``, the largest first, sum to ``difference_bytes``."""
 
     before: str
@@ -76,6 +80,10 @@ class Comparison:
             sums[part.kind] += part.bytes
         present = {part.kind for part in self.parts}
         return {kind: size for kind, size in sums.items() if kind in present}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per part; their bytes sum to the difference."""
+        return table_of(self.parts, Part)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready data."""

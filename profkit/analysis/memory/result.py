@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profkit.allocator.history import History
-from profkit.analysis.memory.composition import Composition, Fragmentation
+from profkit.analysis.memory.composition import CategoryRow, Composition, Fragmentation
 from profkit.analysis.memory.device import DeviceMemory, PhasePeak
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.owners import AllocatorCheck
 from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.findings import Finding
 from profkit.snapshot.columns import Snapshot
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _MANY_UNKNOWN = 0.05
 """If the purpose of more than this share of the bytes is unknown, a warning says so."""
@@ -65,8 +69,8 @@ class HistoryFacts:
     """The first event on any device: moments are printed as times since then."""
 
 
-@dataclass(frozen=True)
-class MemoryResult:
+@dataclass(frozen=True, repr=False)
+class MemoryResult(NotebookResult):
     """The account of one device's memory: plain data; `to_dict` returns the JSON of ``profkit memory``."""
 
     snapshot: str
@@ -80,6 +84,15 @@ class MemoryResult:
     allocator_check: AllocatorCheck | None
     others: tuple[Totals, ...]
     warnings: tuple[Finding, ...]
+
+    def __repr__(self) -> str:
+        """Return the snapshot and its peak in one line."""
+        peak, exact = self.totals.allocated_peak_bytes, self.totals.exact
+        return f"MemoryResult(snapshot={self.snapshot!r}, allocated_peak_bytes={peak}, exact={exact})"
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return what the moment was made of, one row a category; the bytes sum to what was allocated."""
+        return table_of(self.composition.by_category, CategoryRow)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data; ``peak`` describes the moment that was asked for."""
