@@ -57,6 +57,38 @@ def test_fragmentation_names_the_blocks_that_keep_the_segment(allocator: Referen
     assert [one.bytes for one in candidate.pinned_by] == [20 * MIB]
 
 
+def test_only_settings_that_let_the_request_through_are_named(allocator: ReferenceAllocator) -> None:
+    """30 and 25 MiB are free in two segments; expandable ones give two pages of 20 MiB back, which then serve it."""
+    blocks = [allocator.malloc(60 * MIB) for _ in range(4)]
+    for block, kept in ((blocks[0], 30), (blocks[2], 35)):
+        allocator.free(block)
+        allocator.malloc(kept * MIB)
+    verdict = failed(allocator, 50 * MIB, device_free=20 * MIB)
+    assert verdict.cause == "fragmentation"
+    assert verdict.fitting_settings == ("expandable_segments:True",)
+
+
+def test_a_lack_of_capacity_is_helped_by_no_setting(allocator: ReferenceAllocator) -> None:
+    for _ in range(3):
+        allocator.malloc(100 * MIB)
+    assert failed(allocator, 80 * MIB, device_free=50 * MIB).fitting_settings == ()
+
+
+def test_settings_that_are_on_already_are_no_advice() -> None:
+    allocator = ReferenceAllocator(expandable=True)
+    allocator.record()
+    for _ in range(3):
+        allocator.malloc(100 * MIB)
+    verdict = failed(allocator, 80 * MIB, device_free=50 * MIB)
+    assert verdict.fitting_settings == ()
+
+
+def test_a_request_that_the_simulation_serves_proves_nothing_about_settings(allocator: ReferenceAllocator) -> None:
+    allocator.malloc(100 * MIB)
+    allocator.free(allocator.malloc(90 * MIB))
+    assert failed(allocator, 80 * MIB, device_free=0).fitting_settings is None
+
+
 def test_free_memory_on_another_stream_cannot_serve_the_request(allocator: ReferenceAllocator) -> None:
     block = allocator.malloc(100 * MIB, stream=7)
     allocator.malloc(1000)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,27 @@ def requests_of(history: History) -> Requests:
         addresses=replay.address,
         sizes=replay.size_bytes,
         bases=_find_bases(history),
+    )
+
+
+def with_request(requests: Requests, event: int, size_bytes: int, stream: int) -> Requests:
+    """Return the requests up to an event, and one more that comes with it, in the default pool of a stream."""
+    kinds, kind = requests.kinds, (DEFAULT_POOL, stream)
+    kinds = kinds if kind in kinds else (*kinds, kind)
+    came = requests.born < event
+    last = float(event + 1)
+    return replace(
+        requests,
+        requested_bytes=np.append(requests.requested_bytes[came], size_bytes),
+        born=np.append(requests.born[came], float(event)),
+        freed=np.append(requests.freed[came], last),
+        completed=np.append(requests.completed[came], last),
+        kind=np.append(requests.kind[came], kinds.index(kind)),
+        row=np.append(requests.row[came], -1),
+        kinds=kinds,
+        event_count=event + 1,
+        releases=tuple(one for one in requests.releases if one.position < event),
+        failures=(),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.allocator.heap import Heap, Limit
+from profkit.allocator.history import History
 from profkit.allocator.requests import Floats, Requests
 from profkit.snapshot.columns import Ints, Settings
 
@@ -27,6 +28,16 @@ class Failure:
     index: int
     """Its row in the `Requests`."""
     requested_bytes: int
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whether the simulator chooses the recorded addresses under the recorded settings."""
+
+    exact: bool
+    wrong_address_count: int
+    reason: str | None = None
+    """Where it first went wrong, or why nothing could be compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +122,25 @@ def simulate(
     if heap.failed is None:
         heap.run(operation[done:].tolist())
     return _sum_up(requests, heap, start_bytes)
+
+
+def check_identity(history: History, requests: Requests) -> Identity:
+    """Return whether the simulator chooses what the recorded allocator chose."""
+    replay = history.replay
+    if history.contradictions or history.bounds is not None:
+        return Identity(False, 0, "the replay of the recorded history is not proven itself")
+    simulation = simulate(requests, history.settings, follows_releases=True)
+    is_wrong = (simulation.address != replay.address) | (simulation.size_bytes != replay.size_bytes)
+    wrong = np.flatnonzero(is_wrong)
+    if len(wrong):
+        row = int(wrong[0])
+        where = f"event {int(replay.birth[row]):,}, a request for {int(replay.requested_bytes[row]):,} B"
+        return Identity(False, len(wrong), f"the first wrong address is that of {where}")
+    curves = history.curves
+    peaks = simulation.allocated_peak_bytes, simulation.reserved_peak_bytes
+    if peaks != (int(curves.allocated.max()), int(curves.reserved.max())):
+        return Identity(False, 0, "every address is right, but a peak differs")
+    return Identity(True, 0)
 
 
 def _sum_up(requests: Requests, heap: Heap, start_bytes: int) -> Simulation:

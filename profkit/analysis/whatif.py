@@ -21,7 +21,7 @@ from profkit.allocator.history import History
 from profkit.allocator.requests import Requests, requests_of
 from profkit.allocator.rules import round_sizes
 from profkit.allocator.settings import format_settings, list_variants, parse_settings
-from profkit.allocator.simulate import Failure, Simulation, simulate
+from profkit.allocator.simulate import Failure, Identity, Simulation, check_identity, simulate
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
@@ -38,16 +38,6 @@ _DRAWN_REQUESTS = 400_000
 _LARGEST_REQUEST_BYTES = 2**46
 
 Range = tuple[int, int | None]
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Whether the simulator chooses the recorded addresses under the recorded settings."""
-
-    exact: bool
-    wrong_address_count: int
-    reason: str | None = None
-    """Where it first went wrong, or why nothing could be compared."""
 
 
 @dataclass(frozen=True)
@@ -176,25 +166,6 @@ def read_requests(history: History, snapshot: str) -> Requests:
     if requests.requested_bytes.max(initial=0) > _LARGEST_REQUEST_BYTES:
         raise SnapshotError(f"{snapshot}: a request for more memory than any GPU has; nothing is simulated")
     return requests
-
-
-def check_identity(history: History, requests: Requests) -> Identity:
-    """Return whether the simulator chooses what the recorded allocator chose."""
-    replay = history.replay
-    if history.contradictions or history.bounds is not None:
-        return Identity(False, 0, "the replay of the recorded history is not proven itself")
-    simulation = simulate(requests, history.settings, follows_releases=True)
-    is_wrong = (simulation.address != replay.address) | (simulation.size_bytes != replay.size_bytes)
-    wrong = np.flatnonzero(is_wrong)
-    if len(wrong):
-        row = int(wrong[0])
-        where = f"event {int(replay.birth[row]):,}, a request for {int(replay.requested_bytes[row]):,} B"
-        return Identity(False, len(wrong), f"the first wrong address is that of {where}")
-    curves = history.curves
-    peaks = simulation.allocated_peak_bytes, simulation.reserved_peak_bytes
-    if peaks != (int(curves.allocated.max()), int(curves.reserved.max())):
-        return Identity(False, 0, "every address is right, but a peak differs")
-    return Identity(True, 0)
 
 
 def build_case(memory: DeviceMemory, prediction: Prediction, settings: Settings, edits: tuple[str, ...] = ()) -> Case:

@@ -223,6 +223,7 @@ def _oom_lines(oom: OomVerdict, zero_us: int) -> Lines:
         f"CUDA had {format_bytes(oom.device_free_bytes)} free; PyTorch had {format_bytes(oom.allocated_bytes)}"
         f" allocated and {format_bytes(oom.free_bytes)} unused",
     ]
+    lines += _setting_lines(oom)
     if oom.outside_bytes is not None:
         lines.append(f"used outside PyTorch: {format_bytes(oom.outside_bytes)}")
     for candidate in oom.largest_free:
@@ -237,6 +238,15 @@ def _oom_lines(oom: OomVerdict, zero_us: int) -> Lines:
         )
     times = format_count(oom.count, "time")
     return Lines(lines, title=f"Out of memory {times}, last at {format_after(oom.time_us, zero_us)}:")
+
+
+def _setting_lines(oom: OomVerdict) -> Iterator[str]:
+    """Return which settings of the allocator would have helped, as simulated; nothing where that is not proven."""
+    if oom.fitting_settings:
+        names = ", ".join(name or "the default settings" for name in oom.fitting_settings)
+        yield f"simulated, the request fits under other settings of the allocator: {names}"
+    elif oom.fitting_settings is not None:
+        yield "simulated, no other setting of the allocator lets the request fit"
 
 
 def _leak_table(check: LeakCheck) -> Table:

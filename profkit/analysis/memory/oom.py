@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.allocator.free_blocks import FreeBlock, find_free_blocks
+from profkit.allocator.heap import Limit
+from profkit.allocator.requests import requests_of, with_request
 from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, segment_size_bytes
+from profkit.allocator.settings import format_settings, list_variants
+from profkit.allocator.simulate import check_identity, simulate
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.snapshot.columns import OOM
+from profkit.snapshot.columns import OOM, Settings
 
 _CONTEXT_BYTES = 2**30
 """What a CUDA context, its kernels and libraries take at most; more memory outside PyTorch is another program's."""
@@ -70,6 +74,9 @@ class OomVerdict:
     free_bytes: int
     outside_bytes: int | None
     largest_free: tuple[Candidate, ...]
+    fitting_settings: tuple[str, ...] | None
+    """Settings of the allocator, as torch writes them, under which the simulated request fits; None where the
+    simulation does not fail under the recorded ones, so that it proves nothing."""
 
 
 def last_failure(memory: DeviceMemory) -> int | None:
@@ -115,8 +122,41 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
         free_bytes=free,
         outside_bytes=outside,
         largest_free=candidates,
+        fitting_settings=_find_fitting_settings(memory, event, is_limited),
     )
 
+
+def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -> tuple[str, ...] | None:
+    """Simulate the history up to the failed request, with the memory that PyTorch could have.
+
+    That is what it had reserved and what CUDA had free. Of a limit of its own only bounds are known: the most that it
+    ever reserved, for what fits, and one byte less than it needed, for what does not.
+    """
+    history, events = memory.history, memory.device.events
+    wanted, reserved = int(events.size_bytes[event]), history.curves.reserved[: event + 2]
+    requests = requests_of(history)
+    if requests.start or not check_identity(history, requests).exact:
+        return None
+    requests = with_request(requests, event, wanted, int(events.stream[event]))
+    least = max(int(reserved.max()), 0 if is_limited else int(reserved[-1] + events.address[event]))
+    most = int(reserved[-1]) + segment_size_bytes(wanted) - 1 if is_limited else least
+
+    def fails(settings: Settings, capacity: int, draws: int = 1) -> bool:
+        limit = Limit(capacity, counts_pages=not is_limited)
+        found = (simulate(requests, settings, draw=draw, limit=limit).failed for draw in range(draws))
+        return any(one is not None for one in found)
+
+    if not fails(history.settings, most):
+        return None
+    variants = list_variants(history.settings)
+    fitting = [one for one in variants if not fails(one, least, _DRAWS)]
+    if not fitting and not all(fails(one, most) for one in variants):
+        return None
+    return tuple(format_settings(one) for one in fitting)
+
+
+_DRAWS = 3
+"""Of the addresses of segments: a setting must let the request through with all of them."""
 
 _MESSAGES = {
     "outsized": "the request is too large: it would not fit even if everything else were freed",
