@@ -77,7 +77,8 @@ def _memory(**changes: object) -> MemoryUse:
         capacity_bytes=140 * GIB,
         expandable_reserved_bytes=None,
         modules=(block,),
-        has_failed=False,
+        failure=None,
+        failed_request_bytes=None,
         agrees=None,
         recording_cost=None,
     )

@@ -151,7 +151,16 @@ def test_a_failed_run_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (run / "manifest.json").write_text(json.dumps(manifest | {"status": "failed", "exit_status": 7}))
     lines = _lines(_summary(run), monkeypatch, 80)
     assert list(lines)[1] == "FAILED"
-    assert lines["FAILED"].startswith("it failed (exit status 7)")
+    assert lines["FAILED"] == "the run failed (exit status 7); what it recorded follows"
+    (run / "trace.sqlite").unlink()
+    assert _lines(_summary(run), monkeypatch, 80)["FAILED"] == "the run failed (exit status 7); nothing was recorded"
+
+
+def test_out_of_memory_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = _lines(_summary(capture("oom.pickle")), monkeypatch, 80)
+    assert list(lines)[1] == "FAILED"
+    assert lines["FAILED"].startswith("out of memory, asked for ")
+    assert lines["More"].endswith(" --at oom")
 
 
 def test_of_a_capture_that_failed_its_self_check_nothing_is_concluded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def _weight(summary: Summary, one: Advice) -> float:
     """Return what decides the order: the share, of memory that is not short the half."""
     memory = summary.memory
     is_tight = memory is not None and (
-        memory.has_failed
+        memory.failure is not None
         or (memory.capacity_bytes is not None and memory.reserved_peak_bytes > _TIGHT * memory.capacity_bytes)
     )
     return one.share if one.saves_ns is not None or is_tight else one.share / 2

@@ -13,10 +13,12 @@ from profkit.analysis.categories import categorize
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.provenance import find_condition
 from profkit.analysis.efficiency.data_waits import DataWait
+from profkit.analysis.efficiency.facts import read_run_facts
 from profkit.analysis.efficiency.gpu_steps import divide_idle_time, sum_steps
 from profkit.analysis.efficiency.gpu_time import communication_rows
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.efficiency.sync_gaps import find_sync_gaps
+from profkit.analysis.efficiency.unprofiled import find_uneven_times
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.parts import fold
@@ -143,7 +145,7 @@ def _add_time(summary: Summary, opened: OpenedTrace, manifest: Manifest) -> tupl
     steps = measured.get(STEP, empty_ints())
     ranges = opened.trace.ranges
     recorded = float(np.median(ranges.end_ns[steps] - ranges.start_ns[steps])) if len(steps) else None
-    count = len(set(zip(ranges.process[steps].tolist(), steps.tolist(), strict=True))) or 1
+    count = len(steps) or 1
     rows = np.ones(len(opened.trace.work), dtype=np.bool_)
     if len(steps):
         rows = mark_members(len(rows), attribution.work.under(steps).rows)
@@ -154,6 +156,8 @@ def _add_time(summary: Summary, opened: OpenedTrace, manifest: Manifest) -> tupl
         if result.steps:
             count = len(result.steps)
             recorded = sum(step.gpu.span_ns for step in result.steps) / count
+    elif opened.run is not None:
+        findings += find_uneven_times(read_run_facts(opened.trace, opened.run))
     summary = replace(
         summary,
         has_trace=True,
@@ -192,7 +196,6 @@ def _steps(manifest: Manifest, recorded_ns: float | None) -> tuple[StepUse, ...]
 def _gpu(attribution: Attribution, result: EfficiencyResult, *, has_steps: bool) -> GpuUse:
     parts, data = sum_steps(result.steps) if result.steps else (result.capture, DataWait())
     is_estimate = result.clean_idle_share is not None
-    waits = {(step.process, step.start_ns): step.data_wait_ns for step in result.steps}
     trace = attribution.trace
     graphs = [index for index, name in enumerate(trace.names) if "GraphLaunch" in name]
     return GpuUse(
@@ -200,7 +203,6 @@ def _gpu(attribution: Attribution, result: EfficiencyResult, *, has_steps: bool)
         causes=divide_idle_time(parts, data),
         idle_share=parts.idle_share if result.clean_idle_share is None else result.clean_idle_share,
         is_estimate=is_estimate,
-        data_wait_ns=sum(waits.values()),
         graph_launches=int(np.isin(trace.calls.name, graphs).sum()) + int(trace.work.is_graph.sum()),
         syncs=find_sync_gaps(attribution) if has_steps else None,
     )
@@ -358,7 +360,8 @@ def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) ->
         capacity_bytes=find_capacity(memory.recorded, memory.device.index),
         expandable_reserved_bytes=_simulate_expandable(opened, result.totals.reserved_peak_bytes),
         modules=fold(at.by_module),
-        has_failed=result.oom is not None,
+        failure=None if result.oom is None else result.oom.message,
+        failed_request_bytes=None if result.oom is None else result.oom.requested_bytes,
         agrees=None if result.allocator_check is None else result.allocator_check.agrees,
         recording_cost=float(np.median(recorded) / np.median(clean) - 1) if recorded and clean else None,
     )

@@ -79,15 +79,14 @@ class StepUse:
 class GpuUse:
     """The GPUs' time in its parts and why they were idle, as recorded; ``idle_share`` as the run was unprofiled.
 
-    If no unprofiled time is known, ``is_estimate`` is False and ``idle_share`` is the recorded one.
+    If no unprofiled time is known, ``is_estimate`` is False and ``idle_share`` is the recorded one. ``graph_launches``
+    counts replays of CUDA graphs.
     """
 
     parts: GpuParts
     causes: IdleCauses
     idle_share: float
     is_estimate: bool
-    data_wait_ns: int
-    """Python time of the waits for data."""
     graph_launches: int
     syncs: SyncGaps | None
 
@@ -163,7 +162,9 @@ class MemoryUse:
     expandable_reserved_bytes: int | None
     """What would be reserved with expandable segments, simulated; None if they are on or it cannot be predicted."""
     modules: tuple[PartRow, ...]
-    has_failed: bool
+    failure: str | None
+    """Why the last allocation that failed did; None if none did."""
+    failed_request_bytes: int | None
     agrees: bool | None
     """Whether PyTorch's own peaks are the replayed ones to the byte; None if the run recorded none."""
     recording_cost: float | None

@@ -35,7 +35,7 @@ def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_ru
         for_run: leave out what ``profkit run`` says itself: its warnings, and the commands that show more.
     """
     lines = [
-        *([] if summary.head.ending is None else [("FAILED", f"{summary.head.ending}; what it left:")]),
+        *_failures(summary),
         *_lines(summary),
         *_tries(summary, advice),
         *(
@@ -98,6 +98,20 @@ def _words(head: Head) -> list[str]:
     return [Path(word).name if word.startswith("/") else word for word in head.command]
 
 
+def _failures(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield how a run ended that is not complete, and why an allocation failed."""
+    ending, memory = summary.head.ending, summary.memory
+    if ending is not None:
+        subject = f"the run {ending.removeprefix('it ')}" if ending.startswith("it ") else ending
+        is_empty = not summary.has_trace and memory is None
+        yield "FAILED", f"{subject}; {'nothing was recorded' if is_empty else 'what it recorded follows'}"
+    if memory is not None and memory.failure is not None:
+        has_survived = ending is None and bool(summary.head.command)
+        size = format_bytes(memory.failed_request_bytes or 0)
+        goes_on = " (the program went on)" if has_survived else ""
+        yield "Care" if has_survived else "FAILED", f"out of memory, asked for {size}: {memory.failure}{goes_on}"
+
+
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     for step in summary.steps:
         yield "STEP", _step(step)
@@ -137,8 +151,7 @@ def _gpu(summary: Summary) -> str:
     text = f"busy {format_share(1 - gpu.idle_share)}{_SEPARATOR}idle {format_share(gpu.idle_share)}"
     if summary.step_ns is not None:
         text += f" = {_time(summary.idle_ns())} a step"
-    if not gpu.is_estimate and any(step.unprofiled_ns is None for step in summary.steps):
-        text += " as recorded"
+        text += "" if gpu.is_estimate else " as recorded"
     why = {
         "waiting for data": causes.data_ns,
         "while Python prepared kernels": causes.launching_ns,
@@ -259,6 +272,7 @@ def _holders(modules: Sequence[PartRow]) -> str:
         for row in modules
         if row.categories.get("activations")
         and row.path != above[: len(row.path)]
+        and not row.path[0].startswith("(")
         and row.path[:-1] == above[: len(row.path) - 1]
     ]
     rows.sort(key=lambda row: -row.categories["activations"])
@@ -353,7 +367,8 @@ def _more(summary: Summary) -> Iterator[tuple[str, str]]:
         commands += [f"profkit kernels {run}", f"profkit ranges {run}"]
     elif summary.has_trace:
         commands += [f"profkit ranges {run}"]
-    commands += [f"profkit memory {run}"] if summary.memory is not None else []
+    if summary.memory is not None:
+        commands.append(f"profkit memory {run}" + (" --at oom" if summary.memory.failure is not None else ""))
     if commands:
         yield "More", _SEPARATOR.join(commands)
 
