@@ -2,7 +2,7 @@
 
 `Forks` is the tests' end. As a script this file is the other end: it reads one job a line and answers with the exit
 status. A fork attaches profkit as a new process does once it has imported torch, and ends as Python ends a script; one
-that used a GPU leaves its peak memory in ``peak.txt``.
+that used a GPU leaves its peak memory in ``.forked/peak.txt``, which is no file of the script's own.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
         traceback.print_exception(error)
         status = 1
     if torch.cuda.is_initialized():
-        Path("peak.txt").write_text(str(torch.cuda.max_memory_allocated()))
+        Path(".forked").mkdir(exist_ok=True)
+        Path(".forked/peak.txt").write_text(str(torch.cuda.max_memory_allocated()))
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

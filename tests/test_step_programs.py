@@ -19,7 +19,7 @@ from profkit.analysis.steps import measured_ranges
 from profkit.launch.another_try import find_another_try
 from profkit.launch.passes import Outcome, why_no_step
 from profkit.run.manifest import Process
-from profkit.run.recording import COMPLETE, NOT_REACHED, Order
+from profkit.run.recording import COMPLETE, CUT_SHORT, NOT_REACHED, Order
 from profkit.run.step_choice import describe_step
 from tests.in_process import run_profkit
 
@@ -239,6 +239,7 @@ def _made(steps: int, step: str | None = "optimizer", **seen: int) -> Process:
         (_made(4), (2, 2, None)),
         (_made(2), (1, 1, None)),
         (_made(1), (0, 1, None)),
+        (replace(_made(5), state=CUT_SHORT), (2, 3, None)),
         (_made(0, None, backward=7, **{"call:Net": 7}), (2, 3, "backward")),
         (_made(0, None, **{"call:Net": 2}), (1, 1, "call:Net")),
         (_made(-1, None), (0, 1, "whole")),

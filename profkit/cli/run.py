@@ -111,7 +111,7 @@ def run(
     A step ends with the last optimizer that makes its step; without an optimizer with a backward pass, else with a
     replay of a CUDA graph, else with a call of generate, of the model, or of a function decorated with annotate. The
     last lines say which it was, and --step-on chooses. A command with fewer steps than warm-up steps runs a second
-    time with fewer, and one without any step runs a second time to be recorded as a whole.
+    time with fewer, and one without any step runs a second time to be recorded as a whole; not if it wrote a file.
 
     With --memory or --oom a command that runs out of memory, at whatever step, is explained when it ends: what was
     asked for, what was free, and who held the rest.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from profkit.launch.passes import Outcome, Pass
 from profkit.run.manifest import Process, Workload
-from profkit.run.recording import NOT_REACHED, Order
+from profkit.run.recording import CUT_SHORT, NOT_REACHED, Order
 from profkit.run.step_choice import StepChoice, StepKind, describe_step
 
 _SHORT_WARMUP = 2
@@ -20,10 +20,26 @@ _NEEDED_TO_COUNT = 2
 
 @dataclass(frozen=True)
 class AnotherTry:
-    """How to run the command again, and why."""
+    """How to run the command again: what the first run showed, what the second does, and by which options."""
 
     order: Order
-    why: str
+    shown: str
+    then: str
+    options: str
+
+    @property
+    def why(self) -> str:
+        """Return why the command runs again, in a sentence."""
+        return f"{self.shown}; it runs again {self.then}"
+
+    def why_not(self, against: str) -> str:
+        """Return why it does not, and what to do about it; ``against`` is what speaks against it, in a clause."""
+        return f"{self.shown}; it was not run again by itself, because {against}: run it with {self.options}"
+
+    @property
+    def why_failed(self) -> str:
+        """Return what to do when this ended the program, which had ended well before."""
+        return f"its first run ended well and its second failed: run it with {self.options}, and it runs once"
 
     def adjust(self, one: Pass) -> Pass:
         """Return a pass with what is recorded changed to this."""
@@ -53,9 +69,11 @@ def _better_order(order: Order, first: Process) -> AnotherTry | None:
         found = describe_step(first.step_changed_to)
         return AnotherTry(
             replace(order, step_on=first.step_changed_to),
-            f"steps of another kind came after the recording had begun; it runs again and records them: {found}",
+            "steps of another kind came after the recording had begun",
+            f"and records them: {found}",
+            f"--step-on {first.step_changed_to}",
         )
-    if first.state != NOT_REACHED:
+    if first.profiled or first.state not in (NOT_REACHED, CUT_SHORT):
         return None
     step, made = _steps_made(first)
     if made and (order.step_on is None or first.step is not None):
@@ -64,7 +82,9 @@ def _better_order(order: Order, first: Process) -> AnotherTry | None:
         return None
     return AnotherTry(
         replace(order, warmup_steps=0, steps=1, flops=False, step_on=_WHOLE),
-        "it showed nothing that makes a step; it runs again and is recorded as a whole, from its first use of the GPU",
+        "it showed nothing that makes a step",
+        "and is recorded as a whole, from its first use of the GPU",
+        f"--step-on {_WHOLE}",
     )
 
 
@@ -84,11 +104,13 @@ def _shortened(order: Order, made: int) -> AnotherTry:
     warmup = min(order.warmup_steps, _SHORT_WARMUP, made - 1)
     steps = made - warmup if order.steps is None else min(order.steps, made - warmup)
     flops = order.flops and warmup >= _NEEDED_TO_COUNT
+    options = f"--warmup {warmup} --steps {steps}"
     few = "1 step" if made == 1 else f"{made} steps"
     return AnotherTry(
         replace(order, warmup_steps=warmup, steps=steps, flops=flops),
-        f"it made {few}, too few for --warmup {order.warmup_steps}; it runs again with --warmup {warmup} --steps"
-        f" {steps}",
+        f"it made {few}, too few for --warmup {order.warmup_steps}",
+        f"with {options}",
+        options,
     )
 
 

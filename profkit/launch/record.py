@@ -33,6 +33,7 @@ from profkit.launch.passes import (
     why_nothing,
 )
 from profkit.launch.processes import run_child, uninterrupted
+from profkit.launch.side_effects import why_not_twice
 from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.manifest import Manifest, MemoryPass, RangesLeftOut, write_manifest
 from profkit.run.recording import PARTIAL, VARIABLE, Order, has_recorded, take_attached, take_failures, take_processes
@@ -124,15 +125,23 @@ def record_run(
     recording = _Recording(run, target, nsys, progress)
     conditions, input_start = GpuWatch(os.environ), _input_position()
     try:
-        passes = list(target.passes)
+        passes, tried = list(target.passes), None
         while passes:
             if recording.done and target.reads_input and input_start is not None:
                 os.lseek(_STDIN, input_start, os.SEEK_SET)
             one = passes.pop(0)
             outcome = recording.make_pass(one)
             manifest = _with_outcome(manifest, outcome)
+            if tried is not None and outcome.exit_status != 0:
+                say(f"{target.name}: {tried.why_failed}")
             again = recording.another_try() if input_start is not None or os.isatty(_STDIN) else None
+            against = None if again is None else recording.why_not_again()
+            if again is not None and against is not None:
+                recording.decline(again.why_not(against), say)
+                again = None
             if again is not None:
+                recording.clear()
+                tried = again
                 # The allocator was recorded up to the script's end: what it lacks another run lacks too.
                 again_too = [] if outcome.order.recorder == "memory" else [one]
                 passes = [again.adjust(each) for each in (*again_too, *passes)]
@@ -204,16 +213,31 @@ class _Recording:
         return outcome
 
     def another_try(self) -> AnotherTry | None:
-        """Return how to make the last pass anew, and clear away what it recorded; None if that is not worth it."""
+        """Return how to make the last pass anew; None if that is not worth it."""
         last = self.done[-1]
         again = find_another_try(last)
         earlier = [one for one in self.done[:-1] if one.order.recorder == last.order.recorder]
-        if again is None or earlier or self._took_s > _TOO_LONG_S:
+        return None if earlier or self._took_s > _TOO_LONG_S else again
+
+    def why_not_again(self) -> str | None:
+        """Return what speaks against the run that `another_try` would add, in a clause; None if nothing does."""
+        if self.done[-1].order.recorder == "memory":  # it adds none
             return None
-        if last.order.recorder != "memory":
+        return why_not_twice(self._target.argv, self._run / MANIFEST, self._run)
+
+    def decline(self, why: str, say: Callable[[str], None]) -> None:
+        """Have the run end with ``why`` it is not made anew; if the last pass recorded something, say it now."""
+        last = self.done[-1]
+        if last.reason is None:
+            say(f"{self._target.name}: {why}")
+        else:
+            self.done[-1] = replace(last, reason=f"nothing was recorded: {why}")
+
+    def clear(self) -> None:
+        """Remove what the last pass recorded, which is made anew."""
+        if self.done[-1].order.recorder != "memory":
             for path in (*self._run.glob("trace.*"), self._run / WORK):
                 path.unlink(missing_ok=True)
-        return again
 
     def conclude(self, manifest: Manifest, disturbed: list[str]) -> Recorded:
         """Write the last manifest and return what there is to say; ``disturbed`` is what happened to the GPUs."""

@@ -1,0 +1,112 @@
+"""The second run of a short program: it comes by itself only where it can do no harm that is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+pytest.importorskip("torch")
+
+from profkit.launch import side_effects
+from profkit.launch.side_effects import why_not_twice
+from tests.forked_scripts import Forks
+
+MODEL = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+TRAINS = """
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+SHORT = MODEL + "for _ in range(3):" + TRAINS
+EVALUATED_FIRST = (
+    MODEL.replace("optimizer =", "for _ in range(8):\n    model(torch.ones(2, 4))\noptimizer =")
+    + "for _ in range(5):"
+    + TRAINS
+)
+
+
+WRITES = "\nimport sys\nopen(sys.argv[1], 'a').write('a line')"
+
+
+def _record(forks: Forks, place: Path, script: str, *words: str) -> CompletedProcess[str]:
+    (place / "script.py").write_text(script)
+    options = ["-o", "run", "--warmup", "4", "--steps", "2"]
+    return forks.run_profkit("run", *options, "--", sys.executable, "script.py", *words, cwd=place)
+
+
+@pytest.mark.parametrize("folder", ["here", "elsewhere"])
+def test_a_short_script_that_wrote_a_file_is_not_run_again_by_itself(forks: Forks, tmp_path: Path, folder: str) -> None:
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    written = tmp_path / folder / "out.csv"
+    done = _record(forks, tmp_path / "here", SHORT + WRITES, str(written))
+    assert done.returncode == 1
+    assert written.read_text() == "a line"
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        "profkit: nothing was recorded: it made 3 steps, too few for --warmup 4; it was not run again by itself, "
+        f"because it wrote {os.path.relpath(written, tmp_path / 'here')}: run it with --warmup 2 --steps 1"
+    )
+    manifest = json.loads((tmp_path / "here" / "run" / "manifest.json").read_text())
+    assert f"profkit: {manifest['reason']}" == line
+
+
+def test_a_recording_is_kept_where_another_would_be_better_and_might_do_harm(forks: Forks, tmp_path: Path) -> None:
+    done = _record(forks, tmp_path, EVALUATED_FIRST + WRITES, "out.csv")
+    assert done.returncode == 0, done.stderr
+    assert "because it wrote out.csv: run it with --step-on optimizer" in done.stderr
+    assert (tmp_path / "out.csv").read_text() == "a line"
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["processes"][0]["step"] == "call"
+
+
+def test_a_second_run_that_fails_says_that_the_first_did_not(forks: Forks, tmp_path: Path) -> None:
+    done = _record(forks, tmp_path, "import os\nos.makedirs('.hidden/lock')\n" + SHORT)
+    assert done.returncode == 1
+    assert "its first run ended well and its second failed: run it with --warmup 2 --steps 1" in done.stderr
+    assert "FileExistsError" in done.stderr
+
+
+@pytest.fixture
+def since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file in a run directory that is older than all that is written from now on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "manifest.json"
+    path.write_text("")
+    os.utime(path, (1, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("out", "it wrote out"),
+        ("a/b/out", "it wrote a/b/out"),
+        ("run/trace.json", None),
+        (".venv/out", None),
+        ("a/__pycache__/out", None),
+    ],
+)
+def test_what_speaks_against_a_second_run(since: Path, tmp_path: Path, file: str, said: str | None) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    assert why_not_twice(["python", "x" * 300, "--lr=0.1"], since, tmp_path / "run") == said
+
+
+def test_too_many_files_to_look_at_speak_against_a_second_run(
+    since: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_effects, "_MOST_ENTRIES", 0)
+    assert why_not_twice(["python"], since, tmp_path / "run") == (
+        "its folders hold too many files to see whether it wrote one (over 0)"
+    )
