@@ -1,9 +1,9 @@
-"""The replay against the real allocator, in the same process: random programs under many settings, on a GPU.
+"""The replay and the simulator against the real allocator: random programs under many settings, on a GPU.
 
 Each program runs in a process of its own, because the settings are read once. It allocates and frees at random on two
 streams, with tensors used across streams, empties the cache, captures a CUDA graph into a private pool, and records
 from its start, from its midst, or into a buffer that wraps; then it dumps the snapshot and torch's own statistics.
-Run as a script, it prints one line a program.
+Run as a script (`python -m tests.test_allocator_gpu FOLDER`), it prints one line a program.
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
+
+from profkit.allocator.heap import Limit
+from profkit.allocator.history import History, replay_history
+from profkit.allocator.requests import requests_of
+from profkit.allocator.simulate import check_identity, simulate
+from profkit.analysis.whatif import predict
+from profkit.snapshot.reader import read_snapshot
 
 SETTINGS = {
     "default": "",
@@ -33,9 +42,10 @@ PROGRAM = r"""
 import json, random, sys
 import torch
 folder, recording, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+fraction, is_simple = float(sys.argv[4]), sys.argv[5] == "simple"
 dice = random.Random(seed)
 torch.cuda.init()
-torch.cuda.set_per_process_memory_fraction(0.03)
+torch.cuda.set_per_process_memory_fraction(fraction)
 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
 live, graphs = [], []
 
@@ -60,6 +70,8 @@ def act():
         if dice.random() < 0.2:
             tensor.record_stream(side)
         del tensor
+    elif is_simple:
+        pass
     elif kind < 0.97:
         torch.cuda.empty_cache()
     elif kind < 0.98 and len(graphs) < 3:
@@ -82,21 +94,24 @@ torch.cuda.synchronize()
 stats = torch.cuda.memory_stats()
 torch.cuda.memory._dump_snapshot(folder + "/snapshot.pickle")
 names = [f"{kind}_bytes.all.{what}" for kind in ("allocated", "requested", "reserved") for what in ("peak", "current")]
-json.dump({name: stats[name] for name in names}, open(folder + "/stats.json", "w"))
+total = torch.cuda.get_device_properties(0).total_memory
+json.dump({**{name: stats[name] for name in names}, "limit": int(fraction * total)}, open(folder + "/stats.json", "w"))
 """
+
+
+def run_program(folder: Path, setting: str, recording: str, seed: int, fraction: float, kind: str) -> History:
+    """Run one program and return its replayed history; torch's statistics lie in ``stats.json``."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS[setting]}
+    command = [sys.executable, "-c", PROGRAM, str(folder), recording, str(seed), str(fraction), kind]
+    subprocess.run(command, env=environment, check=True)
+    snapshot = read_snapshot(folder / "snapshot.pickle")
+    return replay_history(snapshot.devices[0], snapshot.settings)
 
 
 def replay_program(folder: Path, setting: str, recording: str, seed: int) -> tuple[str, bool]:
     """Run one program and return what the replay says of it, and whether it agrees with torch."""
-    from profkit.allocator.history import replay_history
-    from profkit.snapshot.reader import read_snapshot
-
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS[setting]}
-    command = [sys.executable, "-c", PROGRAM, str(folder), recording, str(seed)]
-    subprocess.run(command, env=environment, check=True)
+    history = run_program(folder, setting, recording, seed, 0.03, "all")
     stats = json.loads((folder / "stats.json").read_text())
-    snapshot = read_snapshot(folder / "snapshot.pickle")
-    history = replay_history(snapshot.devices[0], snapshot.settings)
     curves = history.curves
     peaks = {"allocated": history.allocated_peak_bytes}
     peaks |= {"requested": int(curves.requested.max()), "reserved": int(curves.reserved.max())}
@@ -110,7 +125,7 @@ def replay_program(folder: Path, setting: str, recording: str, seed: int) -> tup
     if recording != "wrapped":
         agrees &= low <= stats["allocated_bytes.all.peak"] <= (high or 0)
     proof = "exact" if history.bounds is None else f"within {high - low if high else None} B"
-    told = f"{len(snapshot.devices[0].events):>5} events, {proof}, {peaks}, torch {stats}, {history.contradictions}"
+    told = f"{len(history.device.events):>5} events, {proof}, {peaks}, torch {stats}, {history.contradictions}"
     return told, agrees
 
 
@@ -123,17 +138,85 @@ def test_the_replay_is_what_torch_says(tmp_path: Path, setting: str, recording: 
         assert agrees, told
 
 
+def simulate_program(folder: Path, setting: str, recording: str, seed: int) -> tuple[str, bool]:
+    """Run one program and return how many addresses the simulator chose otherwise than torch, and whether none."""
+    history = run_program(folder, setting, recording, seed, 0.03, "simple")
+    if history.bounds is not None:
+        return "the replay is not exact", True
+    identity = check_identity(history, requests_of(history))
+    return str(identity), identity.exact
+
+
+def predict_program(folder: Path, before: str, after: str, seed: int) -> tuple[str, bool]:
+    """Run one program under two settings; return the second's peaks as predicted from the first, and as torch says."""
+    one = run_program(folder, before, "whole", seed, 0.5, "simple")
+    settings = run_program(folder, after, "whole", seed, 0.5, "simple").settings
+    stats = json.loads((folder / "stats.json").read_text())
+    found = predict(requests_of(one), settings)
+    agrees = True
+    for kind in ("allocated", "reserved"):
+        low, high = getattr(found, f"{kind}_range_bytes")
+        peak = stats[f"{kind}_bytes.all.peak"]
+        # several draws are a sample of the addresses that CUDA may choose
+        agrees &= low == peak if found.exact else abs(peak - (low + high) / 2) <= (high - low) / 2 + 0.01 * peak
+    ranges = f"{found.allocated_range_bytes}, {found.reserved_range_bytes}, {'exact' if found.exact else 'a range'}"
+    return f"predicted {ranges}, torch {stats}", agrees
+
+
+def fail_program(folder: Path, setting: str, seed: int) -> tuple[str, bool]:
+    """Run one program without and with a limit; return after how many requests it fails, predicted and in truth."""
+    requests = requests_of(run_program(folder, setting, "whole", seed, 0.5, "simple"))
+    limited = run_program(folder, setting, "whole", seed, 0.006, "simple")
+    stats = json.loads((folder / "stats.json").read_text())
+    found = simulate(requests, limited.settings, limit=Limit(stats["limit"]))
+    predicted = len(requests) if found.failed is None else found.failed.index
+    told = f"predicted after {predicted} requests, in truth after {len(limited.replay)} of {len(requests)}"
+    return told, predicted == len(limited.replay)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recording", RECORDINGS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_simulator_chooses_the_addresses_that_torch_chose(tmp_path: Path, setting: str, recording: str) -> None:
+    told, agrees = simulate_program(tmp_path, setting, recording, seed=4)
+    assert agrees, told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("after", ["default", "expandable", "roundup", "max split"])
+@pytest.mark.parametrize("before", ["default", "expandable"])
+def test_the_peaks_under_other_settings_are_those_that_torch_has(tmp_path: Path, before: str, after: str) -> None:
+    told, agrees = predict_program(tmp_path, before, after, seed=5)
+    assert agrees, told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", ["default", "expandable", "max split"])
+def test_the_request_that_fails_under_a_limit_is_the_predicted_one(tmp_path: Path, setting: str) -> None:
+    told, agrees = fail_program(tmp_path, setting, seed=6)
+    assert agrees, told
+
+
 def main() -> None:
     """Run all programs, eight at a time, and print what came of each."""
+    work: dict[str, Callable[[Path], tuple[str, bool]]] = {}
+    for setting, recording in product(SETTINGS, RECORDINGS):
+        what = {"setting": setting, "recording": recording}
+        work[f"replay {setting} {recording}"] = partial(replay_program, **what, seed=1)
+        work[f"simulate {setting} {recording}"] = partial(simulate_program, **what, seed=4)
+    for before, after in product(("default", "expandable"), ("default", "expandable", "roundup", "max split")):
+        work[f"predict {before} to {after}"] = partial(predict_program, before=before, after=after, seed=5)
+    for setting in ("default", "expandable", "max split"):
+        work[f"fail {setting}"] = partial(fail_program, setting=setting, seed=6)
 
-    def run(case: tuple[str, str]) -> str:
-        folder = Path(sys.argv[1]) / "-".join(case).replace(" ", "-")
+    def run(name: str) -> str:
+        folder = Path(sys.argv[1]) / name.replace(" ", "-")
         folder.mkdir(parents=True)
-        told, agrees = replay_program(folder, *case, seed=1)
-        return f"{'agrees ' if agrees else 'DIFFERS'} {', '.join(case)}: {told}"
+        told, agrees = work[name](folder)
+        return f"{'agrees ' if agrees else 'DIFFERS'} {name}: {told}"
 
     with ThreadPoolExecutor(8) as pool:
-        for line in pool.map(run, product(SETTINGS, RECORDINGS)):
+        for line in pool.map(run, work):
             print(line, flush=True)
 
 
