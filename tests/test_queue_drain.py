@@ -104,7 +104,31 @@ EMPTY, FULL = Queue(2, 4, 0), Queue(2, 4, 4)
 def test_only_a_queue_that_filled_during_the_start_must_drain(
     before: Queue, after: Queue, per_step: float, waits: bool, steps: int
 ) -> None:
-    assert count_steps_to_drain(before, after, per_step, usually_waits=waits) == steps
+    assert count_steps_to_drain(before, after, per_step, usually_waits=waits, keeps_full=False) == steps
+
+
+@pytest.mark.parametrize(
+    ("keeps_full", "waits", "steps"),
+    [
+        (False, False, 16),  # a burst came lately; the batches of the first step's time are still there
+        (True, False, 0),
+        (True, True, 16),
+    ],
+)
+def test_a_queue_that_filled_during_the_first_step_must_drain_too(keeps_full: bool, waits: bool, steps: int) -> None:
+    before, after = Queue(8, 16, 11, is_young=True), Queue(8, 16, 11, is_young=True)
+    assert count_steps_to_drain(before, after, 1, usually_waits=waits, keeps_full=keeps_full) == steps
+
+
+@pytest.mark.parametrize(("ready", "keeps_full"), [([8, 7, 6, 8], True), ([8, 5, 8, 8], False), ([None, None], True)])
+def test_whether_the_queue_kept_full_is_seen_at_every_step(
+    monkeypatch: pytest.MonkeyPatch, ready: list[int | None], keeps_full: bool
+) -> None:
+    loading = DataLoading(lambda: None, lambda: None)
+    for one in ready:
+        monkeypatch.setattr(loading, "look", lambda one=one: Queue(4, 8, one))
+        loading.step_ended()
+    assert loading.keeps_full == keeps_full
 
 
 class Numbers(Dataset):  # type: ignore[type-arg]
@@ -128,7 +152,7 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
     deadline = time.monotonic() + 60
     while loading.look().ready != 3 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert loading.look() == Queue(1, 3, 3)
+    assert loading.look() == Queue(1, 3, 3, is_young=True)
     assert loading.batches_per_step == 1
     list(batches)
     assert loading.look() == Queue(), "all batches are given out"
@@ -137,7 +161,8 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
 def test_batches_that_came_before_their_turn_and_those_to_be_pinned_are_ready_too() -> None:
     """Of 4 batches one is held back, one lies in the workers' queue, one is pinned; the last is on its way."""
     came, pinned = SimpleNamespace(qsize=lambda: 1), SimpleNamespace(qsize=lambda: 1)
-    parts = {"_num_workers": 2, "_prefetch_factor": 2, "_tasks_outstanding": 3, "_task_info": {5: (0,), 6: (1, "data")}}
+    tasks = {5: (0,), 6: (1, "data")}
+    parts = {"_num_workers": 2, "_prefetch_factor": 2, "_tasks_outstanding": 3, "_task_info": tasks, "_rcvd_idx": 6}
     assert queue_of(SimpleNamespace(**parts, _data_queue=pinned, _worker_result_queue=came)) == Queue(2, 4, 3)
     assert queue_of(SimpleNamespace(**parts, _data_queue=came, _worker_result_queue=came)) == Queue(2, 4, 2)
 
@@ -172,7 +197,7 @@ class Filled:
     """Stands for the data loaders: a queue that is empty at the first look and full at the next."""
 
     batches_per_step = 1.0
-    falls_behind = False
+    falls_behind = keeps_full = False
 
     def __init__(self, capacity: int = 4) -> None:
         self._queues = iter((Queue(2, capacity, 0), Queue(2, capacity, capacity)))
@@ -260,7 +285,7 @@ def test_a_run_says_which_steps_it_leaves_out(tmp_path: Path, length: int, count
     assert manifest["status"] == "complete"
     assert "ended while it was recorded" not in done.stderr
     said = " ".join(done.stdout.split())
-    assert ("left out: 4 recorded steps before these" in said) == is_drained
+    assert ("after 4 that emptied the data loader's queue" in said) == is_drained
     assert ("wait less for data than usual" in done.stderr) != is_drained
 
 

@@ -122,6 +122,7 @@ def _head(capture: OpenedCapture, manifest: Manifest) -> Head:
         steps=int(each[0]) if len(set(each.tolist())) == 1 else None,
         first_step=min(numbers, default=None),
         last_step=max(numbers, default=None),
+        drained_steps=0 if manifest.loading is None else manifest.loading.drained_steps,
     )
 
 

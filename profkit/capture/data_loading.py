@@ -20,17 +20,27 @@ from torch.utils.data import dataloader, get_worker_info
 _FEWEST = 2
 """How many steps must have ended after the first before anything is said of the workers' pace."""
 
+_NEARLY = 0.75
+"""A queue with this share of its batches ready is nearly full: the workers refill it as fast as it is emptied."""
+
 
 @dataclass(frozen=True)
 class Queue:
     """The batches of loaders with workers that are on their way: ``ready`` of at most ``capacity`` batches.
 
-    ``ready`` is None where it is not known: macOS does not tell.
+    ``ready`` is None where it is not known: macOS does not tell. A queue ``is_young`` until the program has taken as
+    many batches as it held at first and as all workers then make at once: they were made while nothing was taken, so
+    they do not show how fast the workers are.
     """
 
     workers: int = 0
     capacity: int = 0
     ready: int | None = 0
+    is_young: bool = False
+
+    def is_filled_to(self, share: float) -> bool:
+        """Return whether at least this share of the queue is ready; True where that is not known."""
+        return self.ready is None or self.ready >= share * self.capacity
 
 
 class DataLoading:
@@ -45,7 +55,7 @@ class DataLoading:
         self._iterators: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self._taken = 0
         self._taken_per_step: list[int] = []
-        self._ready: list[int | None] = []
+        self._queues: list[Queue] = []
 
     def install(self) -> None:
         """Begin to watch; what torch does not have under these names is not watched."""
@@ -58,13 +68,13 @@ class DataLoading:
     def step_ended(self) -> None:
         """Note a step's boundary."""
         self._taken_per_step.append(self._taken)
-        self._ready.append(self.look().ready)
+        self._queues.append(self.look())
         self._taken = 0
 
     def forget_steps(self) -> None:
         """Something else counts as a step from now on."""
         self._taken_per_step.clear()
-        self._ready.clear()
+        self._queues.clear()
 
     @property
     def batches_per_step(self) -> float:
@@ -77,11 +87,16 @@ class DataLoading:
 
         Such a program will wait for data once the queue is empty, which was full when its first step took long.
         """
-        if len(self._ready) <= _FEWEST:
+        if len(self._queues) <= _FEWEST:
             return False
-        first, last = self._ready[0], self._ready[-1]
+        first, last = self._queues[0].ready, self._queues[-1].ready
         taken = sum(self._taken_per_step[1:])
         return first is not None and last is not None and 0 < taken <= 2 * (first - last)
+
+    @property
+    def keeps_full(self) -> bool:
+        """Whether the queue was nearly full at the end of every step so far."""
+        return all(queue.is_filled_to(_NEARLY) for queue in self._queues)
 
     def look(self) -> Queue:
         """Return how full the queues of the loaders in use are now."""
@@ -96,6 +111,7 @@ class DataLoading:
             sum(one.workers for one in queues),
             sum(one.capacity for one in queues),
             sum(ready) if len(ready) == len(queues) else None,
+            any(one.is_young for one in queues),
         )
 
     def _around(self, method: Callable[[Any], Any], *, is_batch: bool) -> Callable[[Any], Any]:
@@ -126,9 +142,12 @@ def queue_of(iterator: Any) -> Queue:
     # A batch that came before its turn waits in the iterator itself, one that is to be pinned in a queue before.
     held = sum(len(task) > 1 for task in iterator._task_info.values())
     capacity = min(workers * iterator._prefetch_factor, iterator._tasks_outstanding + held)
+    if not capacity:
+        return Queue()
+    is_young = iterator._rcvd_idx < workers * (iterator._prefetch_factor + 1)
     queues = {id(one): one for one in (iterator._data_queue, iterator._worker_result_queue)}
     try:
         ready = held + sum(one.qsize() for one in queues.values())
     except NotImplementedError:  # macOS cannot count what waits in a queue
-        return Queue(workers if capacity else 0, capacity, None)
-    return Queue(workers if capacity else 0, capacity, min(ready, capacity))
+        return Queue(workers, capacity, None, is_young)
+    return Queue(workers, capacity, min(ready, capacity), is_young)

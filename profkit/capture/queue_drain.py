@@ -25,6 +25,8 @@ LONGEST_DRAIN = 64
 LONGEST_DRAIN_NS = 30_000_000_000
 """The most time that the steps left out may take without a profiler."""
 
+_HALF = 0.5
+"""A queue with this share of its batches ready was not short of data."""
 _WAITS = 0.1
 """A loop that waits for data for this share of its steps' time is limited by data, at least in part."""
 
@@ -59,7 +61,9 @@ class QueueDrain:
         step_ns = fmean(one["step_ns"] for one in unprofiled) if unprofiled else 0.0
         waited_ns = fmean(one.get("data_ns", 0) for one in unprofiled) if unprofiled else 0.0
         usually_waits = self._loading.falls_behind or waited_ns > _WAITS * step_ns
-        needed = count_steps_to_drain(self._before, after, per_step, usually_waits=usually_waits)
+        needed = count_steps_to_drain(
+            self._before, after, per_step, usually_waits=usually_waits, keeps_full=self._loading.keeps_full
+        )
         drained = min(needed, LONGEST_DRAIN, int(LONGEST_DRAIN_NS / step_ns) if step_ns else LONGEST_DRAIN)
         try:
             drained = LocalRanks(self._run).agree("drain", drained) if may_drain else 0
@@ -89,22 +93,26 @@ class QueueDrain:
         return replace(self._found, drained_steps=0)
 
 
-def count_steps_to_drain(before: Queue, after: Queue, batches_per_step: float, *, usually_waits: bool) -> int:
-    """Return how many steps empty a full queue, if it was filled only while the recorder started.
+def count_steps_to_drain(
+    before: Queue, after: Queue, batches_per_step: float, *, usually_waits: bool, keeps_full: bool
+) -> int:
+    """Return how many steps empty a full queue, if it was filled only while the program was held up.
 
-    A program whose queue was at least half full before finds its data ready anyway, unless it usually waits.
+    Where the workers keep the queue full, data are ready anyway, unless the program usually waits.
 
     Args:
         before: the queue before the recorder was started.
         after: the queue when that was done.
         batches_per_step: how many batches a step takes.
         usually_waits: the unprofiled steps waited for data, or will when the queue is empty.
+        keeps_full: the queue was nearly full at the end of every step before.
     """
     if not after.capacity or not batches_per_step:
         return 0
-    was_half_full = before.ready is None or 2 * before.ready >= before.capacity
-    if was_half_full and not usually_waits:
+    is_ahead = keeps_full if after.is_young else before.is_filled_to(_HALF)
+    if is_ahead and not usually_waits:
         return 0
-    if before.ready is not None and after.ready is not None and after.ready - before.ready <= batches_per_step:
+    filled = None if before.ready is None or after.ready is None else after.ready - before.ready
+    if not after.is_young and filled is not None and filled <= batches_per_step:
         return 0
     return math.ceil(after.capacity / batches_per_step)

@@ -87,7 +87,8 @@ def _head(summary: Summary) -> str:
     if head.steps:
         numbers = "" if head.first_step is None else f" ({head.first_step}–{head.last_step})"
         numbers = f" ({head.first_step})" if numbers and head.first_step == head.last_step else numbers
-        parts.append(f"{format_count(head.steps, 'step')} recorded{numbers}")
+        drained = f" after {head.drained_steps} that emptied the data loader's queue" if head.drained_steps else ""
+        parts.append(f"{format_count(head.steps, 'step')} recorded{numbers}{drained}")
     elif summary.work is not None:
         parts.append("no steps known: figures are of the whole capture")
     return _SEPARATOR.join(parts)
