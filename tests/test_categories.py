@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from profkit.analysis.categories import CATEGORIES, OTHER, categorize, read_rules
+from profkit.analysis.categories import CATEGORIES, OTHER, _compiled_rules, _plain_part, categorize, read_rules
 from profkit.trace.kineto import read_kineto
 from tests.captures import capture
 
@@ -120,3 +121,30 @@ def test_the_rules_are_read_only_when_they_are_needed() -> None:
         "assert _compiled_rules.cache_info().currsize == 1\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [
+        (r"\bflash::", "flash::"),
+        (r"flash_?(?:attn|mla)", "flash"),
+        (r"(?:roll|flip)\w{0,60}kernel", "kernel"),
+        (r"^triton_\w*softmax", "triton_"),
+        (r"unpack|pack_kernel", ""),
+        (r"(?:max|avg)(?:_a|b)?", ""),
+        (r"ab{0,3}c(?!de)", "a"),
+        (r"[gemm]+\(gemv\)x", "gemv"),
+    ],
+)
+def test_the_plain_part_of_a_pattern_is_in_every_match(pattern: str, part: str) -> None:
+    assert _plain_part(pattern) == part
+
+
+def test_every_rule_finds_its_examples_without_the_plain_part_too() -> None:
+    for measure, rules in read_rules().items():
+        for rule in _compiled_rules(measure):
+            (examples,) = [one["examples"] for one in rules if one["rule"] == rule.category.rule]
+            for pattern in rule.patterns:
+                for name in examples:
+                    text = name.lower() if pattern.is_caseless else name
+                    assert (re.search(pattern.text, text) is not None) == pattern.fits(name, name.lower())

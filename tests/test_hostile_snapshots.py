@@ -81,16 +81,24 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "the name of an annotation is no text",
     ),
     "times that are lists": (
-        at("external_annotations", [{"name": "a", "stage": "START", "time_us": NESTED}] * 2),
+        at("external_annotations", [{"name": name, "stage": "START", "time_us": NESTED} for name in "ab"]),
         "time_us is no integer",
     ),
     "one history as that of a million devices": (
         lambda data: data.__setitem__("device_traces", data["device_traces"] * 1_000_000),
-        "are one list",
+        "two histories are one and the same",
+    ),
+    "one event a million times": (
+        lambda data: data["device_traces"].__setitem__(0, data["device_traces"][0][:1] * 1_000_000),
+        "two records of a history are one and the same",
+    ),
+    "one block a million times": (
+        lambda data: data["segments"][0].__setitem__("blocks", data["segments"][0]["blocks"][:1] * 1_000_000),
+        "two records of blocks are one and the same",
     ),
     "segments that share their blocks": (
         lambda data: data["segments"].append({**data["segments"][0], "address": 2**50}),
-        "are one list",
+        "two lists of blocks are one and the same",
     ),
     "a device number of 4,400 digits": (at("segments", 0, "device", 10**4400), "an impossible device"),
     "a total of 4,400 digits": (at("segments", 0, "total_size", 10**4400), "do not tile it"),

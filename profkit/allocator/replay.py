@@ -13,7 +13,7 @@ The allocator counts a block as allocated until ``free_requested``, and as reque
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,9 @@ _FREE = -1
 """A ``free_requested`` and the ``free_completed`` that directly follows it, as one event."""
 
 _FAR = 2**62
+
+_MOST_LOOKS = 2**25
+"""Blocks that a replay looks through where their addresses do not lead to them; real histories need thousands."""
 
 _UNKNOWN_FREE = "frees of memory that was never allocated"
 
@@ -281,6 +284,7 @@ class _Heap:
         self._doubts: dict[int, int] = {}
         self._padded: dict[int, int] = {}
         self._expandable = expandable
+        self._looks_left = _MOST_LOOKS
 
     def count_contradictions(self, what: str, count: np.integer[Any] | int) -> None:
         """Add to the contradictions, if there are any."""
@@ -389,7 +393,7 @@ class _Heap:
         if owner is not None and row >= 0 and owner + self.size_bytes[row] > address:
             self._split_after_all(row, address)
             return self.free.pop(address)
-        for begin, row in self._uncertain.items():
+        for begin, row in self._uncertain.items() if self._may_look_through(self._uncertain) else ():
             have = begin + self.free.get(begin, 0) - address
             is_there = begin < address <= begin + self.slack_bytes[row] and have > 0
             if is_there and self.live.get(int(self.address[row])) == row:
@@ -402,7 +406,7 @@ class _Heap:
 
     def _reveal_around(self, address: int) -> bool:
         """Split off the rest that must be free because ``address`` lies in it; False if there is none."""
-        for begin, owner in self._padded.items():
+        for begin, owner in self._padded.items() if self._may_look_through(self._padded) else ():
             row = self.live.get(owner, -1)
             if row >= 0 and begin <= address < owner + self.size_bytes[row]:
                 self._split_after_all(row, begin)
@@ -431,13 +435,22 @@ class _Heap:
             self.contradictions["allocs where no free memory is known"] += 1
         return want
 
+    def _may_look_through(self, blocks: Sized) -> bool:
+        """Return whether the blocks may be looked through one by one, which no whole history often needs."""
+        self._looks_left -= len(blocks)
+        if self._looks_left < 0:
+            self.contradictions["blocks that were not looked for, after so many that had to be"] += 1
+        return self._looks_left >= 0
+
     def _carve(self, begin: int, size: int) -> bool:
         """Take ``size`` bytes at ``begin`` out of the free block around them; False if there is none."""
-        for low, extent in self.free.items():
-            if low <= begin and begin + size <= low + extent:
-                break
-        else:
-            return False
+        low, extent = begin, self.free.get(begin, 0)
+        if extent < size:
+            for low, extent in self.free.items() if self._may_look_through(self.free) else ():
+                if low <= begin and begin + size <= low + extent:
+                    break
+            else:
+                return False
         high = low + extent
         del self.free[low]
         self.start_of.pop(high, None)

@@ -24,6 +24,7 @@ from profkit.analysis.backward_links import NO_MIRRORS, Mirrors, mirror_forward_
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, build_timelines
 from profkit.analysis.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
+from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import (
     NO_LAUNCH,
@@ -43,6 +44,10 @@ DIRECT, INFERRED, SEQUENCE = range(3)
 
 OUTSIDE, AMBIGUOUS_HOST, NO_LAUNCH_RECORD = 3, 4, 5
 """Why a row came under no range at all."""
+
+_MOST_PLACES = 2**25
+_MOST_PLACES_EACH = 64
+"""A row lies under fewer ranges than this on average, or all rows under fewer than the number above."""
 
 NEVER = 1 << 62
 """A time after all others: 2⁶² ns are 146 years."""
@@ -75,17 +80,18 @@ class Under:
 class PlacedRows:
     """The rows of a table, work or copies, in their places; answers which of them lie under which ranges."""
 
-    def __init__(self, rows: Work | Copies, ranges: Ranges, own: Ints, hosts: Hosts, mirrors: Mirrors) -> None:
+    def __init__(self, rows: Work | Copies, trace: Trace, own: Ints, hosts: Hosts, mirrors: Mirrors) -> None:
         """Place the rows.
 
         Args:
             rows: the table.
-            ranges: the trace's ranges; those of ``mirrors`` stand last.
+            trace: the capture with all ranges; those of ``mirrors`` stand last.
             own: each row's innermost range on its launching thread, or `NO_RANGE`.
             hosts: its innermost range on the thread that waited for it, and that thread.
             mirrors: where backward work was linked to.
         """
-        self.ranges = ranges
+        self.ranges = trace.ranges
+        self._file = trace.path
         self._rows = rows
         self._own, self._hosts, self._mirrors = own, hosts, mirrors
         self._queues: dict[int, list[tuple[int, Ints, int]]] = {}  # thread → begin in _order, launch times, evidence
@@ -140,7 +146,11 @@ class PlacedRows:
         return found
 
     def under(self, members: Ints, group: Ints | None = None) -> Under:
-        """Return the rows that lie under the ranges ``members``, each once; with ``group``, once for each group."""
+        """Return the rows that lie under the ranges ``members``, each once; with ``group``, once for each group.
+
+        Raises:
+            TraceError: by groups, the rows lie under more ranges than those of any program.
+        """
         group = np.zeros(len(members), dtype=np.int64) if group is None else group
         found, low, high, evidence = self._slices(members)
         if not len(found):
@@ -156,6 +166,7 @@ class PlacedRows:
         before[first] = low[first]
         low = np.maximum(low, before)
         length = np.maximum(high - low, 0)
+        self.refuse_many(int(length.sum()))
         step = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
         rows = self._order[np.repeat(low, length) + step]
         found, evidence = np.repeat(found, length), np.repeat(evidence, length)
@@ -173,10 +184,29 @@ class PlacedRows:
         if self._has_two_places:
             under = self.under(members, np.arange(len(members)))
             return np.bincount(under.member, minlength=len(members))
+        return self.count_places(members)
+
+    def count_places(self, members: Ints) -> Ints:
+        """Return how many places of rows lie under each range; a row has up to three."""
         found, low, high, _ = self._slices(members)
         counts = np.zeros(len(members), dtype=np.int64)
         np.add.at(counts, found, high - low)
         return counts
+
+    def refuse_many(self, count: int) -> None:
+        """Raise if rows lie under more ranges than any program's do: each takes time, and memory.
+
+        Args:
+            count: pairs of a row and a range over it.
+
+        Raises:
+            TraceError: there are too many.
+        """
+        if count > max(_MOST_PLACES, _MOST_PLACES_EACH * len(self._rows)):
+            raise TraceError(
+                f"{self._file}: {len(self._rows):,} kernels or copies lie under more than {_MOST_PLACES_EACH} ranges"
+                " each; captures with so many ranges around everything are not read"
+            )
 
     def extent(self, members: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
         """Return the least start and the greatest end among the rows under each range; `NEVER` and -`NEVER` of none.
@@ -276,8 +306,8 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
     if not thread_only and trace.origins is not None:
         around = np.where(own != NO_RANGE, own, np.maximum(hosts.range, NO_RANGE))
         trace, parent, mirrors = mirror_forward_ranges(trace, timelines, parent, around)
-    work = PlacedRows(trace.work, trace.ranges, own, hosts, mirrors)
-    copies = PlacedRows(trace.copies, trace.ranges, own_copies, copy_hosts, mirrors)
+    work = PlacedRows(trace.work, trace, own, hosts, mirrors)
+    copies = PlacedRows(trace.copies, trace, own_copies, copy_hosts, mirrors)
     ledger = _build_ledger(work.verdict, trace.work.duration_ns)
     return Attribution(trace, timelines, parent, mirrors, work, copies, ledger)
 

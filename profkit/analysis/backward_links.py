@@ -25,11 +25,17 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors
+from profkit.errors import TraceError
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
 from profkit.trace.columns import Ints, Ranges, Trace, empty_ints, rows_by_value
 
 MIRROR_THREAD = -9
 """The ``thread`` of mirrors: no thread opened them."""
+
+
+_MOST_MIRRORS = 100_000
+_MOST_MIRRORS_EACH = 4
+"""A program's ranges have one mirror each, or one for each backward call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +125,9 @@ class _Builder:
 
     def _choose(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, list[int | None]]:
         """Return the range to put mirrors under, and the forward ranges to mirror, outermost first."""
-        below = [index for index in forward if index not in backward]
-        own = [index for index in backward if index not in forward]
+        in_forward, in_backward = set(forward), set(backward)
+        below = [index for index in forward if index not in in_backward]
+        own = [index for index in backward if index not in in_forward]
         phases = [at for at, index in enumerate(below) if self._name(index) in (*PHASES, RECOMPUTE)]
         inner: list[int | None] = [*below[phases[-1] + 1 :]] if phases else [*below]
         around = backward[-1] if backward else NO_RANGE
@@ -135,6 +142,11 @@ class _Builder:
     def _mirror(self, parent: int, model: int | None) -> int:
         key = _Mirror(parent, model)
         if key not in self._index:
+            if len(self.mirrors) >= _MOST_MIRRORS + _MOST_MIRRORS_EACH * len(self._trace.ranges):
+                raise TraceError(
+                    f"{self._trace.path}: its {len(self._trace.ranges):,} ranges lead to over {len(self.mirrors):,}"
+                    " more in the backward pass; captures with so many are not read"
+                )
             self._index[key] = len(self._trace.ranges) + len(self.mirrors)
             self.mirrors.append(key)
         return self._index[key]

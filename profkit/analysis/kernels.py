@@ -360,7 +360,8 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
         kinds = kind_paths(attribution)
         paths = [kinds[i] if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
         distinct = sorted(set(paths))
-        return lambda key: (distinct[key], ""), np.array([distinct.index(p) for p in paths], dtype=np.int64)[inverse]
+        number = {path: at for at, path in enumerate(distinct)}
+        return lambda key: (distinct[key], ""), np.array([number[path] for path in paths], dtype=np.int64)[inverse]
     if by == "operator":
         return lambda key: (_NO_OPERATOR if key < 0 else trace.names[key], ""), _launching_operator(trace)[chosen]
     categories = {i: categorize(trace.names[i], trace.measure).name for i in distinct_values(name).tolist()}

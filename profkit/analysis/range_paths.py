@@ -13,7 +13,7 @@ import difflib
 import fnmatch
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,6 +138,11 @@ def _explain_unknown(attribution: Attribution, request: str, *, limited: bool) -
     return f"{trace.path}: no range {request!r}{where}; {hint} (`profkit ranges` lists them)"
 
 
+_MOST_PATH_CHARACTERS = 2**25
+_LONG_PATH = 400
+"""As long as this is no program's path on average, and all paths of a small trace are shorter than the number above."""
+
+
 @dataclass(frozen=True)
 class NodePath:
     """One node in its place: its number, its path (a slash within a name is ``\\/``), its name and domain."""
@@ -191,7 +196,11 @@ class RangeNodes:
 
 
 def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
-    """Return the nodes of the tree; without ``numbered``, ``step 0`` and ``step 1`` are one node ``step *``."""
+    """Return the nodes of the tree; without ``numbered``, ``step 0`` and ``step 1`` are one node ``step *``.
+
+    Raises:
+        TraceError: the paths of the nodes are longer than any program's.
+    """
     ranges, names = attribution.trace.ranges, attribution.trace.names
     node = np.full(len(ranges), NO_RANGE, dtype=np.int64)
     known: dict[tuple[int, int, int], int] = {}
@@ -207,10 +216,33 @@ def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
             parents.append(above)
             labels.append((names[name[index]], names[domain[index]]))
         node[index] = known[key]
+    refuse_long_paths(attribution.trace.path, parents, (label for label, _ in labels))
     if numbered or not parents:
         return RangeNodes(node, parents, labels)
     kind, parents, labels = _join_kinds(parents, labels)
     return RangeNodes(kind[node], parents, labels)
+
+
+def refuse_long_paths(file: str, parents: Sequence[int], names: Iterable[str]) -> None:
+    """Raise if the paths are longer than any program's: ranges nested thousands deep, or with names of megabytes.
+
+    Args:
+        file: for the message.
+        parents: each node's, `NO_RANGE` at the top; a parent is numbered before its children.
+        names: each node's own.
+
+    Raises:
+        TraceError: they are.
+    """
+    lengths: list[int] = []
+    for parent, name in zip(parents, names, strict=True):
+        lengths.append(len(name) + 1 + (lengths[parent] if parent != NO_RANGE else 0))
+    total = sum(lengths)
+    if total > max(_MOST_PATH_CHARACTERS, _LONG_PATH * len(lengths)):
+        raise TraceError(
+            f"{file}: the paths of its ranges are {total // len(lengths):,} characters long on average; captures with"
+            f" more than {_LONG_PATH} are not read"
+        )
 
 
 def kind_paths(attribution: Attribution) -> list[str]:

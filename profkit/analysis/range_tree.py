@@ -22,6 +22,8 @@ from profkit.trace.columns import Ints, empty_ints, rows_by_value
 if TYPE_CHECKING:
     import pandas as pd
 
+_PLACES_AT_A_TIME = 2**22
+
 
 @dataclass(frozen=True)
 class RangeRow:
@@ -125,14 +127,31 @@ def sum_work(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tupl
 def work_by_node(attribution: Attribution, nodes: RangeNodes, members: Ints) -> Iterator[tuple[Ints, Ints]]:
     """Yield rows of work and the nodes that they lie under, by ranges of ``members``; every such pair once.
 
-    One level of the tree at a time, so that what is held at once grows with the work and not with the tree.
+    Some nodes at a time, so that what is held at once does not grow with the tree.
+
+    Raises:
+        TraceError: the rows lie under more ranges than those of any program.
     """
     if not len(attribution.trace.work):
         return
-    node = nodes.of_range[members]
-    for some in rows_by_value(nodes.depth[node]).values():
-        under = attribution.work.under(members[some], node[some])
-        yield under.rows, node[some][under.member]
+    node, placed, count = nodes.of_range[members], attribution.work, 0
+    for level in rows_by_value(nodes.depth[node]).values():
+        for some in _portions(level, node[level], placed.count_places(members[level])):
+            under = placed.under(members[some], node[some])
+            count += len(under.rows)
+            placed.refuse_many(count)
+            yield under.rows, node[some][under.member]
+
+
+def _portions(rows: Ints, node: Ints, size: Ints) -> list[Ints]:
+    """Return the rows in portions of whole nodes, each of about `_PLACES_AT_A_TIME`."""
+    if size.sum() <= _PLACES_AT_A_TIME:
+        return [rows]
+    order = np.argsort(node, kind="stable")
+    is_first = np.concatenate([[True], np.diff(node[order]) != 0])
+    first = np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+    portion = (np.cumsum(size[order]) // _PLACES_AT_A_TIME)[first]
+    return np.split(rows[order], np.flatnonzero(np.diff(portion)) + 1)
 
 
 def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> Ints:

@@ -95,7 +95,7 @@ def _build(path: Path, data: Any) -> Snapshot:
     unknown: Counter[str] = Counter()
     devices: list[Device] = []
     recorded = [index for index, trace in enumerate(traces) if trace]
-    _refuse_shared([traces[index] for index in recorded], "device_traces")
+    _refuse_shared([traces[index] for index in recorded], "histories")
     for index in sorted({*by_device, *recorded}):
         if not 0 <= index < _MOST_DEVICES:
             raise ValueError("an impossible device")
@@ -115,13 +115,14 @@ def _records(entries: Any, what: str) -> list[dict[str, Any]]:
     """Return a list of dictionaries; anything else is a ValueError that names it."""
     if not isinstance(entries, list) or not set(map(type, entries)) <= {dict}:
         raise ValueError(f"{what} is no list of records")
+    _refuse_shared(entries, f"records of {what}")
     return entries
 
 
-def _refuse_shared(lists: list[Any], what: str) -> None:
-    """Refuse one list in several places: a small file could so name any amount of data."""
-    if len(set(map(id, lists))) < len(lists):
-        raise ValueError(f"two of the {what} are one list")
+def _refuse_shared(entries: list[Any], what: str) -> None:
+    """Refuse one object in several places: a small file could so name any amount of data."""
+    if len(set(map(id, entries))) < len(entries):
+        raise ValueError(f"two {what} are one and the same")
 
 
 def _integer(record: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -219,7 +220,7 @@ def _read_segments(entries: list[dict[str, Any]]) -> dict[int, tuple[Segments, B
     by_device: dict[int, list[dict[str, Any]]] = {}
     for entry in _records(entries, "segments"):
         by_device.setdefault(_integer(entry, "device", 0), []).append(entry)
-    _refuse_shared([entry["blocks"] for entry in entries], "segments' blocks")
+    _refuse_shared([entry["blocks"] for entry in entries], "lists of blocks")
     return {device: _tile(found) for device, found in by_device.items()}
 
 

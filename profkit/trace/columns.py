@@ -224,6 +224,21 @@ def refuse_too_many_open(trace: Trace) -> None:
         )
 
 
+MOST_GPUS = 256
+"""No machine has as many, each divided into seven."""
+
+
+def refuse_too_many_gpus(trace: Trace) -> None:
+    """Raise if the trace has work on more GPUs than `MOST_GPUS`: the time on each is taken apart by itself.
+
+    Raises:
+        TraceError: there are more.
+    """
+    count = len(distinct_values(np.concatenate([trace.work.device, trace.copies.device])))
+    if count > MOST_GPUS:
+        raise TraceError(f"{trace.path}: has work on {count:,} GPUs; more than {MOST_GPUS} are not read")
+
+
 Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from profkit.trace.columns import Ints
+from profkit.trace.columns import Ints, rows_by_value
 
 
 class OperatorForest:
@@ -28,27 +28,17 @@ class OperatorForest:
         self.self_ns = np.zeros(len(start_ns), dtype=np.int64)
         threads, first = np.unique(thread[self._order], return_index=True)
         parts = np.split(self._order, first[1:]) if len(threads) else []
-        self._by_thread: dict[int, Ints] = dict(zip(threads.tolist(), parts, strict=True))
-        for operators in parts:
-            self._nest(operators.tolist())
+        self._timelines = {
+            one: self._nest(operators.tolist()) for one, operators in zip(threads.tolist(), parts, strict=True)
+        }
 
     def innermost_at(self, moment_ns: Ints, thread: Ints) -> Ints:
         """Return the innermost operator open at each moment on its thread, or -1."""
         found = np.full(len(moment_ns), -1, dtype=np.int64)
-        ends, parents = self._end_ns.tolist(), self.parent.tolist()
-        for one in np.unique(thread).tolist():
-            operators = self._by_thread.get(one)
-            if operators is None:
-                continue
-            rows = np.flatnonzero(thread == one)
-            last = np.searchsorted(self._start_ns[operators], moment_ns[rows], side="right") - 1
-            rows, last = rows[last >= 0], last[last >= 0]
-            begun_last = operators[last].tolist()
-            for row, moment, candidate in zip(rows.tolist(), moment_ns[rows].tolist(), begun_last, strict=True):
-                operator = candidate
-                while operator >= 0 and ends[operator] <= moment:
-                    operator = parents[operator]
-                found[row] = operator
+        for one, rows in rows_by_value(thread).items():
+            if one in self._timelines:
+                times, innermost = self._timelines[one]
+                found[rows] = np.append(innermost, -1)[np.searchsorted(times, moment_ns[rows], side="right") - 1]
         return found
 
     def inherit(self, values: Ints) -> Ints:
@@ -60,24 +50,35 @@ class OperatorForest:
                 inherited[index] = inherited[parents[index]]
         return np.array(inherited, dtype=np.int64)
 
-    def _nest(self, operators: list[int]) -> None:
-        """Sweep one thread's operators in order of their starts, crediting every moment to its owner."""
+    def _nest(self, operators: list[int]) -> tuple[Ints, Ints]:
+        """Sweep one thread's operators in order of their starts, crediting every moment to its owner.
+
+        Returns the moments at which another operator becomes the innermost, and that operator, -1 for none.
+        """
         starts, ends = self._start_ns, self._end_ns
         open_now: list[tuple[int, int]] = []  # end, operator
+        changes: list[tuple[int, int]] = []
         credited_to = 0  # every moment of this thread before it has its owner
         for index, start, end in zip(operators, starts[operators].tolist(), ends[operators].tolist(), strict=True):
-            credited_to = self._close_until(start, open_now, credited_to)
+            credited_to = self._close_until(start, open_now, credited_to, changes)
             if open_now:
                 caller = open_now[-1][1]
                 self.parent[index] = caller
                 self.self_ns[caller] += max(0, start - credited_to)
             credited_to = start
             open_now.append((end, index))
-        self._close_until(None, open_now, credited_to)
+            changes.append((start, index))
+        self._close_until(None, open_now, credited_to, changes)
+        columns = np.array(changes, dtype=np.int64)
+        # A child that outlives its parent by a rounded time closes after it.
+        return np.maximum.accumulate(columns[:, 0]), columns[:, 1]
 
-    def _close_until(self, moment: int | None, open_now: list[tuple[int, int]], credited_to: int) -> int:
+    def _close_until(
+        self, moment: int | None, open_now: list[tuple[int, int]], credited_to: int, changes: list[tuple[int, int]]
+    ) -> int:
         while open_now and (moment is None or open_now[-1][0] <= moment):
             end, operator = open_now.pop()
             self.self_ns[operator] += max(0, end - credited_to)
             credited_to = max(credited_to, end)
+            changes.append((end, open_now[-1][1] if open_now else -1))
         return credited_to

@@ -15,7 +15,7 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import categorize
 from profkit.analysis.intervals import union_ns
 from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.range_paths import select_ranges
+from profkit.analysis.range_paths import refuse_long_paths, select_ranges
 from profkit.analysis.selection import KernelFilter, choose_work, lies_within, outermost
 from profkit.analysis.steps import find_contexts, find_warmup, measured_ranges
 from profkit.names import STEP, kind_of
@@ -168,7 +168,6 @@ def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[Ran
     is_step = np.zeros(len(ranges), dtype=np.bool_)
     is_step[steps] = True
     known: dict[tuple[int, str], int] = {}
-    paths: list[RangePath] = [()]
     kinds = [kind_of(name) for name in trace.names]
     names, parents, step = ranges.name.tolist(), attribution.parent.tolist(), is_step.tolist()
     # Of ranges with one start the longest is the outermost, so a parent always comes before its children.
@@ -177,10 +176,11 @@ def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[Ran
             continue
         above = int(number[parents[index]]) if parents[index] != NO_RANGE else 0
         key = (above, kinds[names[index]])
-        if key not in known:
-            known[key] = len(paths)
-            paths.append((*paths[above], key[1]))
-        number[index] = known[key]
+        number[index] = known.setdefault(key, len(known) + 1)
+    refuse_long_paths(trace.path, [above - 1 for above, _ in known], (kind for _, kind in known))
+    paths: list[RangePath] = [()]
+    for above, kind in known:
+        paths.append((*paths[above], kind))
     return number, paths
 
 

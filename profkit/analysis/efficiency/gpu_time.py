@@ -193,7 +193,8 @@ def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTi
     trace = attribution.trace
     ranges = trace.ranges
     tables = ((trace.work, attribution.work), (trace.copies, attribution.copies))
-    extents: dict[int, tuple[Ints, Ints]] = {}
+    extents: dict[int, tuple[Ints, Ints, Ints]] = {}
+    last_of_all = np.full(len(members), -NEVER, dtype=np.int64)
     for device in times:
         first = np.full(len(members), NEVER, dtype=np.int64)
         last = np.full(len(members), -NEVER, dtype=np.int64)
@@ -203,14 +204,13 @@ def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTi
                 members, np.where(here, rows.start_ns, NEVER), np.where(here, rows.end_ns, -NEVER)
             )
             first, last = np.minimum(first, begun), np.maximum(last, ended)
-        extents[device] = first, last
-    last_of_all = np.max([last for _, last in extents.values()], axis=0, initial=-NEVER)
+        some = np.flatnonzero(first < NEVER)
+        extents[device] = some, first[some], last[some]
+        np.maximum(last_of_all, last, out=last_of_all)
     found = []
     for device, time in times.items():
-        first, last = extents[device]
-        some = np.flatnonzero(first < NEVER)
+        some, first, last = extents[device]
         opened, closed = ranges.start_ns[members[some]], ranges.end_ns[members[some]]
-        first, last = first[some], last[some]
         start = np.minimum(first, np.maximum(opened, time.last_end_before(first)))
         end = np.maximum(closed, last)
         end = np.maximum(end, np.minimum(last_of_all[some], time.next_start_from(end)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -156,11 +157,9 @@ class StepFlops:
         """
         if self._facts.work is not None and self._context(step) is None:
             return self._facts.work.model_flops
-        trace, parent = self._attribution.trace, self._attribution.parent
-        name = {i: trace.names[int(trace.ranges.name[i])] for i in np.flatnonzero(parent == step).tolist()}
-        within = [i for i, text in name.items() if is_step(text)]
-        name |= {i: trace.names[int(trace.ranges.name[i])] for i in np.flatnonzero(np.isin(parent, within)).tolist()}
-        passes = [i for i, text in name.items() if text in (FORWARD, BACKWARD)]
+        below = self._children(step)
+        below += [inner for one in below if is_step(self._name(one)) for inner in self._children(one)]
+        passes = [one for one in below if self._name(one) in (FORWARD, BACKWARD)]
         work = self._works.total(np.array(passes, dtype=np.int64))
         return None if work.flops is None else work.flops - (work.recomputed_flops or 0)
 
@@ -173,6 +172,23 @@ class StepFlops:
         if flops is None or not step_ns or peak is None or len(gpu_counts) != 1:
             return None
         return flops / (step_ns / 1e9 * peak * gpu_counts.pop())
+
+    def _children(self, index: int) -> list[int]:
+        """Return the ranges directly in a range."""
+        order, parent = self._by_parent
+        low, high = np.searchsorted(parent, [index, index + 1]).tolist()
+        children: list[int] = order[low:high].tolist()
+        return children
+
+    @cached_property
+    def _by_parent(self) -> tuple[Ints, Ints]:
+        """Return the ranges in order of their parents, and those parents."""
+        order = np.argsort(self._attribution.parent, kind="stable")
+        return order, self._attribution.parent[order]
+
+    def _name(self, index: int) -> str:
+        trace = self._attribution.trace
+        return trace.names[int(trace.ranges.name[index])]
 
     def _context(self, step: int) -> int | None:
         return context_of(self._names[self._nodes.of_range[step]])

@@ -30,6 +30,7 @@ _FAR = 2**62
 # What a storage of several tensors is called, by their role.
 _SHARED = {"gradient": "gradient bucket"}
 _SHOWN_NAMES = 2
+_LONGEST_TEXT = 4096
 
 # A saved tensor has the name of a module, and several modules may save the same one.
 _NAMED_BY_MODULE = "saved"
@@ -110,7 +111,7 @@ def read_text(raw: dict[str, Any]) -> Text | None:
     value = raw.get("user_metadata")
     if not isinstance(value, str) or not value.startswith(METADATA_PREFIX):
         return None
-    phase, _, module = value.removeprefix(METADATA_PREFIX).partition(":")
+    phase, _, module = value[:_LONGEST_TEXT].removeprefix(METADATA_PREFIX).partition(":")
     # An earlier profkit called by this name what ran in backward before the first module's.
     return Text(phase, "" if (phase, module) == (BACKWARD, LOSS) else module)
 
@@ -128,7 +129,7 @@ def read_metadata(raw: dict[str, Any]) -> str | None:
     if isinstance(value, dict):
         texts = {key: some for key, some in value.items() if isinstance(key, str) and isinstance(some, str)}
         value = " ".join(f"{key}={some}" for key, some in texts.items())
-    return value if isinstance(value, str) and value else None
+    return value[:_LONGEST_TEXT] if isinstance(value, str) and value else None
 
 
 def _find(entry: Owned, rows: list[int], replay: Replay, timeline: Timeline) -> int | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from profkit.analysis.memory.places import OUTSIDE, Place
+from profkit.errors import SnapshotError
 from profkit.names import MODEL, kind_of
 
 OUTSIDE_MODULES = "(outside modules)"
@@ -25,6 +26,10 @@ Path = tuple[str, ...]
 
 _DEEPEST = 50
 """Names come from a file, and every level of a name is a row: what is deeper stays one name."""
+
+
+_MOST_MODULES = 2**18
+"""Ten times as many as the largest models have."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,19 @@ def sum_by_phase(pieces: Iterable[Piece], total: int) -> tuple[PartRow, ...]:
 
 
 def sum_by_module(pieces: Iterable[Piece], total: int, known: Sequence[str]) -> tuple[PartRow, ...]:
-    """Return the tree of modules, depth first; ``known`` are modules in the order in which they are defined."""
+    """Return the tree of modules, depth first; ``known`` are modules in the order in which they are defined.
+
+    Raises:
+        SnapshotError: there are more than `_MOST_MODULES`.
+    """
     sums: dict[Path, _Sum] = {}
     for piece in pieces:
         for path, size, count in _places(piece):
             for depth in range(1, len(path) + 1):
+                if path[:depth] not in sums and len(sums) >= _MOST_MODULES:
+                    raise SnapshotError(
+                        f"the texts of its allocations name more than {_MOST_MODULES:,} modules; so many are not read"
+                    )
                 one = sums.setdefault(path[:depth], _Sum())
                 one.add(size, count, piece.category, piece.place.evidence)
             sums[path].own_bytes += size

@@ -14,18 +14,25 @@ called it. The snapshot holds that line: torch puts what Inductor recorded behin
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from profkit.allocator.replay import Replay
+from profkit.errors import SnapshotError
 from profkit.snapshot.columns import Device, Stack
 
 _MOST_LINES = 2**31
 # Twice as deep as Python calls itself.
 _MOST_FRAMES = 2000
+# Linux has no longer paths.
+_LONGEST_TEXT = 4096
+_LONGEST_TRACE = 2**16
+_MOST_MADE_LINES = 2**21
+_MOST_FILES = 2**15
 NO_FRAMES = "no Python line (backward pass, or before recording)"
 NO_OWN_LINE = "no line of yours"
 COMPILED = "compiled code"
@@ -133,6 +140,8 @@ class StackBook:
         # A list of frames that a million events share is looked at once.
         self._by_list: dict[int, int] = {}
         self._by_frames: dict[Stack, int] = {(): 0}
+        self._by_frame: dict[int, Stack] = {}
+        self._made_lines = 0
         self.facts: list[StackFacts] = [StackFacts(())]
 
     def number_of(self, row: int) -> int:
@@ -179,8 +188,21 @@ class StackBook:
         block = int(self._replay.final_block[row])
         return self._device.blocks.raw[block] if block >= 0 else {}
 
+    def _read(self, frame: dict[str, Any]) -> Stack:
+        """Return a frame and what it was made from; a frame that many stacks share is read once."""
+        place = id(frame)
+        if place not in self._by_frame:
+            self._by_frame[place] = tuple(_read_frame(frame))
+        return self._by_frame[place]
+
     def _intern(self, frames: list[dict[str, Any]]) -> int:
-        stack = tuple(one for frame in frames if isinstance(frame, dict) for one in _read_frame(frame))
+        found = (one for frame in frames if isinstance(frame, dict) for one in self._read(frame))
+        stack = tuple(itertools.islice(found, _MOST_FRAMES))
+        self._made_lines += max(len(stack) - len(frames), 0)
+        if self._made_lines > _MOST_MADE_LINES:
+            raise SnapshotError(
+                f"the compiled code in its stacks was made from over {_MOST_MADE_LINES:,} lines; no more are read"
+            )
         number = self._by_frames.get(stack)
         if number is None:
             number = self._by_frames[stack] = len(self.facts)
@@ -214,6 +236,7 @@ def _is_compiler(frame: tuple[str, str, int]) -> bool:
     return _stands_in(frame[1], _COMPILER)
 
 
+@lru_cache(_MOST_FILES)
 def _stands_in(file: str, places: tuple[str, ...]) -> bool:
     """Return whether a file lies in one of some places, or was written by torch.compile and is nobody's own."""
     return any(place in file for place in places) or _GENERATED.search(file) is not None
@@ -227,15 +250,15 @@ def _is_native(frame: tuple[str, str, int]) -> bool:
 def _read_frame(frame: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
     """Yield a frame, and after one of code that FX generated the lines that it was made from, innermost first."""
     yield _text(frame.get("name")), _text(frame.get("filename")), _line(frame.get("line"))
-    for line in reversed(_text(frame.get("fx_original_trace")).splitlines()):
+    for line in reversed(_text(frame.get("fx_original_trace"), _LONGEST_TRACE).splitlines()):
         place, _, name = line.partition(", in ")
         file, is_there, number = place.strip().removeprefix('File "').partition('", line ')
         if is_there:
             yield name, file, int(number) if number.isdecimal() and len(number) < _LONGEST_NUMBER else 0
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "?"
+def _text(value: Any, longest: int = _LONGEST_TEXT) -> str:
+    return value[:longest] if isinstance(value, str) else "?"
 
 
 def _line(value: Any) -> int:

@@ -1,0 +1,166 @@
+"""The worst files that are whole: each is read within limits, or refused in one line, and no analysis multiplies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profkit.allocator import replay
+from profkit.analysis import attribution, backward_links, range_tree
+from profkit.analysis.memory import parts, stacks
+from profkit.reading import open_trace
+from profkit.trace.operators import OperatorForest
+from tests.child import run_in_child
+from tests.conftest import call_main
+from tests.fuzz import worst_exports, worst_snapshots, worst_traces
+from tests.nsys_builder import NsysBuilder
+
+COUNT = 150
+CPU_SECONDS = 20
+MEMORY_BYTES = 2**31
+
+TIME = (
+    "efficiency FILE --numbered --format json",
+    "ranges FILE",
+    "kernels FILE --by range",
+    "check FILE --max-idle 1%",
+)
+MEMORY = ("memory FILE --leaks --format json", "memory FILE --by stack", "memory FILE --by module")
+
+
+def codes(path: Path, commands: tuple[str, ...]) -> list[int]:
+    """Return the exit codes of some commands; a refusal must be one line."""
+    found = []
+    for command in commands:
+        done = call_main([part.replace("FILE", str(path)) for part in command.split()])
+        assert "internal error" not in done.stderr, (command, done.stderr)
+        assert done.returncode != 1 or done.stderr.count("\n") == 1, (command, done.stderr)
+        found.append(done.returncode)
+    return found
+
+
+def in_limits(path: Path, commands: tuple[str, ...]) -> list[int]:
+    return run_in_child(lambda: codes(path, commands), cpu_seconds=CPU_SECONDS, memory_bytes=MEMORY_BYTES)
+
+
+@pytest.mark.parametrize("name", worst_exports.EXPORTS)
+def test_an_export_of_much_of_one_thing_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    path = worst_exports.EXPORTS[name](COUNT).write(tmp_path / "worst.sqlite")
+    assert set(in_limits(path, TIME)) <= {0, 1, 3}
+
+
+@pytest.mark.parametrize("name", worst_traces.CHROME)
+def test_a_torch_profiler_trace_of_much_of_one_thing_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    path = worst_traces.write_chrome(worst_traces.CHROME[name](COUNT), tmp_path / "worst.json")
+    assert set(in_limits(path, TIME)) <= {0, 1, 3}
+
+
+@pytest.mark.parametrize("name", worst_snapshots.SNAPSHOTS)
+def test_a_snapshot_of_much_of_one_thing_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    path = worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS[name](COUNT), tmp_path / "worst.pickle")
+    assert set(in_limits(path, MEMORY)) <= {0, 1}
+
+
+def nest(depth: int, kernels: int) -> NsysBuilder:
+    return worst_exports.nested(depth, depth=depth, kernels=kernels)
+
+
+def test_kernels_under_thousands_of_ranges_each_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = nest(70, 50).write(tmp_path / "deep.sqlite")
+    assert codes(path, ("ranges FILE",)) == [0]
+    monkeypatch.setattr(attribution, "_MOST_PLACES", 1_000)
+    done = call_main(["ranges", str(path)])
+    assert done.returncode == 1
+    assert "50 kernels or copies lie under more than 64 ranges each" in done.stderr
+
+
+def test_work_on_more_gpus_than_a_machine_has_is_refused(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for number in range(257):
+        builder.kernel(100 * number, 10, device=number)
+    done = call_main(["kernels", str(builder.write(tmp_path / "gpus.sqlite"))])
+    assert (done.returncode, "work on 257 GPUs; more than 256 are not read" in done.stderr) == (1, True)
+
+
+def test_modules_by_the_hundred_thousand_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS["module texts"](COUNT), tmp_path / "modules.pickle")
+    assert codes(path, ("memory FILE --by module",)) == [0]
+    monkeypatch.setattr(parts, "_MOST_MODULES", 100)
+    done = call_main(["memory", str(path), "--by", "module"])
+    assert (done.returncode, "more than 100 modules" in done.stderr) == (1, True)
+
+
+def test_a_history_in_which_nothing_is_found_where_it_should_be_is_not_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = 2**21
+    traces = [
+        worst_snapshots.event("segment_map", 2**30, 2 * half, 1),
+        worst_snapshots.event("segment_unmap", 2**30 + half, half, 2),
+    ]
+    segment = worst_snapshots.segment(2**30, [worst_snapshots.block(half, "inactive")], is_expandable=True)
+    path = worst_snapshots.write_snapshot(worst_snapshots.snapshot([segment], traces), tmp_path / "unmapped.pickle")
+    what = "blocks that were not looked for, after so many that had to be"
+    assert what not in call_main(["memory", str(path)]).stdout
+    monkeypatch.setattr(replay, "_MOST_LOOKS", 0)
+    assert what in call_main(["memory", str(path)]).stdout
+
+
+def test_lines_of_compiled_code_by_the_million_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = worst_snapshots.write_snapshot(worst_snapshots.long_fx_frames(COUNT), tmp_path / "lines.pickle")
+    assert codes(path, ("memory FILE",)) == [0]
+    monkeypatch.setattr(stacks, "_MOST_MADE_LINES", 1_000)
+    done = call_main(["memory", str(path)])
+    assert (done.returncode, "made from over 1,000 lines" in done.stderr) == (1, True)
+
+
+def test_backward_ranges_by_the_million_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = worst_traces.write_chrome(worst_traces.linked_backward(COUNT), tmp_path / "links.json")
+    assert codes(path, ("ranges FILE",)) == [0]
+    monkeypatch.setattr(backward_links, "_MOST_MIRRORS", -10_000)
+    done = call_main(["ranges", str(path)])
+    assert (done.returncode, "more in the backward pass; captures with so many are not read" in done.stderr) == (
+        1,
+        True,
+    )
+
+
+def test_ranges_with_endless_paths_are_refused(tmp_path: Path) -> None:
+    path = worst_exports.long_repeated(4_000).write(tmp_path / "long.sqlite")
+    done = call_main(["ranges", str(path), "--format", "json"])
+    assert done.returncode == 1
+    assert "characters long on average; captures with more than 400 are not read" in done.stderr
+
+
+def test_the_tree_is_summed_alike_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = open_trace(worst_exports.steps(500).write(tmp_path / "steps.sqlite"))
+    whole = trace.ranges()
+    portions = Counter[int]()
+    monkeypatch.setattr(range_tree, "_PLACES_AT_A_TIME", 7)
+    under = attribution.PlacedRows.under
+
+    def counted(self: attribution.PlacedRows, *arguments: object) -> object:
+        found = under(self, *arguments)  # type: ignore[arg-type]
+        portions[len(found.rows)] += 1
+        return found
+
+    monkeypatch.setattr(attribution.PlacedRows, "under", counted)
+    assert trace.ranges() == whole
+    assert max(portions) <= 7
+    assert sum(portions.values()) > 15
+
+
+def test_a_moment_after_thousands_of_operators_is_found_without_passing_each() -> None:
+    count = 100_000
+    start, end = np.arange(count), 4 * count - np.arange(count)
+    forest = OperatorForest(start, end, np.zeros(count, dtype=np.int64))
+
+    def innermost() -> list[int]:
+        moments = np.concatenate([np.full(count, 5 * count), [count // 2, 3 * count]])
+        found = forest.innermost_at(moments, np.zeros(len(moments), dtype=np.int64))
+        return [int(found[0]), int(found[-2]), int(found[-1])]
+
+    assert run_in_child(innermost, cpu_seconds=5) == [-1, count // 2, count - 1]
