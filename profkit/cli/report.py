@@ -19,8 +19,14 @@ from profkit.snapshot.unpickler import collector_off
 @click.option(
     "-o", "output", type=click.Path(path_type=Path), help="The page to write  [default: RUN's name and .html]"
 )
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="RUN0",
+    help="Compare with RUN0, an earlier run: what changed, the largest first.",
+)
 @click.option("--source", is_flag=True, help="Put the source lines that allocated memory into the page.")
-def report(capture: Path, output: Path | None, source: bool) -> None:
+def report(capture: Path, output: Path | None, against: Path | None, source: bool) -> None:
     """Write one HTML page of a run: its steps, modules, kernels and memory, and how far to trust them.
 
     RUN is a run directory, or a trace or memory snapshot alone. The page is one file that loads nothing: it opens
@@ -31,9 +37,10 @@ def report(capture: Path, output: Path | None, source: bool) -> None:
     output = output or Path(f"{capture.resolve().name}.html")
     if output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"-o {output}: the report is an HTML page; end its name in .html")
-    refuse_overwriting([capture], [output])
+    refuse_overwriting([capture, *([against] if against is not None else [])], [output])
     click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"reading {capture.name}"):
-        opened = open_capture(capture)
-        write_page(output, render_report(opened, source=Path.cwd() if source else None))
+        before = None if against is None else open_capture(against)
+        page = render_report(open_capture(capture), against=before, source=Path.cwd() if source else None)
+    write_page(output, page)
     click.echo(output)

@@ -12,13 +12,14 @@ from typing import Any
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.range_paths import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
 from profkit.report.document import Column, Table
 from profkit.report.efficiency import limit_words
+from profkit.report.page.comparison import PERCENT
 from profkit.report.page.markup import view_table
+from profkit.report.page.results import Results
 from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, four_digits, ns_over
 
 _HELD = {
@@ -29,16 +30,17 @@ _HELD = {
 }
 """Column → category of memory."""
 
+_COMPARED = ("forward_ns", "backward_ns", "bytes")
+
 _PHASES = {FORWARD: "forward", BACKWARD: "backward"}
 
 
-def build_modules(
-    times: Sequence[ModuleTime], efficiency: EfficiencyResult | None, memory: MemoryResult | None
-) -> dict[str, Any]:
-    """Return the tree of modules, depth first; an empty cell of a module is unknown or nothing that was recorded."""
-    steps = None if efficiency is None else efficiency.step_count
-    parts = [] if memory is None else list(memory.composition.by_module)
-    rows = tree_of(times, parts, efficiency)
+def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]:
+    """Return the tree of modules, depth first; with an earlier run, how each figure changed since."""
+    times, parts, steps = run.summary.modules, _parts(run), run.steps
+    rows = tree_of(times, parts, run.efficiency)
+    if before is not None:
+        _add_changes(rows, steps, tree_of(before.summary.modules, _parts(before)), before.steps)
     table = view_table(Table(_columns(rows, steps), rows))
     for view, row in zip(table["rows"], rows, strict=False):
         view[0] |= {"depth": row["depth"], "module": row["name"], "number": row["number"]}
@@ -46,8 +48,29 @@ def build_modules(
         "table": table,
         "is_joined": bool(times) and bool(parts),
         "per": "sums over the recording" if steps is None else f"per step, averages over {steps}",
-        "moment": None if memory is None else memory.composition.what,
+        "moment": None if run.memory is None else run.memory.composition.what,
     }
+
+
+def _parts(run: Results) -> Sequence[PartRow]:
+    """Return what each module held at the peak."""
+    return () if run.memory is None else run.memory.composition.by_module
+
+
+def _add_changes(
+    rows: Sequence[dict[str, Any]], steps: int | None, before: Sequence[dict[str, Any]], steps_before: int | None
+) -> None:
+    """Note in each row by which part its figures changed; times are compared per step."""
+    old_rows = {row["name"]: row for row in before}
+    for row in rows:
+        for key in _COMPARED:
+            new, old = row.get(key), old_rows.get(row["name"], {}).get(key)
+            if key != "bytes":
+                new, old = (
+                    None if value is None or count is None else value / count
+                    for value, count in ((new, steps), (old, steps_before))
+                )
+            row[f"{key}_change"] = new / old - 1 if new is not None and old else None
 
 
 def tree_of(
@@ -172,6 +195,8 @@ def _columns(rows: Sequence[Mapping[str, Any]], steps: int | None) -> list[Colum
     columns = [
         Column("forward_ns", "forward", each),
         Column("backward_ns", "backward", each),
+        Column("forward_ns_change", "forward ±", PERCENT),
+        Column("backward_ns_change", "backward ±", PERCENT),
         Column("recompute_ns", "recompute", each),
         Column("kernel_count", "kernels", count_over(steps)),
         Column("flops", "FLOP", flops),
@@ -179,6 +204,7 @@ def _columns(rows: Sequence[Mapping[str, Any]], steps: int | None) -> list[Colum
         Column("backward_peak", "backward % of peak", SHARE),
         Column("limited_by", "limited by", TEXT),
         Column("bytes", "memory at the peak", BYTES),
+        Column("bytes_change", "memory ±", PERCENT),
         *(Column(key, heading, BYTES) for key, heading in _HELD.items()),
     ]
     known = [one for one in columns if any(row.get(one.key) is not None for row in rows)]

@@ -14,19 +14,17 @@ from markupsafe import Markup
 
 from profkit.analysis.advice import find_advice
 from profkit.analysis.compare.capture import OpenedCapture
-from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.step_slices import slice_median_step
-from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import Summary
 from profkit.files import write_whole
 from profkit.report.kernels import build_kernels_document
+from profkit.report.page.comparison import build_comparison, compare_runs
 from profkit.report.page.head import build_head
 from profkit.report.page.markup import Section, view_parts, without_folders
 from profkit.report.page.memory_history import Stacking, build_memory
 from profkit.report.page.modules import build_modules
+from profkit.report.page.results import Results
 from profkit.report.page.step_bar import build_step_bar
 from profkit.report.page.step_timeline import build_timeline
 from profkit.report.page.trust import build_trust
@@ -37,6 +35,13 @@ from profkit.version import __version__
 
 _SCRIPTS = {"timeline": ("timeline.js",), "memory": ("uplot.min.js", "memory.js")}
 """Sections with a script of their own."""
+
+_MEMORY = "Memory over time"
+_WITHOUT_MEMORY = "Memory was not recorded. `profkit run --memory -- python train.py` records it."
+_WITHOUT_STEPS = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
+_WITHOUT_MODULES = "No module was recorded: `profkit run -- python train.py` opens a range for each."
+_WITHOUT_ADVICE = "None of profkit's rules found a change whose effect these figures could tell."
+_WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
 
 _ASSETS = files("profkit.report.page") / "assets"
 
@@ -58,7 +63,9 @@ def render_memory_page(
         by: what is stacked at first; the reader can change it.
         wanted: which allocations the chart shows; the others are added up as one.
     """
-    section = _memory_section(capture, memory, result, by=by, wanted=wanted)
+    command = f"profkit memory {without_folders(str(capture.path))}{_rank_words(capture, result)}"
+    content = build_memory(memory, result, by=by, wanted=wanted)
+    section = Section("memory", _MEMORY, command, content, findings=result.warnings)
     alone = OpenedCapture(capture.path, capture.run, None, capture.snapshot)
     title = f"{capture.path.resolve().name}, device {result.totals.device}: memory over time"
     return _render_sections(title, alone, [section])
@@ -74,37 +81,32 @@ def write_page(path: Path, text: str) -> None:
     write_whole(path, text.encode("utf-8", "replace"))
 
 
-def render_report(capture: OpenedCapture, *, source: Path | None = None) -> str:
+def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = None, source: Path | None = None) -> str:
     """Return the page of a capture as text.
 
     Args:
         capture: what is shown.
+        against: an earlier run, to compare with.
         source: the folder whose source lines stand next to the allocations that they made; by default none do.
+
+    Raises:
+        UsageError: the earlier run has nothing that could be compared.
     """
-    name = without_folders(str(capture.path))
-    trace = capture.trace
-    has_work = trace is not None and len(trace.trace.work) > 0
-    kernels = trace.kernels() if trace is not None and has_work else None
-    on_gpu = kernels is not None and kernels.measure == "gpu-kernel"
-    efficiency = trace.efficiency() if trace is not None and on_gpu else None
-    device = None if capture.snapshot is None else capture.snapshot.device()
-    memory = None if capture.snapshot is None else capture.snapshot.memory()
-    summary = summarize_capture(capture)
-    ten_lines = build_summary_document(summary, find_advice(summary))
-    advice = list(ten_lines.data["advice"])
+    run = Results(capture)
+    before = None if against is None else Results(against)
+    ten_lines = build_summary_document(run.summary, find_advice(run.summary))
+    compared = [] if before is None else [_comparison_section(before, run)]
+    headline = "".join(one.content["headline"] for one in compared)
     sections = [
-        Section("verdict", "In short", f"profkit summary {name}", build_verdict(ten_lines, name), findings=()),
-        _step_section(name, capture, efficiency),
-        _module_section(name, summary, efficiency, memory),
-        _timeline_section(name, capture, efficiency),
-        Section("memory", _MEMORY, f"profkit memory {name}", missing=_WITHOUT_MEMORY)
-        if device is None or memory is None
-        else _memory_section(capture, device, memory, source=source),
-        _kernel_section(name, capture, kernels),
-        *([_advice_section(name, advice)] if advice else []),
-        Section(
-            "trust", "How far to trust this", f"profkit kernels {name} --strict", build_trust(capture, kernels, memory)
-        ),
+        Section("verdict", "In short", f"profkit summary {run.name}", build_verdict(ten_lines, run.name, headline)),
+        _step_section(run),
+        _module_section(run, before),
+        _timeline_section(run),
+        _memory_section(run, source),
+        _kernel_section(run),
+        _advice_section(run, list(ten_lines.data["advice"])),
+        *compared,
+        _trust_section(run),
     ]
     return _render_sections(f"{capture.path.resolve().name}: profkit report", capture, sections)
 
@@ -133,14 +135,67 @@ def _render_sections(title: str, capture: OpenedCapture, sections: Iterable[Sect
     )
 
 
-def _step_section(name: str, capture: OpenedCapture, result: EfficiencyResult | None) -> Section:
-    title, command = "One step", f"profkit efficiency {name}"
-    manifest = None if capture.run is None else capture.run.manifest
+def _comparison_section(before: Results, run: Results) -> Section:
+    command = f"profkit compare {before.name} {run.name}"
+    result, cautions = compare_runs(before.capture, run.capture)
+    return Section("compare", f"Against {before.name}", command, build_comparison(result), findings=tuple(cautions))
+
+
+def _step_section(run: Results) -> Section:
+    title, command, result = "One step", f"profkit efficiency {run.name}", run.efficiency
+    manifest = None if run.capture.run is None else run.capture.run.manifest
     if result is None:
         return Section("step", title, command, missing=_WITHOUT_GPU)
     if not result.steps:
         return Section("step", title, command, missing=_WITHOUT_STEPS, findings=result.warnings)
     return Section("step", title, command, build_step_bar(result, manifest), findings=result.warnings)
+
+
+def _module_section(run: Results, before: Results | None) -> Section:
+    title, command = "Modules", f"profkit summary {run.name} --format json"
+    if not run.summary.modules and run.memory is None:
+        return Section("modules", title, command, missing=_WITHOUT_MODULES)
+    return Section("modules", title, command, build_modules(run, before))
+
+
+def _timeline_section(run: Results) -> Section:
+    title, trace, result = "Timeline of one step", run.capture.trace, run.efficiency
+    step = None if trace is None or result is None else slice_median_step(trace.attribution, result.steps)
+    if trace is None or step is None:
+        missing = _WITHOUT_GPU if result is None else _WITHOUT_STEPS
+        return Section("timeline", title, f"profkit ranges {run.name}", missing=missing)
+    command = f"profkit kernels {run.name} --range {shlex.quote(step.name)} --instance {step.instance}"
+    return Section("timeline", title, command, build_timeline(trace.attribution, step))
+
+
+def _memory_section(run: Results, source: Path | None) -> Section:
+    if run.device is None or run.memory is None:
+        return Section("memory", _MEMORY, f"profkit memory {run.name}", missing=_WITHOUT_MEMORY)
+    command = f"profkit memory {run.name}{_rank_words(run.capture, run.memory)}"
+    content = build_memory(run.device, run.memory, source=source)
+    return Section("memory", _MEMORY, command, content, findings=run.memory.warnings)
+
+
+def _kernel_section(run: Results) -> Section:
+    title, command, trace = "Kernels", f"profkit kernels {run.name}", run.capture.trace
+    if run.kernels is None or trace is None:
+        return Section("kernels", title, command, missing=_WITHOUT_GPU)
+    phases = trace.phases()
+    document = build_kernels_document(run.kernels, (), phases={"": phases} if phases else None)
+    content = {"parts": view_parts(document.parts)}
+    return Section("kernels", title, command, content, findings=run.kernels.warnings)
+
+
+def _advice_section(run: Results, advice: Sequence[Mapping[str, Any]]) -> Section:
+    title, command = "What would help", f"profkit summary {run.name}"
+    if not advice:
+        return Section("advice", title, command, missing=_WITHOUT_ADVICE)
+    return Section("advice", title, command, build_advice(advice, run.name))
+
+
+def _trust_section(run: Results) -> Section:
+    content = build_trust(run.capture, run.kernels, run.memory)
+    return Section("trust", "How far to trust this", f"profkit kernels {run.name} --strict", content)
 
 
 def _rank_words(capture: OpenedCapture, result: MemoryResult) -> str:
@@ -149,61 +204,6 @@ def _rank_words(capture: OpenedCapture, result: MemoryResult) -> str:
     rank = next((number for number, file in ranks.items() if str(file) == result.snapshot), None)
     named = "" if rank is None or len(ranks) < 2 else f" --rank {rank}"
     return f"{named} --device {result.totals.device}" if result.others else named
-
-
-_MEMORY = "Memory over time"
-_WITHOUT_MEMORY = "Memory was not recorded. `profkit run --memory -- python train.py` records it."
-_WITHOUT_STEPS = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
-_WITHOUT_MODULES = "No module was recorded: `profkit run -- python train.py` opens a range for each."
-_WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
-
-
-def _module_section(
-    name: str, summary: Summary, efficiency: EfficiencyResult | None, memory: MemoryResult | None
-) -> Section:
-    title, command = "Modules", f"profkit summary {name} --format json"
-    if not summary.modules and memory is None:
-        return Section("modules", title, command, missing=_WITHOUT_MODULES)
-    return Section("modules", title, command, build_modules(summary.modules, efficiency, memory))
-
-
-def _advice_section(name: str, advice: Sequence[Mapping[str, Any]]) -> Section:
-    return Section("advice", "What would help", f"profkit summary {name}", build_advice(advice, name))
-
-
-def _timeline_section(name: str, capture: OpenedCapture, result: EfficiencyResult | None) -> Section:
-    title = "Timeline of one step"
-    trace = capture.trace
-    step = None if trace is None or result is None else slice_median_step(trace.attribution, result.steps)
-    if trace is None or step is None:
-        missing = _WITHOUT_GPU if result is None else _WITHOUT_STEPS
-        return Section("timeline", title, f"profkit ranges {name}", missing=missing)
-    command = f"profkit kernels {name} --range {shlex.quote(step.name)} --instance {step.instance}"
-    return Section("timeline", title, command, build_timeline(trace.attribution, step))
-
-
-def _memory_section(
-    capture: OpenedCapture,
-    memory: DeviceMemory,
-    result: MemoryResult,
-    *,
-    by: Stacking = "category",
-    wanted: Filter | None = None,
-    source: Path | None = None,
-) -> Section:
-    command = f"profkit memory {without_folders(str(capture.path))}{_rank_words(capture, result)}"
-    content = build_memory(memory, result, by=by, wanted=wanted, source=source)
-    return Section("memory", _MEMORY, command, content, findings=result.warnings)
-
-
-def _kernel_section(name: str, capture: OpenedCapture, result: KernelsResult | None) -> Section:
-    title, command = "Kernels", f"profkit kernels {name}"
-    if result is None or capture.trace is None:
-        return Section("kernels", title, command, missing=_WITHOUT_GPU)
-    phases = capture.trace.phases()
-    document = build_kernels_document(result, (), phases={"": phases} if phases else None)
-    content = {"parts": view_parts(document.parts)}
-    return Section("kernels", title, command, content, findings=result.warnings)
 
 
 @cache

@@ -27,15 +27,18 @@ _SECTIONS = {
 _ELSEWHERE = ("Care", "More")
 
 
-def build_verdict(document: Document, name: str) -> dict[str, Any]:
+def build_verdict(document: Document, name: str, against: str = "") -> dict[str, Any]:
     """Return the lines of the summary but for its head and cautions, which the page has already, and further commands.
 
-    A line whose figures another command prints in full names that command.
+    A line whose figures another command prints in full names that command. ``against`` says in one sentence what
+    changed since an earlier run, if there is one.
     """
     lines: list[dict[str, Any]] = []
+    if against:
+        lines.append({"label": "AGAINST", "section": "compare", "texts": [make_visible(against)], "command": ""})
     labelled = [part for part in document.parts if isinstance(part, Labelled)]
     for label, text in labelled[-1].lines:
-        if label or not lines:
+        if label or not lines or lines[-1]["label"] == "AGAINST":
             section, command = _SECTIONS.get(label, ("", "summary"))
             command = "" if command == "summary" else f"profkit {command} {name}"
             lines.append({"label": label, "section": section, "texts": [], "command": command})
