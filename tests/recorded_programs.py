@@ -72,8 +72,8 @@ def _by_step(opened: OpenedTrace, column: str) -> list[dict[str, int]]:
 
 
 def _is_torchs(name: str) -> bool:
-    """Return whether torch itself opens a range of this name, for torch.profiler alone."""
-    return "#" in name or name == "DistributedDataParallel.forward"
+    """Return whether torch or NCCL opens a range of this name, for one of the two profilers alone."""
+    return "#" in name or name.endswith("DataParallel.forward") or name.startswith("nccl")
 
 
 def assert_the_tree_is_whole(opened: OpenedTrace) -> None:

@@ -28,6 +28,9 @@ from tests.recorded_programs import (  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
+BY_LINKS_ALONE = "gradient penalty"
+"""In its second derivative only torch.profiler's links know the modules."""
+
 OF_ONE_PROCESS = {name: program for name, program in PROGRAMS.items() if program.ranks == 1}
 
 
@@ -75,13 +78,19 @@ def test_both_profilers_agree_on_the_kernels_under_each_path(name: str, forks: F
     (tmp_path / "nsys").mkdir()
     by_nsys = kernels_by_step(record_with_nsys(program, tmp_path / "nsys"))
     assert [step[""] > 0 for step in by_kineto] == [True] * program.steps
+    if name == BY_LINKS_ALONE:
+        by_nsys, by_kineto = (
+            [{path: count for path, count in step.items() if not path.startswith("backward/")} for step in steps]
+            for steps in (by_nsys, by_kineto)
+        )
     assert by_nsys == by_kineto
 
 
 @pytest.mark.parametrize("name", [*OF_ONE_PROCESS, *ON_A_GPU])
 def test_the_peak_is_the_allocators_own(name: str, forks: Forks, tmp_path: Path) -> None:
     words = [sys.executable, *(PROGRAMS | ON_A_GPU)[name].words]
-    assert forks.run(words, tmp_path).returncode == 0
+    for _ in range(2):  # the first run compiles, and measures kernels on memory of its own; the later ones load them
+        assert forks.run(words, tmp_path).returncode == 0
     peak = int((tmp_path / ".forked" / "peak.txt").read_text())
     # More steps than it makes: the history goes to its end.
     options = ("-o", "run", "--memory-only", "--warmup", "1", "--steps", "50")
