@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -51,46 +51,53 @@ class Range:
     Dynamo enters no context manager that was made outside the code it compiles: there, write ``with annotate(...):``.
     """
 
-    __slots__ = ("_flops", "_marker", "_name")
+    __slots__ = ("_flops", "_marker", "_name", "attributes", "domain", "pop", "push")
 
     def __init__(self, name: str | Callable[..., str], flops: int | Callable[..., int] | None) -> None:
         self._name = name
         self._flops = flops
         self._marker: Any = None if callable(flops) or callable(name) else own_kind(nvtx.annotate)(name, payload=flops)
+        marker: Any = self._marker
+        # NVTX's own functions: by the methods of an nvtx.annotate a range takes twice as long.
+        try:
+            self.push, self.pop = nvtx._lib.push_range, nvtx._lib.pop_range
+            self.attributes, self.domain = marker.attributes, marker.domain.handle
+        except AttributeError:  # another nvtx, or one that is switched off
+            self.push, self.pop = _enter, _exit
+            self.attributes = self.domain = marker
 
-    def open(self, opener: RangeObserver | None = None) -> Any:
-        """Open the range and return what `close` needs; an observer that is the ``opener`` is not shown it."""
-        marker = self._marker
-        if marker is None:
-            raise TypeError("a name or flops given as a function needs a decorated call; give `with` a value")
-        for observer in _observers:
-            if observer is not opener:
+    def open(self, shown_to: Sequence[RangeObserver]) -> Any:
+        """Open the range, of which these observers are told, and return what `close` needs."""
+        if shown_to:
+            for observer in shown_to:
                 observer.opening(self.name)
-        marker.__enter__()
+        self.push(self.attributes, self.domain)
         if _always_in_torch or _is_profiling():
             return own_kind(sys.modules["torch.autograd"].profiler.record_function)(self.name).__enter__()
         return None
 
-    def close(self, record: Any, opener: RangeObserver | None = None) -> None:
-        """Close the range, this thread's innermost; ``record`` is what `open` returned for the same ``opener``."""
-        for observer in _observers:
-            if observer is not opener:
+    def close(self, record: Any, shown_to: Sequence[RangeObserver]) -> None:
+        """Close the range, this thread's innermost; ``record`` is what `open` returned."""
+        if shown_to:
+            for observer in shown_to:
                 observer.closing()
         if record is not None:
             record.__exit__(None, None, None)
-        self._marker.__exit__(None, None, None)
-        for observer in _observers:
-            if observer is not opener:
+        self.pop(self.domain)
+        if shown_to:
+            for observer in shown_to:
                 observer.closed()
 
     def __enter__(self) -> Range:
-        _open_in_torch.records.append(self.open())
+        if self._marker is None:
+            raise TypeError("a name or flops given as a function needs a decorated call; give `with` a value")
+        _open_in_torch.records.append(self.open(_observers))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(_open_in_torch.records.pop())
+        self.close(_open_in_torch.records.pop(), _observers)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return ``function`` with the range around every call."""
@@ -132,6 +139,14 @@ class Range:
         return Range(name, self._flops(*args, **kwargs) if callable(self._flops) else self._flops)
 
 
+def _enter(marker: Any, _marker: Any) -> None:
+    marker.__enter__()
+
+
+def _exit(marker: Any) -> None:
+    marker.__exit__(None, None, None)
+
+
 def record_in_torch(on: bool) -> None:
     """Have every range of this process also open a ``record_function`` while no profiler runs, or stop that.
 
@@ -139,6 +154,7 @@ def record_in_torch(on: bool) -> None:
     """
     global _always_in_torch  # noqa: PLW0603  a switch of the process
     _always_in_torch = on
+    _update_others()
 
 
 _always_in_torch = False
@@ -172,15 +188,33 @@ class RangeObserver:
 def observe_ranges(observer: RangeObserver) -> None:
     """Show ``observer`` every range of this process from now on."""
     _observers.append(observer)
+    _update_others()
 
 
 def ignore_ranges(observer: RangeObserver) -> None:
     """Show ``observer`` no more ranges."""
     if observer in _observers:
         _observers.remove(observer)
+        _update_others()
+
+
+def observers_but(opener: RangeObserver) -> Sequence[RangeObserver]:
+    """Return who is shown the ranges that ``opener`` opens: all observers but itself, now and later.
+
+    While there is nobody, and torch.profiler records nothing, `Range.push` does what `Range.open` does.
+    """
+    others = _others.setdefault(opener, [])
+    _update_others()
+    return others
+
+
+def _update_others() -> None:
+    for opener, others in _others.items():
+        others[:] = [one for one in _observers if one is not opener] + [RangeObserver()] * _always_in_torch
 
 
 _observers: list[RangeObserver] = []
+_others: dict[RangeObserver, list[RangeObserver]] = {}
 
 
 class _OpenInTorch(threading.local):

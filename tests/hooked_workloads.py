@@ -349,16 +349,22 @@ def _install(memory: Any) -> Callable[[], None]:
     from profkit.capture.hooks import Hooks
 
     class Noted:
-        def __init__(self, name: str) -> None:
-            self.name = name
+        def __init__(self, name: str, _flops: None) -> None:
+            self.attributes = self.domain = name
 
-        def open(self, _opener: object) -> None:
-            EVENTS.append(("open", self.name, threading.get_ident()))
+        def push(self, name: str, _domain: str) -> None:
+            EVENTS.append(("open", name, threading.get_ident()))
 
-        def close(self, _token: None, _opener: object) -> None:
-            EVENTS.append(("close", self.name, threading.get_ident()))
+        def pop(self, name: str) -> None:
+            EVENTS.append(("close", name, threading.get_ident()))
 
-    open_ranges._range = Noted  # type: ignore[assignment]
+        def open(self, _shown_to: object) -> None:
+            self.push(self.attributes, self.domain)
+
+        def close(self, _token: None, _shown_to: object) -> None:
+            self.pop(self.domain)
+
+    open_ranges.Range = Noted  # type: ignore[assignment, misc]
 
     def begin(number: int) -> None:
         if memory is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from profkit.capture import outside_nodes  # noqa: E402
-from profkit.capture.backward_nodes import is_marked  # noqa: E402
+from profkit.capture.backward_nodes import is_marked, mark_node, new_carrier  # noqa: E402
 from profkit.capture.outside_nodes import OutsideNodes  # noqa: E402
+
+MARK = partial(mark_node, hook=lambda _: None, carrier=new_carrier())
 
 
 def _graph(tensor: Any) -> list[Any]:
@@ -34,10 +37,10 @@ def _call(outside: OutsideNodes, module: nn.Module, x: Any) -> Any:
 
 
 def test_nodes_made_between_calls_are_marked_and_those_in_a_call_are_not() -> None:
-    outside, linear = OutsideNodes(lambda *_: None), nn.Linear(4, 4)
+    outside, linear = OutsideNodes(), nn.Linear(4, 4)
     outputs = [_call(outside, linear, torch.randn(2, 4)) for _ in range(2)]
     loss = outputs[0].exp().mean() + outputs[1].mean() * 2
-    outside.backward_begins("key", (loss,), None)
+    outside.backward_begins("key", (loss,), MARK)
     inside = [node for output in outputs for node in _graph(output)]
     assert [is_marked(node) for node in inside] == [False] * len(inside)
     between = [node for node in _graph(loss) if node not in inside]
@@ -47,17 +50,17 @@ def test_nodes_made_between_calls_are_marked_and_those_in_a_call_are_not() -> No
 
 def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU another thread makes and numbers them: the numbers may be those of a call's."""
-    outside = OutsideNodes(lambda *_: None)
+    outside = OutsideNodes()
     model = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
     x = torch.randn(2, 4, requires_grad=True)
     outside.call_begins()
     y = model(x).sum()
     first = _graph(y)
     monkeypatch.setattr(outside_nodes, "is_creating_graph", lambda: True)
-    outside.backward_begins("key", ((y,),), None)
+    outside.backward_begins("key", ((y,),), MARK)
     gradients = torch.autograd.grad(y, x, create_graph=True)
     outside.call_ended()  # so that the call's numbers hold those of the second derivative
-    outside.backward_ended("key", gradients, None)
+    outside.backward_ended("key", gradients, MARK)
     second = [node for node in _graph(gradients[0]) if node not in first]
     assert second
     assert all(map(is_marked, second))
@@ -65,9 +68,9 @@ def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypa
 
 
 def test_gradients_that_were_asked_for_without_a_graph_mark_nothing() -> None:
-    outside = OutsideNodes(lambda *_: None)
+    outside = OutsideNodes()
     x = torch.randn(2, 4, requires_grad=True)
     y = _call(outside, nn.Linear(4, 4), x)
-    outside.backward_begins("key", (y.sum(),), None)
-    outside.backward_ended("key", torch.autograd.grad(y.sum(), x, retain_graph=True), None)
+    outside.backward_begins("key", (y.sum(),), MARK)
+    outside.backward_ended("key", torch.autograd.grad(y.sum(), x, retain_graph=True), MARK)
     assert not any(map(is_marked, _graph(y)))

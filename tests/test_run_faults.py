@@ -148,6 +148,7 @@ for batch in DataLoader(torch.ones(20, 4), batch_size=2):
 
 BREAKABLE = [
     ("open_ranges", "OpenRanges.open"),
+    ("open_ranges", "OpenRanges.open_call"),
     ("open_ranges", "OpenRanges.close"),
     ("open_ranges", "OpenRanges.close_call"),
     ("open_ranges", "OpenRanges.has_range"),
@@ -191,8 +192,8 @@ def unbroken(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("where", "name", "after"),
-    [(*one, 0) for one in BREAKABLE] + [(*one, 17) for one in BREAKABLE[:9]],
-    ids=[".".join(one) for one in BREAKABLE] + [f"{'.'.join(one)} later" for one in BREAKABLE[:9]],
+    [(*one, 0) for one in BREAKABLE] + [(*one, 17) for one in BREAKABLE[:10]],
+    ids=[".".join(one) for one in BREAKABLE] + [f"{'.'.join(one)} later" for one in BREAKABLE[:10]],
 )
 def test_what_fails_in_profkit_never_reaches_the_script(
     forks: Forks, tmp_path: Path, unbroken: str, where: str, name: str, after: int

@@ -6,58 +6,56 @@ that runs before a node holds nothing, changes nothing, and fires on the thread 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from profkit.capture.open_ranges import Call
-
 _MARK = "profkit"
 _NESTING = 4
 
 
-Entered = Callable[[Call | None, Tensor | None], None]
-"""Is called with a call, and with a gradient or nothing, before a node runs that the call made."""
+NodeHook = Callable[[Any], None]
+"""Is called with a gradient or nothing before a node runs: the call that made the node."""
 
 
-def mark_nodes(value: Any, call: Call | None, entered: Entered, nesting: int = _NESTING) -> None:
-    """Call ``entered(call, _)`` before the backward of each node that made a tensor in ``value``.
+def mark_nodes(value: Any, hook: NodeHook, carrier: Tensor, nesting: int = _NESTING) -> None:
+    """Call ``hook`` before the backward of each node that made a tensor in ``value``.
 
-    ``value`` is a tensor, or holds some: a list, tuple, dict or dataclass. A node keeps the first call that it is
-    marked with: the innermost one in whose forward it was made, because what a module returns is seen as its output
-    before it is seen as the output of the module around it, or as the next one's input.
+    ``value`` is a tensor, or holds some: a list, tuple, dict or dataclass. A node keeps the first hook that it is
+    marked with: that of the innermost call in whose forward it was made, because what a module returns is seen as its
+    output before it is seen as the output of the module around it, or as the next one's input.
+
+    Args:
+        carrier: this thread's, of `new_carrier`.
     """
     if isinstance(value, Tensor):
         node = value.grad_fn
         if node is not None:
-            mark_node(node, call, entered)
+            mark_node(node, hook, carrier)
     elif not nesting or value is None:
         return
     elif isinstance(value, list | tuple):
         for part in value:
-            mark_nodes(part, call, entered, nesting - 1)
+            mark_nodes(part, hook, carrier, nesting - 1)
     elif isinstance(value, dict):
         for part in value.values():
-            mark_nodes(part, call, entered, nesting - 1)
+            mark_nodes(part, hook, carrier, nesting - 1)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            mark_nodes(getattr(value, field.name, None), call, entered, nesting - 1)
+            mark_nodes(getattr(value, field.name, None), hook, carrier, nesting - 1)
 
 
-def mark_node(node: Any, call: Call | None, entered: Entered) -> None:
+def mark_node(node: Any, hook: NodeHook, carrier: Tensor) -> None:
     """Mark one node, as `mark_nodes` does."""
     notes = node.metadata
     if _MARK not in notes:
         notes[_MARK] = True
         # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
         # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
-        carrier = _on_thread.carrier
-        carrier._backward_hooks = {0: partial(entered, call)}
+        carrier._backward_hooks = {0: hook}
         node._register_hook_dict(carrier)
 
 
@@ -66,13 +64,10 @@ def is_marked(node: Any) -> bool:
     return _MARK in node.metadata
 
 
-class _OnThread(threading.local):
-    def __init__(self) -> None:
-        with torch.inference_mode(False):
-            self.carrier = torch.empty(0, device="cpu")
-
-
-_on_thread = _OnThread()
+def new_carrier() -> Tensor:
+    """Return what carries hooks to nodes: each thread needs one of its own."""
+    with torch.inference_mode(False):
+        return torch.empty(0, device="cpu")
 
 
 running_graph: Callable[[], int] = torch._C._current_graph_task_id

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_calls import watch_backward_calls
-from profkit.capture.backward_nodes import at_graph_end, mark_nodes, running_graph
+from profkit.capture.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph
 from profkit.capture.boundaries import Boundaries
 from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.data_loading import DataLoading
@@ -32,7 +32,7 @@ from profkit.capture.generation import Generation
 from profkit.capture.graph_replays import watch_graphs
 from profkit.capture.module_calls import observe_module_calls
 from profkit.capture.module_names import ModuleNames
-from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
+from profkit.capture.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
 from profkit.capture.optimizer_calls import watch_optimizers
 from profkit.capture.outside_nodes import OutsideNodes
 from profkit.capture.recompute import is_computed_again, is_first_pass, watch_recompute
@@ -68,7 +68,7 @@ def _harmless(method: Method) -> Method:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     return guarded  # type: ignore[return-value]
 
@@ -99,8 +99,8 @@ class Hooks(RangeObserver):
         self.has_failed = False
         self.names = ModuleNames(depth)
         self._parts = self.names.parts
-        self._on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
-        self._recording = False
+        self.on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
+        self.is_recording = False
         self._replicas: dict[int, Call | None] = {}
         self.steps = StepPolicy(step_on, counts=counts_steps)
         self.clock = PhaseClock()
@@ -109,7 +109,8 @@ class Hooks(RangeObserver):
         self._generation = Generation(
             partial(self._shown, self.steps.generate_begins), partial(self._shown, self.steps.generate_ends)
         )
-        self._outside = OutsideNodes(self._enter_backward)
+        self._no_call = NoCall(self)
+        self._outside = OutsideNodes()
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
         self._boundaries = Boundaries(self._begin_step, self._count_script_ranges)
@@ -132,7 +133,7 @@ class Hooks(RangeObserver):
 
     def start(self) -> None:
         """Open ranges from now on, that of the step which is about to begin first."""
-        self._recording = True
+        self.is_recording = True
 
     def begin_whole(self) -> None:
         """Begin the one step that the whole script is."""
@@ -141,18 +142,18 @@ class Hooks(RangeObserver):
     @_harmless
     def mark_unfinished(self) -> None:
         """Say in the trace that the step which runs now is not whole."""
-        if self._recording and self._open.has(_STEP):
+        if self.is_recording and self._open.has(_STEP):
             self._open.open(_UNFINISHED, UNFINISHED)
             self._open.close(_UNFINISHED)
 
     def stop(self) -> None:
         """Close what is open on this thread, and open no more."""
         self._open.close_all()
-        self._recording = False
+        self.is_recording = False
 
     @property
     def _open(self) -> OpenRanges:
-        return self._on_thread.ranges
+        return self.on_thread.ranges
 
     @_harmless
     def opening(self, name: str) -> None:
@@ -186,7 +187,7 @@ class Hooks(RangeObserver):
         return self._open.count_scripts()
 
     def _range_closed(self) -> None:
-        if self._is_interrupted and self._recording:
+        if self._is_interrupted and self.is_recording:
             self._open.open(_STEP, step_range(self.begun))
         self._is_interrupted = False
         self._boundaries.range_closed()
@@ -202,15 +203,15 @@ class Hooks(RangeObserver):
     @_harmless
     def called(self, arguments: Any) -> None:
         around = self._open.call
-        if self._open.note_call() is not None and self._recording:
-            mark_nodes(arguments, around, self._enter_backward)
+        if self._open.note_call(self) is not None and self.is_recording:
+            mark_nodes(arguments, around or self._no_call, self._open.carrier)
 
     @_harmless
     def returned(self, result: Any) -> None:
-        if self._recording:
-            mark_nodes(result, self._open.call, self._enter_backward)
+        if self.is_recording:
+            mark_nodes(result, self._open.call or self._no_call, self._open.carrier)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         self.has_failed = True
         self.clock.stop()
         self._listener.hooks_failed(error)
@@ -219,7 +220,7 @@ class Hooks(RangeObserver):
 
     def _begin_phase(self, key: object, phase: str) -> None:
         self.clock.begin(phase)
-        is_wanted = self._recording and not self._open.has_range(phase)
+        is_wanted = self.is_recording and not self._open.has_range(phase)
         self._open.open(key, phase if is_wanted else None)
 
     def _end_phase(self, key: object) -> None:
@@ -239,91 +240,99 @@ class Hooks(RangeObserver):
         """Show the policy of steps an event that nothing else depends on."""
         self._make_boundary(event(*what))
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def enter(
+        self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | None:
         """Open what belongs around a call of ``module``; None: nothing does."""
         try:
-            opened = self._on_thread.ranges
             if opened.root is None and not self.has_failed and running_graph() == -1:
                 return self._begin_outermost(opened, module, args, kwargs)
-            if not self._recording:
+            if not self.is_recording:
                 return None
-            begins_recompute = opened.call is None and is_computed_again()
-            if begins_recompute:
-                opened.interrupt_backward(module, RECOMPUTE, opened.backward_call)
+            name = owner = None
             part = self._parts.get(id(module))
+            if part is not None:
+                name, owner = part.range, part.owner
+                if not part.is_known:
+                    part.is_known = True
+                    self.autocast_dtypes |= autocast_dtypes()
             around = opened.call
-            if part is not None and not part.is_known:
-                part.is_known = True
-                self.autocast_dtypes |= autocast_dtypes()
-            has_range = part is not None and part.range is not None
-            if around is not None and not (self._knows_owners or has_range or begins_recompute):
+            if around is None:
+                if is_computed_again():
+                    opened.interrupt_backward(module, RECOMPUTE, opened.backward_call)
+                    around = opened.call
+            elif name is None and not self._knows_owners:
                 return None
-            call = Call(part.range, around, part.owner) if part is not None else Call(None, around)
+            call = Call(name, around, self, owner)
+            hook, carrier = around or self._no_call, opened.carrier
             for value in args:
-                mark_nodes(value, around, self._enter_backward)
+                mark_nodes(value, hook, carrier)
             if kwargs:
-                mark_nodes(kwargs, around, self._enter_backward)
-            opened.open(call, call.name, call)
+                mark_nodes(kwargs, hook, carrier)
+            opened.open_call(call)
             return call
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return None
 
-    def leave(self, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
+    def leave(self, opened: OpenRanges, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
         """Close what was opened around a call of ``module``, which has ended."""
         try:
-            opened = self._on_thread.ranges
-            if self._recording:
-                mark_nodes(output, call, self._enter_backward)
+            if self.is_recording:
+                mark_nodes(output, call, opened.carrier)
             opened.close_call(call)
-            if opened.root is None and opened.is_interrupted_by(module):
-                opened.resume_backward(module)
+            if opened.root is None:
+                if opened.is_interrupted_by(module):
+                    opened.resume_backward(module)
             elif opened.root is call:
-                opened.root = None
-                if isinstance(call, ReplicaCall):
-                    return
-                if self._recording:
-                    self._outside.call_ended()
-                self._end_phase(FORWARD)
-                self._watcher.call_ends([kwargs])
-                self._make_boundary(self.steps.call_ends(module))
+                self._end_outermost(opened, call, module, kwargs)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
+
+    def _end_outermost(self, opened: OpenRanges, call: Call, module: nn.Module, kwargs: dict[str, Any]) -> None:
+        opened.root = None
+        if isinstance(call, ReplicaCall):
+            return
+        if self.is_recording:
+            self._outside.call_ended()
+        self._end_phase(FORWARD)
+        self._watcher.call_ends([kwargs])
+        self._make_boundary(self.steps.call_ends(module))
 
     def _begin_outermost(
         self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call | None:
         """Open the phase and the range of an outermost call, after a step's boundary if there is one."""
-        if self.steps.is_compilers(module):
+        if torch.compiler.is_compiling() or self.steps.is_compilers(module):
             return None
         if id(module) in self._replicas:
             return self._begin_replica(opened, module)
         self._boundaries.work_begins()
         self._make_boundary(self.steps.call_begins(module))
         is_loss = is_loss_module(module)
-        call, name = Call(None, opened.call), None
-        if self._recording:
+        call, name = Call(None, opened.call, self), None
+        if self.is_recording:
             part = self.names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
-            call, name = Call(part.range, opened.call, part.owner), part.name
+            call, name = Call(part.range, opened.call, self, part.owner), part.name
             self.autocast_dtypes |= autocast_dtypes()
         opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss))
         self._watcher.call_begins(module, args, name)
-        if self._recording:
+        if self.is_recording:
             self._outside.call_begins()
-            mark_nodes((args, kwargs), call.around, self._enter_backward)
+            mark_nodes((args, kwargs), call.around or self._no_call, opened.carrier)
         opened.open(call, call.name, call)
         return call
 
     @_harmless
     def replicas_begin(self, model: nn.Module, replicas: Sequence[nn.Module]) -> None:
         """Name the replicas' modules as the model's, and note in which call the replicas work."""
-        if self._recording:
+        if self.is_recording:
             self.names.name_replicas(model, replicas)
         self._replicas = dict.fromkeys(map(id, replicas), self._open.call)
 
     def _begin_replica(self, opened: OpenRanges, module: nn.Module) -> Call:
-        call = ReplicaCall(REPLICA if self._recording else None, self._replicas.pop(id(module)))
+        call = ReplicaCall(REPLICA if self.is_recording else None, self._replicas.pop(id(module)), self)
         opened.root = call
         opened.open(call, call.name, call)
         return call
@@ -339,21 +348,21 @@ class Hooks(RangeObserver):
 
     @_harmless
     def _backward_begins(self, key: object, tensors: Any) -> None:
-        if self._recording:
-            self._outside.backward_begins(key, tensors, self._open.call)
+        if self.is_recording:
+            self._outside.backward_begins(key, tensors, self._mark_here())
         # Within a backward pass it is mostly a checkpoint's: no phase of its own, but ranges that end with it.
         if running_graph() != -1:
             self._watcher.backward_begins(tensors)
             is_computed_again = self._open.has_range(RECOMPUTE)
-            self._open.interrupt_backward(key, BACKWARD if self._recording and is_computed_again else None)
+            self._open.interrupt_backward(key, BACKWARD if self.is_recording and is_computed_again else None)
             return
         self._boundaries.work_begins()
         self._make_boundary(self.steps.backward_begins())
         self._begin_phase(key, BACKWARD)
         self._watcher.backward_begins(tensors)
-        if self._recording and self._knows_owners:
+        if self.is_recording and self._knows_owners:
             # What runs until a module's backward is entered is the loss's own.
-            mark_nodes(tensors, None, self._enter_backward)
+            mark_nodes(tensors, self._no_call, self._open.carrier)
 
     @_harmless
     def _backward_ends(self, key: object, gradients: Any) -> None:
@@ -362,31 +371,26 @@ class Hooks(RangeObserver):
             self._open.resume_backward(key)
         else:
             self._end_phase(key)
-        self._outside.backward_ended(key, gradients, self._open.call)
+        self._outside.backward_ended(key, gradients, self._mark_here())
         if not is_within_another:
             self._make_boundary(self.steps.backward_ends())
 
-    def _enter_backward(self, call: Call | None, _gradient: Tensor | None = None) -> None:
-        if not self._recording:
-            return
-        try:
-            opened = self._on_thread.ranges
-            task = running_graph()
-            if opened.graph_task != task:
-                opened.graph_task = task
-                at_graph_end(self._leave_backward)
-            opened.enter_backward_of(call)
-        except Exception as error:
-            self._fail(error)
+    def _mark_here(self) -> Callable[[Any], None]:
+        """Return what marks a node as made by the call that runs on this thread, or by none."""
+        return partial(mark_node, hook=self._open.call or self._no_call, carrier=self._open.carrier)
+
+    def enter_graph(self, opened: OpenRanges) -> None:
+        opened.graph_task = running_graph()
+        at_graph_end(self._leave_backward)
 
     def call_to_recompute(self) -> Call | None:
         """Return the call in whose forward pass a checkpoint's part begins."""
-        return self._open.call if self._recording else None
+        return self._open.call if self.is_recording else None
 
     @_harmless
     def recompute_begins(self, key: object, call: Call | None) -> None:
         """Open the range of what a checkpoint computes again, not within the backward ranges of modules."""
-        if self._recording:
+        if self.is_recording:
             self._open.interrupt_backward(key, RECOMPUTE, call)
 
     @_harmless
@@ -419,7 +423,7 @@ class Hooks(RangeObserver):
         self.steps.optimizer_left()
 
     def _open_optimizer(self, optimizer: Optimizer, *, is_update: bool) -> None:
-        is_wanted = is_update and self._recording
+        is_wanted = is_update and self.is_recording
         self._open.open(OPTIMIZER, OPTIMIZER if is_wanted and not self._open.has_range(OPTIMIZER) else None)
         own = self.steps.label(optimizer) if is_wanted else None
         if own is not None:
@@ -450,7 +454,7 @@ class Hooks(RangeObserver):
         self._open.close(_STEP)
         self.begun = number
         self._listener.boundary(self.begun)
-        if self._recording:
+        if self.is_recording:
             self._open.open(_STEP, step_range(self.begun))
 
 

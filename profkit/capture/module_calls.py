@@ -19,41 +19,52 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from profkit.capture.open_ranges import Call
+from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
 
 
 class CallObserver(Protocol):
-    """Sees each call of a module begin and end, on the thread that makes it. It must not raise."""
+    """Sees each call of a module begin and end, on the thread that makes it. It must not raise.
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """A call is about to begin; None: its end does not matter."""
+    While ``is_recording`` is False it sees the outermost calls alone.
+    """
 
-    def leave(self, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
+    is_recording: bool
+    on_thread: OpenOnThread
+
+    def enter(
+        self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | None:
+        """A call is about to begin where ``opened`` is open; None: its end does not matter."""
+
+    def leave(self, opened: OpenRanges, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
         """A call has ended; ``output`` is None if it raised."""
 
 
 def observe_module_calls(observer: CallObserver) -> None:
     """Show ``observer`` every call of a module in this process from now on, until the process ends."""
     plain = nn.Module.__call__
-    enter, leave = observer.enter, observer.leave
-    is_compiling = torch.compiler.is_compiling
+    enter, leave, on_thread = observer.enter, observer.leave, observer.on_thread
+    is_dynamo_tracing = torch.compiler.is_dynamo_compiling
     is_tracing = torch._C._is_tracing
     # The callback with which Dynamo compiles what this thread runs, or None; torch 2.4 has no way to ask for it.
     in_compiled_code = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _no_callback)
 
     @functools.wraps(plain)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or is_tracing() or in_compiled_code() is not None:
+        if is_dynamo_tracing() or in_compiled_code() is not None:
             return plain(self, *args, **kwargs)
-        entered = enter(self, args, kwargs)
+        opened = on_thread.ranges
+        if (opened.root is not None and not observer.is_recording) or is_tracing():
+            return plain(self, *args, **kwargs)
+        entered = enter(opened, self, args, kwargs)
         if entered is None:
             return plain(self, *args, **kwargs)
         try:
             output = plain(self, *args, **kwargs)
         except BaseException:
-            leave(entered, self, None, kwargs)
+            leave(opened, entered, self, None, kwargs)
             raise
-        leave(entered, self, output, kwargs)
+        leave(opened, entered, self, output, kwargs)
         return output
 
     code: CodeType = call.__code__  # type: ignore[attr-defined]

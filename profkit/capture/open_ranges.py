@@ -4,26 +4,71 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from profkit.annotation import Range, RangeObserver
+from torch.autograd import profiler
+
+from profkit.annotation import Range, RangeObserver, observers_but
+from profkit.capture.backward_nodes import new_carrier, running_graph
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
 
 
 class Call:
     """One call of a module or of a function that the script annotated.
 
-    ``name`` is that of its range (None: it has none), ``owner`` what the memory of the called module is named, and
-    ``around`` the call around it.
+    A call is itself the hook of the graph's nodes that it made: it is called before their backward work runs.
+
+    Args:
+        name: that of its range; None: it has none.
+        around: the call around it.
+        hooks: what opens the ranges of its backward work.
+        owner: what the memory of the called module is named.
     """
 
-    __slots__ = ("around", "name", "owner")
+    __slots__ = ("around", "depth", "hooks", "name", "owner", "range")
 
-    def __init__(self, name: str | None, around: Call | None, owner: str | None = None) -> None:
+    def __init__(self, name: str | None, around: Call | None, hooks: BackwardHooks, owner: str | None = None) -> None:
         self.name = name
+        self.range = None if name is None else _ranges[name]
         self.around = around
+        self.depth: int = 0 if around is None else around.depth + 1
+        self.hooks = hooks
         self.owner = owner
+
+    def __call__(self, _gradient: Any) -> None:
+        hooks = self.hooks
+        if not hooks.is_recording:
+            return
+        try:
+            opened = hooks.on_thread.ranges
+            if opened.graph_task != running_graph():
+                hooks.enter_graph(opened)
+            opened.enter_backward_of(self)
+        except Exception as error:
+            hooks.fail(error)
+
+
+class NoCall(Call):
+    """Stands for no call, as the hook of nodes that no call made."""
+
+    __slots__ = ()
+
+    def __init__(self, hooks: BackwardHooks) -> None:
+        super().__init__(None, None, hooks)
+        self.depth = -1
+
+
+class BackwardHooks(Protocol):
+    """Whose calls' backward work gets ranges."""
+
+    is_recording: bool
+    on_thread: OpenOnThread
+
+    def enter_graph(self, opened: OpenRanges) -> None:
+        """A backward pass runs on this thread, of which nothing is known yet."""
+
+    def fail(self, error: Exception) -> None:
+        """A hook failed."""
 
 
 # An open range: who opened it, its name, the range and what it needs to close (both None where there is none), and the
@@ -53,10 +98,20 @@ class OpenRanges:
             leaving. Nothing is worked out where it is None.
     """
 
-    __slots__ = ("_entries", "_interrupted", "_opener", "_purpose", "_runs_for", "call", "graph_task", "root")
+    __slots__ = (
+        "_entries",
+        "_interrupted",
+        "_purpose",
+        "_runs_for",
+        "_shown_to",
+        "call",
+        "carrier",
+        "graph_task",
+        "root",
+    )
 
     def __init__(self, opener: RangeObserver, runs_for: RunsFor | None = None) -> None:
-        self._opener = opener
+        self._shown_to = observers_but(opener)
         self._runs_for = runs_for
         self._purpose: tuple[str | None, str | None] = None, None
         self._entries: list[_Entry] = []
@@ -64,17 +119,32 @@ class OpenRanges:
         self._interrupted: dict[object, Call | None] = {}
         self.call: Call | None = None
         """The call whose forward runs on this thread now, or None."""
+        self.carrier = new_carrier()
+        """What `mark_nodes` needs on this thread."""
         self.graph_task = -1
         self.root: Call | None = None
         """The outermost call of a module that runs now."""
+
+    def open_call(self, call: Call) -> None:
+        """Open the range of a call of a module that begins."""
+        one, token = call.range, None
+        if one is not None:
+            if self._shown_to or profiler._is_profiler_enabled:
+                token = one.open(self._shown_to)
+            else:
+                one.push(one.attributes, one.domain)
+        self._entries.append((call, call.name, one, token, call))
+        self.call = call
+        if self._runs_for is not None:
+            self._changed()
 
     def open(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open the range ``name`` (None: only remember ``key``)."""
         if name is None:
             self._entries.append((key, None, None, None, call))
         else:
-            one = _range(name)
-            self._entries.append((key, name, one, one.open(self._opener), call))
+            one = _ranges[name]
+            self._entries.append((key, name, one, one.open(self._shown_to), call))
         if call is not None:
             self.call = call
         if self._runs_for is not None:
@@ -86,7 +156,10 @@ class OpenRanges:
         if entries and entries[-1][_KEY] is call:
             _, _, one, token, _ = entries.pop()
             if one is not None:
-                one.close(token, self._opener)
+                if token is None and not self._shown_to:
+                    one.pop(one.domain)
+                else:
+                    one.close(token, self._shown_to)
             self.call = call.around
             if self._runs_for is not None:
                 self._changed()
@@ -119,12 +192,12 @@ class OpenRanges:
                 return entry[_KEY] is key
         return False
 
-    def note_call(self) -> Call | None:
+    def note_call(self, hooks: BackwardHooks) -> Call | None:
         """Make the script's innermost range that of a call, and return the call."""
         if not self._entries or self._entries[-1][_KEY] is not _SCRIPTS:  # it opened before anybody took note
             return None
         name = self._entries[-1][_NAME]
-        self.call = Call(name, self.call)
+        self.call = Call(name, self.call, hooks)
         self._entries[-1] = (_SCRIPTS, name, None, None, self.call)
         return self.call
 
@@ -149,31 +222,41 @@ class OpenRanges:
         return any(entry[_KEY] is key for entry in self._entries)
 
     def enter_backward_of(self, call: Call | None) -> None:
-        """Open exactly the backward ranges of ``call`` and the calls around it, above everything else that is open."""
-        top = self._entries[-1] if self._entries else None
-        if top is not None and top[_CALL] is call and top[_KEY] is _BACKWARD_OF_CALL:
-            return
-        wanted: list[Call] = []
-        one_around = call
-        while one_around is not None:
-            if one_around.name is not None or self._runs_for is not None:
-                wanted.append(one_around)
-            one_around = one_around.around
-        entries, opener = self._entries, self._opener
+        """Open exactly the backward ranges of ``call`` and the calls around it, above everything else that is open.
+
+        None or a `NoCall`: close those that are open there.
+        """
+        entries, shown_to = self._entries, self._shown_to
+        missing: list[Call] = []
+        one = None if call is None or call.depth < 0 else call
+        is_outside = one is None
         while entries and entries[-1][_KEY] is _BACKWARD_OF_CALL:
-            innermost = entries[-1][_CALL]
-            if innermost in wanted:  # and below it are the ranges of the calls around it, no others
-                del wanted[wanted.index(innermost) :]
+            innermost: Any = entries[-1][_CALL]
+            while one is not None and one.depth > innermost.depth:
+                missing.append(one)
+                one = one.around
+            if one is innermost:  # and below it are the ranges of the calls around it, no others
                 break
-            _, _, one, token, _ = entries.pop()
-            if one is not None:
-                one.close(token, opener)
-        for missing in reversed(wanted):
-            one = _range(missing.name) if missing.name is not None else None
-            token = None if one is None else one.open(opener)
-            entries.append((_BACKWARD_OF_CALL, missing.name, one, token, missing))
+            _, _, last, token, _ = entries.pop()
+            if last is not None:
+                if token is None and not shown_to:
+                    last.pop(last.domain)
+                else:
+                    last.close(token, shown_to)
+        else:
+            while one is not None:
+                missing.append(one)
+                one = one.around
+        for one in reversed(missing):
+            new, token = one.range, None
+            if new is not None:
+                if shown_to or profiler._is_profiler_enabled:
+                    token = new.open(shown_to)
+                else:
+                    new.push(new.attributes, new.domain)
+            entries.append((_BACKWARD_OF_CALL, one.name, new, token, one))
         self.call = None if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL else self._innermost_call()
-        if call is None:
+        if is_outside:
             self._tell(BACKWARD, None)
         elif self._runs_for is not None:
             self._changed()
@@ -221,7 +304,7 @@ class OpenRanges:
         self._entries[index:] = [entry for entry in above if entry[_KEY] is _SCRIPTS]
         for _, _, one, token, _ in reversed(above):
             if one is not None:
-                one.close(token, self._opener)
+                one.close(token, self._shown_to)
         self.call = self._innermost_call()
         if above:
             self._changed()
@@ -257,6 +340,12 @@ class OpenOnThread(threading.local):
         self.ranges = OpenRanges(opener, runs_for)
 
 
-@cache
-def _range(name: str) -> Range:
-    return Range(name, None)
+class _Ranges(dict[str, Range]):
+    """Ranges by their names: looked up twice for each call of a module."""
+
+    def __missing__(self, name: str) -> Range:
+        self[name] = Range(name, None)
+        return self[name]
+
+
+_ranges = _Ranges()

@@ -13,15 +13,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from profkit.capture.backward_calls import is_creating_graph
-from profkit.capture.backward_nodes import Entered, is_marked, mark_node
-from profkit.capture.open_ranges import Call
+from profkit.capture.backward_nodes import is_marked
 
 _LEAF = "torch::autograd::AccumulateGrad"
 _CALLS = 1000
@@ -31,8 +30,7 @@ _CALLS = 1000
 class OutsideNodes:
     """Sees outermost calls and backward calls, on the threads that make them."""
 
-    def __init__(self, entered: Entered) -> None:
-        self._entered = entered
+    def __init__(self) -> None:
         self._calls = _Calls()
         self._before: dict[object, set[Any]] = {}
 
@@ -44,22 +42,22 @@ class OutsideNodes:
         """It has ended."""
         self._calls.spans.append((self._calls.begin, _next_number()))
 
-    def backward_begins(self, key: object, tensors: Sequence[Any], call: Call | None) -> None:
-        """A backward call begins in ``call``, or outside every call; ``tensors`` holds what it differentiates."""
+    def backward_begins(self, key: object, tensors: Sequence[Any], mark: Callable[[Any], None]) -> None:
+        """A backward call begins; ``tensors`` holds what it differentiates, and ``mark`` marks a node."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         if self._calls.spans:
             for node in self._made_between_calls(_nodes_of(tensors[0])):
-                mark_node(node, call, self._entered)
+                mark(node)
         if is_creating_graph():
             self._before[key] = _nodes_behind(tensors[0])
 
-    def backward_ended(self, key: object, gradients: Any, call: Call | None) -> None:
-        """It has ended, and returned ``gradients``; the second derivative's work is that of ``call``, or of none."""
+    def backward_ended(self, key: object, gradients: Any, mark: Callable[[Any], None]) -> None:
+        """It has ended, and returned ``gradients``; ``mark`` is for the second derivative's work."""
         before = self._before.pop(key, None)
         if before is not None:
             for node in _nodes_behind(gradients, before):
-                mark_node(node, call, self._entered)
+                mark(node)
 
     def _made_between_calls(self, nodes: Iterable[Any]) -> Iterator[Any]:
         """Yield ``nodes`` and those behind them, but none that a module's call made, nor what is behind that."""
