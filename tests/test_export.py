@@ -18,7 +18,7 @@ from profkit.analysis.efficiency.gpu_time import build_gpu_times
 from profkit.reading import open_snapshot, open_trace
 from profkit.report.export_layout import split_into_lanes
 from tests.kineto_builder import kernel, launch, row, written
-from tests.nsys_builder import NsysBuilder
+from tests.nsys_builder import NsysBuilder, process_of
 
 TRACES = Path(__file__).parent.parent / "traces"
 NSYS, KINETO = TRACES / "small-train.nsys2025.sqlite", TRACES / "small-train.kineto.json.gz"
@@ -286,6 +286,7 @@ def odd_capture(path: Path) -> Path:
     builder = NsysBuilder()
     builder.domain(3, "NCCL")
     builder.name_thread("pt_autograd_0", 101)
+    builder.add("DIAGNOSTIC_EVENT", timestamp=0, severity=2, text="No CUDA events.", globalPid=process_of(300))
     builder.range("step", 0, 10_000, uint64Value=12)
     builder.range("all_reduce", 100, 2_000, domain=3)
     builder.range("crosses", 1_500, 3_000, end_tid=102)  # overlaps all_reduce, ends on another thread
@@ -319,6 +320,7 @@ def test_what_torch_profiler_cannot_say_survives_in_the_chrome_trace(profkit: Ru
     assert after.ranges.payload == before.ranges.payload != {}
     assert after.ranges.is_open.tolist() == before.ranges.is_open.tolist()
     assert after.work.is_graph.sum() == 1
+    assert after.diagnostics == before.diagnostics != ()
     assert (after.ranges.end_thread != after.ranges.thread).sum() == 1
     read = Read(perfetto)
     on_streams = sum(one["end"] - one["start"] for one in read.slices if "stream" in read.name(one["track"]))

@@ -76,6 +76,10 @@ def test_json_of_half_a_pair_is_still_unicode() -> None:
     [
         ("void at::native::f<(int)4, float>(int, T2)", "f<float>"),
         ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0",
+            "cudnn_sdpa_bprop_wgmma_f16_64x64x64_1x4x1",
+        ),
         ("void (anonymous namespace)::softmax_warp_forward<float, float, 10>(float*)", "softmax_warp_forward<float>"),
         ("f(a)(b)", "f(a)"),
         ("(x)", "(x)"),

@@ -10,15 +10,23 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TextIO
 
 import click
 
 from profkit.cli.options import wants_safe_csv
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import write_whole
-from profkit.report.document import Document, Format, render, without_formulas
+from profkit.report.document import Document, Format, Role, plainly, render, without_formulas
 from profkit.report.text import make_visible
 from profkit.run.directory import MANIFEST, Run, find_run
+
+_STYLES: dict[Role, dict[str, Any]] = {
+    "title": {"bold": True},
+    "heading": {"bold": True},
+    "rule": {"dim": True},
+    "wrong": {"fg": "red"},
+}
 
 
 def refuse_overwriting(captures: Sequence[Path], outputs: Iterable[Path | None]) -> None:
@@ -81,11 +89,26 @@ def print_document(document: Document, style: Format, output: Path | None, *, fu
         if style != "csv":
             raise UsageError("--csv-safe is about cells of CSV; add --format csv")
         document = replace(document, csv=without_formulas(document.csv))
-    text = render(document, style, full_names=full_names, with_warnings=output is not None)
+    paint = _colour if output is None and style == "table" and has_colours(sys.stdout) else plainly
+    text = render(document, style, full_names=full_names, with_warnings=output is not None, paint=paint)
     # Failures stand at the top of a table, but nobody reads the top of a CSV or JSON.
     shown = [*document.failures, *document.warnings] if style in ("csv", "json") else document.warnings
     write_warnings(one.message for one in shown)
-    write_result(text, output)
+    if paint is _colour:
+        print(text)  # every name in it is visible already, and the colours must stay
+    else:
+        write_result(text, output)
+
+
+def has_colours(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal with colours that nobody switched off (https://no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream is not None and stream.isatty() and not plain
+
+
+def _colour(text: str, role: Role) -> str:
+    """Return text for a terminal; red means that something is wrong, and nothing else is red."""
+    return click.style(text, **_STYLES[role])
 
 
 def write_warnings(messages: Iterable[str]) -> None:

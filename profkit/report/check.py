@@ -24,7 +24,7 @@ _EXACT = ("budget", "subject", "measured", "limit", "unit", "held", "judged", "d
 
 def build_check_document(check: BudgetCheck) -> Document:
     """Return the verdict on each budget, and under the table each one's detail."""
-    table = Table(_COLUMNS, [_row(line) for line in check.lines], exact=_EXACT)
+    table = Table(_COLUMNS, [_row(line) for line in check.lines], exact=_EXACT, is_wrong=lambda row: not row["held"])
     details = [f"{budget_label(line)}: {_why(line)}" for line in check.lines]
     return Document("check", check.to_dict(), [table, Lines(details)], table)
 

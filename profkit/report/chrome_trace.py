@@ -74,7 +74,7 @@ def _header(opened: OpenedTrace, layout: Layout) -> Row:
         "measure": trace.measure,
         "has_kernel_table": trace.has_kernel_table,
         "ranks": {str(layout.pids[process]): number for number, process in known if process in layout.pids},
-        "diagnostics": [[one.severity, clean_text(one.text, None)[0]] for one in trace.diagnostics],
+        "diagnostics": [[one.severity, clean_text(one.text, None)[0], one.silent_pid] for one in trace.diagnostics],
         "notes": [clean_text(note, None)[0] for note in trace.notes],
     }
     return {

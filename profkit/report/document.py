@@ -49,6 +49,16 @@ _PATHS = ("trace", "snapshot", "before", "after", "run", "baseline", "output")
 
 Row = Mapping[str, Any]
 
+Role = Literal["title", "heading", "rule", "wrong"]
+"""What text is on a terminal, for its colour."""
+
+Paint = Callable[[str, Role], str]
+
+
+def plainly(text: str, _: Role) -> str:
+    """Return text without colour."""
+    return text
+
 
 @dataclass(frozen=True)
 class Column:
@@ -72,7 +82,7 @@ class Table:
     """Columns and rows of exact values.
 
     ``title`` stands above it. ``rest`` are lines that are not shown, added up as one more row for people. ``exact`` are
-    the keys that CSV holds; by default those of the columns.
+    the keys that CSV holds; by default those of the columns. A row that ``is_wrong`` is red on a terminal.
     """
 
     columns: Sequence[Column]
@@ -80,6 +90,7 @@ class Table:
     title: str = ""
     rest: Row | None = None
     exact: Sequence[str] = ()
+    is_wrong: Callable[[Row], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,14 @@ class Document:
         return list({one.message: one for one in found}.values())
 
 
-def render(document: Document, style: Format, *, full_names: bool = False, with_warnings: bool = True) -> str:
+def render(
+    document: Document,
+    style: Format,
+    *,
+    full_names: bool = False,
+    with_warnings: bool = True,
+    paint: Paint = plainly,
+) -> str:
     """Return the document as text.
 
     Args:
@@ -146,6 +164,7 @@ def render(document: Document, style: Format, *, full_names: bool = False, with_
         full_names: do not shorten what does not fit the width of a screen, nor the absolute paths in JSON.
         with_warnings: hold the warnings too. JSON, Markdown and LaTeX always do; on a screen they stand on standard
             error, and a file would lack them.
+        paint: returns text in the colour of its role; only a screen has colours.
     """
     if style == "json":
         return json_text(_to_json(document, full_names))
@@ -154,7 +173,7 @@ def render(document: Document, style: Format, *, full_names: bool = False, with_
         return csv_lines(keys, [[row.get(key) for key in keys] for row in document.csv.rows])
     if style == "markdown":
         return _render_markdown(document)
-    return _render_latex(document) if style == "latex" else _render_screen(document, full_names, with_warnings)
+    return _render_latex(document) if style == "latex" else _render_screen(document, full_names, with_warnings, paint)
 
 
 def without_formulas(table: Table) -> Table:
@@ -198,16 +217,16 @@ def _failure_lines(document: Document) -> list[str]:
     return [UNTRUSTED, *(f"  ✗ {make_visible(one.message)}" for one in failures)] if failures else []
 
 
-def _render_screen(document: Document, full_names: bool, with_warnings: bool) -> str:
+def _render_screen(document: Document, full_names: bool, with_warnings: bool, paint: Paint) -> str:
     width = screen_width()
-    blocks = ["\n".join(_wrap(line, width) for line in _failure_lines(document))]
+    blocks = ["\n".join(_painted(_wrap(line, width), "wrong", paint) for line in _failure_lines(document))]
     for part in document.parts:
         if isinstance(part, Table):
-            blocks.append(render_table(part, full_names=full_names, width=width))
+            blocks.append(render_table(part, full_names=full_names, width=width, paint=paint))
         elif isinstance(part, Labelled):
             blocks.append("\n".join(_wrap_labelled(part, width)))
         else:
-            title, indent = ([_wrap(part.title, width)], "  ") if part.title else ([], "")
+            title, indent = ([_painted(_wrap(part.title, width), "title", paint)], "  ") if part.title else ([], "")
             blocks.append("\n".join([*title, *(_wrap(indent + line, width) for line in part.lines)]))
     if with_warnings:
         blocks.append("\n".join(_wrap(f"warning: {one.message}", width) for one in document.warnings))
@@ -239,7 +258,12 @@ def _is_numbered(text: str) -> bool:
     return text[:1].isdigit() and text[1:2] == " " and not text[2:4].endswith("s")
 
 
-def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH) -> str:
+def _painted(text: str, role: Role, paint: Paint) -> str:
+    """Return text painted line by line: a pager shows colours that span lines on the first one alone."""
+    return "\n".join(paint(line, role) for line in text.split("\n"))
+
+
+def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH, paint: Paint = plainly) -> str:
     """Return a table for a screen of ``width`` columns, long cells shortened in the middle unless ``full_names``."""
     columns = [column for column in table.columns if not column.wide]
     rows = [[make_visible(_screen_cell(column, row)) for column in columns] for row in table.rows]
@@ -256,10 +280,14 @@ def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH) 
         for at, column in enumerate(columns)
     ]
     headings = [shorten(column.heading, width) for column, width in zip(columns, widths, strict=True)]
-    lines = [_line(headings, widths, columns), "  ".join("─" * one for one in widths)]
-    lines += [_line(row, widths, columns) for row in zip(*fitted, strict=True)]
-    text = "\n".join(line.rstrip() for line in lines)
-    return f"{make_visible(table.title)}\n{text}" if table.title else text
+    lines = [paint(_line(headings, widths, columns).rstrip(), "heading")]
+    lines += [paint("  ".join("─" * one for one in widths), "rule")]
+    for at, row in enumerate(zip(*fitted, strict=True)):
+        is_wrong = table.is_wrong is not None and at < len(table.rows) and table.is_wrong(table.rows[at])
+        line = _line(row, widths, columns).rstrip()
+        lines.append(paint(line, "wrong") if is_wrong else line)
+    text = "\n".join(lines)
+    return f"{paint(make_visible(table.title), 'title')}\n{text}" if table.title else text
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:

@@ -13,8 +13,12 @@ from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.export_layout import MemoryTracks
 from profkit.report.units import BYTES, TEXT, format_count
 
-_COLUMNS = (Column("file", "written", TEXT), Column("bytes", "size", BYTES), Column("open_with", "open it with", TEXT))
-PERFETTO, CHROME = "https://ui.perfetto.dev", "https://ui.perfetto.dev, chrome://tracing or profkit"
+_COLUMNS = (
+    Column("file", "written", TEXT, flexible=True),
+    Column("bytes", "size", BYTES),
+    Column("open_with", "open it with", TEXT),
+)
+PERFETTO, CHROME = "ui.perfetto.dev", "ui.perfetto.dev, chrome://tracing, profkit"
 
 
 def build_export_document(

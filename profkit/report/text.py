@@ -65,6 +65,11 @@ _GEMM_DETAILS = re.compile(
     r"(?s:_stage\d(?:(?!_split_k_kernel).)*+)|_execute_kernel__\w{1,80}$|(?<=_split_k)_kernel__\w{1,80}$"
 )
 
+# What cuDNN's generator puts around the parts that tell two of its kernels apart: direction, precision, tile.
+_CUDNN_FRAME = re.compile(
+    r"(?<=^cudnn_)generated_[a-z]{1,20}_native_|_sm\d{2,3}_flash(?=_[fb]prop)|_knob_\d{1,4}|(?:_cga\w{1,20})?_kernel\d_\d$"
+)
+
 
 def screen_width() -> int:
     """Return the width of the screen: ``COLUMNS`` if it is set, in a pipe too; else the terminal's, at least 80; or 80.
@@ -144,6 +149,8 @@ def simplify_name(name: str) -> str:
     if len(name) > _LONGEST_NAME:
         return name
     function, _, template = _without_arguments(_UNNAMED.sub("", name)).partition("<")
+    if function.startswith("cudnn_"):
+        function = _CUDNN_FRAME.sub("", function)
     function = _GEMM_DETAILS.sub("", function.rsplit("::", 1)[-1].removeprefix("void ").strip()).replace("tilesize", "")
     words = dict.fromkeys(
         word for word in _WORD.findall(template) if word not in _COMMON and not _PLACEHOLDER.match(word)

@@ -52,13 +52,15 @@ def read_exported(header: dict[str, Any]) -> Exported | None:
     ranks = said.get("ranks")
     pairs = ranks.items() if isinstance(ranks, dict) else ()
     known = {parse_integer(pid): parse_integer(rank) for pid, rank in pairs}
-    diagnostics = [one for one in _list(said, "diagnostics") if isinstance(one, list) and len(one) == 2]
+    diagnostics = [one for one in _list(said, "diagnostics") if isinstance(one, list) and len(one) == 3]
     return Exported(
         product=f"{said.get('source')}, exported by profkit {said.get('version')}",
         measure="gpu-kernel" if said["measure"] == "gpu-kernel" else "cpu-operator",
         has_kernel_table=bool(said.get("has_kernel_table")),
         ranks={pid: rank for pid, rank in known.items() if pid is not None and rank is not None},
-        diagnostics=tuple(Diagnostic(kind, str(text)) for kind, text in diagnostics if kind in _SEVERITIES),
+        diagnostics=tuple(
+            Diagnostic(kind, str(text), parse_integer(pid)) for kind, text, pid in diagnostics if kind in _SEVERITIES
+        ),
         notes=tuple(str(note) for note in _list(said, "notes")),
     )
 
