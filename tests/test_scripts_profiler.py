@@ -75,4 +75,4 @@ def test_a_scripts_own_profiler_keeps_its_events(
     assert (tmp_path / "run" / "trace.json.gz").exists() == bool(recorded)
     if recorded:
         per_step = "3 steps" if recorded == 3 else f"{recorded} step"
-        assert f" · {per_step} recorded" in " ".join(done.stdout.split())
+        assert f" · {per_step}" in " ".join(done.stdout.split())
