@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from profkit.allocator.simulate import simulate
 from profkit.analysis.edits.apply import apply_edits
 from profkit.analysis.edits.stream import Program, Stream
+from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, LOSS
 from profkit.reading import open_snapshot
+from profkit.report.document import FORMATS
 from recipes.model_memory.predict import predict_memory
 from recipes.whole_model.cells import Work
 from tests.allocator_reference import MIB
@@ -128,7 +133,8 @@ def test_a_size_that_no_line_through_zero_gives_is_named(tmp_path: Path) -> None
 
     one, two, four, three = (program_of(Odd(scale=scale), tmp_path / str(scale)) for scale in (1, 2, 4, 3))
     _, (applied,) = apply_edits(one, ["batch:×3"], [two])
-    assert applied.unknown[0] == f"size not proven: train.py:21 mask ← train.py:41 <module>, {103 * MIB:,} B"
+    sizes = f"3 sizes at train.py:21 mask ← train.py:41 <module>, up to {103 * MIB:,} B"
+    assert applied.unknown[0] == f"{sizes}, follow from no line through 0"
     stream, (applied,) = apply_edits(one, ["batch:×3"], [two, four])
     assert not applied.unknown
     assert stream.requested_peak_bytes() == peak(three)
@@ -197,3 +203,79 @@ def test_a_real_model_with_every_layer_checkpointed_has_the_peaks_that_its_sizes
     expected = predict_memory(Work("small", 256, batch=4, dtype="fp32", checkpoint_layers=1))
     for phase in (LOSS, BACKWARD):
         assert phase_peak(real, stream, phase) == next(one.bytes for one in expected.peaks if one.phase == phase)
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Blocks().write_run(tmp_path_factory.mktemp("run"))
+
+
+def whatif(*words: str | Path) -> Any:
+    return CliRunner().invoke(cli, ["whatif", *map(str, words)])
+
+
+def test_the_command_shows_the_edited_peak_and_what_it_is_made_of(run: Path) -> None:
+    result = whatif(run, "--edit", "checkpoint:h.*", "--edit", "optimizer:sgd")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    for text in (
+        "edited 36.00 MiB ≈ 36.00 MiB",
+        "checkpoint:h.*: 2 of 2 ranges, 6 calls",
+        "optimizer:sgd: SGD without momentum and weight decay: known state and 6 temporaries of its steps removed",
+        "What computing again takes is not known: the run has no trace of these ranges",
+        "The edited program's peak lies in backward",
+        "optimizer state 16.00 MiB 0 B -16.00 MiB",
+    ):
+        assert text in shown
+
+
+def test_the_json_holds_the_edited_case_and_both_peaks(run: Path) -> None:
+    data = json.loads(whatif(run, "--edit", "optimizer:sgd", "--format", "json").output)
+    today, edited = data["cases"]
+    assert today["edits"] == []
+    assert edited["edits"] == ["optimizer:sgd"]
+    assert (edited["requested_peak_bytes"], edited["exact"]) == (52 * MIB, True)
+    parts = {part["name"]: part for part in data["edited"]["by_category"]}
+    assert parts["optimizer state"] == {
+        "name": "optimizer state",
+        "before_bytes": 16 * MIB,
+        "after_bytes": 0,
+    }
+    assert sum(part["after_bytes"] for part in parts.values()) == edited["allocated_peak_bytes"]
+    assert sum(part["before_bytes"] for part in parts.values()) == today["allocated_peak_bytes"]
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_every_format_shows_an_edited_program(run: Path, style: str) -> None:
+    result = whatif(run, "--edit", "loss:fused", "--format", style)
+    assert result.exit_code == 0, result.output
+    assert "loss:fused" in result.output.replace("\\", "")
+
+
+def test_the_command_searches_for_what_fits(run: Path) -> None:
+    result = whatif(run, "--fit", "200MiB")
+    assert "It fits in 200.0 MiB as it is." in result.output
+    data = json.loads(whatif(run, "--fit", "60MiB", "--format", "json").output)
+    assert data["fit"] is True
+    assert data["cases"][1]["reserved_peak_bytes"] <= 60 * MIB
+    never = whatif(run, "--fit", "1MiB")
+    assert never.exit_code == 0
+    assert "Nothing that was tried fits in 1.000 MiB. The least is needed by: --edit" in " ".join(never.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--edit", "optimizer:lion"], "no optimizer 'lion'"),
+        (["--edit", "batch:×2"], "--scale-from OTHER"),
+        (["--fit", "1GiB", "--edit", "loss:fused"], "--fit searches by itself"),
+    ],
+)
+def test_the_command_refuses_in_one_line(run: Path, words: list[str], message: str) -> None:
+    result = whatif(run, *words)
+    assert isinstance(result.exception, UsageError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)

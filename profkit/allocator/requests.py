@@ -136,6 +136,15 @@ def with_request(requests: Requests, event: int, size_bytes: int, stream: int) -
     )
 
 
+def highest_sum(requests: Requests, sizes: Ints, ends: Floats) -> int:
+    """Return the most bytes that were live at a time, each request from its birth to its end; frees come first."""
+    position = np.concatenate([ends, requests.born])
+    change = np.concatenate([-sizes, sizes])
+    order = np.argsort(position, kind="stable")
+    order = order[position[order] < requests.event_count]
+    return int(change[order].cumsum().max(initial=0))
+
+
 def _find_failures(history: History) -> tuple[tuple[float, int], ...]:
     events = history.device.events
     return tuple((float(event), int(events.size_bytes[event])) for event in np.flatnonzero(events.action == OOM))

@@ -1,4 +1,4 @@
-"""What other settings of the allocator would need: predicted peaks, how sure they are, and whether they fit.
+"""What other settings of the allocator, or an edited program, would need: predicted peaks, and how sure they are.
 
 The simulator (`profkit.allocator.simulate`) is believed only where it is proven on the recording itself: with the
 recorded settings it must choose every recorded address. If it does not, only what holds for any allocator is returned:
@@ -11,33 +11,29 @@ segment that CUDA need not choose again; else they are a range over several draw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from profkit.allocator.heap import Limit
 from profkit.allocator.history import History
-from profkit.allocator.requests import Requests, requests_of
+from profkit.allocator.predict import Prediction, Range, predict
+from profkit.allocator.requests import Requests, highest_sum, requests_of
 from profkit.allocator.rules import round_sizes
 from profkit.allocator.settings import format_settings, list_variants, parse_settings
-from profkit.allocator.simulate import Failure, Identity, Simulation, check_identity, simulate
+from profkit.allocator.simulate import Identity, check_identity, simulate
+from profkit.analysis.edits.apply import apply_edits
+from profkit.analysis.edits.ladder import find_fitting
+from profkit.analysis.edits.outcome import Cost, EditedPeak, take_apart
+from profkit.analysis.edits.stream import Program
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
-from profkit.errors import SnapshotError
+from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.columns import Settings
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_MOST_DRAWS = 8
-_LEAST_DRAWS = 3
-_DRAWN_REQUESTS = 400_000
-"""About this many requests are simulated for all draws together: more would only take time."""
 _LARGEST_REQUEST_BYTES = 2**46
-
-Range = tuple[int, int | None]
 
 
 @dataclass(frozen=True)
@@ -74,75 +70,67 @@ class WhatIf(NotebookResult):
     is_recorded_gpu: bool
     history_is_complete: bool
     cases: tuple[Case, ...]
+    edited: EditedPeak | None = None
+    """What the edited program's peak is made of."""
+    search: bool | None = None
+    """Of a search for edits that fit, whether it found some; else None."""
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per case, today's first."""
         return table_of(self.cases, Case)
 
 
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    """The simulations of one request stream under some settings: the first, and the ranges over all of them."""
+@dataclass(frozen=True)
+class Edits:
+    """How a program is edited: ``texts`` as on the command line, or whatever fits.
 
-    simulation: Simulation
-    allocated_range_bytes: Range
-    reserved_range_bytes: Range
-    exact: bool
-    fits: bool | None
-    failed: Failure | None
-
-
-def predict(requests: Requests, settings: Settings, capacity_bytes: int | None = None) -> Prediction:
-    """Simulate a request stream; several times where base addresses or the state before the history decide.
-
-    Args:
-        capacity_bytes: what PyTorch may reserve. Where that is too little without releasing cached memory, the peaks
-            are those with it if the program survives, and else those that it would need.
+    ``others`` are runs with another batch or sequence; ``cost`` says how long ranges of the forward pass take.
     """
-    found, exact = _simulate_all(requests, settings, None)
-    fits: bool | None = None
-    failed = None
-    if capacity_bytes is not None:
-        fits = max(one.reserved_peak_bytes for one in found) <= capacity_bytes
-        if not fits:
-            limited, _ = _simulate_all(requests, settings, Limit(capacity_bytes))
-            failures = [one.failed for one in limited if one.failed is not None]
-            failed = failures[0] if failures else None
-            fits = None if 0 < len(failures) < len(limited) else not failures
-            found = limited if fits else found
-    allocated, reserved = ([getattr(one, f"{kind}_peak_bytes") for one in found] for kind in ("allocated", "reserved"))
-    ranges = (min(allocated), max(allocated)), (min(reserved), max(reserved))
-    return Prediction(found[0], *ranges, exact, fits, failed)
+
+    texts: tuple[str, ...] = ()
+    others: tuple[DeviceMemory, ...] = ()
+    cost: Cost | None = None
+    searches: bool = False
 
 
 def what_if(
-    memory: DeviceMemory, snapshot: str, *, allocators: Sequence[str] = (), capacity_bytes: int | None = None
+    memory: DeviceMemory,
+    snapshot: str,
+    *,
+    allocators: Sequence[str] = (),
+    capacity_bytes: int | None = None,
+    edits: Edits | None = None,
 ) -> WhatIf:
-    """Return the peaks of one device today and under other settings of the allocator.
+    """Return the peaks of one device today, and under other settings of the allocator or after edits of the program.
 
     Args:
         snapshot: its path, for the result.
-        allocators: settings as torch writes them; by default those that are worth a try.
+        allocators: settings as torch writes them; by default those that are worth a try, with edits today's.
         capacity_bytes: what PyTorch may reserve; by default the memory of the GPU that the run recorded.
+        edits: what to change in the program.
 
     Raises:
-        UsageError: torch would refuse a setting.
+        UsageError: torch would refuse a setting, or an edit cannot be modelled.
         SnapshotError: no history was recorded, or a request is larger than any GPU.
     """
     history = memory.history
-    variants = [parse_settings(text) for text in allocators] or list_variants(history.settings)
+    variants = [parse_settings(text) for text in allocators]
     requests = read_requests(history, snapshot)
     identity = check_identity(history, requests)
     recorded = find_capacity(memory.recorded, memory.device.index)
     capacity = capacity_bytes or recorded
-    if not capacity:
-        variants = [one for one in variants if allocators or not one.garbage_collection_threshold]
-    cases = [_today(memory, requests, capacity)]
-    for settings in variants:
-        if identity.exact:
-            cases.append(build_case(memory, predict(requests, settings, capacity), settings))
-        else:
-            cases.append(_bounded(history, settings))
+    today = _today(memory, requests, capacity)
+    if edits is None:
+        variants = variants or list_variants(history.settings)
+        if not capacity:
+            variants = [one for one in variants if allocators or not one.garbage_collection_threshold]
+        cases = _cases(memory, requests, variants, capacity=capacity, is_proven=identity.exact)
+        edited = found = None
+    else:
+        variants = variants or [history.settings]
+        cases, edited, found = _edited_cases(
+            memory, edits, variants, today, capacity=capacity, is_proven=identity.exact
+        )
     return WhatIf(
         snapshot=snapshot,
         device=memory.device.index,
@@ -150,8 +138,50 @@ def what_if(
         capacity_bytes=capacity,
         is_recorded_gpu=capacity_bytes is None and recorded is not None,
         history_is_complete=history.is_complete,
-        cases=tuple(cases),
+        cases=(today, *cases),
+        edited=edited,
+        search=found,
     )
+
+
+def _edited_cases(
+    memory: DeviceMemory,
+    edits: Edits,
+    variants: list[Settings],
+    today: Case,
+    *,
+    capacity: int | None,
+    is_proven: bool,
+) -> tuple[list[Case], EditedPeak | None, bool | None]:
+    """Return the cases of an edited program, what its peak is made of, and what a search for edits found."""
+    program, texts, found = Program(memory), edits.texts, None
+    if edits.searches:
+        if capacity is None or not is_proven:
+            raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
+        if today.fits:
+            return [], None, True
+        rung, found = find_fitting(program, memory.history.settings, capacity, edits.cost)
+        texts, variants = rung.edits, [rung.settings]
+    stream, applied = apply_edits(program, texts, [Program(other) for other in edits.others])
+    cases = _cases(memory, stream.requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
+    if any(edit.unknown for edit in applied):
+        cases = [replace(case, exact=False) for case in cases]
+    simulation = simulate(stream.requests, variants[0]) if is_proven else None
+    return cases, take_apart(program, stream, applied, simulation, edits.cost), found
+
+
+def _cases(
+    memory: DeviceMemory,
+    requests: Requests,
+    variants: list[Settings],
+    edits: tuple[str, ...] = (),
+    *,
+    capacity: int | None,
+    is_proven: bool,
+) -> list[Case]:
+    if not is_proven:
+        return [_bounded(requests, settings, edits) for settings in variants]
+    return [build_case(memory, predict(requests, settings, capacity), settings, edits) for settings in variants]
 
 
 def read_requests(history: History, snapshot: str) -> Requests:
@@ -189,17 +219,6 @@ def build_case(memory: DeviceMemory, prediction: Prediction, settings: Settings,
     )
 
 
-def _simulate_all(requests: Requests, settings: Settings, limit: Limit | None) -> tuple[list[Simulation], bool]:
-    """Return one simulation, or several that show what the unknown changes; and whether the one is exact."""
-    found = [simulate(requests, settings, limit=limit)]
-    if found[0].bases_decide:
-        draws = min(max(_DRAWN_REQUESTS // max(len(requests), 1), _LEAST_DRAWS), _MOST_DRAWS)
-        found += [simulate(requests, settings, limit=limit, draw=draw) for draw in range(1, draws)]
-    if requests.start:
-        found.append(simulate(requests, settings, limit=limit, keeps_start=False))
-    return found, len(found) == 1 and all(release.by_program for release in requests.releases)
-
-
 def _today(memory: DeviceMemory, requests: Requests, capacity: int | None) -> Case:
     """Return the recorded case, as the replay proves it."""
     history = memory.history
@@ -226,18 +245,14 @@ def _today(memory: DeviceMemory, requests: Requests, capacity: int | None) -> Ca
     )
 
 
-def _bounded(history: History, settings: Settings) -> Case:
+def _bounded(requests: Requests, settings: Settings, edits: tuple[str, ...]) -> Case:
     """Return what holds for any allocator with these settings: no peak is lower than the requests, rounded."""
-    replay = history.replay
-    change = np.zeros(replay.event_count + 2, dtype=np.int64)
-    rounded = round_sizes(replay.requested_bytes, settings)
-    np.add.at(change, replay.birth + 1, rounded)
-    np.subtract.at(change, replay.freed + 1, rounded)
-    low = int(change[:-1].cumsum().max())
+    rounded = round_sizes(requests.requested_bytes, settings)
+    low = highest_sum(requests, rounded, requests.freed)
     return Case(
         allocator=format_settings(settings),
-        edits=(),
-        requested_peak_bytes=int(history.curves.requested.max()),
+        edits=edits,
+        requested_peak_bytes=highest_sum(requests, requests.requested_bytes, requests.completed),
         allocated_peak_bytes=None,
         reserved_peak_bytes=None,
         exact=False,

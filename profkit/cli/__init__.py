@@ -25,7 +25,7 @@ _COMMANDS = {
     "efficiency": ("profkit.cli.efficiency", "Show how well the GPUs were used and what limits each range."),
     "memory": ("profkit.cli.memory", "Show the peak of memory and who held it."),
     "report": ("profkit.cli.report", "Write one HTML page of a run, for a browser."),
-    "whatif": ("profkit.cli.whatif", "Predict the peak under other settings of the allocator."),
+    "whatif": ("profkit.cli.whatif", "Predict the peak under other settings, or of a changed program."),
     "compare": ("profkit.cli.compare", "Show what changed between two captures."),
     "check": ("profkit.cli.check", "Check a run against budgets; exit 3 if one fails."),
     "ceilings": ("profkit.cli.ceilings", "Measure the peaks of this machine's GPU."),

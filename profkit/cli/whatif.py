@@ -6,11 +6,15 @@ from pathlib import Path
 
 import click
 
+from profkit.analysis.edits.apply import FORMS
+from profkit.analysis.edits.cost import cost_of_ranges
+from profkit.analysis.edits.outcome import Cost
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
-from profkit.reading import open_snapshot
+from profkit.errors import ProfkitError, UsageError
+from profkit.reading import open_snapshot, open_trace
 from profkit.report.document import Format
 from profkit.report.whatif import build_whatif_document
 from profkit.snapshot.unpickler import collector_off
@@ -26,6 +30,24 @@ from profkit.snapshot.unpickler import collector_off
     help="Settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True,max_split_size_mb:128.",
 )
 @click.option(
+    "--edit",
+    "edits",
+    multiple=True,
+    metavar="EDIT",
+    help="Change the program; several are applied together: "
+    + ", ".join(FORMS)
+    + ". `profkit help whatif` explains them.",
+)
+@click.option(
+    "--scale-from",
+    "others",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="OTHER",
+    help="The program recorded with another batch or sequence, for batch:×F and sequence:×F.",
+)
+@click.option("--fit", type=Size(), metavar="SIZE", help="Search for the cheapest edits that fit, such as 24GiB.")
+@click.option(
     "--capacity",
     type=Size(),
     help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
@@ -38,6 +60,9 @@ from profkit.snapshot.unpickler import collector_off
 def whatif(
     snapshot: Path,
     allocators: tuple[str, ...],
+    edits: tuple[str, ...],
+    others: tuple[Path, ...],
+    fit: int | None,
     capacity: int | None,
     device: int | None,
     rank: int | None,
@@ -45,15 +70,36 @@ def whatif(
     output: Path | None,
     full_names: bool,
 ) -> None:
-    """Predict the peak of memory under other settings of the allocator.
+    """Predict the peak of memory under other settings of the allocator, or after changes of the program.
 
     SNAPSHOT is a file by torch.cuda.memory._dump_snapshot, or a run directory. profkit simulates the allocator on the
     recorded requests. First it proves itself: with the recorded settings it must choose every recorded address.
     """
-    refuse_overwriting([snapshot], [output])
+    if fit is not None and (edits or allocators or capacity is not None):
+        raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
+    refuse_overwriting([snapshot, *others], [output])
     click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"replaying {snapshot.name}"):
         opened = open_snapshot(snapshot, rank=rank)
+        scale_from = [open_snapshot(other) for other in others]
     with shown_after_a_second("simulating the allocator"):
-        result = opened.whatif(allocators=allocators, device=device, capacity_bytes=capacity)
+        result = opened.whatif(
+            allocators=allocators,
+            edits=edits,
+            scale_from=scale_from,
+            fit=fit is not None,
+            device=device,
+            capacity_bytes=fit or capacity,
+            cost=_cost_of(snapshot) if edits or fit else None,
+        )
     print_document(build_whatif_document(result), style, output, full_names=full_names)
+
+
+def _cost_of(path: Path) -> Cost | None:
+    """Return what tells how long ranges take, if the run has a trace that can be read."""
+    if not path.is_dir():
+        return None
+    try:
+        return cost_of_ranges(open_trace(path).ranges())
+    except ProfkitError:
+        return None

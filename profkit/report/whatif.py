@@ -10,6 +10,7 @@ from profkit.analysis.whatif import Case, WhatIf
 from profkit.findings import Finding
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_share
+from profkit.report.whatif_edits import edited_parts
 
 _EXACT = (
     "allocator",
@@ -41,7 +42,7 @@ def build_whatif_document(result: WhatIf) -> Document:
     hidden = unchanged if len(unchanged) > 1 else []
     is_same = all(case.requested_peak_bytes == today.requested_peak_bytes for case in result.cases)
     columns = [
-        Column("name", "allocator", TEXT, flexible=True),
+        Column("name", "allocator" if result.edited is None else "program and allocator", TEXT, flexible=True),
         Column("requested_peak_bytes", "requested", BYTES, wide=is_same),
         Column("allocated", "allocated", _PEAK),
         Column("reserved", "reserved", _PEAK),
@@ -53,6 +54,7 @@ def build_whatif_document(result: WhatIf) -> Document:
     parts: list[Table | Lines] = [
         Lines(_head(result), "head"),
         Table(columns, [_row(case, today) for case in result.cases if case not in hidden]),
+        *edited_parts(result),
         Lines(_notes(result, hidden)),
     ]
     data = {
@@ -61,6 +63,8 @@ def build_whatif_document(result: WhatIf) -> Document:
         "identity": asdict(result.identity),
         "capacity_bytes": result.capacity_bytes,
         "cases": [asdict(case) for case in result.cases],
+        **({} if result.edited is None else {"edited": asdict(result.edited)}),
+        **({} if result.search is None else {"fit": result.search}),
     }
     exact = Table((), [_row(case, today) for case in result.cases], exact=_EXACT)
     return Document("whatif", data, parts, exact, list(_findings(result)))
@@ -89,7 +93,9 @@ def _row(case: Case, today: Case) -> Row:
 
 
 def _name(case: Case) -> str:
-    return " ".join([case.allocator or "default settings", *case.edits])
+    if case.edits:
+        return ", ".join(filter(None, ["edited", case.allocator]))
+    return case.allocator or "default settings"
 
 
 def _change(case: Case, today: Case) -> int:
@@ -130,6 +136,7 @@ def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
         yield "change: of the reserved peak; unused: its part that nothing used at the allocated peak"
     if any(case.allocated_peak_bytes is not None and not case.exact for case in cases):
         start = "" if result.history_is_complete else ", and of what was cached before the recording"
+        start += "" if result.edited is None else ", and of what is not known of an edit"
         yield f"A range, or ≈, shows the effect of where CUDA puts segments{start}; other figures are exact"
     if result.capacity_bytes is not None:
         what = "the recorded GPU's memory" if result.is_recorded_gpu else "--capacity"

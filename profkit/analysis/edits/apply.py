@@ -55,7 +55,7 @@ class Applied:
 
 
 def apply_edits(
-    program: Program, texts: Sequence[str], others: Sequence[Program] = ()
+    program: Program, texts: Sequence[str], others: Sequence[Program] = (), *, stream: Stream | None = None
 ) -> tuple[Stream, tuple[Applied, ...]]:
     """Return the program's requests after some edits, and what each of them rests on.
 
@@ -63,11 +63,12 @@ def apply_edits(
         program: what was recorded.
         texts: edits such as ``optimizer:sgd``; `FORMS` lists them.
         others: runs of the same program with another batch or sequence, for ``batch:×F`` and ``sequence:×F``.
+        stream: what the edits change; by default what was recorded.
 
     Raises:
         UsageError: an edit is unknown, the snapshot says too little for it, or it would change nothing.
     """
-    stream, applied = program.recorded(), []
+    stream, applied = stream or program.recorded(), []
     for text in texts:
         name, _, argument = text.partition(":")
         if not argument or name not in (*_EDITS, *_SCALES):

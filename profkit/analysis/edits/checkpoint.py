@@ -62,7 +62,7 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
     calls = find_calls(program, glob)
     names = list(dict.fromkeys(call.name for call in calls))
     if not calls:
-        kinds = list(dict.fromkeys(kind_of(name) for name, _, _ in _ranges(program)))
+        kinds = list(dict.fromkeys(map(kind_of, forward_ranges(program))))
         known = f"; ranges are {', '.join(kinds[:_SHOWN_KINDS])} …" if kinds else ": the snapshot has no ranges"
         raise CannotModelError(f"nothing in a forward pass before a backward pass matches {glob!r}{known}")
     chosen = names[::number] if match["how"] == "every" else names
@@ -96,6 +96,11 @@ def find_calls(program: Program, glob: str) -> list[Call]:
         if begin < end and following < len(passes):
             calls.append(Call(name, begin, end, *passes[following]))
     return calls
+
+
+def forward_ranges(program: Program) -> list[str]:
+    """Return the names of the forward passes' ranges, as they first began."""
+    return list(dict.fromkeys(name for name, _, _ in _ranges(program)))
 
 
 def _joined(calls: list[Call], number: int) -> Iterator[Call]:

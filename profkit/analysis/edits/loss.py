@@ -9,7 +9,7 @@ from profkit.analysis.edits.stream import Program, Stream
 
 _CHUNKS = 16
 _NEAR = 8
-"""How many allocations before the loss, and after it has been freed in backward, may be of the logits."""
+"""How many allocations before and after that of the loss, and before and after its free, may be of the logits."""
 
 _FUNCTION = ("cross_entropy", "torch/nn/functional")
 _KNOWN = ("parameters", "gradients", "optimizer state", "buffers")
@@ -35,7 +35,7 @@ def edit_loss(program: Program, stream: Stream, kind: str) -> Change:
     for row in in_loss:
         if sizes[row] == largest:
             end = int(np.searchsorted(program.replay.birth, program.replay.freed[row]))
-            is_near[max(row - _NEAR, 0) : row + 1] = is_near[end : end + _NEAR] = True
+            is_near[max(row - _NEAR, 0) : row + _NEAR] = is_near[max(end - _NEAR, 0) : end + _NEAR] = True
     is_near[in_loss] = True
     is_logits = np.isin(sizes, [largest, 2 * largest, largest // 2]) & ~program.is_category(*_KNOWN)
     where = stream.of(is_logits & is_near)

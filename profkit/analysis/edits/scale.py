@@ -21,7 +21,8 @@ from math import ceil
 import numpy as np
 
 from profkit.analysis.edits.change import CannotModelError, Change
-from profkit.analysis.edits.stream import Program, Stream
+from profkit.analysis.edits.stream import Bools, Program, Stream
+from profkit.names import kind_of
 from profkit.snapshot.columns import Ints
 
 _FACTOR = re.compile(r"[x×]?(\d+(\.\d+)?|\d+/\d*[1-9]\d*)$")
@@ -99,7 +100,7 @@ def _ratio(sizes: Ints, others: Ints) -> Fraction:
     return ratios.most_common(1)[0][0]
 
 
-def _scaled(program: Program, points: dict[Fraction, Ints], factor: Fraction) -> tuple[Ints, Ints, np.ndarray]:
+def _scaled(program: Program, points: dict[Fraction, Ints], factor: Fraction) -> tuple[Ints, Ints, Bools]:
     """Return each allocation's size at ``factor``, the most that it may be, and whether the first is proven."""
     sizes = program.replay.requested_bytes
     wanted, most, fits = sizes.copy(), sizes.copy(), np.ones(len(sizes), dtype=np.bool_)
@@ -143,14 +144,22 @@ def _interpolate(points: dict[Fraction, int], at: Fraction) -> Fraction:
     return total
 
 
-def _name_sites(program: Program, doubtful: np.ndarray, wanted: Ints, doubt: int) -> tuple[str, ...]:
+def _name_sites(program: Program, doubtful: Bools, wanted: Ints, doubt: int) -> tuple[str, ...]:
     """Return the lines that name the places whose sizes are not proven, the largest first."""
-    by_label: Counter[str] = Counter()
+    places: dict[str, list[int]] = {}
     for row in np.flatnonzero(doubtful).tolist():
         module = next((module for module, _ in program.memory.place_of(row).modules if module), "")
-        label = program.memory.stacks.of(row).label + (f" in {module}" if module else "")
-        by_label[label] = max(by_label[label], int(wanted[row]))
-    lines = [f"size not proven: {label}, {size:,} B" for label, size in by_label.most_common(_SHOWN_SITES)]
-    if len(by_label) > _SHOWN_SITES:
-        lines.append(f"size not proven: {len(by_label) - _SHOWN_SITES:,} smaller places")
-    return (*lines, f"these may ask for up to {max(doubt, 0):,} B more at the peak")
+        stack = program.memory.stacks.of(row)
+        place = kind_of(module) if module and not stack.own else stack.label
+        places.setdefault(place, []).append(int(wanted[row]))
+    ordered = sorted(places.items(), key=lambda one: -max(one[1]))
+    lines = [
+        f"{len(sizes):,} sizes at {place}, up to {max(sizes):,} B, follow from no line through 0"
+        for place, sizes in ordered[:_SHOWN_SITES]
+    ]
+    if rest := sum(len(sizes) for _, sizes in ordered[_SHOWN_SITES:]):
+        lines.append(f"{rest:,} smaller ones at {len(ordered) - _SHOWN_SITES:,} other places")
+    return (
+        *lines,
+        f"these may take {doubt:,} B more at the peak" if doubt > 0 else "at the peak these add nothing more",
+    )

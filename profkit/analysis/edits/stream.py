@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from profkit.allocator.requests import Floats, Requests, requests_of
+from profkit.allocator.requests import Floats, Requests, highest_sum, requests_of
 from profkit.analysis.memory.categories import Claim
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.names import BACKWARD, OPTIMIZER
@@ -77,13 +77,8 @@ class Stream:
         return Stream(requests, np.concatenate([self.source, self.source[of]]))
 
     def requested_peak_bytes(self) -> int:
-        """Return the most bytes that were requested at a time; at one position memory is freed first."""
-        born, completed, sizes = self.requests.born, self.requests.completed, self.requests.requested_bytes
-        position = np.concatenate([completed, born])
-        change = np.concatenate([-sizes, sizes])
-        order = np.argsort(position, kind="stable")
-        order = order[position[order] < self.requests.event_count]
-        return int(change[order].cumsum().max(initial=0))
+        """Return the most bytes that were requested at a time."""
+        return highest_sum(self.requests, self.requests.requested_bytes, self.requests.completed)
 
 
 class Program:

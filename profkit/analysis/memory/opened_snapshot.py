@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from profkit.analysis.memory.composition import compose, measure_fragmentation
@@ -69,23 +69,42 @@ class OpenedSnapshot:
         return compare_peaks(self.device(device), after.device(device), names)
 
     def whatif(
-        self, *, allocators: Sequence[str] = (), device: int | None = None, capacity_bytes: int | None = None
+        self,
+        *,
+        allocators: Sequence[str] = (),
+        edits: Sequence[str] = (),
+        scale_from: Sequence[OpenedSnapshot] = (),
+        fit: bool = False,
+        device: int | None = None,
+        capacity_bytes: int | None = None,
+        cost: Callable[[Sequence[str]], int | None] | None = None,
     ) -> WhatIf:
-        """Return the peaks today and under other settings of the allocator; ``profkit whatif`` prints them.
+        """Return the peaks today and under other settings or after edits; ``profkit whatif`` prints them.
 
         Args:
             allocators: settings as in ``PYTORCH_CUDA_ALLOC_CONF``; by default those that are worth a try.
+            edits: changes of the program, all together, such as ``optimizer:sgd`` or ``checkpoint:h.*``.
+            scale_from: snapshots of the program at other sizes, for ``batch:×2`` and ``sequence:×2``.
+            fit: search for the edits that make the program fit.
             device: the device's index; by default the one with the highest peak.
             capacity_bytes: what PyTorch may reserve; by default the memory of the GPU that the run recorded.
+            cost: returns the kernel time (ns) of some ranges in a step's forward pass, None if it is not known.
 
         Raises:
-            UsageError: an unknown device, or a setting that torch would refuse.
+            UsageError: an unknown device, a setting that torch would refuse, or an edit that cannot be modelled.
             SnapshotError: no history was recorded.
         """
-        from profkit.analysis.whatif import what_if  # few ask for it
+        from profkit.analysis.whatif import Edits, what_if  # few ask for it
 
         memory = self.device(device)
-        return what_if(memory, self.snapshot.path, allocators=allocators, capacity_bytes=capacity_bytes)
+        others = tuple(other.device(device) for other in scale_from)
+        return what_if(
+            memory,
+            self.snapshot.path,
+            allocators=allocators,
+            capacity_bytes=capacity_bytes,
+            edits=Edits(tuple(edits), others, cost, fit) if edits or fit else None,
+        )
 
     def memory(
         self,

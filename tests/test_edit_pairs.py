@@ -1,0 +1,89 @@
+"""Edits of real runs, against the peaks that the changed programs really had on the same kind of GPU (one H200)."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.run.owners import read_owners
+from profkit.snapshot.reader import read_snapshot
+
+TRACES = Path(__file__).parent.parent / "traces"
+
+# Requested, allocated and reserved peaks of the programs that were really changed.
+FUSED = (3_163_501_252, 3_183_029_248, 3_703_570_432)
+SGD = (2_959_044_352, 2_974_878_208, 3_667_918_848)
+NANOGPT_SGD = (12_870_285_520, 12_882_161_664, 16_022_241_280)
+NANOGPT_CHECKPOINTS = (10_062_090_556, 10_064_621_056, 13_541_310_464)
+NANOGPT_EVERY_SECOND = (11_963_683_228, 11_967_006_208, 16_018_046_976)
+BATCH_64 = (5_830_299_792, 5_854_787_584, 7_029_653_504)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OpenedSnapshot]:
+    folder = tmp_path_factory.mktemp("pairs")
+    found = {}
+    for path in TRACES.glob("*.ledger.jsonl.gz"):
+        name = path.name.partition(".")[0]
+        ledger = folder / f"{name}.jsonl"
+        ledger.write_bytes(gzip.decompress(path.read_bytes()))
+        found[name] = OpenedSnapshot(read_snapshot(TRACES / f"{name}.snapshot.pickle.gz"), read_owners(ledger))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "really"),
+    [
+        ("resnet50-adamw", "optimizer:adamw-fused", FUSED),
+        ("resnet50-adamw", "optimizer:sgd", SGD),
+        ("nanogpt", "optimizer:sgd", NANOGPT_SGD),
+    ],
+)
+def test_edits_of_known_tensors_are_exact(
+    recorded: dict[str, OpenedSnapshot], name: str, edit: str, really: tuple[int, int, int]
+) -> None:
+    case = recorded[name].whatif(edits=[edit]).cases[1]
+    assert (case.requested_peak_bytes, case.allocated_peak_bytes, case.reserved_peak_bytes) == really
+    assert case.edits == (edit,)
+
+
+@pytest.mark.parametrize(
+    ("edit", "really"),
+    [("checkpoint:h.*", NANOGPT_CHECKPOINTS), ("checkpoint:transformer.h.*:every=2", NANOGPT_EVERY_SECOND)],
+)
+def test_checkpoints_are_exact_in_requested_and_reserved_bytes(
+    recorded: dict[str, OpenedSnapshot], edit: str, really: tuple[int, int, int]
+) -> None:
+    case = recorded["nanogpt"].whatif(edits=[edit]).cases[1]
+    assert (case.requested_peak_bytes, case.reserved_peak_bytes) == (really[0], really[2])
+    assert case.allocated_peak_bytes == pytest.approx(really[1], rel=3e-4)
+    assert not case.exact
+
+
+def test_a_batch_that_was_not_recorded_follows_from_two_others(recorded: dict[str, OpenedSnapshot]) -> None:
+    half, whole = recorded["resnet50-batch16"], recorded["resnet50-batch32"]
+    result = whole.whatif(edits=["batch:×2"], scale_from=[half])
+    case = result.cases[1]
+    assert case.requested_peak_bytes == BATCH_64[0]
+    assert case.allocated_peak_bytes == pytest.approx(BATCH_64[1], rel=0.002)
+    assert result.edited is not None
+    assert any("layer2.*.downsample.*" in line for line in result.edited.edits[0].unknown)
+
+
+def test_a_search_finds_the_cheapest_edits_that_fit(recorded: dict[str, OpenedSnapshot]) -> None:
+    nanogpt = recorded["nanogpt"]
+    as_it_is = nanogpt.whatif(fit=True, capacity_bytes=20 * 2**30)
+    assert as_it_is.search
+    assert len(as_it_is.cases) == 1
+    loss = nanogpt.whatif(fit=True, capacity_bytes=10 * 2**30)
+    assert loss.search
+    assert loss.cases[1].edits == ("loss:fused",)
+    more = nanogpt.whatif(fit=True, capacity_bytes=4 * 2**30)
+    assert more.search
+    assert more.cases[1].fits
+    assert any(edit.startswith("checkpoint:") for edit in more.cases[1].edits)
+    never = nanogpt.whatif(fit=True, capacity_bytes=2**28)
+    assert never.search is False
