@@ -16,10 +16,12 @@ from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.step_slices import MOST_SLICES, slice_median_step
 from profkit.reading import open_capture, open_trace
+from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table, without_folders
 from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
 from tests.browser import open_page, read_table
+from tests.captures import capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_small_run, write_two_steps
 from tests.in_process import run_command
@@ -236,8 +238,14 @@ def test_a_table_is_copied_as_csv_with_exact_values(page: Any, run: Path) -> Non
 
 
 @pytest.mark.browser
-def test_the_page_prints_without_tools_and_with_every_row(page: Any) -> None:
-    page.emulate_media(media="print")
+def test_the_page_prints_dark_on_white_without_tools_and_with_every_row(browser: Any, page_file: Path) -> None:
+    with open_page(browser, page_file, scheme="dark") as page:
+        page.emulate_media(media="print")
+        assert page.evaluate(LEAST_CONTRAST) >= 4.5
+        assert_prints_whole(page)
+
+
+def assert_prints_whole(page: Any) -> None:
     assert not page.locator(".tools").first.is_visible()
     assert page.evaluate(
         "[...document.querySelectorAll('.scroll')].every((one) => one.scrollHeight <= one.clientHeight + 1)"
@@ -246,8 +254,6 @@ def test_the_page_prints_without_tools_and_with_every_row(page: Any) -> None:
 
 
 def test_a_table_with_very_many_rows_says_how_many_it_leaves_out() -> None:
-    from profkit.report.document import Column, Table
-
     view = view_table(Table([Column("n", "n")], [{"n": number} for number in range(500)]))
     assert (len(view["rows"]), view["hidden"]) == (400, 100)
 
@@ -508,3 +514,9 @@ def test_runs_that_have_nothing_in_common_are_refused(run: Path, tmp_path: Path)
     assert done.returncode == 2
     assert "cannot be compared" in done.stderr
     assert not (tmp_path / "x.html").exists()
+
+
+def test_a_snapshot_of_a_failed_allocation_says_why_it_failed() -> None:
+    text = render_report(open_capture(capture("oom.pickle")))
+    assert "Out of memory 1 time" in text
+    assert "needed up to" in text or "it needed" in text

@@ -21,8 +21,9 @@ from profkit.analysis.memory.composition import NOT_SELECTED
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
-from profkit.report.memory import EVIDENCE_WORDS, head_lines
-from profkit.report.page.markup import Interned, pack
+from profkit.report.document import Lines
+from profkit.report.memory import EVIDENCE_WORDS, build_memory_document
+from profkit.report.page.markup import Interned, pack, view_parts
 from profkit.report.page.memory_tables import build_tables
 from profkit.report.page.segments import build_segments
 from profkit.report.text import make_visible
@@ -95,8 +96,12 @@ def build_memory(
         source: the folder below which source lines are looked up and embedded; by default none are.
     """
     bins = bin_history(memory, wanted)
+    head, *others = [
+        part for part in build_memory_document(result, by="category", leaks=True).parts if isinstance(part, Lines)
+    ]
     return {
-        "facts": [" ".join(line.split()) for line in head_lines(result)],
+        "facts": [" ".join(line.split()) for line in head.lines],
+        "notes": view_parts(others),
         "data": pack(build_data(bins, memory, by)),
         "picture": _picture(bins),
         "at": result.composition.what,

@@ -28,7 +28,12 @@ def build_tables(result: MemoryResult, source: Path | None) -> dict[str, Any]:
     """Return the three tables; a line has its source text if a folder to look it up in is given."""
     at = result.composition
     modules = [
-        {"name": row.name, **_sizes(row), "own_bytes": row.own_bytes, **{key: row.categories.get(key) for key in _USES}}
+        {
+            "name": row.name,
+            **_sizes(row),
+            "own_bytes": row.own_bytes,
+            **{key: row.categories.get(key, 0) for key in _USES},
+        }
         for row in at.by_module
     ]
     used = [Column(key, heading, BYTES) for key, heading in _USES.items() if any(row[key] for row in modules)]

@@ -175,12 +175,12 @@ def _limits(passes: Mapping[str, EfficiencyRow]) -> str | None:
     return "; ".join(f"{phase}: {text}" for phase, text in known.items()) or None
 
 
-def _held(parts: Sequence[PartRow]) -> dict[str, int | None]:
+def _held(parts: Sequence[PartRow]) -> dict[str, int]:
     """Return the bytes of some modules together, and those of each use; None where none is known."""
     if not parts:
         return {}
     uses = {key: sum(part.categories.get(category, 0) for part in parts) for key, category in _HELD.items()}
-    return {"bytes": sum(part.bytes for part in parts), **{key: size or None for key, size in uses.items()}}
+    return {"bytes": sum(part.bytes for part in parts), **uses}
 
 
 def _flops(value: float) -> str:
