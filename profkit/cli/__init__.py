@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from profkit.errors import ProfkitError, UsageError
 from profkit.version import __version__
@@ -48,10 +49,17 @@ class _LazyGroup(click.Group):
         command: click.Command = getattr(import_module(_COMMANDS[cmd_name][0]), cmd_name)
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        names = [
+            CompletionItem(name, help=text) for name, (_, text) in _COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return names or super().shell_complete(ctx, incomplete)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+        # While a shell completes a word, nobody reads an error.
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise UsageError(f"no command {args[0]!r}{_suggest(args[0])}")
         return super().resolve_command(ctx, args)
 

@@ -9,6 +9,7 @@ import click
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import compare_captures, refuse_other_measure
 from profkit.analysis.compare.provenance import compare_provenance
+from profkit.cli.completion import complete_ranges
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, write_warnings
 from profkit.cli.progress import shown_after_a_second
@@ -20,7 +21,9 @@ from profkit.report.document import Format
 @click.command()
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
-@click.option("--range", "name", metavar="RANGE", help="Only the kernel time under this range.")
+@click.option(
+    "--range", "name", metavar="RANGE", shell_complete=complete_ranges, help="Only the kernel time under this range."
+)
 @click.option("--by", type=click.Choice(VIEWS), help="Show one view only  [default: phase, category and kernel]")
 @click.option(
     "--top",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.analysis.efficiency.evidence import find_evidence
+from profkit.cli.completion import complete_ranges
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
@@ -21,7 +22,13 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--range", "name", metavar="RANGE", help="Only these ranges and those within: a name, glob or path.")
+@click.option(
+    "--range",
+    "name",
+    metavar="RANGE",
+    shell_complete=complete_ranges,
+    help="Only these ranges and those within: a name, glob or path.",
+)
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
 @click.option("--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines.")
 @click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step.")

@@ -11,6 +11,7 @@ import click
 from profkit.analysis.kernels import Grouping, KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.selection import KernelFilter
+from profkit.cli.completion import complete_ranges
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, write_warnings
 from profkit.cli.progress import shown_after_a_second
@@ -27,8 +28,19 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--range", "name", metavar="RANGE", help="A range's name, a glob ('layer *') or a path (forward/ffn).")
-@click.option("--exclude", metavar="RANGE", help="Leave out what ran under this range, such as warmup.")
+@click.option(
+    "--range",
+    "name",
+    metavar="RANGE",
+    shell_complete=complete_ranges,
+    help="A range's name, a glob ('layer *') or a path (forward/ffn).",
+)
+@click.option(
+    "--exclude",
+    metavar="RANGE",
+    shell_complete=complete_ranges,
+    help="Leave out what ran under this range, such as warmup.",
+)
 @click.option("--instance", type=int, metavar="N", help="Only the N-th instance of the range, counted from 0.")
 @click.option(
     "--per-instance", is_flag=True, help="Also show one line per instance of the range (CSV holds only these)."
