@@ -174,12 +174,12 @@ def _read_trace(path: Path) -> Trace:
     """Return the columns of one file, by the reader that its content calls for."""
     if path.suffix == _REPORT and path.is_file():
         path = _find_export(path)
-    from profkit.trace.columns import refuse_impossible_times, refuse_too_many_gpus, refuse_too_many_open
+    from profkit.trace.columns import refuse_impossible_times, refuse_too_many_open, refuse_too_many_places
 
     trace = _read_columns(path)
     refuse_impossible_times(trace)
     refuse_too_many_open(trace)
-    refuse_too_many_gpus(trace)
+    refuse_too_many_places(trace)
     return trace
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-_MOST_WAITING = 5
+_MOST_WAITING = 30
 
 
 class ChildError(AssertionError):

@@ -12,6 +12,7 @@ from profkit.allocator import replay
 from profkit.analysis import attribution, backward_links, range_tree
 from profkit.analysis.memory import parts, stacks
 from profkit.reading import open_trace
+from profkit.trace import columns
 from profkit.trace.operators import OperatorForest
 from tests.child import run_in_child
 from tests.conftest import call_main
@@ -77,12 +78,19 @@ def test_kernels_under_thousands_of_ranges_each_are_refused(tmp_path: Path, monk
     assert "50 kernels or copies lie under more than 64 ranges each" in done.stderr
 
 
-def test_work_on_more_gpus_than_a_machine_has_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "most"), [("GPUs", "GPUS"), ("processes", "PROCESSES"), ("threads", "THREADS")])
+def test_more_gpus_processes_and_threads_than_any_machine_has_are_refused(
+    what: str, most: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     builder = NsysBuilder()
-    for number in range(257):
-        builder.kernel(100 * number, 10, device=number)
-    done = call_main(["kernels", str(builder.write(tmp_path / "gpus.sqlite"))])
-    assert (done.returncode, "work on 257 GPUs; more than 256 are not read" in done.stderr) == (1, True)
+    for number in range(20):
+        builder.kernel(100 * number, 10, device=number, pid=100 + number, tid=100 + number)
+    path = builder.write(tmp_path / "many.sqlite")
+    monkeypatch.setattr(columns, f"MOST_{most}", 20)
+    assert codes(path, ("kernels FILE",)) == [0]
+    monkeypatch.setattr(columns, f"MOST_{most}", 19)
+    done = call_main(["kernels", str(path)])
+    assert (done.returncode, f"holds 20 {what}; captures with more than 19 are not read" in done.stderr) == (1, True)
 
 
 def test_modules_by_the_hundred_thousand_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

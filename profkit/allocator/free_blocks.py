@@ -13,10 +13,12 @@ from profkit.allocator.rules import SMALL_BYTES, SMALL_SEGMENT_BYTES
 from profkit.allocator.start import find_regions
 from profkit.snapshot.columns import SEGMENT_ALLOC, SEGMENT_UNMAP
 
+_MOST_NEIGHBOURS = 16
+
 
 @dataclass(frozen=True)
 class FreeBlock:
-    """A free block, and the live blocks (rows of the replay) in its segment, nearest first."""
+    """A free block, and the live blocks (rows of the replay) next to it in its segment, up to 16, nearest first."""
 
     address: int
     size_bytes: int
@@ -50,9 +52,12 @@ def find_free_blocks(history: History, moment: int) -> list[FreeBlock]:
         for gap in range(0, len(edges), 2):
             low, high = edges[gap], edges[gap + 1]
             if low < high:
-                around = sorted(inside, key=lambda row: _distance(int(replay.address[row]), low, high))
+                near = inside[max(gap // 2 - _MOST_NEIGHBOURS, 0) : gap // 2 + _MOST_NEIGHBOURS]
+                around = sorted(near, key=lambda row: _distance(int(replay.address[row]), low, high))
                 stream = streams[1][max(bisect_right(streams[0], begin) - 1, 0)] if streams[0] else 0
-                found.append(FreeBlock(low, high - low, end - begin, stream, is_large, tuple(around)))
+                found.append(
+                    FreeBlock(low, high - low, end - begin, stream, is_large, tuple(around[:_MOST_NEIGHBOURS]))
+                )
     return sorted(found, key=lambda one: (-one.size_bytes, one.address))
 
 

@@ -35,7 +35,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 # Real snapshots take 7 bytes of memory for each of their own.
 _MEMORY_PER_BYTE = 12
 
-_REHEARSED_BYTES = 8 * 2**20
+_REHEARSED_BYTES = 12 * 2**20
 """A file of up to this size is first read in a child process; that takes as long as reading it."""
 _REHEARSAL_CPU_SECONDS = 8
 _OUT_OF_MEMORY = 2

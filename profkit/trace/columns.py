@@ -224,19 +224,25 @@ def refuse_too_many_open(trace: Trace) -> None:
         )
 
 
-MOST_GPUS = 256
-"""No machine has as many, each divided into seven."""
+MOST_GPUS, MOST_PROCESSES, MOST_THREADS = 256, 4096, 2**14
+"""No machine has as many GPUs, each divided into seven; no program as many processes and threads that do something."""
 
 
-def refuse_too_many_gpus(trace: Trace) -> None:
-    """Raise if the trace has work on more GPUs than `MOST_GPUS`: the time on each is taken apart by itself.
+def refuse_too_many_places(trace: Trace) -> None:
+    """Raise if the trace has work on too many GPUs, or of too many threads or processes: each is looked at by itself.
 
     Raises:
-        TraceError: there are more.
+        TraceError: there are more than `MOST_GPUS`, `MOST_PROCESSES` or `MOST_THREADS`.
     """
-    count = len(distinct_values(np.concatenate([trace.work.device, trace.copies.device])))
-    if count > MOST_GPUS:
-        raise TraceError(f"{trace.path}: has work on {count:,} GPUs; more than {MOST_GPUS} are not read")
+    work, copies, ranges = trace.work, trace.copies, trace.ranges
+    for what, most, columns in (
+        ("GPUs", MOST_GPUS, (work.device, copies.device)),
+        ("processes", MOST_PROCESSES, (work.process, copies.process, ranges.process)),
+        ("threads", MOST_THREADS, (work.launch_thread, copies.launch_thread, ranges.thread, ranges.end_thread)),
+    ):
+        count = len(distinct_values(np.concatenate([distinct_values(column) for column in columns])))
+        if count > most:
+            raise TraceError(f"{trace.path}: holds {count:,} {what}; captures with more than {most:,} are not read")
 
 
 Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)

@@ -95,8 +95,8 @@ def threads(count: int) -> NsysBuilder:
     """Return threads that each open a range and launch a kernel."""
     builder = NsysBuilder()
     for one in range(count // 4):
-        builder.range("forward", 100 * one, 100 * one + 90, tid=100 + one)
-        builder.kernel(100 * one + 5, 10, tid=100 + one)
+        builder.range("forward", 100 * one, 100 * one + 90, tid=100 + one % 2**14)
+        builder.kernel(100 * one + 5, 10, tid=100 + one % 2**14)
     return builder
 
 
@@ -105,9 +105,9 @@ def autograd_threads(count: int) -> NsysBuilder:
     builder = NsysBuilder()
     builder.range("backward", 0, 1000 * count)
     for one in range(count // 4):
-        builder.name_thread("pt_autograd_0", 101 + one)
+        builder.name_thread("pt_autograd_0", 101 + one % 2**13)
         builder.call(100 * one, name="cudaStreamSynchronize_v3020", duration=50)
-        builder.kernel(100 * one + 5, 10, tid=101 + one)
+        builder.kernel(100 * one + 5, 10, tid=101 + one % 2**13)
     return builder
 
 
@@ -115,8 +115,8 @@ def processes(count: int) -> NsysBuilder:
     """Return processes that each open a range and launch a kernel."""
     builder = NsysBuilder()
     for one in range(count // 4):
-        builder.range("step 0", 100 * one, 100 * one + 90, pid=100 + one, tid=100 + one)
-        builder.kernel(100 * one + 5, 10, pid=100 + one, tid=100 + one)
+        builder.range("step 0", 100 * one, 100 * one + 90, pid=100 + one % 4096, tid=100 + one % 4096)
+        builder.kernel(100 * one + 5, 10, pid=100 + one % 4096, tid=100 + one % 4096)
     return builder
 
 

@@ -41,9 +41,9 @@ def operator_threads(count: int) -> list[Any]:
     events = []
     for one in range(count // 4):
         events += [
-            row("cpu_op", "aten::mm", 10 * one, 9, 200 + one),
-            row("user_annotation", "forward", 10 * one, 9, 200 + one),
-            launch(10 * one + 1, one + 1, 200 + one),
+            row("cpu_op", "aten::mm", 10 * one, 9, 200 + one % 2**14),
+            row("user_annotation", "forward", 10 * one, 9, 200 + one % 2**14),
+            launch(10 * one + 1, one + 1, 200 + one % 2**14),
             kernel("k", 10 * one + 2, 5, one + 1),
         ]
     return events
@@ -99,7 +99,7 @@ def same_correlation(count: int) -> list[Any]:
     """Return calls of many processes that share one id with all kernels."""
     events = []
     for one in range(count // 2):
-        events += [launch(one, 7, pid=100 + one), kernel("k", one + 2, 5, 7)]
+        events += [launch(one, 7, pid=100 + one % 4096), kernel("k", one + 2, 5, 7)]
     return events
 
 

@@ -165,11 +165,13 @@ class EfficiencyResult(NotebookResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
-        data = asdict(self)
-        for row, values in zip(self.ranges, data["ranges"], strict=True):
-            values["gpu"] = None if row.gpu is None else row.gpu.to_dict()
-        for step, values in zip(self.steps, data["steps"], strict=True):
-            values |= {"gpu": step.gpu.to_dict(), "idle_share": step.idle_share}
+        # There may be a hundred thousand rows, which asdict would copy value by value.
+        data = asdict(replace(self, ranges=(), steps=()))
+        data["ranges"] = [vars(row) | {"gpu": None if row.gpu is None else row.gpu.to_dict()} for row in self.ranges]
+        data["steps"] = [
+            vars(step) | {"gpu": step.gpu.to_dict(), "data": asdict(step.data), "idle_share": step.idle_share}
+            for step in self.steps
+        ]
         return data | {"capture": self.capture.to_dict()}
 
     def to_pandas(self) -> pd.DataFrame:

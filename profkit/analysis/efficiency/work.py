@@ -12,6 +12,7 @@ utilization (HFU) is the same of all matrix products that the step does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,8 +67,9 @@ class RangeWorks:
         """Return the work of the ranges ``members`` together."""
         if not len(members):
             return Amount()
-        nodes, counts = np.unique(self._node[members], return_counts=True)
-        known = [(self._known[node], count) for node, count in zip(nodes.tolist(), counts.tolist(), strict=True)]
+        # Asked of single ranges, a hundred thousand times: no array function is as quick.
+        counts = Counter(self._node[members].tolist())
+        known = [(self._known[node], counts[node]) for node in sorted(counts)]
         whole = [(work, count) for work, count in known if work is not None]
         if len(whole) == len(known):
             return _sum(whole, self._source)
