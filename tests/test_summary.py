@@ -11,7 +11,7 @@ import pytest
 
 from profkit.analysis.advice import find_advice
 from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import Summary
+from profkit.analysis.summary import Head, Summary
 from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.document import render
@@ -189,6 +189,22 @@ def test_every_format_holds_the_step_time_and_the_advice(style: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "torch.compile" in done.stdout
     assert ("105.8 ms" if style in ("markdown", "latex") else "59325701") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("python", "train.py"), "python train.py"),
+        (("/usr/bin/python", "/data/me/train.py", "--lr", "1e-3"), "python train.py --lr 1e-3"),
+        (("python", "train.py", *["--option=value"] * 9, "--compile=False"), "python train.py … --compile=False"),
+        (("x" * 100,), f"{'x' * 29}…{'x' * 30}"),
+    ],
+)
+def test_the_head_names_the_command_without_folders_and_a_long_one_by_its_ends(
+    words: tuple[str, ...], shown: str
+) -> None:
+    text = render(build_summary_document(Summary("run", Head(command=words)), ()), "table")
+    assert text.replace(" --option=value", "") == shown
 
 
 def test_at_most_three_proposals_are_printed_and_all_are_data() -> None:

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime
-from profkit.analysis.summary import EXPANDABLE, Summary
+from profkit.analysis.summary import EXPANDABLE, WORTH, Summary
 
-_WORTH = 0.02
-"""An effect below this share of the step time, or of the peak, is not worth a line."""
 _LAUNCHES = 0.1
 """The share of a step from which preparing kernels is worth a change of the program."""
 _TIGHT = 0.8
@@ -53,7 +51,7 @@ def find_advice(summary: Summary) -> tuple[Advice, ...]:
     found = []
     for rule in RULES:
         one = rule(summary)
-        if one is not None and (share := _share(summary, one)) >= _WORTH:
+        if one is not None and (share := _share(summary, one)) >= WORTH:
             found.append(_with_share(one, share))
     return tuple(sorted(found, key=lambda one: -_weight(summary, one)))
 
@@ -89,7 +87,7 @@ def _compile(summary: Summary) -> Advice | None:
     small_ns = summary.per_step(summary.work.small_ns)
     launching_ns = summary.idle_ns(summary.gpu.causes.launching_ns)
     action, reason = "torch.compile(model)", "fuses much of {small_ns} of small kernels"
-    if launching_ns > _WORTH * (summary.step_ns or 0):
+    if launching_ns > WORTH * (summary.step_ns or 0):
         reason += ", and Python prepares fewer ({launching_ns} idle for that)"
     if launching_ns > _LAUNCHES * (summary.step_ns or 0):
         action = 'torch.compile(model, mode="reduce-overhead")'

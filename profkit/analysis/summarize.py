@@ -22,6 +22,7 @@ from profkit.analysis.efficiency.unprofiled import find_uneven_times
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.parts import fold
+from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.module_times import time_modules
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.range_paths import split_path
@@ -31,6 +32,7 @@ from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,
     SMALL,
+    WORTH,
     GpuUse,
     Head,
     MemoryUse,
@@ -59,6 +61,8 @@ from profkit.names import (
 from profkit.run.manifest import Compiled, Manifest
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 
+_MOST_SIMULATED = 400_000
+"""Events; `profkit whatif` simulates longer histories, at 25 µs an event."""
 _TF32 = ("high", "medium")
 _OWN_PARTS = "|".join((SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT))
 _ATTENTION = re.compile(rf"(^|[._])(\w*attn\w*|{ATTENTION}|\w+_{ATTENTION})$|^({_OWN_PARTS})$", re.IGNORECASE)
@@ -333,10 +337,16 @@ def _sum_known(values: Sequence[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _simulate_expandable(opened: OpenedSnapshot, reserved_peak_bytes: int) -> int | None:
-    """Return what expandable segments would reserve at most, where the simulator is proved on this recording."""
-    settings = opened.snapshot.settings
-    if settings.expandable_segments or not reserved_peak_bytes:
+def _simulate_expandable(opened: OpenedSnapshot, result: MemoryResult) -> int | None:
+    """Return what expandable segments would reserve at most, where the simulator is proved on this recording.
+
+    None too where they could not save enough to be proposed, and for a history that takes long to simulate.
+    """
+    settings, totals = opened.snapshot.settings, result.totals
+    spare = totals.reserved_peak_bytes - totals.requested_peak_bytes
+    if settings.expandable_segments or spare < WORTH * totals.allocated_peak_bytes:
+        return None
+    if not totals.reserved_peak_bytes or result.history.events > _MOST_SIMULATED:
         return None
     try:
         found = opened.whatif(allocators=[",".join(filter(None, (settings.text, EXPANDABLE)))])
@@ -359,7 +369,7 @@ def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) ->
         by_category={row.category: row.bytes for row in at.by_category},
         reserved_peak_bytes=result.totals.reserved_peak_bytes,
         capacity_bytes=find_capacity(memory.recorded, memory.device.index),
-        expandable_reserved_bytes=_simulate_expandable(opened, result.totals.reserved_peak_bytes),
+        expandable_reserved_bytes=_simulate_expandable(opened, result),
         modules=fold(at.by_module),
         failure=None if result.oom is None else result.oom.message,
         failed_request_bytes=None if result.oom is None else result.oom.requested_bytes,

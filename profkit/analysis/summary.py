@@ -21,6 +21,8 @@ from profkit.findings import Finding
 PRODUCTS = ("gemm", "attention")
 RUN_WARNING = "run"
 """The code of findings that are the run's own warnings, which ``profkit run`` prints."""
+WORTH = 0.02
+"""An effect below this share of the step time, or of the peak, is not worth a line."""
 EXPANDABLE = "expandable_segments:True"
 SMALL = (
     "softmax",

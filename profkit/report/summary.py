@@ -20,8 +20,10 @@ from profkit.report.units import TEXT, format_bytes, format_count, format_ns, fo
 
 _TRIED = 3
 _COMMAND_WIDTH = 60
+_COMMAND_BEGINNING = 40
 _MODULES = 4
 _SEPARATOR = " · "
+_MUCH = 0.05
 _PART = 0.005
 """A part of the time below this share has no place in a line."""
 
@@ -46,9 +48,8 @@ def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_ru
         *_closed(summary),
         *([] if for_run else _more(summary)),
     ]
-    labelled = [
-        (label if label != before else "", text) for (label, text), before in zip(lines, _before(lines), strict=True)
-    ]
+    before = ["", *(label for label, _ in lines)]
+    labelled = [(label if label != before[at] else "", text) for at, (label, text) in enumerate(lines)]
     data = summary.to_dict()
     data["head"]["command"] = _words(summary.head)
     data = {**data, "advice": [_advice_data(one) for one in advice]}
@@ -67,14 +68,9 @@ def _advice_data(one: Advice) -> dict[str, Any]:
     return {**asdict(one), "reason": _fill(one.reason, one), "cost": one.cost and _fill(one.cost, one)}
 
 
-def _before(lines: list[tuple[str, str]]) -> list[str | None]:
-    """Return the label of the line before each: the same label is not printed twice."""
-    return [None, *(label for label, _ in lines)][: len(lines)]
-
-
 def _head(summary: Summary) -> str:
     head = summary.head
-    parts = [shorten(" ".join(_words(head)), _COMMAND_WIDTH) or Path(summary.run).name]
+    parts = [_command(_words(head)) or Path(summary.run).name]
     if head.gpu_count or head.gpu:
         gpu = (head.gpu or "GPU").removeprefix("NVIDIA ")
         parts.append(f"{head.gpu_count} × {gpu}" if head.gpu_count else gpu)
@@ -92,6 +88,15 @@ def _head(summary: Summary) -> str:
     elif summary.work is not None:
         parts.append("no steps known: figures are of the whole capture")
     return _SEPARATOR.join(parts)
+
+
+def _command(words: list[str]) -> str:
+    """Return the command, of a long one its first and last words."""
+    text = " ".join(words)
+    if len(text) > _COMMAND_WIDTH and len(words) > 1:
+        ends = [at for at in range(1, len(words)) if len(" ".join(words[:at])) <= _COMMAND_BEGINNING]
+        text = " ".join([*words[: max(ends, default=1)], "…", words[-1]])
+    return shorten(text, _COMMAND_WIDTH)
 
 
 def _words(head: Head) -> list[str]:
@@ -209,21 +214,17 @@ def _modules(summary: Summary) -> str:
         text = f"{blocks.module} ×{blocks.number}: {whole}"
         named = [_module(summary, one, blocks.module) for one in inner[:_MODULES] if one.total_ns]
         texts.append(f"{text}: {', '.join(named)}" if len(named) > 1 else f"{text} ({_passes(summary, blocks)})")
-    parents = {one.parent for one in summary.modules}
-    above = None if blocks is None else blocks.parent
-    others = [
-        one
-        for one in known
-        if one is not blocks
-        and one.parent in ({above, MODEL, None} & (parents | {None}))
-        and not _is_within(one, blocks)
-    ]
+    top = (None, MODEL, None if blocks is None else blocks.parent)
+    others = [one for one in known if one is not blocks and one.parent in top and not _holds(one, blocks)]
     others.sort(key=lambda one: -one.total_ns)
     texts += [_module(summary, one, "") for one in others[: 2 if texts else _MODULES] if one.total_ns]
-    return "; ".join(texts)
+    text = "; ".join(texts)
+    if text and summary.work.communication_ns > _MUCH * summary.work.kernel_time_ns:
+        text += f"{_SEPARATOR}communication counts where it was launched"
+    return text
 
 
-def _is_within(one: ModuleTime, blocks: ModuleTime | None) -> bool:
+def _holds(one: ModuleTime, blocks: ModuleTime | None) -> bool:
     """Return whether a module holds the repeated blocks, by its name."""
     return blocks is not None and blocks.module.startswith(f"{one.module}.")
 
@@ -254,7 +255,7 @@ def _memory(memory: MemoryUse) -> str:
         )
     text += f": {', '.join(parts)}"
     unused = memory.reserved_peak_bytes - memory.peak_bytes
-    if unused > 0.05 * memory.reserved_peak_bytes:
+    if unused > _MUCH * memory.reserved_peak_bytes:
         text += f"{_SEPARATOR}reserved {format_bytes(memory.reserved_peak_bytes)}"
     if memory.recording_cost is not None:
         text += f"{_SEPARATOR}recording the allocator changed the step time by {memory.recording_cost:+.0%}"
