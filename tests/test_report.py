@@ -434,6 +434,17 @@ def test_time_and_memory_of_a_module_stand_in_one_row() -> None:
     assert "forward_ns" not in rows[3]  # unknown, not 0
 
 
+def test_what_has_memory_alone_stands_under_the_module_that_it_is_in() -> None:
+    times = [ModuleTime("layer1.*", None, 3, 9, 9, 0), ModuleTime("layer1.0.downsample", "layer1.*", 1, 5, 5, 0)]
+    parts = [module("layer1.0.downsample", 90, own=0), module("layer1.0.downsample.0", 40)]
+    rows = tree_of(times, [*parts, module("layer1.0.downsample.1", 50)])
+    assert [(row["name"], row["depth"], row.get("bytes")) for row in rows] == [
+        ("layer1.*", 0, None),
+        ("layer1.0.downsample", 1, 90),
+        ("layer1.*.downsample.*", 2, 90),
+    ]
+
+
 def module(name: str, size: int, own: int = 1) -> PartRow:
     path = (name,) if name.startswith("(") or name == "model" else ("model", *name.split("."))
     return PartRow(name, path, size, 0.1, 1, own, {"activations": size}, {})
@@ -449,7 +460,7 @@ def test_a_module_folds_by_keyboard_and_chooses_what_the_sections_below_show(pag
     assert fold.get_attribute("aria-expanded") == "false"
     assert rows.locator("visible=true").count() < before
     page.keyboard.press("Enter")
-    page.locator("table[data-table='modules'] button", has_text="layer *").first.click()
+    page.locator("table[data-table='modules'] button[title^='Show layer']").first.click()
     assert page.evaluate("profkit.timeline.state.module") == "layer *"
     assert page.locator("tr[aria-selected=true]").count() == 1
 

@@ -43,7 +43,10 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
         _add_changes(rows, steps, tree_of(before.summary.modules, _parts(before)), before.steps)
     table = view_table(Table(_columns(rows, steps), rows))
     for view, row in zip(table["rows"], rows, strict=False):
-        view[0] |= {"depth": row["depth"], "module": row["name"], "number": row["number"]}
+        # Under its parent a module needs only the rest of its name; the whole one is in the title, and in CSV.
+        parent = row["parent"] or ""
+        view[0] |= {"depth": row["depth"], "number": row["number"], "title": view[0]["text"]}
+        view[0]["text"] = view[0]["text"].removeprefix(f"{parent}.").removeprefix(f"{parent} ")
     return {
         "table": table,
         "is_joined": bool(times) and bool(parts),
@@ -128,7 +131,7 @@ def _stands_for(kind: str, name: str) -> bool:
 
 def _around(name: str, names: Iterable[str]) -> str | None:
     """Return the module around one by its dotted name: the longest beginning of it that has a row."""
-    above = [one for one in names if name.startswith(f"{one}.")]
+    above = [one for one in names if name.startswith((f"{one}.", f"{kind_of(one)}."))]
     if above:
         return max(above, key=len)
     return MODEL if name != MODEL and not name.startswith("(") and MODEL in names else None

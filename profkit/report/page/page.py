@@ -33,7 +33,10 @@ from profkit.report.summary import build_summary_document
 from profkit.report.text import make_visible
 from profkit.version import __version__
 
-_SCRIPTS = {"timeline": ("timeline.js",), "memory": ("uplot.min.js", "memory.js")}
+_SCRIPTS = {
+    "timeline": ("timeline.js",),
+    "memory": ("uplot.min.js", "memory_data.js", "memory_drawing.js", "memory.js"),
+}
 """Sections with a script of their own."""
 
 _MEMORY = "Memory over time"

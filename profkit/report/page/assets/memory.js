@@ -2,300 +2,27 @@
 // Memory over time: what is allocated at every sampled moment, by category, module, stack or single allocation.
 profkit.started.push((async () => {
 const { byId, element, button, copyText } = profkit;
-const data = await profkit.unpack("memory-data");
-if (!data) return;
+const memory = await profkit.readMemory();
+if (!memory) return;
 byId("memory-chart").hidden = false;
 byId("memory-picture").style.display = "none";
+const {
+  data, state, count, moments, seconds, allocated, reserved, modes, shapes, colours,
+  stackOf, formatBytes, formatTime, formatSpan, layOut, xs, css, colourOf, isHidden, isShown, inModule, kindOf, cumulated, UNITS,
+} = memory;
+const { shadePhases, namePhases, drawLayers, drawLines, drawShapes, drawMark, drawPeak } = profkit.paintMemory(memory);
 
-const restore = (deltas, unit) => {
-  const values = new Float64Array(deltas.length);
-  let sum = 0;
-  for (let i = 0; i < deltas.length; i++) values[i] = (sum += deltas[i]) * unit;
-  return values;
-};
-const text = (number) => number < 0 ? null : data.texts[number];
-const bytes = (deltas) => restore(deltas, data.unit);
-const count = data.moments.length;
-const moments = restore(data.moments, 1);
-const seconds = restore(data.times_us, 1e-6);
-const allocated = bytes(data.allocated), reserved = bytes(data.reserved), lowest = bytes(data.lowest);
-const stackOf = (number) => data.stacks[number].map(text);
-const modes = Object.fromEntries(Object.entries(data.series).map(([mode, some]) => [mode,
-  some.map((one) => ({ name: text(one.name), values: bytes(one.values), stack: stackOf(one.stack), stackCount: one.stack_count }))]));
-const shapes = data.shapes.bytes.map((_, at) => ({
-  ...Object.fromEntries(Object.entries(data.shapes).map(([key, column]) => [key, column[at]])),
-  category: text(data.shapes.category[at]), owner: text(data.shapes.owner[at]), module: text(data.shapes.module[at]),
-  label: text(data.shapes.label[at]), evidence: text(data.shapes.evidence[at]),
-}));
-for (const phase of data.phases) phase.name = text(phase.name);
-const colours = data.colours;
-
-const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
-const formatBytes = (value) => {
-  for (const [size, unit] of UNITS) {
-    if (Math.abs(value) >= size * 0.9765625) {
-      const number = value / size;
-      return number.toFixed(number < 10 ? 3 : number < 100 ? 2 : 1) + " " + unit;
-    }
-  }
-  return value + " B";
-};
-const formatTime = (value) => value >= 1 ? value.toFixed(3) + " s" : value >= 1e-3 ? (value * 1e3).toFixed(3) + " ms" : (value * 1e6).toFixed(0) + " µs";
-const formatSpan = (us) => formatTime(us / 1e6);
-
-// Each shape's lower edge at every sample of its life; the oldest lie lowest, so that few edges move.
-const layOut = () => {
-  const heights = new Float64Array(count);
-  const births = shapes.map(() => null);
-  shapes.forEach((shape, at) => { births[at] = new Float64Array(shape.end - shape.first); });
-  const starts = new Map();
-  shapes.forEach((shape, at) => { if (isShown(shape)) (starts.get(shape.first) || starts.set(shape.first, []).get(shape.first)).push(at); });
-  let live = [];
-  for (let i = 0; i < count; i++) {
-    live = live.filter((at) => shapes[at].end > i);
-    if (starts.has(i)) live.push(...starts.get(i));
-    let height = 0;
-    for (const at of live) {
-      births[at][i - shapes[at].first] = height;
-      height += shapes[at].bytes;
-    }
-    heights[i] = height;
-  }
-  return { edges: births, heights };
-};
-let layout = null;
-
-const state = {
-  mode: modes[data.mode] || data.mode === "allocation" ? data.mode : "category", axis: data.has_times && !data.prefers_events ? "time" : "events",
-  shape: -1, pinned: false, mark: -1, at: data.peak, hidden: new Set(), module: "",
-};
 const chart = byId("chart");
 let plot = null;
 const timing = { draws: [], ready: 0 };
 profkit.memory = { timing, get plot() { return plot; }, state, data, modes, shapes, allocated };
 
-const xs = () => (state.axis === "time" ? seconds : moments);
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const colourOf = (mode, at) => mode === "category" ? colours.categories[modes.category[at].name] : colours.stacks[at % colours.stacks.length];
-const isHidden = (name) => state.hidden.has(name);
-const isShown = (shape) => !isHidden(shape.category) && (!state.module || inModule(shape.module));
-// A module's name, or that of one within it; a star stands for any number.
-const kindOf = (name) => name.replace(/(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<!\d)\d+$/g, "*");
-const inModule = (name) => state.module === "model" || name === state.module || name.startsWith(`${state.module}.`);
-
-let layers = [];
-const cumulated = (series) => {
-  const layers = [];
-  let below = new Float64Array(count);
-  for (const one of series) {
-    const layer = new Float64Array(count);
-    for (let i = 0; i < count; i++) layer[i] = below[i] + (isHidden(one.name) ? 0 : one.values[i]);
-    layers.push(layer);
-    below = layer;
-  }
-  return layers;
-};
-
-const position = (u, i) => u.valToPos(xs()[i], "x", true);
-
-const phaseEdges = (phase) => state.axis === "time" ? [phase.start_us / 1e6, phase.end_us / 1e6] : [phase.first, phase.last];
-
-const clipped = (u, draw) => {
-  const { ctx, bbox } = u;
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
-  ctx.clip();
-  draw(ctx, bbox);
-  ctx.restore();
-};
-
-const visiblePhases = (u, draw) => clipped(u, (ctx, bbox) => {
-  for (const phase of data.phases) {
-    const [from, to] = phaseEdges(phase);
-    if (to < u.scales.x.min || from > u.scales.x.max) continue;
-    const left = Math.max(u.valToPos(from, "x", true), bbox.left), right = Math.min(u.valToPos(to, "x", true), bbox.left + bbox.width);
-    ctx.fillStyle = colours.phases[phase.name] || colours.phase;
-    draw(ctx, bbox, phase, left, Math.max(right - left, 1));
-  }
-});
-// A phase in which nothing was allocated, such as a later step of an optimizer, has no width by events: it keeps some.
-const NARROWEST = 4;
-const needsDarkText = (phase) => phase.name === "loss" || !colours.phases[phase.name];
-
-const shadePhases = (u) => visiblePhases(u, (ctx, bbox, phase, left, width) => {
-  ctx.globalAlpha = 0.1;
-  ctx.fillRect(left, bbox.top, width, bbox.height);
-});
-
-const namePhases = (u) => {
-  const strip = 15 * devicePixelRatio, least = NARROWEST * devicePixelRatio;
-  for (const isNarrow of [false, true]) visiblePhases(u, (ctx, bbox, phase, left, width) => {
-    if (width < least !== isNarrow) return;
-    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-    ctx.textBaseline = "middle";
-    ctx.textAlign = "left";
-    ctx.globalAlpha = 1;
-    ctx.fillRect(left, bbox.top, Math.max(width, least), strip);
-    ctx.strokeStyle = css("--back");
-    ctx.lineWidth = devicePixelRatio;
-    ctx.strokeRect(left, bbox.top, Math.max(width, least), strip);
-    if (width > ctx.measureText(phase.name).width + 8) {
-      ctx.fillStyle = needsDarkText(phase) ? "#000000" : "#ffffff";
-      ctx.fillText(phase.name, left + 4, bbox.top + strip / 2);
-    }
-  });
-};
-
-// One sample a pixel column at most, the one at which most was allocated: nothing more could be seen.
-const columns = (u) => {
-  const first = Math.max(u.valToIdx(u.scales.x.min) - 1, 0), last = Math.min(u.valToIdx(u.scales.x.max) + 1, count - 1);
-  const picked = [], places = [];
-  for (let i = first; i <= last; i++) {
-    const place = Math.round(position(u, i));
-    const at = picked.length - 1;
-    if (at >= 0 && places[at] === place) {
-      if (allocated[i] > allocated[picked[at]]) picked[at] = i;
-    } else {
-      picked.push(i);
-      places.push(place);
-    }
-  }
-  places.push(places[places.length - 1]);
-  return { picked, places };
-};
-
-const trace = (ctx, u, { picked, places }, values) => {
-  let y = u.valToPos(values[picked[0]], "y", true);
-  ctx.moveTo(places[0], y);
-  for (let at = 0; at < picked.length; at++) {
-    const next = u.valToPos(values[picked[at]], "y", true);
-    if (next !== y) { ctx.lineTo(places[at], y); ctx.lineTo(places[at], next); y = next; }
-  }
-  ctx.lineTo(places[places.length - 1], y);
-};
-
-const drawLayers = (u) => clipped(u, (ctx, bbox) => {
-  const seen = columns(u), floor = u.valToPos(0, "y", true);
-  if (!seen.picked.length) return;
-  const fill = (values, colour) => {
-    ctx.beginPath();
-    trace(ctx, u, seen, values);
-    ctx.lineTo(seen.places[seen.places.length - 1], floor);
-    ctx.lineTo(seen.places[0], floor);
-    ctx.fillStyle = colour;
-    ctx.fill();
-  };
-  if (state.mode === "allocation") fill(allocated, colours.rest);
-  else for (let at = layers.length - 1; at >= 0; at--) fill(layers[at], colourOf(state.mode, at));
-});
-
-const drawLines = (u) => clipped(u, (ctx) => {
-  const seen = columns(u);
-  if (!seen.picked.length) return;
-  ctx.strokeStyle = css("--text");
-  ctx.lineJoin = "round";
-  for (const [values, width, dash] of [[allocated, 1, []], [reserved, 1.5, [2, 3]]]) {
-    ctx.lineWidth = width * devicePixelRatio;
-    ctx.setLineDash(dash.map((one) => one * devicePixelRatio));
-    ctx.beginPath();
-    trace(ctx, u, seen, values);
-    ctx.stroke();
-  }
-});
-
-const drawShapes = (u) => {
-  if (state.mode !== "allocation") return;
-  layout = layout || layOut();
-  const { ctx, bbox } = u;
-  const first = Math.max(u.valToIdx(u.scales.x.min) - 1, 0), last = Math.min(u.valToIdx(u.scales.x.max) + 2, count);
-  const places = new Float64Array(last - first + 1);
-  for (let i = first; i <= last; i++) places[i - first] = position(u, Math.min(i, count - 1));
-  const high = (value) => u.valToPos(value, "y", true);
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
-  ctx.clip();
-  ctx.lineWidth = 0.5 * devicePixelRatio;
-  ctx.strokeStyle = css("--back");
-  shapes.forEach((shape, at) => {
-    if (!isShown(shape)) return;
-    const begin = Math.max(shape.first, first), end = Math.min(shape.end, last);
-    if (begin >= end) return;
-    const edges = layout.edges[at], offset = shape.first;
-    const steps = [];
-    let edge = edges[begin - offset], from = begin;
-    for (let i = begin + 1; i < end; i++) {
-      if (edges[i - offset] !== edge) {
-        steps.push([from, i, edge]);
-        edge = edges[i - offset];
-        from = i;
-      }
-    }
-    steps.push([from, end, edge]);
-    ctx.beginPath();
-    for (const [a, b, low] of steps) { ctx.lineTo(places[a - first], high(low + shape.bytes)); ctx.lineTo(places[b - first], high(low + shape.bytes)); }
-    for (const [a, b, low] of steps.reverse()) { ctx.lineTo(places[b - first], high(low)); ctx.lineTo(places[a - first], high(low)); }
-    ctx.closePath();
-    ctx.fillStyle = colours.categories[shape.category];
-    ctx.globalAlpha = state.shape < 0 || state.shape === at ? 1 : 0.55;
-    ctx.fill();
-    ctx.stroke();
-  });
-  ctx.restore();
-};
-
-const drawMark = (u) => {
-  if (state.mark < 0) return;
-  const { ctx, bbox } = u;
-  ctx.save();
-  ctx.strokeStyle = css("--accent");
-  ctx.lineWidth = 2 * devicePixelRatio;
-  for (const at of [state.mark, state.at]) {
-    const x = position(u, at);
-    if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-  }
-  ctx.restore();
-};
-
-const drawPeak = (u) => {
-  const { ctx, bbox } = u;
-  const x = position(u, data.peak), y = u.valToPos(allocated[data.peak], "y", true);
-  if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) return;
-  ctx.save();
-  ctx.strokeStyle = ctx.fillStyle = css("--text");
-  ctx.lineWidth = devicePixelRatio;
-  ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
-  ctx.beginPath();
-  ctx.moveTo(x, y);
-  ctx.lineTo(x, bbox.top + bbox.height);
-  ctx.stroke();
-  ctx.beginPath();
-  ctx.arc(x, y, 3.5 * devicePixelRatio, 0, 2 * Math.PI);
-  ctx.fill();
-  ctx.font = `600 ${12 * devicePixelRatio}px system-ui, sans-serif`;
-  const text = "peak " + formatBytes(allocated[data.peak]), width = ctx.measureText(text).width + 10 * devicePixelRatio;
-  const left = x + width > bbox.left + bbox.width ? x - width : x + 6 * devicePixelRatio;
-  ctx.textBaseline = "bottom";
-  ctx.textAlign = "left";
-  ctx.lineWidth = 3 * devicePixelRatio;
-  ctx.setLineDash([]);
-  ctx.strokeStyle = css("--back");
-  ctx.strokeText(text, left, y - 4 * devicePixelRatio);
-  ctx.fillText(text, left, y - 4 * devicePixelRatio);
-  ctx.restore();
-};
-
 const build = (keep) => {
   const host = chart;
   const range = keep && plot ? [plot.valToIdx(plot.scales.x.min), plot.valToIdx(plot.scales.x.max)] : null;
   if (plot) plot.destroy();
-  layers = state.mode === "allocation" ? [] : cumulated(modes[state.mode]);
-  layout = null;
+  state.layers = state.mode === "allocation" ? [] : cumulated(modes[state.mode]);
+  state.layout = null;
   const text = css("--text"), line = css("--line");
   const top = 1.08 * Math.max(reserved.reduce((a, b) => Math.max(a, b), 0), 1);
   const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui, sans-serif" };
@@ -432,9 +159,9 @@ const describeShape = (shape) => {
 };
 
 const shapeAt = (at, value) => {
-  layout = layout || layOut();
+  state.layout = state.layout || layOut();
   return shapes.findIndex((shape, number) => isShown(shape) && shape.first <= at && at < shape.end
-    && layout.edges[number][at - shape.first] <= value && value < layout.edges[number][at - shape.first] + shape.bytes);
+    && state.layout.edges[number][at - shape.first] <= value && value < state.layout.edges[number][at - shape.first] + shape.bytes);
 };
 
 function hover(u) {
@@ -456,7 +183,7 @@ const lookAt = (u, at, value) => {
   if (state.mode === "allocation") {
     const found = shapeAt(at, value);
     showMoment(at, found < 0 ? -1 : modes.category.findIndex((one) => one.name === shapes[found].category));
-    showDetail(found < 0 ? (value < allocated[at] ? { title: "smaller or hidden allocations", lines: [formatBytes(allocated[at] - layout.heights[at])], stack: [] } : null) : describeShape(shapes[found]));
+    showDetail(found < 0 ? (value < allocated[at] ? { title: "smaller or hidden allocations", lines: [formatBytes(allocated[at] - state.layout.heights[at])], stack: [] } : null) : describeShape(shapes[found]));
     if (found !== state.shape) { state.shape = found; u.redraw(false); }
     return;
   }

@@ -134,12 +134,12 @@ const makeTree = (table) => {
   };
   for (const row of [...body.rows]) {
     const cell = row.cells[0], name = cell.dataset.value, times = cell.querySelector(".times");
-    const choose = button(name, () => {
+    const choose = button(cell.firstChild.textContent.trim(), () => {
       chosen = chosen === row ? null : row;
       for (const one of body.rows) one.setAttribute("aria-selected", String(one === chosen));
       document.dispatchEvent(new CustomEvent("profkit:module", { detail: chosen ? name : "" }));
     });
-    choose.title = "Show this module in the sections below";
+    choose.title = `Show ${name} in the sections below`;
     const inner = innerOf(row);
     const fold = inner.length ? button("▾", () => {
       if (!closed.delete(row)) closed.add(row);
