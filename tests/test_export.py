@@ -353,6 +353,16 @@ def test_slices_that_overlap_get_lanes_in_which_they_do_not() -> None:
     assert split_into_lanes(start, end, nests=True) == [[0, ~0, 2, 3, ~3, ~2, 4, ~4], [1, ~1]]
 
 
+def test_a_damaged_trace_of_overlapping_rows_is_exported(profkit: Run, tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for number in range(3000):
+        builder.kernel(number, 100_000 - number, start=number, tid=100 + number, device=number % 40)
+    capture = builder.write(tmp_path / "t.sqlite")
+    read = Read(exported(profkit, capture, tmp_path)[0])
+    on_streams = sum(total for name, total in read.sums().items() if "stream" in name)
+    assert on_streams == open_trace(capture).kernels().kernel_time_ns
+
+
 def test_export_says_what_is_missing(profkit: Run, tmp_path: Path) -> None:
     done = profkit("export", NSYS)
     assert done.returncode == 2

@@ -17,13 +17,14 @@ from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.phases import Phase
 from profkit.analysis.ranks import Ranks
-from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
+from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints, rows_by_value
 
 _ANOTHER_PROCESS = "recorded in another process: its clock is not that of the kernels"
 LAUNCHING, SYNCHRONISING, OUTSIDE = "Python prepared kernels", "host waited for the GPU", "host ran without CUDA"
 
 _GAP_NS = 1_000_000
 _THREAD_MASK = 0xFFFFFF
+_LANES_TRIED = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +58,12 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
         (trace.copies.process, trace.copies.launch_thread),
     )
     for process, thread in tables:
-        for one in distinct_values(thread).tolist():
+        known, first = np.unique(thread, return_index=True)
+        for one, row in zip(known.tolist(), first.tolist(), strict=True):
             if one != NO_LAUNCH:
-                owners.setdefault(one, int(process[np.argmax(thread == one)]))
-    processes = {*owners.values(), *trace.work.process.tolist(), *trace.copies.process.tolist()}
+                owners.setdefault(one, int(process[row]))
+    processes = {*owners.values(), *distinct_values(trace.work.process).tolist()}
+    processes |= set(distinct_values(trace.copies.process).tolist())
     pids = _numbered({process: trace.process_ids.get(process, 1) for process in sorted(processes)}, set())
     main = {thread: pids[owners[thread]] for thread in owners if thread in trace.main_threads}
     others = [thread for thread in sorted(owners) if thread not in main]
@@ -87,44 +90,49 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
 
 def _numbered(wanted: Mapping[int, int], taken: set[int]) -> dict[int, int]:
     """Return the wanted numbers, those that are taken already replaced by free ones above all others."""
+    used, found = set(taken), dict[int, int]()
     free = max({*wanted.values(), *taken}, default=0) + 1
-    found: dict[int, int] = {}
     for key, number in wanted.items():
-        found[key] = number if number > 0 and number not in taken else free
+        found[key] = number if number > 0 and number not in used else free
         free += found[key] == free
-        taken = taken | {found[key]}
+        used.add(found[key])
     return found
 
 
 def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
     """Return the row in ``trace.calls`` that launched each row, or -1."""
-    calls = trace.calls
-    if not len(calls) or not len(rows):
-        return np.full(len(rows), -1, dtype=np.int64)
-    # Of two calls that begin together, the first recorded is the outer one: the readers took its time.
-    order = np.lexsort((np.arange(len(calls)), calls.start_ns, calls.thread))
-    keys = np.stack([calls.thread[order], calls.start_ns[order]], axis=1)
-    threads, where = np.unique(keys[:, 0], return_index=True)
-    found = np.full(len(rows), -1, dtype=np.int64)
-    for thread, first, last in zip(threads.tolist(), where, [*where[1:], len(order)], strict=True):
-        mine = np.flatnonzero(rows.launch_thread == thread)
-        at = first + np.searchsorted(keys[first:last, 1], rows.launch_ns[mine], side="left")
-        inside = at < last
-        inside[inside] = keys[at[inside], 1] == rows.launch_ns[mine[inside]]
-        found[mine[inside]] = order[at[inside]]
+    calls, found = trace.calls, np.full(len(rows), -1, dtype=np.int64)
+    calls_of = rows_by_value(calls.thread)
+    for thread, mine in rows_by_value(rows.launch_thread).items():
+        # Calls are sorted by start. Of two that begin together, the first recorded is the outer one, whose time it is.
+        theirs = calls_of.get(thread, empty_ints())
+        at = np.searchsorted(calls.start_ns[theirs], rows.launch_ns[mine], side="left")
+        inside = at < len(theirs)
+        inside[inside] = calls.start_ns[theirs[at[inside]]] == rows.launch_ns[mine[inside]]
+        found[mine[inside]] = theirs[at[inside]]
     return found
+
+
+def rows_by_place(*columns: Ints) -> list[tuple[tuple[int, ...], Ints]]:
+    """Return the rows of each combination of values, in the order of the values."""
+    order = np.lexsort(columns[::-1])
+    sorted_columns = np.stack(columns)[:, order]
+    first = np.flatnonzero(np.concatenate([[True], (sorted_columns[:, 1:] != sorted_columns[:, :-1]).any(axis=0)]))
+    places = [tuple(place) for place in sorted_columns[:, first].T.tolist()] if len(order) else []
+    return list(zip(places, np.split(order, first[1:]), strict=False))
 
 
 def split_into_lanes(start_ns: Ints, end_ns: Ints, *, nests: bool) -> list[list[int]]:
     """Return the slices as lanes: in one lane they follow one another or, with ``nests``, also lie in one another.
 
-    A lane is its begins and ends in order of time: row ``i`` begins as ``i`` and ends as ``~i``.
+    A lane is its begins and ends in order of time: row ``i`` begins as ``i`` and ends as ``~i``. If the first lanes
+    have no room, a row gets one of its own: a damaged trace may have as many rows at once as it likes.
     """
     ends: list[int] = end_ns.tolist()
     lanes: list[list[int]] = []
     open_now: list[list[int]] = []
     for row, start in zip((order := np.lexsort((-end_ns, start_ns))).tolist(), start_ns[order].tolist(), strict=True):
-        for edges, stack in zip(lanes, open_now, strict=True):
+        for edges, stack in zip(lanes[:_LANES_TRIED], open_now, strict=False):
             while stack and ends[stack[-1]] <= start:
                 edges.append(~stack.pop())
             if not stack or (nests and ends[row] <= ends[stack[-1]]):

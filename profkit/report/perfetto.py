@@ -36,9 +36,10 @@ from profkit.report.export_layout import (
     launching_calls,
     lay_out,
     place_memory,
+    rows_by_place,
     split_into_lanes,
 )
-from profkit.trace.columns import Ints, distinct_values
+from profkit.trace.columns import NO_LAUNCH, Ints, distinct_values, rows_by_value
 
 _TRACE_PACKET = 1
 _TIMESTAMP, _SEQUENCE, _TRACK_EVENT, _INTERNED, _SEQUENCE_FLAGS, _TRACK_DESCRIPTOR = 8, 10, 11, 12, 13, 60
@@ -199,8 +200,8 @@ class _Timeline:
             name: self._packets.what(trace.names[name], "CUDA call") for name in distinct_values(calls.name).tolist()
         }
         called = _Slices(calls.start_ns, calls.end_ns, [names[name] for name in calls.name.tolist()], starts)
-        for thread, track in threads.items():
-            self._write_tracks(track, "CUDA calls", called.take(np.flatnonzero(calls.thread == thread)), nests=True)
+        for thread, rows in rows_by_value(calls.thread).items():
+            self._write_tracks(threads[thread], "CUDA calls", called.take(rows), nests=True)
         self._write_work(threads, work_ends)
         self._write_copies(copy_ends)
         self._write_idle()
@@ -213,10 +214,9 @@ class _Timeline:
             for name, node, own in zip(ranges.name.tolist(), self._node_of.tolist(), recorded.tolist(), strict=True)
         ]
         slices = _Slices(ranges.start_ns, ranges.end_ns, what)
-        for thread, track in threads.items():
-            self._write_tracks(
-                track, None, slices.take(np.flatnonzero((ranges.thread == thread) & recorded)), nests=True
-            )
+        for thread, rows in rows_by_value(np.where(recorded, ranges.thread, NO_LAUNCH)).items():
+            if thread != NO_LAUNCH:
+                self._write_tracks(threads[thread], None, slices.take(rows), nests=True)
 
     def _write_work(self, threads: dict[int, int], flows: Sequence[bytes]) -> None:
         trace, work = self._trace, self._trace.work
@@ -225,13 +225,10 @@ class _Timeline:
             labels[name] = trace.names[name], categorize(trace.names[name], trace.measure).name
         slices = _Slices(work.start_ns, work.end_ns, self._what_of(self._attribution.work, work.name, labels), flows)
         if trace.measure == "cpu-operator":
-            for thread, track in threads.items():
-                rows = np.flatnonzero(work.launch_thread == thread)
-                self._write_tracks(track, "operators", slices.take(rows), nests=True)
+            for thread, rows in rows_by_value(work.launch_thread).items():
+                self._write_tracks(threads[thread], "operators", slices.take(rows), nests=True)
             return
-        places = np.stack([work.process, work.device, work.stream])
-        for process, device, stream in np.unique(places, axis=1).T.tolist():
-            rows = np.flatnonzero((work.process == process) & (work.device == device) & (work.stream == stream))
+        for (process, device, stream), rows in rows_by_place(work.process, work.device, work.stream):
             self._write_tracks(self._processes[process], f"GPU {device} stream {stream}", slices.take(rows))
 
     def _write_copies(self, flows: Sequence[bytes]) -> None:
@@ -239,8 +236,7 @@ class _Timeline:
         kind = np.where(copies.is_memset, 2, copies.from_host)
         what = self._what_of(self._attribution.copies, kind, dict(enumerate(_COPIES)))
         slices = _Slices(copies.start_ns, copies.end_ns, what, flows)
-        for process, device in np.unique(np.stack([copies.process, copies.device]), axis=1).T.tolist():
-            rows = np.flatnonzero((copies.process == process) & (copies.device == device))
+        for (process, device), rows in rows_by_place(copies.process, copies.device):
             self._write_tracks(self._processes[process], f"GPU {device} copies and fills", slices.take(rows))
 
     def _write_idle(self) -> None:
