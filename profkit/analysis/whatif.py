@@ -19,7 +19,7 @@ from profkit.allocator.predict import Prediction, Range, predict
 from profkit.allocator.requests import Requests, highest_sum, requests_of
 from profkit.allocator.rules import round_sizes
 from profkit.allocator.settings import format_settings, list_variants, parse_settings
-from profkit.allocator.simulate import Identity, check_identity, simulate
+from profkit.allocator.simulate import Identity, Simulation, check_identity
 from profkit.analysis.edits.apply import apply_edits
 from profkit.analysis.edits.ladder import find_fitting
 from profkit.analysis.edits.outcome import Cost, EditedPeak, take_apart
@@ -124,7 +124,7 @@ def what_if(
         variants = variants or list_variants(history.settings)
         if not capacity:
             variants = [one for one in variants if allocators or not one.garbage_collection_threshold]
-        cases = _cases(memory, requests, variants, capacity=capacity, is_proven=identity.exact)
+        cases, _ = _cases(memory, requests, variants, capacity=capacity, is_proven=identity.exact)
         edited = found = None
     else:
         variants = variants or [history.settings]
@@ -163,10 +163,9 @@ def _edited_cases(
         rung, found = find_fitting(program, memory.history.settings, capacity, edits.cost)
         texts, variants = rung.edits, [rung.settings]
     stream, applied = apply_edits(program, texts, [Program(other) for other in edits.others])
-    cases = _cases(memory, stream.requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
+    cases, simulation = _cases(memory, stream.requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
     if any(edit.unknown for edit in applied):
         cases = [replace(case, exact=False) for case in cases]
-    simulation = simulate(stream.requests, variants[0]) if is_proven else None
     return cases, take_apart(program, stream, applied, simulation, edits.cost), found
 
 
@@ -178,10 +177,15 @@ def _cases(
     *,
     capacity: int | None,
     is_proven: bool,
-) -> list[Case]:
+) -> tuple[list[Case], Simulation | None]:
+    """Return the case of each of some settings, and the simulation of the first; None if that is not believed."""
     if not is_proven:
-        return [_bounded(requests, settings, edits) for settings in variants]
-    return [build_case(memory, predict(requests, settings, capacity), settings, edits) for settings in variants]
+        return [_bounded(requests, settings, edits) for settings in variants], None
+    found = [predict(requests, settings, capacity) for settings in variants]
+    cases = [
+        build_case(memory, prediction, settings, edits) for prediction, settings in zip(found, variants, strict=True)
+    ]
+    return cases, found[0].simulation if found else None
 
 
 def read_requests(history: History, snapshot: str) -> Requests:

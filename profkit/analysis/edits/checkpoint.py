@@ -26,9 +26,11 @@ from itertools import groupby
 
 import numpy as np
 
+from profkit.allocator.requests import Floats
 from profkit.analysis.edits.change import CannotModelError, Change
 from profkit.analysis.edits.stream import Bools, Program, Stream
 from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
+from profkit.snapshot.columns import Ints
 
 _FORM = re.compile(r"(?P<glob>.+?)(:(?P<how>every|group)=(?P<number>\d{1,6}))?$")
 _NO_FORWARD = (BACKWARD, OPTIMIZER, INFERENCE)
@@ -69,13 +71,7 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
     calls = [call for call in calls if call.name in chosen]
     if match["how"] == "group":
         calls = list(_joined(calls, number))
-    is_autocast = program.is_category("autocast copies")
-    count = 0
-    # The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
-    for call in calls:
-        edited = _checkpoint(stream, call, is_autocast)
-        count += len(edited) > len(stream)
-        stream = edited
+    stream, count = _checkpoint(stream, calls, program.is_category("autocast copies"))
     if not count:
         raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it checkpointed already?")
     unknown = ("what a checkpointed call keeps is freed within it; here it is freed when the call ends",)
@@ -178,55 +174,70 @@ def _unit_of(module: str, glob: str) -> str | None:
     return next((name for name in names if _matches(name, glob)), None)
 
 
-def _checkpoint(stream: Stream, call: Call, is_autocast: Bools) -> Stream:
-    """Return the stream with one call checkpointed; unchanged if it keeps nothing for its backward pass."""
-    requests = stream.requests
-    born, freed = requests.born, requests.freed
-    in_call = (born >= call.begin) & (born < call.end) & stream.is_recorded
-    is_output = _output_of(stream, call, in_call)
-    is_freed_in_backward = (freed >= call.backward_begin) & (freed < call.backward_end) & stream.is_recorded
-    is_later = (born >= call.end) & (born < call.backward_begin)
-    others_end = float(freed[is_freed_in_backward & (is_later | is_output)].max(initial=call.backward_begin))
-    begins = float(born[(born > others_end) & stream.is_recorded].min(initial=np.inf))
-    is_kept = in_call & is_freed_in_backward & (freed > begins)
-    if not is_kept.any():
-        return stream
-    stays = is_kept & stream.of(is_autocast)
-    own_end = float(freed[is_kept].max())
-    again = np.flatnonzero(in_call & (born <= born[is_kept].max()))
-    # Between the event before the backward pass's first allocation and that: the recorded order, squeezed.
-    low, size = begins - 1, call.end - call.begin + 1
-    births = low + (born[again] - call.begin + 1) / (size + 1)
-    last = float(births.max())
-    frees = low + (freed[again] - call.begin + 1) / (size + 1)
-    over = np.nextafter(last, begins)
-    frees = np.where(is_kept[again], freed[again], np.minimum(frees, over))
-    edited = _hold_inputs(stream, call, own_end)
-    edited = edited.freed_at(is_kept & ~stays, np.full(np.count_nonzero(is_kept & ~stays), call.end - 0.5))
-    edited = edited.freed_at(stays, np.full(np.count_nonzero(stays), call.backward_begin - 0.5))
-    return edited.with_copies(again, requests.requested_bytes[again], births, frees)
+def _checkpoint(stream: Stream, calls: list[Call], is_autocast: Bools) -> tuple[Stream, int]:
+    """Return the stream with calls checkpointed, and how many of them keep anything for their backward pass.
+
+    The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
+    """
+    at = np.flatnonzero(stream.is_recorded)  # in the order of their births
+    born, freed, sizes = stream.requests.born[at], stream.requests.freed[at], stream.requests.requested_bytes[at]
+    stays = is_autocast[stream.source[at]]
+    by_free = np.argsort(freed, kind="stable")
+    new_freed = freed.copy()
+    copies: list[tuple[Ints, Floats, Floats]] = []
+    for call in calls:
+        first, end, backward = np.searchsorted(born, [call.begin, call.end, call.backward_begin]).tolist()
+        inside = np.arange(first, end)
+        later = np.append(freed[end:backward], freed[_output_of(sizes, freed, inside, call)])
+        later = later[(later >= call.backward_begin) & (later < call.backward_end)]
+        own = int(np.searchsorted(born, later.max(initial=call.backward_begin), "right"))
+        if own == len(born):
+            continue
+        kept = inside[(freed[inside] > born[own]) & (freed[inside] < call.backward_end)]
+        if not len(kept):
+            continue
+        new_freed[kept] = np.where(stays[kept], call.backward_begin, call.end) - 0.5
+        new_freed[_inputs_of(born, freed, by_free, call, end)] = freed[kept].max()
+        again = inside[: int(kept[-1]) - first + 1]
+        copies.append((at[again], *_compute_again(born[again], freed[again], call, born[own], np.isin(again, kept))))
+    if not copies:
+        return stream, 0
+    of, births, frees = (np.concatenate(column) for column in zip(*copies, strict=True))
+    is_changed = np.zeros(len(stream), dtype=np.bool_)
+    is_changed[at[new_freed != freed]] = True
+    edited = stream.freed_at(is_changed, new_freed[new_freed != freed])
+    return edited.with_copies(of, stream.requests.requested_bytes[of], births, frees), len(copies)
 
 
-def _output_of(stream: Stream, call: Call, in_call: Bools) -> Bools:
-    """Return which request is the call's output, if one is kept for backward.
+def _compute_again(born: Floats, freed: Floats, call: Call, begins: float, is_kept: Bools) -> tuple[Floats, Floats]:
+    """Return when a call's allocations are made and freed in its backward pass, which ``begins`` with an allocation.
+
+    Between the event before that and itself the call runs again, in the recorded order. What it does not keep is freed
+    at the latest when it stops.
+    """
+    low, size = begins - 1, call.end - call.begin + 2
+    births = low + (born - call.begin + 1) / size
+    frees = np.minimum(low + (freed - call.begin + 1) / size, np.nextafter(births[-1], begins))
+    return births, np.where(is_kept, freed, frees)
+
+
+def _output_of(sizes: Ints, freed: Floats, inside: Ints, call: Call) -> Ints:
+    """Return which of the requests ``inside`` a call is its output, if one is kept for backward; else none.
 
     The output is the last that the call allocated. If that is given back in the forward pass, nothing keeps it. Else
     backward needs the output before all else that the call kept. (A call that writes its output into memory that it
     allocated earlier ends with another allocation.) Statistics and masks, which are tiny, are no output.
     """
-    born, freed = stream.requests.born, stream.requests.freed
-    is_alive = in_call & (freed >= call.end)
-    sizes = np.where(is_alive, stream.requests.requested_bytes, 0)
-    large = np.flatnonzero(is_alive & (sizes * _TINY >= sizes.max(initial=0)))
-    is_output = np.zeros(len(stream), dtype=np.bool_)
-    if len(large) and freed[large[born[large].argmax()]] >= call.backward_begin:
-        is_output[large[freed[large].argmin()]] = True
-    return is_output
+    alive = inside[freed[inside] >= call.end]
+    large = alive[sizes[alive] * _TINY >= sizes[alive].max(initial=0)]
+    if not len(large) or freed[large[-1]] < call.backward_begin:
+        return np.array([], dtype=np.int64)
+    return np.array([large[freed[large].argmin()]], dtype=np.int64)
 
 
-def _hold_inputs(stream: Stream, call: Call, until: float) -> Stream:
-    """Return the stream with what the call was given and its caller then dropped held until its backward pass ends."""
-    born, freed = stream.requests.born, stream.requests.freed
-    following = born[(born >= call.end) & stream.is_recorded].min(initial=np.inf)
-    is_input = (born < call.begin) & (freed >= call.begin) & (freed <= following) & (freed < call.backward_begin)
-    return stream.freed_at(is_input, np.full(np.count_nonzero(is_input), until))
+def _inputs_of(born: Floats, freed: Floats, by_free: Ints, call: Call, end: int) -> Ints:
+    """Return what the call was given and its caller then dropped: freed before the next allocation, or in the call."""
+    following = born[end] if end < len(born) else np.inf
+    low, high = np.searchsorted(freed, [call.begin, min(following, call.backward_begin)], sorter=by_free).tolist()
+    dropped = by_free[low:high]
+    return dropped[born[dropped] < call.begin]
