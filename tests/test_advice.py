@@ -12,7 +12,7 @@ from profkit.analysis.advice import RULES, Advice, find_advice
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import MemoryUse, Summary
+from profkit.analysis.summary import MemoryUse, StepUse, Summary
 from profkit.reading import open_capture
 from tests.captures import capture
 from tests.efficiency_runs import SMALL
@@ -95,7 +95,7 @@ def test_small_kernels_and_the_wait_for_launches_are_the_most_that_compiling_sav
     summary = _write(tmp_path, {"forward": [(NVJET, 5 * MS), *[(ADD, MS)] * 3], "optimizer": [(ADD, MS)]})
     advice = _codes(summary)["compile"]
     assert summary.gpu is not None
-    launching_ns = summary.idle_ns(summary.gpu.causes.launching_ns)
+    launching_ns = summary.idle_causes_ns["launching_ns"]
     assert launching_ns > 0
     assert advice.saves_ns == 3 * MS + launching_ns, "without the optimizer's"
     assert (advice.is_bound, advice.action) == (True, "torch.compile(model)")
@@ -111,7 +111,7 @@ def test_a_compiled_run_that_waits_for_launches_is_to_replay_graphs(tmp_path: Pa
     slow = _write(tmp_path, {"forward": [(FUSED, 20_000)] * 20}, launch_ns=30_000)
     advice = _codes(slow)["cuda-graphs"]
     assert slow.gpu is not None
-    assert advice.saves_ns == slow.idle_ns(slow.gpu.causes.launching_ns)
+    assert advice.saves_ns == slow.idle_causes_ns["launching_ns"]
     (tmp_path / "quick").mkdir()
     assert "cuda-graphs" not in _codes(_write(tmp_path / "quick", {"forward": [(FUSED, MS)] * 20}))
     assert "cuda-graphs" not in _codes(summarize_capture(open_capture(capture("graph_nodes.nsys2023.sqlite"))))
@@ -141,6 +141,8 @@ def test_an_optimizer_of_many_launches_is_to_be_fused(tmp_path: Path, kernel: st
     advice = _codes(summary)["fused-optimizer"]
     assert advice.saves_ns == summary.per_step(summary.optimizer.span_ns)
     assert advice.figures["launches"] == 20
+    timed = replace(summary, optimizer=replace(summary.optimizer, unprofiled_ns=300_000.0))
+    assert _codes(timed)["fused-optimizer"].saves_ns == 300_000, "a profiler slows its launches"
     peak = replace(summary, memory=_memory(phase="optimizer", by_category={"temporaries": 3 * GIB}))
     assert _codes(peak)["fused-optimizer"].saves_bytes == 3 * GIB
     sized = _codes(replace(summary, memory=_memory(by_category={"parameters": 10**6, "optimizer state": 2 * 10**6})))
@@ -175,10 +177,22 @@ def test_the_wait_for_data_is_the_most_that_workers_save(tmp_path: Path) -> None
     summary = _write(tmp_path, {"forward": [(NVJET, 5 * MS)]}, data_ns=4 * MS)
     advice = _codes(summary)["data-workers"]
     assert summary.gpu is not None
-    assert advice.saves_ns == summary.idle_ns(summary.gpu.causes.data_ns)
+    assert advice.saves_ns == summary.idle_causes_ns["data_ns"]
     assert 3.9 * MS < advice.saves_ns < 4.1 * MS
     (tmp_path / "ready").mkdir()
     assert "data-workers" not in _codes(_write(tmp_path / "ready", {"forward": [(NVJET, 5 * MS)]}, data_ns=10_000))
+
+
+def test_the_wait_for_data_is_as_long_as_it_was_timed_without_a_profiler(tmp_path: Path) -> None:
+    """A profiler slows everything else, and so hides waits: of 12 ms idle 9 are waits, the others share the rest."""
+    recorded = _write(tmp_path, {"forward": [(NVJET, 5 * MS)]}, data_ns=4 * MS)
+    assert recorded.gpu is not None
+    gpu = replace(recorded.gpu, is_estimate=True, idle_share=0.6)
+    timed = replace(recorded, gpu=gpu, steps=(StepUse(None, 20 * MS, 4, 20 * MS, 20 * MS, 21 * MS, 9 * MS),))
+    assert timed.idle_ns == pytest.approx(12 * MS)
+    assert timed.idle_causes_ns["data_ns"] == 9 * MS
+    assert sum(timed.idle_causes_ns.values()) == pytest.approx(12 * MS)
+    assert _codes(timed)["data-workers"].saves_ns == 9 * MS
 
 
 def test_a_wait_for_the_gpu_costs_the_gap_after_it_and_names_its_range(tmp_path: Path) -> None:

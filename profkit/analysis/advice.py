@@ -85,7 +85,7 @@ def _compile(summary: Summary) -> Advice | None:
     if summary.work is None or summary.gpu is None or summary.head.is_compiled:
         return None
     small_ns = summary.per_step(summary.work.small_ns)
-    launching_ns = summary.idle_ns(summary.gpu.causes.launching_ns)
+    launching_ns = summary.idle_causes_ns["launching_ns"]
     action, reason = "torch.compile(model)", "fuses much of {small_ns} of small kernels"
     if launching_ns > WORTH * (summary.step_ns or 0):
         reason += ", and Python prepares fewer ({launching_ns} idle for that)"
@@ -105,7 +105,7 @@ def _cuda_graphs(summary: Summary) -> Advice | None:
     """Replay, for a run that is compiled: one launch of a graph takes the place of hundreds of launches."""
     if summary.gpu is None or summary.gpu.graph_launches or not summary.head.is_compiled:
         return None
-    launching_ns = summary.idle_ns(summary.gpu.causes.launching_ns)
+    launching_ns = summary.idle_causes_ns["launching_ns"]
     if launching_ns < _LAUNCHES * (summary.step_ns or 0):
         return None
     return Advice(
@@ -150,6 +150,8 @@ def _optimizer(summary: Summary) -> Advice | None:
     if optimizer is None or optimizer.kind not in ("foreach", "single tensor") or work is None:
         return None
     span_ns, launches = summary.per_step(optimizer.span_ns), summary.per_step(optimizer.launch_count)
+    if optimizer.unprofiled_ns is not None:
+        span_ns = optimizer.unprofiled_ns
     least_ns, temporary = 0.0, 0
     if memory is not None and work.peaks is not None:
         parameters, state = (memory.by_category.get(one, 0) for one in ("parameters", "optimizer state"))
@@ -200,7 +202,7 @@ def _workers(summary: Summary) -> Advice | None:
     """Batches ready in time: the GPU is idle while the program waits for the next batch."""
     if summary.gpu is None or not summary.gpu.causes.data_ns:
         return None
-    idle_ns = summary.idle_ns(summary.gpu.causes.data_ns)
+    idle_ns = summary.idle_causes_ns["data_ns"]
     return Advice(
         "data-workers",
         "more DataLoader workers (num_workers, prefetch_factor)",

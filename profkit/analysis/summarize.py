@@ -48,6 +48,7 @@ from profkit.findings import Finding
 from profkit.names import (
     ATTENTION,
     BACKWARD,
+    DATA,
     FORWARD,
     OPTIMIZER,
     RECOMPUTE,
@@ -170,7 +171,7 @@ def _add_time(summary: Summary, opened: OpenedTrace, manifest: Manifest) -> tupl
         steps=_steps(manifest, recorded),
         gpu=None if result is None else _gpu(attribution, result, has_steps=len(steps) > 0),
         work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
-        optimizer=None if result is None else _optimizer(attribution, result),
+        optimizer=None if result is None else _optimizer(attribution, result, manifest),
         modules=time_modules(opened),
         recomputes=any(name == RECOMPUTE for name in opened.trace.names),
         passes=_passes(measured, steps),
@@ -190,9 +191,16 @@ def _steps(manifest: Manifest, recorded_ns: float | None) -> tuple[StepUse, ...]
     found = [one for one in ([] if times is None else times.phases) if one.phase == STEP]
     if not found:
         return () if recorded_ns is None else (StepUse(None, None, 0, None, None, recorded_ns),)
+    waits = {one.context: one.clean_ns for one in times.phases if one.phase == DATA} if times is not None else {}
     return tuple(
         StepUse(
-            one.context, one.clean_ns, one.clean.count, one.clean.p10, one.clean.p90, one.profiled_ns or recorded_ns
+            one.context,
+            one.clean_ns,
+            one.clean.count,
+            one.clean.p10,
+            one.clean.p90,
+            one.profiled_ns or recorded_ns,
+            None if one.clean_rate_ns is None else waits.get(one.context),
         )
         for one in found
     )
@@ -288,13 +296,15 @@ def _is_inductors(name: str) -> bool:
     return name.startswith("triton_") and categorize(name).rule.startswith("inductor")
 
 
-def _optimizer(attribution: Attribution, result: EfficiencyResult) -> OptimizerUse | None:
+def _optimizer(attribution: Attribution, result: EfficiencyResult, manifest: Manifest) -> OptimizerUse | None:
     rows = [row for row in result.ranges if row.name == OPTIMIZER and row.gpu is not None and _is_measured(row.path)]
     members = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
     if not rows or not len(members):
         return None
     trace = attribution.trace
     names = [trace.names[i] for i in distinct_values(trace.work.name[attribution.work.under(members).rows]).tolist()]
+    times = summarize_step_times(manifest)
+    unprofiled = [one for one in (() if times is None else times.phases) if one.phase == OPTIMIZER]
     kind = "single tensor"
     if any(_is_inductors(name) for name in names):
         kind = "compiled"
@@ -304,6 +314,7 @@ def _optimizer(attribution: Attribution, result: EfficiencyResult) -> OptimizerU
         kind,
         sum(row.gpu.span_ns for row in rows if row.gpu is not None),
         sum(row.launch_count for row in rows),
+        unprofiled[0].clean_ns if len(unprofiled) == 1 else None,
     )
 
 

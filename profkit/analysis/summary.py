@@ -64,7 +64,11 @@ class Head:
 
 @dataclass(frozen=True)
 class StepUse:
-    """The step time in ns: without a profiler (``unprofiled_*``, over ``count`` steps) and as recorded."""
+    """The step time in ns: without a profiler (over ``count`` steps) and as recorded.
+
+    ``data_wait_ns`` is the mean wait for data in an unprofiled step, None if it waits for none. Then the step time is
+    this mean and the median of the rest, since waits come in bursts.
+    """
 
     context: int | None
     unprofiled_ns: float | None
@@ -72,6 +76,7 @@ class StepUse:
     p10_ns: float | None
     p90_ns: float | None
     recorded_ns: float | None
+    data_wait_ns: float | None = None
 
     @property
     def best_ns(self) -> float | None:
@@ -144,12 +149,13 @@ class WorkUse:
 
 @dataclass(frozen=True)
 class OptimizerUse:
-    """The optimizer's phase: its time on the GPUs and launches; ``kind`` is how its kernels are built."""
+    """The optimizer's phase: its time on the GPUs and launches, and its time in a step without a profiler, if known."""
 
     kind: str
-    """``fused``, ``foreach``, ``compiled`` or ``single tensor``."""
+    """How its kernels are built: ``fused``, ``foreach``, ``compiled`` or ``single tensor``."""
     span_ns: int
     launch_count: int
+    unprofiled_ns: float | None
 
 
 @dataclass(frozen=True)
@@ -227,19 +233,30 @@ class Summary:
         times = [one.best_ns for one in self.steps if one.best_ns is not None]
         return sum(times) / len(times) if times else None
 
-    def idle_ns(self, recorded_ns: int | None = None) -> float:
-        """Return the idle time of a step on one GPU, without a profiler if known; of a part of the recorded, its share.
-
-        Where a profiler's cost is known, all idle time shrinks alike.
-        """
+    @property
+    def idle_ns(self) -> float:
+        """Return the idle time of a step on one GPU, without a profiler if that is known."""
         if self.gpu is None:
             return 0.0
-        parts = self.gpu.parts
-        span_ns = self.per_step(parts.span_ns)
+        span_ns = self.per_step(self.gpu.parts.span_ns)
         if self.gpu.is_estimate and self.step_ns is not None:
             span_ns = self.step_ns
-        whole = self.gpu.idle_share * span_ns
-        return whole if recorded_ns is None else whole * recorded_ns / parts.idle_ns if parts.idle_ns else 0.0
+        return self.gpu.idle_share * span_ns
+
+    @property
+    def idle_causes_ns(self) -> dict[str, float]:
+        """Return the parts of `idle_ns` by the names of `IdleCauses`.
+
+        A profiler lengthens all causes alike but the wait for data, which it hides: that is as long as it was timed.
+        """
+        causes = {} if self.gpu is None else asdict(self.gpu.causes)
+        waits = [one.data_wait_ns for one in self.steps if one.data_wait_ns is not None]
+        fixed = {}
+        if causes.get("data_ns") and waits and self.gpu is not None and self.gpu.is_estimate:
+            fixed["data_ns"] = min(self.idle_ns, sum(waits) / len(waits))
+        rest_ns = sum(time_ns for name, time_ns in causes.items() if name not in fixed)
+        factor = (self.idle_ns - sum(fixed.values())) / rest_ns if rest_ns else 0.0
+        return {name: fixed.get(name, time_ns * factor) for name, time_ns in causes.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""

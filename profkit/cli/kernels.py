@@ -83,7 +83,7 @@ def kernels(
     """Say which kernels spent the GPU's time, in the capture or inside a range.
 
     TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace (.json, .json.gz) or a run
-    directory. Without --range: the phases and the whole capture.
+    directory. Without --range: the phases and the whole capture, and of a run what its steps took unprofiled.
 
     A kernel belongs to the ranges that were open when it was launched, on the launching thread or, for PyTorch's
     autograd threads, on the thread that waited for them. Figures are averages per step if the capture has steps;

@@ -23,6 +23,12 @@ _COMMAND_WIDTH = 60
 _COMMAND_BEGINNING = 40
 _MODULES = 4
 _SEPARATOR = " · "
+_CAUSES = {
+    "data_ns": "waiting for data",
+    "launching_ns": "while Python prepared kernels",
+    "synchronising_ns": "while Python waited for the GPU",
+    "outside_cuda_ns": "while Python ran without calling CUDA",
+}
 _MUCH = 0.05
 _PART = 0.005
 """A part of the time below this share has no place in a line."""
@@ -142,7 +148,9 @@ def _step(step: StepUse) -> str:
         recorded = _time(step.recorded_ns or 0)
         return f"{where}{recorded} as recorded; the unprofiled time is unknown (`profkit run` measures it)"
     text = f"{where}{_time(step.unprofiled_ns)} unprofiled ({format_count(step.count, 'step')}"
-    if step.count > 1:
+    if step.data_wait_ns is not None:
+        text += f": the median without waits for data, and {_time(step.data_wait_ns)} of these on average"
+    elif step.count > 1:
         text += f", p10 to p90 {_time(step.p10_ns)} to {_time(step.p90_ns)}"
     text += ")"
     if step.recorded_ns is not None:
@@ -153,22 +161,18 @@ def _step(step: StepUse) -> str:
 def _gpu(summary: Summary) -> str:
     gpu = summary.gpu
     assert gpu is not None
-    parts, causes = gpu.parts, gpu.causes
+    parts = gpu.parts
     text = f"busy {format_share(1 - gpu.idle_share)}{_SEPARATOR}idle {format_share(gpu.idle_share)}"
     if summary.step_ns is not None:
-        text += f" = {_time(summary.idle_ns())} a step"
+        text += f" = {_time(summary.idle_ns)} a step"
         text += "" if gpu.is_estimate else " as recorded"
-    why = {
-        "waiting for data": causes.data_ns,
-        "while Python prepared kernels": causes.launching_ns,
-        "while Python waited for the GPU": causes.synchronising_ns,
-        "while Python ran without calling CUDA": causes.outside_cuda_ns,
-    }
+    why = {_CAUSES[name]: time_ns for name, time_ns in summary.idle_causes_ns.items()}
     cause = max(why, key=lambda one: why[one])
     if parts.idle_ns:
-        text += f", {'mostly ' if why[cause] < 0.9 * parts.idle_ns else ''}{cause}"
-        if causes.data_ns > _PART * parts.span_ns and cause != "waiting for data":
-            text += f", {_time(summary.idle_ns(causes.data_ns))} waiting for data"
+        text += f", {'mostly ' if why[cause] < 0.9 * summary.idle_ns else ''}{cause}"
+        data_ns = why[_CAUSES["data_ns"]]
+        if data_ns > _PART * summary.idle_ns and cause != _CAUSES["data_ns"]:
+            text += f", {_time(data_ns)} {_CAUSES['data_ns']}"
     exposed = parts.exposed_communication_ns
     if exposed:
         text += f"{_SEPARATOR}communication not hidden {format_share(exposed / parts.span_ns)}"
