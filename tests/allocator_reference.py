@@ -239,8 +239,9 @@ class ReferenceAllocator:
 
     def _unmap(self, block: Block) -> None:
         page = SMALL_PAGE if block.region.is_small else LARGE_PAGE
-        begin = -(-block.address // page) * page
-        end = (block.address + block.size) // page * page
+        base = block.region.blocks[0].address
+        begin = base - (base - block.address) // page * page
+        end = base + (block.address + block.size - base) // page * page
         if begin >= end:
             return
         blocks = block.region.blocks

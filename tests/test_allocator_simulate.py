@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from profkit.allocator.heap import Heap, Limit
 from profkit.allocator.history import History, replay_history
 from profkit.allocator.requests import Requests, requests_of
-from profkit.allocator.simulate import Simulation, simulate
+from profkit.allocator.simulate import Simulation, check_identity, simulate
 from profkit.snapshot.columns import Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
@@ -79,6 +79,22 @@ def test_the_simulator_chooses_what_a_searching_allocator_chose(
     simulation = simulate(requests_of(history), history.settings)
     assert wrong_addresses(history, simulation) == 0
     assert peaks(simulation) == allocator.peaks()
+
+
+@pytest.mark.parametrize("after", ["default", "expandable", "roundup", "max split"])
+def test_the_simulator_goes_on_from_the_state_before_a_recording(after: str) -> None:
+    """Recordings that begin in the middle, or whose buffer wrapped, wherever the replay proves what was there."""
+    judged = 0
+    for seed in range(60):
+        chance = random.Random(seed)
+        steps = random_steps(chance, 0)
+        allocator = ReferenceAllocator(**VARIANTS[after][0], notes_pools=True, max_entries=chance.choice([None, 60]))
+        drive(allocator, [*steps, ("malloc", 5, 0, (0, 0))], record_at=chance.randrange(len(steps)))
+        history = recorded(allocator)
+        if history.bounds is None:
+            assert check_identity(history, requests_of(history)).exact
+            judged += 1
+    assert judged >= 30
 
 
 # -- other settings ---------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class Bases:
         self._matched = 0
         """How many segments were reserved as recorded, from the first one on; -1 after another one was."""
         self._known: list[int] = []
+        """Bases, sorted."""
         self._end: dict[int, int] = {}
         self.proven: set[int] = set()
         """Bases that CUDA would choose again, because up to them it was asked for the same."""
@@ -84,8 +85,14 @@ class Bases:
         self.proven.discard(base)
 
     def of(self, address: int) -> int:
-        """Return the base of the segment that an address lies in."""
-        return self._known[max(bisect_right(self._known, address) - 1, 0)] if self._known else -1
+        """Return the base of the segment that a reserved address lies in; -1 if it is below all."""
+        at = bisect_right(self._known, address) - 1
+        return self._known[at] if at >= 0 else -1
+
+    def after(self, base: int) -> int:
+        """Return the next base above one; if there is none, an address above all."""
+        at = bisect_right(self._known, base)
+        return self._known[at] if at < len(self._known) else 1 << SHIFT - 1
 
     def _is_vacant(self, base: int, size: int) -> bool:
         at = bisect_right(self._known, base)

@@ -8,13 +8,13 @@ order. Such a list holds the free blocks of one kind (pool and stream) and size 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 
 import numpy as np
 
 from profkit.allocator.bases import ADDRESS, SHIFT, SPACE_BYTES, Bases
-from profkit.allocator.requests import DEFAULT_POOL, Release, Requests
+from profkit.allocator.requests import DEFAULT_POOL, Region, Release, Requests
 from profkit.allocator.rules import (
     LARGE_SEGMENT_BYTES,
     SMALL_BYTES,
@@ -57,10 +57,12 @@ class Heap:
         self._splits_from: list[int] = (wants + smallest_rests(wants, settings, self._is_expandable)).tolist()
         self._list_of: list[int] = (2 * requests.kind + (wants <= SMALL_BYTES)).tolist()
         self._lists: list[list[int]] = [[] for _ in range(2 * len(requests.kinds))]
-        self._segments: list[dict[int, int]] = [{} for _ in self._lists]
-        """Plain segments by kind and size class: base → bytes."""
-        self._spaces: list[list[int]] = [[] for _ in self._lists]
-        """Bases of expandable segments by kind and size class, sorted."""
+        self._number_at: dict[int, int] = {}
+        """Base of a segment → which of the lists its free blocks are in."""
+        self._segments: dict[int, int] = {}
+        """Plain segments: base → bytes."""
+        self._spaces: dict[int, int] = {}
+        """Expandable segments: base → end of their addresses."""
         self._holes: list[list[int]] = [[] for _ in self._lists]
         """Where addresses without pages begin in expandable segments, sorted."""
         self._unmapped: dict[int, int] = {}
@@ -146,17 +148,16 @@ class Heap:
 
     def release(self, release: Release) -> None:
         """Release cached memory where the recording did: all of it for the program, else the recorded pieces alone."""
-        pools = {pool for base, _ in release.pieces for pool in [self._pool_of(base)] if pool is not None}
-        self._seen_released |= pools
+        numbers = [self._number_at.get(self._bases.of(address)) for address, _ in release.pieces]
+        self._seen_released |= {self._requests.kinds[one // 2][0] for one in numbers if one is not None}
         if release.by_program:
             self._release_all(release.position)
             return
-        for base, size in release.pieces:
-            for number in range(len(self._lists)):
-                if self._segments[number].get(base) == size == self._free.get(base):
-                    self._release_segment(number, base, release.position)
-                elif self._space_of(number, base) is not None:
-                    self._unmap(number, base, size, release.position)
+        for address, size in release.pieces:
+            if self._segments.get(address) == size == self._free.get(address):
+                self._release_segment(address, release.position)
+            elif self._bases.of(address) in self._spaces:
+                self._unmap(address, size, release.position)
 
     @property
     def bases_decide(self) -> bool:
@@ -174,11 +175,10 @@ class Heap:
             number, at, end = 2 * region.kind + region.is_small, region.address, region.address + region.size_bytes
             self.reserved_bytes += region.size_bytes
             if region.is_expandable:
-                self._extend_space(number, at, end)
+                number = self._extend_space(number, region)
             else:
-                self._segments[number][at] = region.size_bytes
-                self._fences.add(at)
                 self._bases.note(at, region.size_bytes)
+                self._reserve(number, at, region.size_bytes)
             for row in rows[bisect_left(begins, at) : bisect_left(begins, end)]:
                 begin, size = int(requests.addresses[requests.row[row]]), int(requests.sizes[requests.row[row]])
                 if size < self._wants[row] or begin < at:
@@ -191,29 +191,34 @@ class Heap:
             if at < end:
                 self._add(number, at, end - at)
 
-    def _extend_space(self, number: int, begin: int, end: int) -> None:
-        """Note that an expandable segment had pages from ``begin`` to ``end``; those of one kind lie in one segment."""
-        if self._spaces[number]:
-            hole = self._holes[number][-1]
-            self._unmapped[hole] = begin
-        else:
-            self._spaces[number].append(begin)
-            self._fences.add(begin)
-            self._bases.note(begin, SPACE_BYTES)
-        self._holes[number].append(end)
-        self._unmapped[end] = self._spaces[number][0] + SPACE_BYTES
+    def _extend_space(self, number: int, region: Region) -> int:
+        """Note that an expandable segment had pages in a region; its base tells which one."""
+        if region.base not in self._spaces:
+            self._bases.note(region.base, SPACE_BYTES)
+            self._reserve(number, region.base, None)
+        number = self._number_at[region.base]
+        holes, end = self._holes[number], region.address + region.size_bytes
+        hole = holes.pop(bisect_right(holes, region.address) - 1)
+        last = self._unmapped.pop(hole)
+        for low, high in ((hole, region.address), (end, last)):
+            if low < high:
+                insort(holes, low)
+                self._unmapped[low] = high
+        return number
 
-    def _pool_of(self, address: int) -> tuple[int, int] | None:
-        """Return the pool of a reserved address."""
-        for number, segments in enumerate(self._segments):
-            if address in segments or self._space_of(number, address) is not None:
-                return self._requests.kinds[number // 2][0]
-        return None
-
-    def _space_of(self, number: int, address: int) -> int | None:
-        """Return the base of the expandable segment of a list that an address lies in."""
-        base = self._bases.of(address)
-        return base if base in self._spaces[number] else None
+    def _reserve(self, number: int, base: int, size: int | None) -> None:
+        """Add a segment; None: an expandable one, without pages, that ends before the next segment."""
+        self._number_at[base] = number
+        self._fences.add(base)
+        if size is not None:
+            self._segments[base] = size
+            return
+        self._spaces[base] = self._unmapped[base] = min(base + SPACE_BYTES, self._bases.after(base))
+        insort(self._holes[number], base)
+        before = self._bases.of(base - 1)
+        if self._spaces.get(before, base) > base:
+            holes = self._holes[self._number_at[before]]
+            self._spaces[before] = self._unmapped[holes[bisect_left(holes, base) - 1]] = base
 
     def _take(self, number: int, begin: int) -> int:
         """Remove a free block; return its size."""
@@ -260,8 +265,7 @@ class Heap:
         if self._is_expandable:
             return self._map(row, number, want, position)
         base = self._bases.choose(row, size)
-        self._segments[number][base] = size
-        self._fences.add(base)
+        self._reserve(number, base, size)
         self._add(number, base, size)
         self._change(size, position)
         return base
@@ -283,10 +287,7 @@ class Heap:
         begin = self._find_room(number, want)
         if begin is None:
             begin = self._bases.choose(row, SPACE_BYTES)
-            insort(self._spaces[number], begin)
-            insort(self._holes[number], begin)
-            self._unmapped[begin] = begin + SPACE_BYTES
-            self._fences.add(begin)
+            self._reserve(number, begin, None)
         for hole, end in self._pages(number, want, begin):
             last = self._unmapped.pop(hole)
             self._holes[number].remove(hole)
@@ -332,24 +333,32 @@ class Heap:
                 continue
             for key in list(blocks):
                 base, size = key & ADDRESS, key >> SHIFT
-                if self._segments[number].get(base) == size:
-                    self._release_segment(number, base, position)
-                elif self._space_of(number, base) is not None:
-                    self._unmap(number, base, size, position)
+                if self._segments.get(base) == size:
+                    self._release_segment(base, position)
+                elif self._bases.of(base) in self._spaces:
+                    self._unmap(base, size, position)
 
-    def _release_segment(self, number: int, base: int, position: float) -> None:
+    def _release_segment(self, base: int, position: float) -> None:
         """Release a segment that is all free (``release_block``)."""
+        size = self._take(self._forget(base), base)
+        del self._segments[base]
+        self._change(-size, position)
+
+    def _forget(self, base: int) -> int:
         self._fences.discard(base)
         self._bases.forget(base)
-        del self._segments[number][base]
-        self._change(-self._take(number, base), position)
+        return self._number_at.pop(base)
 
-    def _unmap(self, number: int, begin: int, size: int, position: float) -> None:
+    def _unmap(self, begin: int, size: int, position: float) -> None:
         """Unmap the whole pages of a range that is free (``unmap_block``)."""
-        space, page = self._bases.of(begin), SMALL_SEGMENT_BYTES if number % 2 else LARGE_SEGMENT_BYTES
+        space = self._bases.of(begin)
+        number = self._number_at[space]
+        page = SMALL_SEGMENT_BYTES if number % 2 else LARGE_SEGMENT_BYTES
         low = space + -(-(begin - space) // page) * page
         high = space + (begin + size - space) // page * page
-        around = max((key & ADDRESS for key in self._lists[number] if key & ADDRESS <= begin), default=high)
+        around = begin
+        if begin not in self._free:
+            around = max((key & ADDRESS for key in self._lists[number] if key & ADDRESS < begin), default=begin)
         end = around + self._free.get(around, 0)
         if low >= high or end < high:
             return
@@ -368,13 +377,12 @@ class Heap:
         else:
             holes.insert(at, low)
         self._unmapped[low] = high
-        if low == space and high == space + SPACE_BYTES:
+        if low == space and high == self._spaces[space]:
             # Without any page the segment itself goes, and the next one begins elsewhere.
             holes.remove(low)
             del self._unmapped[low]
-            self._spaces[number].remove(space)
-            self._fences.discard(space)
-            self._bases.forget(space)
+            del self._spaces[space]
+            self._forget(space)
 
     def _release_oversized(self, number: int, want: int, position: float) -> None:
         """Release just enough blocks over ``max_split_size_mb`` (``release_available_cached_blocks``)."""
@@ -386,10 +394,10 @@ class Heap:
         released = 0
         while blocks and released < least:
             key = blocks[min(at, len(blocks) - 1)]
-            if key >> SHIFT < limit or key & ADDRESS not in self._segments[number]:
+            if key >> SHIFT < limit or key & ADDRESS not in self._segments:
                 return
             released += key >> SHIFT
-            self._release_segment(number, key & ADDRESS, position)
+            self._release_segment(key & ADDRESS, position)
 
     def _collect(self, position: float) -> None:
         """Release the older cached segments above the threshold (``garbage_collect_cached_blocks``).
@@ -404,20 +412,19 @@ class Heap:
         numbers = [2 * kind for kind, (pool, _) in enumerate(requests.kinds) if pool == DEFAULT_POOL]
         calls = np.sort(requests.born[np.isin(lists, numbers) & (requests.born >= 0)])
         addresses, lives = np.array(self.addresses), np.array(self.sizes) > 0
-        ages: dict[tuple[int, int], int] = {}
-        for number in numbers:
-            for base, size in self._segments[number].items():
-                if self._free.get(base) == size:
-                    inside = lives & (addresses >= base) & (addresses < base + size)
-                    ended = requests.completed[inside & (requests.completed <= position)].max(initial=-1.0)
-                    ages[number, base] = int(np.searchsorted(calls, position, "right") - np.searchsorted(calls, ended))
+        ages: dict[int, int] = {}
+        for base, size in self._segments.items():
+            if self._free.get(base) == size and self._number_at[base] in numbers:
+                inside = lives & (addresses >= base) & (addresses < base + size)
+                ended = requests.completed[inside & (requests.completed <= position)].max(initial=-1.0)
+                ages[base] = int(np.searchsorted(calls, position, "right") - np.searchsorted(calls, ended))
         while ages and target > 0:
             average = sum(ages.values()) / len(ages)
-            for (number, base), age in list(ages.items()):
+            for base, age in list(ages.items()):
                 if age >= average:
-                    target -= self._segments[number][base]
-                    del ages[number, base]
-                    self._release_segment(number, base, position)
+                    target -= self._segments[base]
+                    del ages[base]
+                    self._release_segment(base, position)
 
     def _complete_frees(self, position: float) -> None:
         """Wait for the streams that still use freed memory (``synchronize_and_free_events``)."""

@@ -10,7 +10,7 @@ before the first event; the number of events, or more, is never.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from profkit.allocator.history import History
-from profkit.allocator.rules import SMALL_BYTES, SMALL_SEGMENT_BYTES
-from profkit.allocator.start import find_regions
+from profkit.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
+from profkit.allocator.start import find_expandable_ranges, find_regions
 from profkit.snapshot.columns import (
     ALLOC,
     OOM,
@@ -38,6 +38,7 @@ Kind = tuple[tuple[int, int], int]
 """A memory pool, ``(0, 0)`` for the default one, and a stream: blocks are shared within a kind only."""
 
 DEFAULT_POOL = (0, 0)
+_FAR = 2**62
 _EMPTY_CACHE = "empty_cache"
 
 
@@ -50,6 +51,8 @@ class Region:
     kind: int
     is_small: bool
     is_expandable: bool
+    base: int
+    """Where its segment begins, as far as that is known."""
 
 
 @dataclass(frozen=True)
@@ -180,13 +183,10 @@ def _find_releases(history: History) -> tuple[Release, ...]:
         pieces = zip(events.address[first:end].tolist(), events.size_bytes[first:end].tolist(), strict=True)
         follows = end < len(events) and events.action[end] in (SEGMENT_ALLOC, SEGMENT_MAP, OOM)
         frames = events.raw[first].get("frames") if first < len(events.raw) else None
-        is_asked = not follows or not frames or _EMPTY_CACHE in {_name(frame) for frame in frames}
+        names = [frame.get("name") for frame in frames if isinstance(frame, dict)] if isinstance(frames, list) else []
+        is_asked = not follows or not names or _EMPTY_CACHE in names
         found.append(Release(float(first), tuple(pieces), is_asked))
     return tuple(found)
-
-
-def _name(frame: Any) -> Any:
-    return frame.get("name") if isinstance(frame, dict) else None
 
 
 def _find_kinds(history: History) -> tuple[tuple[Kind, ...], Ints, tuple[Region, ...]]:
@@ -196,56 +196,68 @@ def _find_kinds(history: History) -> tuple[tuple[Kind, ...], Ints, tuple[Region,
     """
     device, replay = history.device, history.replay
     events = device.events
-    of_event, of_start = _find_pools(device)
+    ranges = find_expandable_ranges(device)
+    of_event, of_start = _find_pools(device, ranges)
     kinds: dict[Kind, int] = {}
-    begins = replay.address[: replay.start_count].tolist()
     plain, mapped = find_regions(device, Counter())
-    stretches = [(begin, begin + size, False) for begin, size in plain.items()]
-    stretches += [(begin, end, True) for begin, end in mapped]
-    is_large_at = dict(zip(device.segments.address.tolist(), device.segments.is_large.tolist(), strict=True))
+    stretches = [(begin, begin + size, False, begin) for begin, size in plain.items()]
+    stretches += [(begin, end, True, _around(ranges, begin)[0]) for begin, end in mapped]
     regions = []
-    for begin, end, is_expandable in sorted(stretches):
-        inside = replay.size_bytes[bisect_left(begins, begin) : bisect_left(begins, end)]
-        is_small = is_expandable or end - begin == SMALL_SEGMENT_BYTES
-        is_small &= not is_large_at.get(begin, bool((inside > SMALL_BYTES).any()))
+    for begin, end, is_expandable, base in sorted(stretches):
         number = kinds.setdefault(of_start(begin), len(kinds))
-        regions.append(Region(begin, end - begin, number, is_small, is_expandable))
+        is_small = _is_small(history, *_around(ranges, begin)) if is_expandable else end - begin == SMALL_SEGMENT_BYTES
+        regions.append(Region(begin, end - begin, number, is_small, is_expandable, base))
     reserved = [(event, int(events.address[event]), kinds.setdefault(one, len(kinds))) for event, one in of_event]
     if len(kinds) <= 1:
         return tuple(kinds) or ((DEFAULT_POOL, 0),), np.zeros(len(replay), dtype=np.int64), tuple(regions)
     return tuple(kinds), _walk(history, regions, reserved), tuple(regions)
 
 
-def _find_pools(device: Device) -> tuple[list[tuple[int, Kind]], Callable[[int], Kind]]:
+def _is_small(history: History, begin: int, end: int) -> bool:
+    """Return whether an expandable segment serves requests of up to 1 MiB: those that it served, or the dump, show."""
+    segments, replay = history.device.segments, history.replay
+    served = np.flatnonzero((replay.address >= begin) & (replay.address < end))
+    if len(served):
+        return bool(replay.size_bytes[served[0]] <= SMALL_BYTES)
+    found = np.flatnonzero((segments.address >= begin) & (segments.address < end))
+    return not segments.is_large[found].any() if len(found) else (end - begin) % LARGE_SEGMENT_BYTES != 0
+
+
+def _around(ranges: list[tuple[int, int]], address: int) -> tuple[int, int]:
+    """Return the range that an address lies in; the address alone if there is none."""
+    at = bisect_right(ranges, (address, _FAR)) - 1
+    return ranges[at] if at >= 0 and address < ranges[at][1] else (address, address)
+
+
+def _find_pools(device: Device, ranges: list[tuple[int, int]]) -> tuple[list[tuple[int, Kind]], Callable[[int], Kind]]:
     """Return the kind of each segment or page that was reserved, and a function for what was there before.
 
     Torch 2.13 and later write the pool into the event. Before, it is known for what was there at the dump alone, and
-    the rest counts as of the default pool.
+    the rest counts as of the default pool. All pages of an expandable segment (``ranges``) are of one kind.
     """
     events, segments = device.events, device.segments
-    bases, ends = segments.address.tolist(), (segments.address + segments.size_bytes).tolist()
-    known: dict[int, Kind] = {}
 
-    def find(address: int, stream: int) -> Kind:
-        if address in known:
-            return known[address]
-        at = bisect_right(bases, address) - 1
-        if at >= 0 and (address < ends[at] or segments.is_expandable[at]) and stream in (segments.stream[at], -1):
-            return segments.pool[at], int(segments.stream[at])
-        return DEFAULT_POOL, max(stream, 0)
+    def begin_of(address: int) -> int:
+        return _around(ranges, address)[0]
 
+    places = zip(segments.pool, segments.stream.tolist(), strict=True)
+    known: dict[int, Kind] = dict(zip(map(begin_of, segments.address.tolist()), places, strict=True))
+    where = np.flatnonzero((events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP))[::-1].tolist()
+    pools = {event: _pool(events.raw[event]) if event < len(events.raw) else None for event in where}
+    for event in where:
+        pool, begin = pools[event], begin_of(int(events.address[event]))
+        if events.action[event] in (SEGMENT_MAP, SEGMENT_UNMAP) and (pool or begin not in known):
+            known[begin] = (pool or DEFAULT_POOL, int(events.stream[event]))
     found = []
-    where = np.flatnonzero((events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP))
-    for event in where[::-1].tolist():
-        address, stream = int(events.address[event]), int(events.stream[event])
-        pool = _pool(events.raw[event]) if event < len(events.raw) else None
-        if events.action[event] in (SEGMENT_FREE, SEGMENT_UNMAP):
-            is_page = events.action[event] == SEGMENT_UNMAP
-            known[address] = (pool or (find(address, stream)[0] if is_page else DEFAULT_POOL), stream)
-        else:
-            found.append((event, (pool or find(address, stream)[0], stream)))
-            known.pop(address, None)
-    return found[::-1], lambda address: find(address, -1)
+    for event in where:
+        begin, stream = begin_of(int(events.address[event])), int(events.stream[event])
+        if events.action[event] == SEGMENT_FREE:
+            known[begin] = (pools[event] or DEFAULT_POOL, stream)
+        elif events.action[event] == SEGMENT_ALLOC:
+            found.append((event, (pools[event] or known.pop(begin, (DEFAULT_POOL, stream))[0], stream)))
+        elif events.action[event] == SEGMENT_MAP:
+            found.append((event, known[begin]))
+    return found[::-1], lambda address: known.get(begin_of(address), (DEFAULT_POOL, 0))
 
 
 def _walk(history: History, regions: list[Region], reserved: list[tuple[int, int, int]]) -> Ints:
