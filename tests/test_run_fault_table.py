@@ -106,6 +106,7 @@ OWN_STREAMS = {
     "lets no file grow": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))",
     "opens no more files": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))",
     "makes new files unreadable": "import os\nos.umask(0o777)",
+    "has odd numbers of ranks": "import os\nos.environ.update(RANK='x', LOCAL_RANK='-1', LOCAL_WORLD_SIZE='0')",
     "ends without Python's own end": "import atexit, os\natexit.register(os._exit, 0)",
 }
 LOST = {"lets no file grow", "opens no more files"}
@@ -132,6 +133,30 @@ def test_what_a_script_does_to_its_own_process_is_as_without_profkit(forks: Fork
     else:
         assert done.returncode == 0, done.stderr
         assert _files(tmp_path) == TRACE
+
+
+FORKS = """
+def end_of_fork():
+    child = os.fork()
+    if child == 0:
+        sys.exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_of_the_script_ends_with_its_own_status_while_it_is_recorded_and_after(tmp_path: Path) -> None:
+    """C++'s end of such a process waits for Kineto's threads, which are not in it: also without profkit."""
+    at_step = "number in (2, 9) and end_of_fork()"
+    (tmp_path / "train.py").write_text(
+        f"import os, sys\n{FORKS}{STEPS.replace('STEPS', '10').replace('AT_STEP', at_step)}"
+    )
+    words = _words("--", sys.executable, "train.py")
+    done = subprocess.run(
+        words, cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("5\n5\n")
+    assert _files(tmp_path) == TRACE
 
 
 # Paths: a run's directory with any name is whole, and the command that is printed reads it; or it is refused at once.

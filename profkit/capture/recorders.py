@@ -7,6 +7,7 @@ shows no collective of profkit's own.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import gzip
@@ -16,7 +17,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -90,11 +91,21 @@ def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfile
     profiler = profile(activities=activities, **options)
     with nullcontext() if scripts is None else scripts.ours():
         profiler.start()
+    process = os.getpid()
+    os.register_at_fork(after_in_child=_end_without_cpp)
     try:
         yield
     finally:
-        profiler.stop()
+        if os.getpid() == process:  # a fork of the program drops its copy of this
+            profiler.stop()
     _export(profiler, path)
+
+
+def _end_without_cpp() -> None:
+    """Have this fork end right after Python has: C++ would wait for ever for Kineto's threads, which no fork has."""
+    libc = ctypes.CDLL(None)
+    with suppress(AttributeError):  # glibc's alone
+        libc.on_exit(libc._exit, None)  # which gets the exit status
 
 
 def _export(profiler: profile, path: Path) -> None:
@@ -181,12 +192,18 @@ def recorded_by_nsys(run: Path, device: torch.device) -> Iterator[None]:
         ranks.meet("stopped")
 
 
+def number_in_environment(variable: str) -> int | None:
+    """Return the whole number that a variable holds; None if it is not set, or holds something else."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else None
+
+
 class LocalRanks:
     """This machine's ranks as the launcher numbered them, and this process among them."""
 
     def __init__(self, run: Path) -> None:
-        self.number = int(os.environ.get("LOCAL_RANK", "0"))
-        self.count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.number = number_in_environment("LOCAL_RANK") or 0
+        self.count = number_in_environment("LOCAL_WORLD_SIZE") or 1
         self._run = run
 
     def meet(self, occasion: str, patience_s: float = _PATIENCE_S) -> bool:

@@ -27,7 +27,7 @@ from profkit.capture.errors import describe_error, is_out_of_memory, say
 from profkit.capture.hooks import Hooks
 from profkit.capture.memory import MemoryRecording
 from profkit.capture.queue_drain import QueueDrain
-from profkit.capture.recorders import ScriptsProfiler, recorded_by_kineto, recorded_by_nsys
+from profkit.capture.recorders import ScriptsProfiler, number_in_environment, recorded_by_kineto, recorded_by_nsys
 from profkit.capture.times import StepCollector
 from profkit.errors import ProfkitError
 from profkit.names import CONTEXT, COUNTED, STEP, WARMUP
@@ -87,7 +87,7 @@ class Session:
         self.hooks = Hooks(self, order.depth, order.step_on, self.memory, counts_steps=not order.own_steps)
         self.context: int | None = None
         """The context length of the steps that run now, in a target that has several."""
-        self._rank = _number("RANK")
+        self._rank = number_in_environment("RANK")
         self._pid = os.getpid()
         self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
         self._first = order.warmup_steps
@@ -352,7 +352,7 @@ class Session:
             process=self._name,
             pid=os.getpid(),
             rank=self._rank,
-            local_rank=_number("LOCAL_RANK"),
+            local_rank=number_in_environment("LOCAL_RANK"),
             state=state,
             failure=self._failure,
             steps_seen=self._begun,
@@ -421,11 +421,6 @@ class _OwnSteps(RangeObserver):
 
 def _call(function: Callable[[], None]) -> None:
     function()
-
-
-def _number(variable: str) -> int | None:
-    text = os.environ.get(variable)
-    return None if text is None else int(text)
 
 
 def _wait_for_device() -> None:

@@ -187,6 +187,7 @@ class _Recording:
         self._nsys = nsys
         self._progress = progress
         self.done: list[Outcome] = []
+        self._made_anew: list[Outcome] = []
         self._took_s = 0.0
 
     def make_pass(self, one: Pass) -> Outcome:
@@ -236,6 +237,7 @@ class _Recording:
     def clear(self) -> None:
         """Remove what the last pass recorded, which is made anew."""
         if self.done[-1].order.recorder != "memory":
+            self._made_anew.append(self.done[-1])
             for path in (*self._run.glob("trace.*"), self._run / WORK):
                 path.unlink(missing_ok=True)
 
@@ -243,12 +245,13 @@ class _Recording:
         """Write the last manifest and return what there is to say; ``disturbed`` is what happened to the GPUs."""
         last = self.done[-1]
         has_failed = last.exit_status != 0
+        counted = [one for one in self.done if all(one is not other for other in self._made_anew)]
         reason = last.reason
-        if reason is None and not has_failed and len(self.done) < len(self._target.passes):
+        if reason is None and not has_failed and len(counted) < len(self._target.passes):
             reason = why_no_step(last.processes, last.order)
         if has_failed:
             reason = last.what_failed or reason
-        missing = [text for one in self.done for text in shortfalls(one, is_last=one is last)]
+        missing = [text for one in counted for text in shortfalls(one, is_last=one is last)]
         ranks = [(f"rank {one.rank}", one.error) for one in last.failures if has_failed and one.rank is not None]
         compiled = [_NO_RANGES] * (manifest.workload.compile_mode not in (None, "none"))
         warnings = (
