@@ -26,7 +26,7 @@ MOST_BARS = 60
 _LABEL_WIDTH = 58
 _TITLE_WIDTH = 110
 _BAR_INCHES = 0.3
-_TRIES = 4
+_TRIES = 2
 _WAITING = "////"
 # One colour a category, the same in every picture; a palette that the colour-blind can tell apart (Okabe and Ito's,
 # lightened or darkened for the rarer ones).
@@ -125,12 +125,13 @@ def _figures(time_ns: int, waiting_ns: int, whole_ns: int, steps: int | None) ->
 def _make_room(canvas: FigureCanvasAgg, axes: Axes, texts: list[Annotation]) -> None:
     """Widen the axis until every text to the right of a bar lies within the axes."""
     axes.set_xlim(left=0)
-    for _ in range(_TRIES):
+    for _ in range(_TRIES):  # other ticks may change the width of the axes a little
         canvas.figure.draw_without_rendering()
-        excess = max((text.get_window_extent().x1 for text in texts), default=0.0) - axes.get_window_extent().x1
-        if excess <= 0:
-            return
-        axes.set_xlim(right=axes.get_xlim()[1] * (1 + 1.3 * excess / axes.get_window_extent().width))
+        whole = axes.get_window_extent()
+        needs = [(text.xy[0], text.get_window_extent().x1 - axes.transData.transform(text.xy)[0]) for text in texts]
+        right = max((x * whole.width / (whole.width - beside) for x, beside in needs if x), default=0.0)
+        if right:
+            axes.set_xlim(right=1.01 * right)
 
 
 def _label(result: KernelsResult, row: KernelRow) -> str:

@@ -121,7 +121,7 @@ def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], u
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(handles=_legend(points), loc="lower right", fontsize=8, frameon=False)
+    axes.legend(handles=_legend(points), loc="lower right", fontsize=9, frameon=False)
     axes.set_title(make_visible(_title(result)), fontsize=10, loc="left")
     if untrusted:
         figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
@@ -180,7 +180,7 @@ def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list
             xytext=(-2, 3),
             textcoords="offset points",
             ha="right",
-            fontsize=8,
+            fontsize=9,
             color="#222222" if result.dtype in named else "#888888",
         )
     source = "measured" if peaks.source == "measured" else "from the datasheet"
@@ -189,7 +189,7 @@ def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list
         (0.01, 0.985),
         xycoords="axes fraction",
         va="top",
-        fontsize=8,
+        fontsize=9,
         color="#222222",
     )
     axes.set_xlim(low, high)
@@ -229,7 +229,7 @@ def _label(canvas: FigureCanvasAgg, axes: Axes, points: list[EfficiencyRow]) -> 
     nameless = [row for row in ordered if not _place_name(canvas, axes, row, radii[row.path], taken)]
     if nameless:
         text = f"{len(nameless)} more without room for a name"
-        axes.text(0.01, 0.015, text, transform=axes.transAxes, fontsize=8)
+        axes.text(0.01, 0.015, text, transform=axes.transAxes, fontsize=9)
 
 
 def _along(axes: Axes, line: Line2D) -> Iterator[Bbox]:
@@ -254,7 +254,7 @@ def _place_name(canvas: FigureCanvasAgg, axes: Axes, row: EfficiencyRow, radius:
             textcoords="offset points",
             ha=horizontal,
             va=vertical,
-            fontsize=8,
+            fontsize=9,
             arrowprops=_LINE if distance > _NEAR else None,
         )
         text.update_positions(canvas.get_renderer())  # type: ignore[no-untyped-call]
