@@ -312,7 +312,9 @@ class Hooks(RangeObserver):
         is_loss = is_loss_module(module)
         call, name = Call(None, opened.call, self), None
         if self.is_recording:
-            part = self.names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
+            part = self.names.part(module)
+            if part is None:
+                part = self.names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
             call, name = Call(part.range, opened.call, self, part.owner), part.name
             self.autocast_dtypes |= autocast_dtypes()
         opened.root = call

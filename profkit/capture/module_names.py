@@ -66,10 +66,7 @@ class ModuleNames:
         """What is known of each module; by its id, which is much faster to look up than a weak reference to it."""
 
     def name_root(self, root: nn.Module, name: str = ROOT) -> Part:
-        """Register ``root`` as an outermost module named ``name``, unless it already has a name."""
-        known = self.part(root)
-        if known is not None:
-            return known
+        """Register ``root``, which has no name yet, as an outermost module named ``name``."""
         model = unwrap(root)
         paths = self._paths_with_range(model)
         # Of the wrapped model itself the wrapper has the range.

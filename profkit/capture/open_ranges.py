@@ -227,26 +227,28 @@ class OpenRanges:
         None or a `NoCall`: close those that are open there.
         """
         entries, shown_to = self._entries, self._shown_to
-        missing: list[Call] = []
         one = None if call is None or call.depth < 0 else call
         is_outside = one is None
-        while entries and entries[-1][_KEY] is _BACKWARD_OF_CALL:
-            innermost: Any = entries[-1][_CALL]
+        missing: list[Call] = []
+        while entries:
+            key, _, last, token, innermost = entries[-1]
+            if key is not _BACKWARD_OF_CALL or innermost is None:
+                break
             while one is not None and one.depth > innermost.depth:
                 missing.append(one)
                 one = one.around
             if one is innermost:  # and below it are the ranges of the calls around it, no others
+                one = None
                 break
-            _, _, last, token, _ = entries.pop()
+            entries.pop()
             if last is not None:
                 if token is None and not shown_to:
                     last.pop(last.domain)
                 else:
                     last.close(token, shown_to)
-        else:
-            while one is not None:
-                missing.append(one)
-                one = one.around
+        while one is not None:
+            missing.append(one)
+            one = one.around
         for one in reversed(missing):
             new, token = one.range, None
             if new is not None:
@@ -255,7 +257,8 @@ class OpenRanges:
                 else:
                     new.push(new.attributes, new.domain)
             entries.append((_BACKWARD_OF_CALL, one.name, new, token, one))
-        self.call = None if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL else self._innermost_call()
+        is_within = missing or (entries and entries[-1][_KEY] is _BACKWARD_OF_CALL)
+        self.call = None if is_within else self._innermost_call()
         if is_outside:
             self._tell(BACKWARD, None)
         elif self._runs_for is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.fx import GraphModule
@@ -291,7 +291,16 @@ def is_loss_module(module: nn.Module) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    if module in _with_parameters:
+        return True
+    has_some = next(module.parameters(), None) is not None
+    if has_some:
+        _with_parameters.add(module)
+    return has_some
+
+
+_with_parameters: WeakSet[nn.Module] = WeakSet()
+"""Modules that have parameters: they are asked for several times a step, and looking for one takes long."""
 
 
 def has_optimizer() -> bool:
