@@ -20,6 +20,8 @@ from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table, without_folders
 from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
+from profkit.report.page.segments import merge_blocks
+from tests.allocator_reference import MIB
 from tests.browser import open_page, read_table
 from tests.captures import capture
 from tests.conftest import ROOT
@@ -98,6 +100,7 @@ def test_a_caution_stands_once_at_the_head(page_file: Path) -> None:
         ("/home/me/proj/train.py:3 step", "train.py:3 step"),
         ("--data=/mnt/x/y.bin", "--data=y.bin"),
         ("~/secret/train.py", "train.py"),
+        ("--out=/home/somebody now", "--out=~ now"),
         ("/usr/lib/python3/site-packages/torch/nn/a.py:5", "torch/nn/a.py:5"),
         ("TFLOP/s, 3 / 4, forward/layer 3", "TFLOP/s, 3 / 4, forward/layer 3"),
         ("void at::f<int>(float*)", "void at::f<int>(float*)"),
@@ -531,3 +534,18 @@ def test_a_snapshot_of_a_failed_allocation_says_why_it_failed() -> None:
     text = render_report(open_capture(capture("oom.pickle")))
     assert "Out of memory 1 time" in text
     assert "needed up to" in text or "it needed" in text
+
+
+def test_very_many_modules_are_joined_quickly_enough() -> None:
+    times = [ModuleTime(f"m.part{number}x", None, 1, 1, 1, 0) for number in range(20_000)]
+    rows = tree_of(times, [module(f"m.part{number}x", 2) for number in range(20_000)])
+    assert len(rows) == 20_000
+    assert all(row["bytes"] == 2 for row in rows)
+
+
+def test_a_segment_of_very_many_blocks_is_drawn_with_few() -> None:
+    blocks = [(4 * MIB * number, 4 * MIB, number % 2 == 0) for number in range(5_000)]
+    drawn = merge_blocks(blocks, 5_000 * 4 * MIB)
+    assert len(drawn) <= 800
+    assert drawn[0]["left"] == 0
+    assert drawn[-1]["left"] + drawn[-1]["width"] == pytest.approx(100)

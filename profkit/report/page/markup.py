@@ -23,6 +23,7 @@ _LONGEST_TABLE = 400
 
 # An absolute path: two folders at least, so that "/s" of a unit is none.
 _FOLDERS = re.compile(r"""(?<![\w.*)\]>/\\-])(?:~|/[^\s/:=,;'"<>]+)(?:/[^\s/:=,;'"<>]+)+""")
+_HOME = re.compile(r"/(?:home|Users)/[^/]+")
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 
 
@@ -47,6 +48,8 @@ def without_folders(text: str) -> str:
 
 
 def _relative(path: str) -> str:
+    if _HOME.fullmatch(path):
+        return "~"
     here = f"{os.getcwd()}/"
     if path.startswith(here):
         return path.removeprefix(here)

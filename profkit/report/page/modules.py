@@ -88,6 +88,7 @@ def _time_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each module that has time, with what its ranges in both passes do and the memory of its name."""
     found = {} if efficiency is None else _by_module(efficiency.ranges)
+    held = _match([one.module for one in times], parts)
     for one in times:
         passes = found.get(one.module, {})
         flops = [row.flops for row in passes.values() if row.flops is not None]
@@ -102,38 +103,55 @@ def _time_rows(
             "flops": sum(flops) if flops else None,
             **{f"{phase}_peak": None if row is None else row.roof_share for phase, row in _of_phases(passes)},
             "limited_by": _limits(passes),
-            **_held([part for part in parts if _stands_for(one.module, part.name)]),
+            **_held(held.get(one.module, [])),
         }
 
 
 def _other_rows(times: Sequence[ModuleTime], parts: Sequence[PartRow]) -> Iterator[dict[str, Any]]:
     """Yield a row for what has memory alone, names that differ in a number as one."""
     known = [one.module for one in times]
+    timed = {id(part) for _, some in _match(known, parts).items() for part in some}
+    # What only holds modules that have rows of their own, as ``transformer`` does ``transformer.h``, has none.
+    containers = {above for name in known for above in _prefixes(name)}
     groups: dict[str, list[PartRow]] = {}
     for part in parts:
-        # What only holds modules that have rows of their own, as ``transformer`` does ``transformer.h``, has none.
-        is_container = not part.own_bytes and any(name.startswith(f"{part.name}.") for name in known)
-        if not is_container and not any(_stands_for(name, part.name) for name in known):
+        if id(part) not in timed and (part.own_bytes or part.name not in containers):
             # What lies outside the modules is split by phase one level below: names there are no modules.
             is_module = not part.path[0].startswith("(")
             groups.setdefault(kind_of(part.name) if is_module else " ".join(part.path), []).append(part)
-    names = [*known, *groups]
+    names = {kind_of(name): name for name in (*groups, *known)}
     for name, some in groups.items():
         inner = len(some[0].path) > 1 and some[0].path[0].startswith("(")
         parent = some[0].path[0] if inner else _around(name, names)
         yield {"name": name, "parent": parent, "number": len(some), **_held(some)}
 
 
-def _stands_for(kind: str, name: str) -> bool:
-    """Return whether a module belongs to a row: ``h.*.mlp`` stands for ``h.0.mlp``."""
-    return kind == name or ("*" in kind and re.fullmatch(re.escape(kind).replace(r"\*", r"\d{1,9}"), name) is not None)
+def _match(known: Sequence[str], parts: Sequence[PartRow]) -> dict[str, list[PartRow]]:
+    """Return the modules' memory by the rows of time that stand for them: ``h.*.mlp`` stands for ``h.0.mlp``."""
+    by_kind: dict[str, list[str]] = {}
+    for name in known:
+        by_kind.setdefault(kind_of(name), []).append(name)
+    found: dict[str, list[PartRow]] = {}
+    for part in parts:
+        for name in by_kind.get(kind_of(part.name), ()):
+            if name == part.name or re.fullmatch(re.escape(name).replace(r"\*", r"\d{1,9}"), part.name):
+                found.setdefault(name, []).append(part)
+                break
+    return found
 
 
-def _around(name: str, names: Iterable[str]) -> str | None:
-    """Return the module around one by its dotted name: the longest beginning of it that has a row."""
-    above = [one for one in names if name.startswith((f"{one}.", f"{kind_of(one)}."))]
-    if above:
-        return max(above, key=len)
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield the dotted names around a module's, the nearest first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _around(name: str, names: Mapping[str, str]) -> str | None:
+    """Return the module around one that has a row, by its dotted name; ``names`` are the rows by their kind."""
+    near = next((names[kind_of(above)] for above in _prefixes(name) if kind_of(above) in names), None)
+    if near is not None:
+        return near
     return MODEL if name != MODEL and not name.startswith("(") and MODEL in names else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from profkit.analysis.memory.result import MemoryResult
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table
 from profkit.report.units import BYTES, TEXT, format_bytes, format_count
-from profkit.snapshot.columns import ALLOCATED, INACTIVE
+from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING
 
 _MOST_SEGMENTS = 48
+_COLUMNS = 400
+_KINDS = {ALLOCATED: "allocated", INACTIVE: "unused", PENDING: "pending"}
 
 
 def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]:
@@ -30,7 +33,15 @@ def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]
             {
                 "label": f"{format_bytes(size)}, {format_bytes(free)} unused",
                 "width": round(100 * size / longest, 2),
-                "blocks": [_block(memory, int(row), int(segments.address[number]), longest) for row in mine],
+                "blocks": merge_blocks(
+                    zip(
+                        (blocks.address[mine] - segments.address[number]).tolist(),
+                        blocks.size_bytes[mine].tolist(),
+                        blocks.state[mine].tolist(),
+                        strict=True,
+                    ),
+                    longest,
+                ),
             }
         )
     return {
@@ -41,15 +52,33 @@ def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]
     }
 
 
-def _block(memory: DeviceMemory, row: int, start: int, longest: int) -> dict[str, Any]:
-    blocks = memory.device.blocks
-    size, state = int(blocks.size_bytes[row]), int(blocks.state[row])
-    kind = {ALLOCATED: "allocated", INACTIVE: "unused"}.get(state, "pending")
+def merge_blocks(blocks: Iterable[tuple[int, int, int]], longest: int) -> list[dict[str, Any]]:
+    """Return blocks of (offset, size, state) as bars in per cent; neighbours too narrow to be seen are one.
+
+    A bar of blocks of several states shows what most of its bytes are.
+    """
+    bars: list[dict[str, Any]] = []
+    columns: dict[int, dict[int, int]] = {}
+    unit = longest / _COLUMNS
+    for offset, size, state in blocks:
+        last = bars[-1] if bars else None
+        right = offset + size
+        if last is not None and right <= (last["column"] + 1) * unit:
+            last["right"] = right
+        else:
+            bars.append({"column": int(offset / unit), "offset": offset, "right": right})
+        sizes = columns.setdefault(len(bars) - 1, {})
+        sizes[state] = sizes.get(state, 0) + size
+    return [_bar(one["offset"], one["right"], columns[at], longest) for at, one in enumerate(bars)]
+
+
+def _bar(offset: int, right: int, sizes: dict[int, int], longest: int) -> dict[str, Any]:
+    most = max(sizes, key=lambda state: sizes[state])
     return {
-        "left": round(100 * (int(blocks.address[row]) - start) / longest, 2),
-        "width": round(100 * size / longest, 2),
-        "kind": kind,
-        "text": f"{format_bytes(size)} {kind}",
+        "left": round(100 * offset / longest, 2),
+        "width": round(100 * (right - offset) / longest, 2),
+        "kind": _KINDS[most],
+        "text": ", ".join(f"{format_bytes(size)} {_KINDS[state]}" for state, size in sizes.items()),
     }
 
 
