@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from profkit import read_snapshot
 from profkit.analysis.memory.categories import category_of_stack
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.stacks import StackFacts
+from profkit.run.directory import MANIFEST, OWNERS, SNAPSHOT
 from tests.allocator_reference import MIB, Block
 from tests.captures import capture
 from tests.memory_captures import Training, assert_books_close, sizes
@@ -245,3 +247,14 @@ def test_a_gradient_of_a_workspaces_size_that_is_made_in_every_step_is_no_worksp
         training.allocator.free(gradient)
     _backward_pass(training, [3000, 32 * MIB])
     assert "workspace" not in sizes(read_snapshot(training.write(tmp_path)).memory())
+
+
+def test_unknown_purposes_are_a_warning_only_where_a_run_could_still_record_them(tmp_path: Path) -> None:
+    alone = read_snapshot(capture("oom.pickle")).memory()
+    assert "unattributed" in [one.code for one in alone.warnings]
+    (tmp_path / MANIFEST).write_text(json.dumps({"status": "failed"}))
+    (tmp_path / OWNERS).write_text(json.dumps({"kind": "header", "version": 1}) + "\n")
+    (tmp_path / SNAPSHOT).write_bytes(capture("oom.pickle").read_bytes())
+    recorded = read_snapshot(tmp_path).memory()
+    assert recorded.composition.evidence == alone.composition.evidence
+    assert "unattributed" not in [one.code for one in recorded.warnings]

@@ -22,6 +22,7 @@ _TRIED = 3
 _COMMAND_WIDTH = 60
 _COMMAND_BEGINNING = 40
 _MODULES = 4
+_NAME_WIDTH = 48
 _SEPARATOR = " · "
 _CAUSES = {
     "data_ns": "waiting for data",
@@ -215,7 +216,7 @@ def _modules(summary: Summary) -> str:
     if blocks is not None:
         inner = sorted((one for one in known if one.parent == blocks.module), key=lambda one: -one.total_ns)
         whole = f"{_time(summary.per_step(blocks.total_ns))} of {_time(summary.per_step(summary.work.kernel_time_ns))}"
-        text = f"{blocks.module} ×{blocks.number}: {whole}"
+        text = f"{shorten(blocks.module, _NAME_WIDTH)} ×{blocks.number}: {whole}"
         named = [_module(summary, one, blocks.module) for one in inner[:_MODULES] if one.total_ns]
         texts.append(f"{text}: {', '.join(named)}" if len(named) > 1 else f"{text} ({_passes(summary, blocks)})")
     top = (None, MODEL, None if blocks is None else blocks.parent)
@@ -234,7 +235,8 @@ def _holds(one: ModuleTime, blocks: ModuleTime | None) -> bool:
 
 
 def _module(summary: Summary, one: ModuleTime, above: str) -> str:
-    return f"{one.module.removeprefix(f'{above}.')} {_time(summary.per_step(one.total_ns))} ({_passes(summary, one)})"
+    name = shorten(one.module.removeprefix(f"{above}."), _NAME_WIDTH)
+    return f"{name} {_time(summary.per_step(one.total_ns))} ({_passes(summary, one)})"
 
 
 def _passes(summary: Summary, one: ModuleTime) -> str:
@@ -282,7 +284,7 @@ def _holders(modules: Sequence[PartRow]) -> str:
         and row.path[:-1] == above[: len(row.path) - 1]
     ]
     rows.sort(key=lambda row: -row.categories["activations"])
-    named = [f"{row.name} {format_bytes(row.categories['activations'])}" for row in rows[:3]]
+    named = [f"{shorten(row.name, _NAME_WIDTH)} {format_bytes(row.categories['activations'])}" for row in rows[:3]]
     return f" ({', '.join(named)})" if named else ""
 
 
