@@ -34,7 +34,10 @@ def build_doctor_document(checks: Sequence[Checked], *, can_record: bool, on_scr
     keys = ("check", "state", "found", "advice")
     rows: list[Row] = [{key: getattr(one, key) for key in keys} for one in checks]
     exact = Table((_CHECK, _STATE, _FOUND, _ADVICE), rows)
-    shown = Table((_CHECK, _STATE, _FOUND), [line for row in rows for line in _lines(row)]) if on_screen else exact
+    lines = [line for row in rows for line in _lines(row)]
+    shown = (
+        Table((_CHECK, _STATE, _FOUND), lines, is_wrong=lambda row: row["state"] == "failed") if on_screen else exact
+    )
     answer = "this machine can record" if can_record else "this machine can record nothing"
     return Document("doctor", {"can_record": can_record, "findings": rows}, (shown, Lines([answer])), exact)
 
