@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 from profkit.allocator import replay
+from profkit.allocator.history import replay_history
 from profkit.analysis import attribution, backward_links, range_tree
 from profkit.analysis.memory import parts, stacks
+from profkit.analysis.memory.owners import match_owners
+from profkit.analysis.memory.phases import find_timeline
 from profkit.reading import open_trace
+from profkit.run.owners import Owned, Owners
+from profkit.snapshot.reader import build_snapshot
 from profkit.trace import columns
 from profkit.trace.operators import OperatorForest
 from tests.child import run_in_child
@@ -172,3 +177,23 @@ def test_a_moment_after_thousands_of_operators_is_found_without_passing_each() -
         return [int(found[0]), int(found[-2]), int(found[-1])]
 
     assert run_in_child(innermost, cpu_seconds=5) == [-1, count // 2, count - 1]
+
+
+def test_an_address_used_a_hundred_thousand_times_is_searched_by_time(tmp_path: Path) -> None:
+    """Each of 50,000 tensors names one of 50,000 allocations at the same address: no pair of them is looked at."""
+    count = 50_000
+    traces = [worst_snapshots.event("segment_alloc", 0, 2**21, 0)]
+    for one in range(count):
+        traces.append(worst_snapshots.event("alloc", 0, 512, 10_000 * one + 1))
+        for action in ("free_requested", "free_completed"):
+            traces.append(worst_snapshots.event(action, 0, 512, 10_000 * one + 5_000))
+    data = worst_snapshots.snapshot([worst_snapshots.segment(0, [worst_snapshots.block(2**21, "inactive")])], traces)
+    snapshot = build_snapshot(tmp_path / "one.pickle", data)
+    memory = replay_history(snapshot.devices[0], snapshot.settings)
+    timeline = find_timeline(snapshot.devices[0])
+    owned = tuple(Owned(10_000 * one + 2_000, 0, 0, 512, "saved", f"m{one}", 0) for one in range(count))
+    found, missed = run_in_child(
+        lambda: match_owners(Owners(owned), 0, memory.replay, timeline), cpu_seconds=CPU_SECONDS
+    )
+    assert missed == 0
+    assert [found[row].name for row in (0, 1, count - 1)] == ["m0", "m1", f"m{count - 1}"]

@@ -15,6 +15,10 @@ from typing import Any, NoReturn
 _PIECE_BYTES = 2**22
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _COMMA = re.compile(r"[ \t\n\r]*+,[ \t\n\r]*+")
+_SPACES = " \t\n\r"
+# Behind the last objects of a piece: within one of them are a few more, and between two a line break and a few spaces.
+_MOST_TRIES = 40
+_WIDEST_GAP = 40
 # Kineto has printed C++'s words inf and nan (a bandwidth over a duration of zero).
 _BARE_NON_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:inf|nan)(?=\s*[,}\]])")
 # A value that is reported at its first letter may only be cut off: `tru`, `-Infini`.
@@ -113,7 +117,8 @@ class JsonStream:
             self.take("]")
             return
         while True:
-            # Value after value while they stand whole in the text, which is nearly always so.
+            yield from self._whole_objects()
+            # Value after value while they stand whole in the text.
             try:
                 while True:
                     value, end = self._scan(self._text, self._at)
@@ -127,6 +132,36 @@ class JsonStream:
             yield self.value()
             if self.take(",]") == "]":
                 return
+
+    def _whole_objects(self) -> list[Any]:
+        """Take the objects that stand whole in the text, all at once: twice as fast as one by one.
+
+        Returns none if there are none, or if the text is not plainly so: then to read one by one finds out why.
+        """
+        last, following = self._last_border()
+        try:
+            whole = f"[{self._text[self._at : last]}]"
+            values, end = self._scan(whole, 0) if last > self._at else ([], 0)
+        except (StopIteration, json.JSONDecodeError, RecursionError):
+            return []
+        if end < len(whole):  # the list ends before, and others follow
+            return []
+        self._at = following
+        found: list[Any] = values
+        return found
+
+    def _last_border(self) -> tuple[int, int]:
+        """Return where the last object but one ends, as far as its text shows, and where the one after it begins."""
+        begin = len(self._text)
+        for _ in range(_MOST_TRIES):
+            begin = self._text.rfind("{", self._at, begin)
+            if begin < 0:
+                break
+            before = self._text[max(begin - _WIDEST_GAP, self._at) : begin]
+            rest = before.rstrip(_SPACES)
+            if rest.endswith(",") and rest[:-1].rstrip(_SPACES).endswith("}"):
+                return begin - len(before) + len(rest[:-1].rstrip(_SPACES)), begin
+        return self._at, self._at
 
     def end(self) -> None:
         """Check that nothing follows.

@@ -45,6 +45,8 @@ _KINDS: dict[str, Kind] = {
     "gpu_memset": "memset",
     "memset": "memset",
     "runtime": "call",
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
     "cpu_op": "operator",
     "operator": "operator",
     "user_annotation": "annotation",
@@ -54,7 +56,9 @@ _KINDS: dict[str, Kind] = {
 Rows = defaultdict[Kind, list[Event]]
 _EVENTS = "traceEvents"
 # All that is ever asked of an event: most hold more that is not.
-_KEYS = ("ph", "name", "pid", "tid", "ts", "dur", "id")
+_KEYS = ("ph", "name", "pid", "tid", "ts", "dur", "id", "args")
+# A dictionary of so many takes as much memory as one of six.
+_FEW_KEYS = 10
 _REPEATED = ("name", "pid", "tid")
 _ARGUMENTS = (
     *("name", "correlation", "stream", "device", "bytes", "finished"),
@@ -266,24 +270,25 @@ def _kind_of(event: Event) -> Kind | None:
     category = event.get("cat")
     if not isinstance(category, str) or phase not in ("X", "s", "f"):
         return None
-    category = category.lower()
-    kind = _KINDS.get(category) or ("call" if category.endswith(_CALL_SUFFIXES) else None)
+    kind = _KINDS.get(category) or _KINDS.get(category := category.lower())
+    kind = kind or ("call" if category.endswith(_CALL_SUFFIXES) else None)
     return kind if kind and (kind == "flow") == (phase != "X") else None
 
 
 def _kept(event: Event, same: dict[str | int, str | int]) -> Event:
     """Return what is asked of an event later; equal names, processes and threads become one object."""
-    kept = {key: event[key] for key in _KEYS if key in event}
+    if len(event) > _FEW_KEYS:
+        event = {key: event[key] for key in _KEYS if key in event}
     for key in _REPEATED:
-        value = kept.get(key)
-        if isinstance(value, str | int):
-            kept[key] = same.setdefault(value, value)
-    arguments = event.get("args")
+        value = event.get(key)
+        if isinstance(value, (str, int)):
+            event[key] = same.setdefault(value, value)
+    arguments = event.pop("args", None)
     if isinstance(arguments, dict):
         found = {key: arguments[key] for key in _ARGUMENTS if key in arguments}
         if found:
-            kept["args"] = found
-    return kept
+            event["args"] = found
+    return event
 
 
 def name_of(event: Event) -> str:

@@ -12,6 +12,7 @@ names of all of them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ _FAR = 2**62
 _SHARED = {"gradient": "gradient bucket"}
 _SHOWN_NAMES = 2
 _LONGEST_TEXT = 4096
+# Allocations before and after a moment of which one may be meant; clocks differ by less than one lives.
+_NEAR = 16
 
 # A saved tensor has the name of a module, and several modules may save the same one.
 _NAMED_BY_MODULE = "saved"
@@ -75,17 +78,17 @@ def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeli
     comes first in `ROLES` wins: parameters before what is made from them.
     """
     rank = {role: place for place, role in enumerate(ROLES)}
-    rows_at: dict[int, list[int]] = {}
+    rows_at: dict[tuple[int, int], list[int]] = {}
     wanted = {entry.address for entry in recorded.owned if entry.device == device}
-    for row, address in enumerate(replay.address.tolist()):
-        if address in wanted:
-            rows_at.setdefault(address, []).append(row)
+    for row, place in enumerate(zip(replay.address.tolist(), replay.requested_bytes.tolist(), strict=True)):
+        if place[0] in wanted:
+            rows_at.setdefault(place, []).append(row)
     found: dict[int, dict[str, dict[Part, None]]] = {}
     missed = 0
     for entry in recorded.owned:
         if entry.device != device or not entry.size_bytes:
             continue  # a tensor without bytes has no allocation; an older run wrote it down
-        match = _find(entry, rows_at.get(entry.address, []), replay, timeline)
+        match = _find(entry, rows_at.get((entry.address, entry.size_bytes), []), replay, timeline)
         if match is None:
             missed += 1
         else:
@@ -133,14 +136,20 @@ def read_metadata(raw: dict[str, Any]) -> str | None:
 
 
 def _find(entry: Owned, rows: list[int], replay: Replay, timeline: Timeline) -> int | None:
-    """Return the allocation that was alive at the entry's time, or else was so nearly."""
+    """Return the allocation that was alive at the entry's time, or else was so nearly.
+
+    The ``rows`` are of the entry's address and size, and so one after another in time; one of a thousand may be meant.
+    """
+
+    def born_at(row: int) -> int:
+        return _time(timeline, int(replay.birth[row]), -_FAR)
+
+    begun = bisect_right(rows, entry.time_us, key=born_at)
+    later = bisect_right(rows, born_at(rows[begun]), begun, key=born_at) if begun < len(rows) else begun
     best, least = None, _CLOCK_SLACK_US
-    for row in rows:
-        if int(replay.requested_bytes[row]) != entry.size_bytes:
-            continue
-        born = _time(timeline, int(replay.birth[row]), -_FAR)
+    for row in (*rows[max(begun - _NEAR, 0) : begun], *rows[max(later - _NEAR, begun) : later]):
         freed = _time(timeline, int(replay.freed[row]), _FAR)
-        distance = max(born - entry.time_us, entry.time_us - freed, 0)
+        distance = max(born_at(row) - entry.time_us, entry.time_us - freed, 0)
         if distance <= least:
             best, least = row, distance
     return best
