@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 
 from profkit.errors import ToolError
 from profkit.launch.processes import run_child, run_tool
-from tests.launched import is_alive, start_launcher, wait_until
+from tests.launched import LAUNCHER, is_alive, start_launcher, wait_until
 
 LEAVES_A_DAEMON = """
 import subprocess, sys, time, signal
@@ -121,6 +123,51 @@ def test_a_killed_launcher_leaves_no_child(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=60)
     wait_until(lambda: not is_alive(daemon))
+
+
+SAVES = """
+import os, signal, subprocess, sys, time
+def save(number, frame):
+    open(sys.argv[1], "a").write(signal.Signals(number).name)
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, save)
+started = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+open(sys.argv[1] + ".ready", "w")
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+status = started.poll() or 3
+started.kill()
+sys.exit(status)
+"""
+
+
+@NEEDS_PROC
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_for_the_program_reaches_it_alone_and_ends_nobody(tmp_path: Path, number: signal.Signals) -> None:
+    process = start_launcher(SAVES, str(tmp_path / "saved"))
+    wait_until((tmp_path / "saved.ready").exists)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 3, "the child that has no handler lives on"
+    assert (tmp_path / "saved").read_text() == number.name
+
+
+@NEEDS_PROC
+def test_under_a_tool_the_signal_reaches_what_the_tool_started(tmp_path: Path) -> None:
+    """A copy of the shell plays the tool: what it starts lies elsewhere, and it would die of the signal."""
+    tool = tmp_path / "tool" / "sh"
+    tool.parent.mkdir()
+    shutil.copy(os.path.realpath("/bin/sh"), tool)
+    code = shlex.join([sys.executable, "-c", SAVES, str(tmp_path / "saved")])
+    words = [str(tool), "-c", f"{code}; exit $?"]
+    launcher = LAUNCHER.format(patience_s=60, run="run_tool").replace(
+        "[sys.executable, '-c', *sys.argv[1:]]", repr(words)
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher])
+    wait_until((tmp_path / "saved.ready").exists)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 3
+    assert (tmp_path / "saved").read_text() == "SIGUSR1"
 
 
 @NEEDS_PROC

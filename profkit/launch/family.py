@@ -68,6 +68,14 @@ class Family:
         """Send the signal to every member, except those whose executable lies in the folder ``but``."""
         _send((one for one in self.members() if but is None or not _lies_in(one, but)), number)
 
+    def send_to_first(self, number: int, *, but: Path | None = None) -> None:
+        """Send the signal to the child, or to what it started first if its executable lies in the folder ``but``."""
+        if but is None:
+            _send(filter(None, [self.pid]), number)
+            return
+        own = {one for one in self.members() if not _lies_in(one, but)}
+        _send((one for one in own if _parent_of(one) not in own), number)
+
     def end(self, *, look: Callable[[], object] = lambda: None, looks: int = 1) -> None:
         """Ask every member to end, force what is left after `GRACE_S`, and return when none is left.
 
@@ -103,9 +111,16 @@ def _lies_in(process: int, folder: Path) -> bool:
         return False
 
 
+def _parent_of(process: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
 def main() -> None:
     """Guard the family that the command line names."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     mark, pid = sys.argv[1:]
     if os.read(0, len(DONE)) != DONE:

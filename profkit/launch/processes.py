@@ -29,6 +29,9 @@ _LOOKS = 10
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
+_FOR_PROGRAMS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which a cluster has a program save its state; they would end a launcher, and with it the program."""
+
 
 def run_child(
     argv: Sequence[str],
@@ -42,8 +45,8 @@ def run_child(
 
     Standard output and error go to ``output``, or where ours go; standard input is empty, or ours if it
     ``reads_input``. To a child that does, somebody's own program, Ctrl-C is passed on: it has `PATIENCE_S` to save what
-    it wants and end, then it is ended; a second Ctrl-C ends it at once. Ctrl-C in other cases, SIGTERM, SIGHUP, SIGQUIT
-    and any other exception end it with SIGTERM, then SIGKILL.
+    it wants and end, then it is ended; a second Ctrl-C ends it at once. SIGUSR1 and SIGUSR2 are passed on to it too.
+    Ctrl-C in other cases, SIGTERM, SIGHUP, SIGQUIT and any other exception end it with SIGTERM, then SIGKILL.
     So ends all that it started, daemons of a profiler included, also if a signal ends the child, and if we are killed.
 
     Raises:
@@ -99,13 +102,14 @@ def _run(
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
-            with _guarded(Family(mark, child.pid)):
+            started = Family(mark, child.pid)
+            with _guarded(started), _passed_on(started if reads_input else None, tool):
                 try:
                     status = child.wait()
                 except KeyboardInterrupt:
                     if not reads_input:
                         raise
-                    _let_end(child, Family(mark, child.pid), tool, signals)
+                    _let_end(child, started, tool, signals)
                     raise
             if status < 0:
                 _end_all(child, mark)
@@ -160,6 +164,27 @@ def _guarded(started: Family) -> Iterator[None]:
             guard.stdin.write(DONE)
             guard.stdin.close()
         guard.wait()
+
+
+@contextmanager
+def _passed_on(started: Family | None, tool: Path | None) -> Iterator[None]:
+    """Within the block signals for somebody's program reach it through us, and do not end us; None: nobody wants them.
+
+    Where every process of a job gets such a signal, the program gets it twice.
+    """
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if started is not None:
+            started.send_to_first(number, but=tool)
+
+    ours = [number for number in _FOR_PROGRAMS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
