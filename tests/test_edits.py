@@ -20,8 +20,8 @@ from profkit.reading import open_snapshot
 from profkit.report.document import FORMATS
 from recipes.model_memory.predict import predict_memory
 from recipes.whole_model.cells import Work
-from tests.allocator_reference import MIB
-from tests.edited_programs import Blocks, program_of
+from tests.allocator_reference import MIB, Block
+from tests.edited_programs import Blocks, opened, program_of
 
 KIB = 1024
 SMALL = Path(__file__).parent.parent / "traces" / "small-train.snapshot.pickle.gz"
@@ -203,6 +203,43 @@ def test_a_real_model_with_every_layer_checkpointed_has_the_peaks_that_its_sizes
     expected = predict_memory(Work("small", 256, batch=4, dtype="fp32", checkpoint_layers=1))
     for phase in (LOSS, BACKWARD):
         assert phase_peak(real, stream, phase) == next(one.bytes for one in expected.peaks if one.phase == phase)
+
+
+def test_a_search_lets_the_request_through_that_ended_the_program(tmp_path: Path) -> None:
+    training = Blocks()
+    allocator = training.allocator
+    # 24 MiB are live then, 16 of them Adam's state; today's reserved peak is far below the capacity.
+    failure = {"action": "oom", "device_free": 0, "size": 100 * MIB, "stream": 0, "time_us": allocator.clock + 1}
+    allocator.events.append(failure)
+    snapshot = opened(training, tmp_path)
+    result = snapshot.whatif(fit=True, capacity_bytes=130 * MIB)
+    assert result.search
+    assert result.cases[1].edits == ("optimizer:adamw-8bit",)
+    assert result.edited is not None
+    parts = {part.name: part.after_bytes for part in result.edited.by_category}
+    assert parts["(the request that failed)"] == 100 * MIB
+    assert snapshot.whatif(fit=True, capacity_bytes=200 * MIB).cases[1].edits == ()
+
+
+def test_modules_are_found_where_no_range_has_their_names(tmp_path: Path) -> None:
+    class Named(Blocks):
+        """Its ranges are called otherwise than its modules."""
+
+        module = ""
+
+        def mark(self, stage: str, name: str) -> None:
+            self.module = f"blocks.{name[-1]}" if name.startswith("h.") and stage == "START" else ""
+            super().mark(stage, name)
+
+        def malloc(self, size: int, stack: str, owner: tuple[str, str] | None = None) -> Block:
+            made = super().malloc(size, stack, owner)
+            if stack == "forward":
+                self.allocator.events[-1]["user_metadata"] = f"profkit:forward:{self.module}"
+            return made
+
+    named = program_of(Named(), tmp_path)
+    assert peak(named, "checkpoint:blocks.*") == peak(named, "checkpoint:h.*") == 52 * MIB
+    assert peak(named, "checkpoint:blocks.*:group=2") == peak(named, "checkpoint:h.*:group=2")
 
 
 # -- the command ------------------------------------------------------------------------------------------------

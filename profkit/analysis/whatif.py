@@ -23,7 +23,7 @@ from profkit.allocator.simulate import Identity, Simulation, check_identity
 from profkit.analysis.edits.apply import apply_edits
 from profkit.analysis.edits.ladder import find_fitting
 from profkit.analysis.edits.outcome import Cost, EditedPeak, take_apart
-from profkit.analysis.edits.stream import Program
+from profkit.analysis.edits.stream import Program, with_failed_request
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
@@ -158,12 +158,13 @@ def _edited_cases(
     if edits.searches:
         if capacity is None or not is_proven:
             raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
-        if today.fits:
+        if today.fits and not len(with_failed_request(memory, program.recorded().requests)) > len(program.replay):
             return [], None, True
         rung, found = find_fitting(program, memory.history.settings, capacity, edits.cost)
         texts, variants = rung.edits, [rung.settings]
     stream, applied = apply_edits(program, texts, [Program(other) for other in edits.others])
-    cases, simulation = _cases(memory, stream.requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
+    requests = with_failed_request(memory, stream.requests)
+    cases, simulation = _cases(memory, requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
     if any(edit.unknown for edit in applied):
         cases = [replace(case, exact=False) for case in cases]
     return cases, take_apart(program, stream, applied, simulation, edits.cost), found

@@ -8,9 +8,9 @@ A call is a range of the forward pass. What was allocated in it belongs to one o
 - kept for others (the call's output, which the next layer keeps as its input): stays as recorded.
 
 Nothing records which call a free in the backward pass belongs to. But backward runs in the reverse order: whatever was
-allocated after the call ended, and the call's output, is freed in the backward pass of what followed the call. So the
-first allocation after the last of those frees begins the call's own backward pass, and what the call allocated and that
-is freed later was kept for it.
+allocated after the call ended is freed in the backward pass of what followed the call. After the last of those frees
+the call's own backward pass begins, with the first allocation in its module, or else with the first one after the free
+of its output, which the next call keeps. What the call allocated and that is freed later was kept for it.
 
 What is computed again allocates what the call did, in the same order, up to the last tensor that is kept: there torch
 stops (torch/utils/checkpoint.py, early stop).
@@ -71,10 +71,13 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
     calls = [call for call in calls if call.name in chosen]
     if match["how"] == "group":
         calls = list(_joined(calls, number))
-    stream, count = _checkpoint(stream, calls, program.is_category("autocast copies"))
+    stream, count = _checkpoint(program, stream, calls)
     if not count:
         raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it checkpointed already?")
-    unknown = ("what a checkpointed call keeps is freed within it; here it is freed when the call ends",)
+    unknown = (
+        "what a checkpointed call keeps is freed within it; here it is freed when the call ends",
+        "this is use_reentrant=False; the other variant computes each call's output a second time too",
+    )
     return Change(stream, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, tuple(chosen))
 
 
@@ -104,7 +107,7 @@ def _joined(calls: list[Call], number: int) -> Iterator[Call]:
     for _, some in groupby(calls, lambda call: call.backward_begin):
         together = list(some)
         for at in range(0, len(together), number):
-            yield replace(together[at], end=together[min(at + number, len(together)) - 1].end)
+            yield replace(together[min(at + number, len(together)) - 1], begin=together[at].begin)
 
 
 def _matches(name: str, glob: str) -> bool:
@@ -174,29 +177,37 @@ def _unit_of(module: str, glob: str) -> str | None:
     return next((name for name in names if _matches(name, glob)), None)
 
 
-def _checkpoint(stream: Stream, calls: list[Call], is_autocast: Bools) -> tuple[Stream, int]:
+def _checkpoint(program: Program, stream: Stream, calls: list[Call]) -> tuple[Stream, int]:
     """Return the stream with calls checkpointed, and how many of them keep anything for their backward pass.
 
     The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
     """
     at = np.flatnonzero(stream.is_recorded)  # in the order of their births
     born, freed, sizes = stream.requests.born[at], stream.requests.freed[at], stream.requests.requested_bytes[at]
-    stays = is_autocast[stream.source[at]]
+    stays = program.is_category("autocast copies")[stream.source[at]]
     by_free = np.argsort(freed, kind="stable")
     new_freed = freed.copy()
     copies: list[tuple[Ints, Floats, Floats]] = []
     for call in calls:
         first, end, backward = np.searchsorted(born, [call.begin, call.end, call.backward_begin]).tolist()
         inside = np.arange(first, end)
-        later = np.append(freed[end:backward], freed[_output_of(sizes, freed, inside, call)])
-        later = later[(later >= call.backward_begin) & (later < call.backward_end)]
-        own = int(np.searchsorted(born, later.max(initial=call.backward_begin), "right"))
+        later = freed[end:backward]
+        others_end = later[(later >= call.backward_begin) & (later < call.backward_end)].max(
+            initial=call.backward_begin
+        )
+        own = int(np.searchsorted(born, others_end, "right"))
+        output = _output_of(sizes, freed, inside, call)
+        if len(output):
+            last = int(np.searchsorted(born, max(freed[output[0]], others_end), "right"))
+            until_then = zip(range(own, last), stream.source[at[own:last]].tolist(), strict=True)
+            own = next((one for one, row in until_then if _is_made_in(program, row, call.name)), last)
         if own == len(born):
             continue
         kept = inside[(freed[inside] > born[own]) & (freed[inside] < call.backward_end)]
         if not len(kept):
             continue
         new_freed[kept] = np.where(stays[kept], call.backward_begin, call.end) - 0.5
+        new_freed[np.intersect1d(output, kept)] = others_end
         new_freed[_inputs_of(born, freed, by_free, call, end)] = freed[kept].max()
         again = inside[: int(kept[-1]) - first + 1]
         copies.append((at[again], *_compute_again(born[again], freed[again], call, born[own], np.isin(again, kept))))
@@ -207,6 +218,12 @@ def _checkpoint(stream: Stream, calls: list[Call], is_autocast: Bools) -> tuple[
     is_changed[at[new_freed != freed]] = True
     edited = stream.freed_at(is_changed, new_freed[new_freed != freed])
     return edited.with_copies(of, stream.requests.requested_bytes[of], births, frees), len(copies)
+
+
+def _is_made_in(program: Program, row: int, module: str) -> bool:
+    """Return whether an allocation was made in a module's own backward pass, as far as the snapshot says."""
+    names = (name.removeprefix(f"{MODEL}/") for name, _ in program.memory.place_of(row).modules)
+    return any(name == module or name.startswith(f"{module}.") for name in names)
 
 
 def _compute_again(born: Floats, freed: Floats, call: Call, begins: float, is_kept: Bools) -> tuple[Floats, Floats]:

@@ -209,9 +209,17 @@ def _made_again(program: Program, stream: Stream, at: Ints, ends: Floats) -> tup
         for end in ends[ends > born][1:].tolist():
             start = starts[np.searchsorted(starts, end) - 1]
             if first >= 0 and start < freed:
-                found.append((one, start + born - starts[first] + 0.5, end + 0.25))
+                found.append((one, _handed_over(stream, one, start + born - starts[first]), end + 0.25))
     of, births, frees = zip(*found, strict=True) if found else ((), (), ())
     return np.array(of, dtype=np.int64), np.array(births, dtype=np.float64), np.array(frees, dtype=np.float64)
+
+
+def _handed_over(stream: Stream, gradient: int, position: float) -> float:
+    """Return when backward had made what it adds to a gradient about then: from there on it is the gradient itself."""
+    requests = stream.requests
+    alike = np.flatnonzero(requests.requested_bytes == requests.requested_bytes[gradient])
+    nearest = alike[np.abs(requests.born[alike] - position).argmin()]
+    return float(max(requests.freed[nearest], position))
 
 
 def _halve(program: Program, stream: Stream, where: Bools, what: str, *, may_change_nothing: bool = False) -> Stream:

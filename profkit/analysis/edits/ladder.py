@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from profkit.allocator.predict import predict
+from profkit.allocator.requests import highest_sum
 from profkit.analysis.edits.apply import apply_edits
 from profkit.analysis.edits.checkpoint import forward_ranges
 from profkit.analysis.edits.outcome import Cost
-from profkit.analysis.edits.stream import Program, Stream
+from profkit.analysis.edits.stream import Program, Stream, with_failed_request
 from profkit.errors import UsageError
 from profkit.snapshot.columns import Settings
 
@@ -48,10 +49,11 @@ def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost
         stream = _stream(program, rung.edits, streams)
         if stream is None:
             continue
-        requested = stream.requested_peak_bytes()
+        requests = with_failed_request(program.memory, stream.requests)
+        requested = highest_sum(requests, requests.requested_bytes, requests.completed)
         if requested < least_bytes:
             least, least_bytes = rung, requested
-        if requested <= capacity_bytes and predict(stream.requests, rung.settings, capacity_bytes).fits:
+        if requested <= capacity_bytes and predict(requests, rung.settings, capacity_bytes).fits:
             return rung, True
     return least, False
 

@@ -13,6 +13,8 @@ from profkit.analysis.edits.apply import Applied
 from profkit.analysis.edits.stream import Program, Stream
 from profkit.analysis.memory.parts import Path, Piece, fold, sum_by_module
 
+FAILED_REQUEST = "(the request that failed)"
+
 Cost = Callable[[Sequence[str]], int | None]
 """Returns the kernel time in nanoseconds that some ranges take in a step's forward pass; None if it is not known."""
 
@@ -52,11 +54,16 @@ def take_apart(
     after = np.flatnonzero((stream.requests.born <= position) & (stream.requests.freed > position))
     recorded = list(zip(before, program.replay.size_bytes[before].tolist(), strict=True))
     edited = list(zip(stream.source[after].tolist(), simulation.size_bytes[after].tolist(), strict=True))
+    # A request that failed when the program was recorded comes after all others.
+    failed = int(simulation.size_bytes[len(stream) :].sum())
     return EditedPeak(
         applied,
         _place(program, stream, position),
         added,
-        _join(_by_category(program, recorded), _by_category(program, edited)),
+        _join(
+            _by_category(program, recorded),
+            {**_by_category(program, edited), **({FAILED_REQUEST: failed} if failed else {})},
+        ),
         _join(*(_by_module(program, rows) for rows in (recorded, edited))),
     )
 

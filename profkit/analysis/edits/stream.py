@@ -8,11 +8,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from profkit.allocator.requests import Floats, Requests, highest_sum, requests_of
+from profkit.allocator.requests import DEFAULT_POOL, Floats, Requests, highest_sum, requests_of
 from profkit.analysis.memory.categories import Claim
 from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.oom import last_failure
 from profkit.names import BACKWARD, OPTIMIZER
-from profkit.snapshot.columns import Ints
+from profkit.snapshot.columns import ALLOC, Ints
 
 Bools = npt.NDArray[np.bool_]
 
@@ -79,6 +80,26 @@ class Stream:
     def requested_peak_bytes(self) -> int:
         """Return the most bytes that were requested at a time."""
         return highest_sum(self.requests, self.requests.requested_bytes, self.requests.completed)
+
+
+def with_failed_request(memory: DeviceMemory, requests: Requests) -> Requests:
+    """Return the requests with the one that failed last, if that ended the program: edits should let it through."""
+    event, events = last_failure(memory), memory.device.events
+    if event is None or np.any(events.action[event:] == ALLOC):
+        return requests
+    kind = (DEFAULT_POOL, int(events.stream[event]))
+    kinds = requests.kinds if kind in requests.kinds else (*requests.kinds, kind)
+    never = float(requests.event_count)
+    return replace(
+        requests,
+        requested_bytes=np.append(requests.requested_bytes, events.size_bytes[event]),
+        born=np.append(requests.born, float(event)),
+        freed=np.append(requests.freed, never),
+        completed=np.append(requests.completed, never),
+        kind=np.append(requests.kind, kinds.index(kind)),
+        row=np.append(requests.row, ADDED),
+        kinds=kinds,
+    )
 
 
 class Program:
