@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as messages
 from profkit.analysis.efficiency.gpu_time import build_gpu_times
 from profkit.reading import open_snapshot, open_trace
 from profkit.report.export_layout import split_into_lanes
+from profkit.snapshot.unpickler import load_data
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -225,6 +227,19 @@ def test_a_snapshot_alone_is_exported_too(profkit: Run, tmp_path: Path) -> None:
     read = Read(exported(profkit, SNAPSHOT, tmp_path)[0])
     assert {read.process(track) for track in read.tracks} == {"memory"}
     assert max(value for _, value in read.counters["GPU 0 allocated"]) == 3_276_553_216
+
+
+def test_memory_without_times_says_so(profkit: Run, tmp_path: Path) -> None:
+    data = load_data(SNAPSHOT)
+    for events in data["device_traces"]:
+        for event in events:
+            event.pop("time_us", None)
+    snapshot = tmp_path / "snapshot.pickle"
+    snapshot.write_bytes(pickle.dumps(data))
+    read = Read(exported(profkit, snapshot, tmp_path)[0])
+    assert {read.process(track) for track in read.tracks} == {"memory, no times recorded: an event every µs"}
+    assert max(value for _, value in read.counters["GPU 0 allocated"]) == 3_276_553_216
+    assert max(time for time, _ in read.counters["GPU 0 allocated"]) < 20_000_000
 
 
 @pytest.mark.parametrize("capture", [NSYS, KINETO, CPU, NVTX_ALONE], ids=lambda path: path.name)

@@ -202,13 +202,15 @@ class MemoryTracks:
 def find_memory(snapshots: Mapping[int | None, OpenedSnapshot]) -> list[MemoryTracks]:
     """Return the memory tracks of each rank's snapshot; None stands for a program without ranks.
 
-    The ranks of one machine share a clock, so their tracks begin at the first event of all.
+    The ranks of one machine share a clock, so their tracks begin at the first event of all. A history without times
+    has an event every microsecond, and its name says so.
     """
-    first_us = min((memory.device.zero_us for one in snapshots.values() for memory in one.devices.values()), default=0)
+    devices = [memory.device for one in snapshots.values() for memory in one.devices.values()]
+    first_us = min((device.zero_us for device in devices if device.events.has_times), default=0)
     found = []
     for rank, snapshot in snapshots.items():
         counters: list[Counter] = []
-        spans = next(iter(snapshot.devices.values())).timeline
+        spans = snapshot.device().timeline
         for index, memory in snapshot.devices.items():
             bins = bin_history(memory)
             zero_us = memory.device.zero_us - first_us if bins.has_times else 0
@@ -217,6 +219,8 @@ def find_memory(snapshots: Mapping[int | None, OpenedSnapshot]) -> list[MemoryTr
             counters += [Counter(f"GPU {index} {name}", times, values) for name, values in named]
             counters.append(_reserved(f"GPU {index} reserved", bins.moments, times, memory.history.curves.reserved))
         label = "memory" if rank is None else f"rank {rank} memory"
+        if not any(memory.device.events.has_times for memory in snapshot.devices.values()):
+            label += ", no times recorded: an event every µs"
         peaks = {index: memory.history.allocated_peak_bytes for index, memory in snapshot.devices.items()}
         found.append(MemoryTracks(label, tuple(counters), spans.steps, spans.phases, first_us, peaks))
     return found
