@@ -331,7 +331,7 @@ class Heap:
         for number, blocks in enumerate(self._lists):
             if self._requests.kinds[number // 2][0] not in self._seen_released:
                 continue
-            for key in list(blocks):
+            for key in blocks[bisect_left(blocks, SMALL_SEGMENT_BYTES << SHIFT) :]:
                 base, size = key & ADDRESS, key >> SHIFT
                 if self._segments.get(base) == size:
                     self._release_segment(base, position)

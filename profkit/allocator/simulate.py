@@ -20,6 +20,10 @@ from profkit.allocator.requests import Floats, Requests
 from profkit.snapshot.columns import Ints, Settings
 
 
+_MOST_BYTES = 2.0**60
+"""More than a program could ask for in years; sums of it still fit in 64 bits."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A request that did not fit, even after all cached memory was released."""
@@ -129,6 +133,8 @@ def check_identity(history: History, requests: Requests) -> Identity:
     replay = history.replay
     if history.contradictions or history.bounds is not None:
         return Identity(False, 0, "the replay of the recorded history is not proven itself")
+    if float(requests.requested_bytes.sum(dtype=np.float64)) > _MOST_BYTES:
+        return Identity(False, 0, "it asks for more memory than any GPU could have served")
     simulation = simulate(requests, history.settings, follows_releases=True)
     is_wrong = (simulation.address != replay.address) | (simulation.size_bytes != replay.size_bytes)
     wrong = np.flatnonzero(is_wrong)
