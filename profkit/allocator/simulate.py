@@ -19,7 +19,6 @@ from profkit.allocator.history import History
 from profkit.allocator.requests import Floats, Requests
 from profkit.snapshot.columns import Ints, Settings
 
-
 _MOST_BYTES = 2.0**60
 """More than a program could ask for in years; sums of it still fit in 64 bits."""
 
@@ -54,6 +53,8 @@ class Simulation:
     address: Ints
     size_bytes: Ints
     """What the allocator charged; 0 for rows after a failure."""
+    event_count: int
+    """How many events were recorded: where positions end."""
     positions: Floats
     allocated: Ints
     requested: Ints
@@ -177,6 +178,7 @@ def _sum_up(requests: Requests, heap: Heap, start_bytes: int) -> Simulation:
     return Simulation(
         address=np.array(heap.addresses, dtype=np.int64),
         size_bytes=size,
+        event_count=requests.event_count,
         positions=np.concatenate([[-1.0], position[order]]),
         allocated=curve(0, None, -size[freeing], None, size[live]),
         requested=curve(0, -wanted[completing], None, None, wanted[live]),

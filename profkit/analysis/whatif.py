@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from profkit.allocator.history import History
 from profkit.allocator.predict import Prediction, Range, predict
@@ -28,12 +31,13 @@ from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.errors import SnapshotError, UsageError
-from profkit.snapshot.columns import Settings
+from profkit.snapshot.columns import Ints, Settings
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _LARGEST_REQUEST_BYTES = 2**46
+_CURVE_PARTS = 1_000
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,15 @@ class Case:
     """Where it does not fit: the request that fails."""
 
 
+@dataclass(frozen=True, eq=False)
+class CaseCurve:
+    """The memory of a case over the recorded events: the highest bytes in each of up to 1,000 equal parts."""
+
+    case: Case
+    allocated: Ints
+    reserved: Ints
+
+
 @dataclass(frozen=True, repr=False)
 class WhatIf(NotebookResult):
     """What ``profkit whatif`` shows: today's case first."""
@@ -74,6 +87,8 @@ class WhatIf(NotebookResult):
     """What the edited program's peak is made of."""
     search: bool | None = None
     """Of a search for edits that fit, whether it found some; else None."""
+    curves: tuple[CaseCurve, ...] = ()
+    """Of the cases that are predicted, today's first."""
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per case, today's first."""
@@ -119,16 +134,16 @@ def what_if(
     identity = check_identity(history, requests)
     recorded = find_capacity(memory.recorded, memory.device.index)
     capacity = capacity_bytes or recorded
-    today = _today(memory, requests, capacity)
+    today = _today(memory, requests, capacity, is_proven=identity.exact)
     if edits is None:
         variants = variants or list_variants(history.settings)
         if not capacity:
             variants = [one for one in variants if allocators or not one.garbage_collection_threshold]
-        cases, _ = _cases(memory, requests, variants, capacity=capacity, is_proven=identity.exact)
+        cases, simulations = _cases(memory, requests, variants, capacity=capacity, is_proven=identity.exact)
         edited = found = None
     else:
         variants = variants or [history.settings]
-        cases, edited, found = _edited_cases(
+        cases, simulations, edited, found = _edited_cases(
             memory, edits, variants, today, capacity=capacity, is_proven=identity.exact
         )
     return WhatIf(
@@ -141,7 +156,25 @@ def what_if(
         cases=(today, *cases),
         edited=edited,
         search=found,
+        curves=(_curve_of_today(today, history), *map(_curve_of, cases, simulations)),
     )
+
+
+def _curve_of(case: Case, one: Simulation) -> CaseCurve:
+    ends = np.linspace(0, one.event_count, min(_CURVE_PARTS, one.event_count) + 1)
+    at = np.searchsorted(one.positions, ends, "right")
+    return CaseCurve(case, _highest(one.allocated, at), _highest(one.reserved, at))
+
+
+def _curve_of_today(case: Case, history: History) -> CaseCurve:
+    count = len(history.device.events)
+    at = np.linspace(1, count + 1, min(_CURVE_PARTS, count) + 1).astype(np.int64)
+    return CaseCurve(case, _highest(history.curves.allocated, at), _highest(history.curves.reserved, at))
+
+
+def _highest(curve: Ints, at: Ints) -> Ints:
+    """Return the highest value of a curve in each part; it begins with the last value of the part before."""
+    return np.array([curve[begin - 1 : end].max() for begin, end in pairwise(at.tolist())], dtype=np.int64)
 
 
 def _edited_cases(
@@ -152,22 +185,23 @@ def _edited_cases(
     *,
     capacity: int | None,
     is_proven: bool,
-) -> tuple[list[Case], EditedPeak | None, bool | None]:
-    """Return the cases of an edited program, what its peak is made of, and what a search for edits found."""
+) -> tuple[list[Case], list[Simulation], EditedPeak | None, bool | None]:
+    """Return the cases of an edited program, their simulations, what its peak is made of, and what a search found."""
     program, texts, found = Program(memory), edits.texts, None
     if edits.searches:
         if capacity is None or not is_proven:
             raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
         if today.fits and not len(with_failed_request(memory, program.recorded().requests)) > len(program.replay):
-            return [], None, True
+            return [], [], None, True
         rung, found = find_fitting(program, memory.history.settings, capacity, edits.cost)
         texts, variants = rung.edits, [rung.settings]
     stream, applied = apply_edits(program, texts, [Program(other) for other in edits.others])
     requests = with_failed_request(memory, stream.requests)
-    cases, simulation = _cases(memory, requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
+    cases, simulations = _cases(memory, requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
     if any(edit.unknown for edit in applied):
         cases = [replace(case, exact=False) for case in cases]
-    return cases, take_apart(program, stream, applied, simulation, edits.cost), found
+    first = simulations[0] if simulations else None
+    return cases, simulations, take_apart(program, stream, applied, first, edits.cost), found
 
 
 def _cases(
@@ -178,15 +212,15 @@ def _cases(
     *,
     capacity: int | None,
     is_proven: bool,
-) -> tuple[list[Case], Simulation | None]:
-    """Return the case of each of some settings, and the simulation of the first; None if that is not believed."""
+) -> tuple[list[Case], list[Simulation]]:
+    """Return the case of each of some settings, and the simulations; none where these are not believed."""
     if not is_proven:
-        return [_bounded(requests, settings, edits) for settings in variants], None
+        return [_bounded(requests, settings, edits) for settings in variants], []
     found = [predict(requests, settings, capacity) for settings in variants]
     cases = [
         build_case(memory, prediction, settings, edits) for prediction, settings in zip(found, variants, strict=True)
     ]
-    return cases, found[0].simulation if found else None
+    return cases, [prediction.simulation for prediction in found]
 
 
 def read_requests(history: History, snapshot: str) -> Requests:
@@ -224,14 +258,14 @@ def build_case(memory: DeviceMemory, prediction: Prediction, settings: Settings,
     )
 
 
-def _today(memory: DeviceMemory, requests: Requests, capacity: int | None) -> Case:
-    """Return the recorded case, as the replay proves it."""
+def _today(memory: DeviceMemory, requests: Requests, capacity: int | None, *, is_proven: bool) -> Case:
+    """Return the recorded case, as the replay proves it; whether it survives in less memory is simulated."""
     history = memory.history
     curves, bounds = history.curves, history.bounds
     allocated, reserved = history.allocated_peak_bytes, int(curves.reserved.max())
     moment = history.peak_moment
-    fits, failed = None if capacity is None else reserved <= capacity, None
-    if fits is False and bounds is None:
+    fits, failed = True if capacity is not None and reserved <= capacity else None, None
+    if capacity is not None and not fits and is_proven:
         limited = predict(requests, history.settings, capacity)
         fits, failed = limited.fits, limited.failed
     return Case(

@@ -10,7 +10,7 @@ from profkit.analysis.edits.apply import FORMS
 from profkit.analysis.edits.cost import cost_of_ranges
 from profkit.analysis.edits.outcome import Cost
 from profkit.cli.options import output_options
-from profkit.cli.outputs import print_document, refuse_overwriting
+from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
 from profkit.errors import ProfkitError, UsageError
@@ -52,6 +52,9 @@ from profkit.snapshot.unpickler import collector_off
     type=Size(),
     help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
 )
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw today's memory and the others over it."
+)
 @click.option("--device", type=int, metavar="N", help="Show this GPU (default: the one with the highest peak).")
 @click.option(
     "--rank", type=click.IntRange(min=0), metavar="N", help="Show this rank (default: the one with the highest peak)."
@@ -64,6 +67,7 @@ def whatif(
     others: tuple[Path, ...],
     fit: int | None,
     capacity: int | None,
+    plot: Path | None,
     device: int | None,
     rank: int | None,
     style: Format,
@@ -77,7 +81,8 @@ def whatif(
     """
     if fit is not None and (edits or allocators or capacity is not None):
         raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
-    refuse_overwriting([snapshot, *others], [output])
+    require_png(plot)
+    refuse_overwriting([snapshot, *others], [output, plot])
     click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"replaying {snapshot.name}"):
         opened = open_snapshot(snapshot, rank=rank)
@@ -92,6 +97,10 @@ def whatif(
             capacity_bytes=fit or capacity,
             cost=_cost_of(snapshot) if edits or fit else None,
         )
+    if plot is not None:
+        from profkit.report.whatif_plot import plot_whatif  # loads Matplotlib
+
+        plot_whatif(result, plot)
     print_document(build_whatif_document(result), style, output, full_names=full_names)
 
 

@@ -38,8 +38,8 @@ def build_whatif_document(result: WhatIf) -> Document:
     Of several settings that change nothing people read one line; CSV and JSON hold all.
     """
     today = result.cases[0]
-    unchanged = [case for case in result.cases[1:] if _is_as(case, today)]
-    hidden = unchanged if len(unchanged) > 1 else []
+    shown = changed_cases(result)
+    hidden = [case for case in result.cases if case not in shown]
     is_same = all(case.requested_peak_bytes == today.requested_peak_bytes for case in result.cases)
     columns = [
         Column("name", "allocator" if result.edited is None else "program and allocator", TEXT, flexible=True),
@@ -53,7 +53,7 @@ def build_whatif_document(result: WhatIf) -> Document:
         columns.append(Column("fits", "fits", _YES))
     parts: list[Table | Lines] = [
         Lines(_head(result), "head"),
-        Table(columns, [_row(case, today) for case in result.cases if case not in hidden]),
+        Table(columns, [_row(case, today) for case in shown]),
         *edited_parts(result),
         Lines(_notes(result, hidden)),
     ]
@@ -70,6 +70,13 @@ def build_whatif_document(result: WhatIf) -> Document:
     return Document("whatif", data, parts, exact, list(_findings(result)))
 
 
+def changed_cases(result: WhatIf) -> list[Case]:
+    """Return today's case and those that differ from it; one that does not is no reason for a line of its own."""
+    today, *others = result.cases
+    unchanged = [case for case in others if _is_as(case, today)]
+    return [today, *(case for case in others if len(unchanged) < 2 or case not in unchanged)]
+
+
 def _is_as(case: Case, today: Case) -> bool:
     peaks = (case.allocated_range_bytes, case.reserved_range_bytes, case.requested_peak_bytes, case.fits)
     return peaks == (today.allocated_range_bytes, today.reserved_range_bytes, today.requested_peak_bytes, today.fits)
@@ -80,7 +87,7 @@ def _row(case: Case, today: Case) -> Row:
     return {
         **asdict(case),
         "edits": " ".join(case.edits),
-        "name": _name(case) if case is not today else f"today: {_name(case)}",
+        "name": name_case(case) if case is not today else f"today: {name_case(case)}",
         "allocated": _peak(case.allocated_range_bytes, case.exact),
         "reserved": _peak(case.reserved_range_bytes, case.exact),
         "change": None if case is today or not known else _change(case, today),
@@ -92,7 +99,8 @@ def _row(case: Case, today: Case) -> Row:
     }
 
 
-def _name(case: Case) -> str:
+def name_case(case: Case) -> str:
+    """Return what people read for the settings of a case."""
     if case.edits:
         return ", ".join(filter(None, ["edited", case.allocator]))
     return case.allocator or "default settings"
@@ -131,7 +139,7 @@ def _head(result: WhatIf) -> Iterator[str]:
 def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
     today, *cases = result.cases
     if hidden:
-        yield f"No change: {', '.join(map(_name, hidden))}"
+        yield f"No change: {', '.join(map(name_case, hidden))}"
     if any(case.reserved_peak_bytes is not None for case in cases):
         yield "change: of the reserved peak; unused: its part that nothing used at the allocated peak"
     if any(case.allocated_peak_bytes is not None and not case.exact for case in cases):
@@ -142,9 +150,9 @@ def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
         what = "the recorded GPU's memory" if result.is_recorded_gpu else "--capacity"
         yield f"fits: PyTorch stays within {format_bytes(result.capacity_bytes)} ({what}); CUDA itself needs some more"
     failed: dict[int, list[str]] = {}
-    for case in (one for one in result.cases if one not in hidden):
+    for case in changed_cases(result):
         if case.failed_request_bytes is not None:
-            failed.setdefault(case.failed_request_bytes, []).append("today" if case is today else _name(case))
+            failed.setdefault(case.failed_request_bytes, []).append("today" if case is today else name_case(case))
     for size, names in failed.items():
         yield f"A request for {format_exactly(size)} fails: {', '.join(names)}"
     best = min(cases, key=_highest, default=today)
