@@ -61,8 +61,9 @@ def observe_module_calls(observer: CallObserver) -> None:
             return plain(self, *args, **kwargs)
         try:
             output = plain(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             leave(opened, entered, self, None, kwargs)
+            _hide_frames(code, error)
             raise
         leave(opened, entered, self, output, kwargs)
         return output
@@ -70,6 +71,15 @@ def observe_module_calls(observer: CallObserver) -> None:
     code: CodeType = call.__code__  # type: ignore[attr-defined]
     nn.Module.__call__ = call
     torch.compile = _compile_around(code, torch.compile)
+
+
+def _hide_frames(code: CodeType, error: BaseException) -> None:
+    """Take the frames of ``code`` out of a traceback, all but the outermost: there would be one for each module."""
+    entry = error.__traceback__
+    while entry is not None:
+        while entry.tb_next is not None and entry.tb_next.tb_frame.f_code is code:
+            entry.tb_next = entry.tb_next.tb_next
+        entry = entry.tb_next
 
 
 def _no_callback() -> None:
