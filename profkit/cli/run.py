@@ -326,6 +326,7 @@ def _say_next(recorded: Recorded, target: Target, where: str) -> None:
             f"\n{out.modules:,} modules have no range, to keep recording cheap: --depth {out.depth} gives them one."
         )
     print_line(f"\nThe run is {where}. Next:")
+    print_line(f"  profkit report {where}")
     if recorded.has_kernels:
         print_line(f"  profkit kernels {where} --range {_example_range(target, recorded.step)}")
     if recorded.has_trace:

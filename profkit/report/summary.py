@@ -368,7 +368,7 @@ def _closed(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _more(summary: Summary) -> Iterator[tuple[str, str]]:
     run = shlex.quote(summary.run)
-    commands = []
+    commands = [f"profkit report {run}"] if summary.has_trace or summary.memory is not None else []
     if summary.gpu is not None:
         commands += [f"profkit efficiency {run}", f"profkit kernels {run}"]
     elif summary.work is not None:
