@@ -21,6 +21,7 @@ from profkit.report.page.markup import view_table, without_folders
 from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
 from profkit.report.page.segments import merge_blocks
+from profkit.report.units import format_bytes
 from tests.allocator_reference import MIB
 from tests.browser import open_page, read_table
 from tests.captures import capture
@@ -365,6 +366,13 @@ def test_the_chart_holds_the_peak_and_every_colouring_adds_up_to_it(page: Any, r
     assert int(unused["unused"]["at_bytes"]) == told["fragmentation"]["free_bytes"]
     assert int(unused["unused"]["end_bytes"]) == told["fragmentation"]["end_free_bytes"]
     assert unused["largest unused piece"]["at_bytes"] == ""  # unknown is not 0
+
+
+def test_the_memory_under_other_settings_is_that_of_the_command(page_file: Path, run: Path) -> None:
+    (expandable,) = printed("whatif", run, "--allocator", "expandable_segments:True")["cases"][1:]
+    section = page_file.read_text().partition('<section id="whatif"')[2].partition("</section>")[0]
+    assert "expandable_segments:True" in section
+    assert format_bytes(expandable["reserved_peak_bytes"]) in section
 
 
 def test_source_lines_are_embedded_on_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from profkit.report.page.trust import build_trust
 from profkit.report.page.verdict import build_advice, build_verdict
 from profkit.report.summary import build_summary_document
 from profkit.report.text import make_visible
+from profkit.report.whatif import build_whatif_document
 from profkit.version import __version__
 
 _SCRIPTS = {
@@ -45,6 +46,9 @@ _WITHOUT_STEPS = "No step was recorded: name the ranges around steps `step N`, o
 _WITHOUT_MODULES = "No module was recorded: `profkit run -- python train.py` opens a range for each."
 _WITHOUT_ADVICE = "None of profkit's rules found a change whose effect these figures could tell."
 _WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
+
+_MOST_SIMULATED = 100_000
+"""Events of the allocator: a page should not wait for longer histories to be simulated under each setting."""
 
 _ASSETS = files("profkit.report.page") / "assets"
 
@@ -106,6 +110,7 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
         _module_section(run, before),
         _timeline_section(run),
         _memory_section(run, source),
+        _whatif_section(run),
         _kernel_section(run),
         _advice_section(run, list(ten_lines.data["advice"])),
         *compared,
@@ -177,6 +182,17 @@ def _memory_section(run: Results, source: Path | None) -> Section:
     command = f"profkit memory {run.name}{_rank_words(run.capture, run.memory)}"
     content = build_memory(run.device, run.memory, source=source)
     return Section("memory", _MEMORY, command, content, findings=run.memory.warnings)
+
+
+def _whatif_section(run: Results) -> Section:
+    title, command, opened = "Memory under other settings", f"profkit whatif {run.name}", run.capture.snapshot
+    if opened is None or run.memory is None or run.device is None:
+        return Section("whatif", title, command, missing=_WITHOUT_MEMORY)
+    command += _rank_words(run.capture, run.memory)
+    if not 0 < len(run.device.device.events) <= _MOST_SIMULATED:
+        return Section("whatif", title, command, missing=f"Not simulated here. `{command}` does it.")
+    document = build_whatif_document(opened.whatif())
+    return Section("whatif", title, command, {"parts": view_parts(document.parts)}, findings=tuple(document.findings))
 
 
 def _kernel_section(run: Results) -> Section:
