@@ -20,10 +20,10 @@ from profkit.analysis.edits.stream import Program, Stream
 from profkit.errors import UsageError
 
 FORMS = (
-    "optimizer:none|sgd|adamw-8bit|adamw-fused|offload",
+    "optimizer:none|sgd|sgd-momentum|adamw-8bit|adamw-fused|offload",
     "gradients:bf16|offload",
     "parameters:bf16",
-    "checkpoint:GLOB[:every=K]",
+    "checkpoint:GLOB[:every=K|:group=K][:reentrant]",
     "batch:×F",
     "sequence:×F",
     "loss:fused[:chunks=N]",

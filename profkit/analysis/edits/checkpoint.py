@@ -32,7 +32,7 @@ from profkit.analysis.edits.stream import Bools, Program, Stream
 from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
 from profkit.snapshot.columns import Ints
 
-_FORM = re.compile(r"(?P<glob>.+?)(:(?P<how>every|group)=(?P<number>\d{1,6}))?$")
+_FORM = re.compile(r"(?P<glob>.+?)(:(?P<how>every|group)=(?P<number>\d{1,6}))?(?P<reentrant>:reentrant)?$")
 _NO_FORWARD = (BACKWARD, OPTIMIZER, INFERENCE)
 _SHOWN_KINDS = 8
 _TINY = 256
@@ -54,7 +54,8 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
     """Checkpoint the ranges or modules that match ``GLOB``.
 
     Of ``GLOB:every=K`` only every K-th, from the first on; of ``GLOB:group=K`` K that follow one another share one
-    checkpoint.
+    checkpoint. With ``:reentrant`` at the end it is torch's ``use_reentrant=True``: all of a call runs again, and its
+    output and the gradient of that are held until its backward pass ends.
     """
     match = _FORM.fullmatch(text)
     number = int(match["number"] or 1) if match else 0
@@ -71,12 +72,12 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
     calls = [call for call in calls if call.name in chosen]
     if match["how"] == "group":
         calls = list(_joined(calls, number))
-    stream, count = _checkpoint(program, stream, calls)
+    stream, count = _checkpoint(program, stream, calls, is_reentrant=match["reentrant"] is not None)
     if not count:
         raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it checkpointed already?")
     unknown = (
         "what a checkpointed call keeps is freed within it; here it is freed when the call ends",
-        "this is use_reentrant=False; the other variant computes each call's output a second time too",
+        *([] if match["reentrant"] else ["use_reentrant=True needs each call's output once more: add :reentrant"]),
     )
     return Change(stream, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, tuple(chosen))
 
@@ -177,7 +178,7 @@ def _unit_of(module: str, glob: str) -> str | None:
     return next((name for name in names if _matches(name, glob)), None)
 
 
-def _checkpoint(program: Program, stream: Stream, calls: list[Call]) -> tuple[Stream, int]:
+def _checkpoint(program: Program, stream: Stream, calls: list[Call], *, is_reentrant: bool) -> tuple[Stream, int]:
     """Return the stream with calls checkpointed, and how many of them keep anything for their backward pass.
 
     The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
@@ -209,8 +210,16 @@ def _checkpoint(program: Program, stream: Stream, calls: list[Call]) -> tuple[St
         new_freed[kept] = np.where(stays[kept], call.backward_begin, call.end) - 0.5
         new_freed[np.intersect1d(output, kept)] = others_end
         new_freed[_inputs_of(born, freed, by_free, call, end)] = freed[kept].max()
-        again = inside[: int(kept[-1]) - first + 1]
-        copies.append((at[again], *_compute_again(born[again], freed[again], call, born[own], np.isin(again, kept))))
+        again = inside if is_reentrant else inside[: int(kept[-1]) - first + 1]
+        births, frees = _compute_again(born[again], freed[again], call, born[own], np.isin(again, kept))
+        if is_reentrant:
+            # The node of the call holds what it computed again and the gradient that it was given until it is done.
+            result, own_end = output if len(output) else inside[-1:], freed[kept].max()
+            frees[np.isin(again, result)] = own_end
+            made = np.arange(backward, own)
+            is_given = (freed[made] > born[own]) & (freed[made] < own_end) & (sizes[made] == sizes[result].max())
+            new_freed[made[is_given][-1:]] = own_end
+        copies.append((at[again], births, frees))
     if not copies:
         return stream, 0
     of, births, frees = (np.concatenate(column) for column in zip(*copies, strict=True))

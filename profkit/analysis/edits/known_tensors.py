@@ -33,7 +33,7 @@ _ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
 
 
 def edit_optimizer(program: Program, stream: Stream, kind: str) -> Change:
-    """Replace the optimizer by none, sgd (without momentum), adamw-8bit, adamw-fused, or move it to the host."""
+    """Replace the optimizer by none, or by one of `_OPTIMIZERS`; ``offload`` moves it to the host."""
     if kind not in _OPTIMIZERS:
         raise CannotModelError(f"no optimizer {kind!r}; it is one of {', '.join(_OPTIMIZERS)}")
     is_state, is_temporary = stream.of(program.is_role("optimizer_state")), stream.of(program.is_optimizer_temporary)
@@ -46,6 +46,10 @@ def edit_optimizer(program: Program, stream: Stream, kind: str) -> Change:
     names = {_state_name(program, row) for row in stream.source[is_state].tolist()}
     if not names <= _ADAM:
         raise CannotModelError(f"the recorded optimizer keeps {', '.join(sorted(names - _ADAM))}, which Adam does not")
+    if kind == "sgd-momentum":  # one buffer of the parameter's size, made in the first step
+        names_of = [_state_name(program, row) for row in stream.source[is_state].tolist()]
+        is_state[np.flatnonzero(is_state)] = [name != "exp_avg" for name in names_of]
+        return Change(stream.without(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: one known moment kept; {removed}")
     if kind == "adamw-fused":
         return _fuse(program, stream, is_state, is_temporary)
     return _make_8bit(program, stream, is_state, is_temporary)
@@ -54,6 +58,7 @@ def edit_optimizer(program: Program, stream: Stream, kind: str) -> Change:
 _OPTIMIZERS = {
     "none": "no optimizer runs",
     "sgd": "SGD without momentum and weight decay",
+    "sgd-momentum": "SGD with momentum",
     "adamw-8bit": "bitsandbytes' AdamW8bit",
     "adamw-fused": "torch's AdamW(fused=True)",
     "offload": "the optimizer and its state are on the host",
@@ -141,15 +146,18 @@ def edit_parameters(program: Program, stream: Stream, kind: str) -> Change:
     stream = _halve(program, stream, where, "parameters")
     follows = stream.of(program.is_role("gradient") | program.is_role("optimizer_state"))
     stream = _halve(program, stream, follows, "gradients", may_change_nothing=True)
-    stream = stream.without(stream.of(program.is_category("autocast copies")))
-    return Change(
-        stream,
-        "known parameters, gradients and optimizer state in bf16, without autocast's copies of parameters",
-        (
-            "activations and temporaries are taken as recorded: in a model that ran in fp32 they would shrink too",
-            *_unsure_of_elements(program, stream.source[stream.of(program.is_role("parameter"))]),
-        ),
-    )
+    rows = stream.source[stream.of(program.is_role("parameter"))]
+    is_copy = stream.of(program.is_category("autocast copies"))
+    if is_copy.any():
+        text = "known parameters, gradients and optimizer state in bf16, without autocast's copies of parameters"
+        unknown = "activations and temporaries that autocast left in fp32 are taken as recorded"
+        return Change(stream.without(is_copy), text, (unknown, *_unsure_of_elements(program, rows)))
+    others = stream.of(program.is_category("activations", "temporaries"))
+    others &= ~(follows | where)
+    stream = _halve(program, stream, others, "activations", may_change_nothing=True)
+    text = "known parameters, gradients and optimizer state in bf16; activations and temporaries of 4-byte elements too"
+    unknown = "which activations and temporaries are no floats of 4 bytes, and what the model keeps in fp32 on purpose"
+    return Change(stream, text, (unknown, *_unsure_of_elements(program, rows)))
 
 
 def drop(program: Program, stream: Stream, glob: str) -> Change:
