@@ -279,13 +279,18 @@ def exports(*arguments):
 recorders._export = exports
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for number in range(3 if sys.argv[1] == "in the second run" else 6):
-    model(torch.ones(2, 4)).sum().backward()
+if sys.argv[1] == "while workers load data":
+    data = iter(torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=2, num_workers=2))
+else:
+    data = iter([torch.ones(2, 4)] * 9)
+MOMENTS = ["", "in the warm-up", "while a step is recorded", "while workers load data", "", "after the recording"]
+for number in range(2 if sys.argv[1] == "in the second run" else 6):
+    model(next(data)).sum().backward()
     optimizer.step()
-    at({1: "in the warm-up", 2: "while a step is recorded", 5: "after the recording"}.get(number, ""))
-if os.path.exists("again"):
+    at(MOMENTS[number])
+if os.path.exists(".again"):
     at("in the second run")
-open("again", "w")
+os.makedirs(".again", exist_ok=True)
 """
 
 ENDS = [
@@ -295,7 +300,10 @@ ENDS = [
     ("while a step is recorded", "SIGTERM", 143, "keeps no capture", NOTHING),
     ("while the trace is written", "SIGINT", 130, "keeps no capture", NOTHING),
     ("while the trace is written", "SIGQUIT", 131, "keeps no capture", NOTHING),
+    ("while workers load data", "SIGINT", 130, "keeps trace.json.gz", TRACE),
+    ("while workers load data", "SIGTERM", 143, "keeps no capture", NOTHING),
     ("after the recording", "SIGTERM", 143, "keeps trace.json.gz", TRACE),
+    ("in the second run", "SIGINT", 130, "keeps trace.json.gz", TRACE),
 ]
 
 
