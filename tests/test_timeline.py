@@ -117,6 +117,13 @@ def test_a_timeline_by_category_or_stack_is_drawn_as_a_png(tmp_path: Path, by: s
     assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("by", ["module", "allocation"])
+def test_a_page_can_begin_with_modules_or_single_allocations(tmp_path: Path, by: str) -> None:
+    target = tmp_path / "t.html"
+    assert run(Training().write(tmp_path), "--timeline", target, "--timeline-by", by).exit_code == 0
+    assert "memory-data" in target.read_text()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
