@@ -68,17 +68,19 @@ def test_checkpoints_are_exact_in_requested_and_reserved_bytes(
 @pytest.mark.parametrize(
     ("edit", "really"),
     [
-        ("checkpoint:layer*.*", 1_633_420_991),
-        ("checkpoint:layer*.*:reentrant", 1_736_181_439),
+        ("checkpoint:layer*.*", (1_633_420_991, 1_644_867_584, 2_139_095_040)),
+        ("checkpoint:layer*.*:reentrant", (1_736_181_439, 1_748_545_536, 2_153_775_104)),
         # Whole stages; their outputs are written in place, by a module without an allocation of its own.
-        ("checkpoint:layer?", 2_011_377_712),
+        ("checkpoint:layer?", (2_011_377_712, 2_022_828_032, 2_854_223_872)),
     ],
 )
-def test_checkpoints_of_a_resnet_are_exact_in_requested_bytes(
-    recorded: dict[str, OpenedSnapshot], edit: str, really: int
+def test_checkpoints_of_a_resnet_are_exact_in_requested_and_near_in_other_bytes(
+    recorded: dict[str, OpenedSnapshot], edit: str, really: tuple[int, int, int]
 ) -> None:
     case = recorded["resnet50-adamw"].whatif(edits=[edit]).cases[1]
-    assert case.requested_peak_bytes == really
+    assert case.requested_peak_bytes == really[0]
+    assert case.allocated_peak_bytes == pytest.approx(really[1], rel=0.003)
+    assert case.reserved_peak_bytes == pytest.approx(really[2], rel=0.02)
 
 
 def test_a_model_in_bf16_needs_half_for_all_but_its_indices(recorded: dict[str, OpenedSnapshot]) -> None:

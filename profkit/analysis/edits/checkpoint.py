@@ -3,8 +3,9 @@
 A call is a range of the forward pass. What was allocated in it belongs to one of these:
 
 - freed within the call, or later in the forward pass: stays as recorded;
-- kept for the call's own backward pass: freed when the call ends (autocast's copies of parameters, which its cache
-  holds, when the forward pass ends). It is allocated again where that backward pass begins, and freed as recorded;
+- kept for the call's own backward pass: freed once the operation after it has run (autocast's copies of parameters,
+  which its cache holds, when the forward pass ends). It is allocated again where that backward pass begins, and freed
+  as recorded;
 - kept for others (the call's output, which the next layer keeps as its input): stays as recorded.
 
 Nothing records which call a free in the backward pass belongs to. But backward runs in the reverse order: whatever was
@@ -35,6 +36,9 @@ from profkit.snapshot.columns import Ints
 _FORM = re.compile(r"(?P<glob>.+?)(:(?P<how>every|group)=(?P<number>\d{1,6}))?(?P<reentrant>:reentrant)?$")
 _NO_FORWARD = (BACKWARD, OPTIMIZER, INFERENCE)
 _SHOWN_KINDS = 8
+_USED_BY = 2
+"""What is not kept is freed before the second allocation after it: the first one is of the operation that reads it."""
+
 _TINY = 256
 """An output is not so much smaller than the largest allocation that outlives its call."""
 
@@ -76,7 +80,7 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
     if not count:
         raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it checkpointed already?")
     unknown = (
-        "what a checkpointed call keeps is freed within it; here it is freed when the call ends",
+        "when a checkpointed call frees what it no longer keeps: taken as after the allocation that follows it",
         *([] if match["reentrant"] else ["use_reentrant=True needs each call's output once more: add :reentrant"]),
     )
     return Change(stream, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, tuple(chosen))
@@ -207,7 +211,8 @@ def _checkpoint(program: Program, stream: Stream, calls: list[Call], *, is_reent
         kept = inside[(freed[inside] > born[own]) & (freed[inside] < call.backward_end)]
         if not len(kept):
             continue
-        new_freed[kept] = np.where(stays[kept], call.backward_begin, call.end) - 0.5
+        used = np.minimum(born[np.minimum(kept + _USED_BY, len(born) - 1)], call.end)
+        new_freed[kept] = np.where(stays[kept], call.backward_begin, used) - 0.5
         new_freed[np.intersect1d(output, kept)] = others_end
         new_freed[_inputs_of(born, freed, by_free, call, end)] = freed[kept].max()
         again = inside if is_reentrant else inside[: int(kept[-1]) - first + 1]
