@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from profkit.annotation import ignore_ranges, observe_ranges
+from profkit.annotation import ignore_ranges, observe_ranges, own_kind
 from profkit.capture.hooks import Hooks
 
 WIDTH, HEADS = 16, 2
+WARMUP = 10
+"""Steps before those that are timed: Python adapts its code anew whenever another variant begins."""
 PLAIN_CALL: Callable[..., Any] = nn.Module.__call__
 PATCHED = ((nn.Module, "__call__"), (torch.autograd, "backward"), (torch.optim.Optimizer, "profile_hook_step"))
 """What the hooks put their own in place of: all of them are on or off together."""
@@ -106,7 +108,8 @@ def _nothing(_gradients: Any) -> None:
     pass
 
 
-RANGE = nvtx.annotate("benchmark")
+RANGE = own_kind(nvtx.annotate)("benchmark")
+"""Made before profkit watches the script's own ranges, as this one would be: it has NVTX's methods alone."""
 
 
 @contextmanager
@@ -184,7 +187,7 @@ def bench(blocks: int, steps: int, rounds: int) -> None:
 def time_of_a_step(model: nn.Module, steps: int) -> float:
     """Return what a forward and a backward pass take of this thread's time on a processor, in ns."""
     x = torch.randn(1, 4, WIDTH, requires_grad=True)
-    for _ in range(steps // 2):  # Python adapts its code to what it finds at each place
+    for _ in range(WARMUP):
         model(x).sum().backward()
     start_ns = thread_time_ns()
     for _ in range(steps):
