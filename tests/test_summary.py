@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from profkit import read_trace
 from profkit.analysis.advice import find_advice
+from profkit.analysis.module_times import ModuleTime, own_time, time_modules
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Head, Summary
 from profkit.reading import open_capture
@@ -21,6 +23,7 @@ from tests.conftest import ROOT
 from tests.efficiency_runs import SMALL, make_small_run, make_timed_run
 from tests.in_process import run_command
 from tests.memory_captures import Training
+from tests.nsys_builder import NsysBuilder
 
 SNAPSHOT = ROOT / "traces" / "small-train.snapshot.pickle.gz"
 
@@ -67,6 +70,44 @@ def test_its_times_are_those_of_the_other_commands(tmp_path: Path) -> None:
     assert layer["name"]
     forward = _json("kernels", run, "--range", "forward/layer *")["kernel_time_ns"]
     assert {one["module"]: one["forward_ns"] for one in said["modules"]}["layer *"] == forward
+
+
+def test_what_lies_in_the_model_itself_is_a_line_among_its_modules() -> None:
+    """A loss that the model computes: of 50 ns forward its modules take 30, of 80 ns backward 60."""
+    modules = (
+        ModuleTime("model", None, 1, 50, 80, 0),
+        ModuleTime("h.*", "model", 2, 20, 40, 0),
+        ModuleTime("head", "model", 1, 10, 20, 0),
+    )
+    assert own_time(modules, "model") == ModuleTime("model itself", None, 1, 20, 20, 0)
+    assert own_time(modules, "h.*") == ModuleTime("h.* itself", "model", 2, 20, 40, 0)
+    assert own_time((ModuleTime("model", None, 1, 5, 0, 0), ModuleTime("a", "model", 1, 5, 0, 0)), "model") is None
+    work = _summary(SMALL).work
+    text = render(build_summary_document(Summary("run", modules=modules, work=work), ()), "table")
+    assert "; model itself 40 ns (forward 20 ns, backward 20 ns); head 30 ns" in " ".join(text.split())
+
+
+def test_what_is_computed_again_is_no_backward_time_and_counts_once(tmp_path: Path) -> None:
+    """Two checkpoints, one in the other: the block's backward pass holds 10 ns of its own, and 20 + 5 again."""
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 1_000)
+    for name, start, end in (
+        ("backward", 1, 999),
+        ("model", 2, 998),
+        ("h.0", 3, 997),
+        ("recompute", 100, 500),
+        ("h.0", 101, 499),
+        ("recompute", 300, 400),
+        ("h.0.mlp", 301, 399),
+    ):
+        builder.range(name, start, end)
+    for launch, duration in ((50, 10), (150, 20), (350, 5)):
+        builder.kernel(launch, duration)
+    builder.range("forward", 1_100, 1_200)
+    modules = {one.module: one for one in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")))}
+    assert (modules["model"].backward_ns, modules["model"].recompute_ns) == (10, 25)
+    assert (modules["h.0"].backward_ns, modules["h.0"].recompute_ns) == (10, 25)
+    assert (modules["h.0.mlp"].backward_ns, modules["h.0.mlp"].recompute_ns) == (0, 5)
 
 
 def test_its_memory_is_that_of_the_memory_command() -> None:

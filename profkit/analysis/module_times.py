@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from profkit.analysis.opened_trace import OpenedTrace
@@ -57,7 +58,9 @@ def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
     for row in opened.ranges(numbered=False).ranges:
         parts = split_path(row.path)
         at = next((n for n, part in enumerate(parts) if part in PHASES), None)
-        if at is None or any(map(is_warmup, parts)) or row.name.startswith(_OPTIMIZERS) or _NCCL in row.domain.lower():
+        if at is None or row.name == REPLICA or any(map(is_warmup, parts)):
+            continue
+        if row.name.startswith(_OPTIMIZERS) or _NCCL in row.domain.lower():
             continue
         _add(sums, parts[at], [part for part in parts[at + 1 :] if part != REPLICA], row.kernel_time_ns)
     names = {opened.trace.names[index] for index in distinct_values(opened.trace.ranges.name).tolist()}
@@ -70,21 +73,41 @@ def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
     )
 
 
+def own_time(modules: Sequence[ModuleTime], module: str) -> ModuleTime | None:
+    """Return what a module took outside the modules within it, named ``model itself``; None if that is nothing."""
+    whole = next((one for one in modules if one.module == module), None)
+    if whole is None:
+        return None
+    inner = [one for one in modules if one.parent == module]
+    own = {
+        name: max(getattr(whole, name) - sum(getattr(one, name) for one in inner), 0)
+        for name in ("forward_ns", "backward_ns", "recompute_ns")
+    }
+    return ModuleTime(f"{module} itself", whole.parent, whole.number, **own) if any(own.values()) else None
+
+
 def _add(sums: dict[str, _Sum], phase: str, inner: list[str], time_ns: int) -> None:
     """Add the time of one path within a phase to its module; a module within itself counts once."""
     if not inner:
         return
     *above, name = inner
     if name == RECOMPUTE:
-        for module in dict.fromkeys(above):
-            sums[module].backward_ns -= time_ns
-            sums[module].recompute_ns += time_ns
+        # One within another is part of that one, and was taken out with it.
+        for module in dict.fromkeys(above) if RECOMPUTE not in above else ():
+            if module in sums:
+                sums[module].backward_ns -= time_ns
+                sums[module].recompute_ns += time_ns
         return
     if name in above:
         return
     one = sums.setdefault(name, _Sum(next((module for module in reversed(above) if module != RECOMPUTE), None)))
     if RECOMPUTE in above:
         one.recompute_ns += time_ns
+        # A part that is computed again alone belongs to the modules around it too, which have no range there.
+        around = one.parent if above[-1] == RECOMPUTE else None
+        while around is not None and around not in above:
+            sums[around].recompute_ns += time_ns
+            around = sums[around].parent
     elif phase == BACKWARD:
         one.backward_ns += time_ns
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from profkit.analysis.advice import Advice, repeated_module, repeated_time
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.module_times import ModuleTime
+from profkit.analysis.module_times import ModuleTime, own_time
 from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
 from profkit.names import MODEL
 from profkit.report.document import Column, Document, Labelled, Table
@@ -221,7 +221,8 @@ def _modules(summary: Summary) -> str:
         texts.append(f"{text}: {', '.join(named)}" if len(named) > 1 else f"{text} ({_passes(summary, blocks)})")
     top = (None, MODEL, None if blocks is None else blocks.parent)
     others = [one for one in known if one is not blocks and one.parent in top and not _holds(one, blocks)]
-    others.sort(key=lambda one: -one.total_ns)
+    own = own_time(summary.modules, MODEL)
+    others = sorted([*others, *([own] if own is not None else [])], key=lambda one: -one.total_ns)
     texts += [_module(summary, one, "") for one in others[: 2 if texts else _MODULES] if one.total_ns]
     text = "; ".join(texts)
     if text and summary.work.communication_ns > _MUCH * summary.work.kernel_time_ns:
