@@ -125,6 +125,20 @@ def test_a_killed_launcher_leaves_no_child(tmp_path: Path) -> None:
     wait_until(lambda: not is_alive(daemon))
 
 
+@NEEDS_PROC
+def test_a_program_that_saves_when_it_is_asked_to_end_leaves_with_its_own_status(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    code = (
+        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(85))\n"
+        "open(sys.argv[1], 'w')\nwhile True: signal.pause()"
+    )
+    process = start_launcher(code, str(ready))
+    wait_until(ready.exists)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 85
+
+
 SAVES = """
 import os, signal, subprocess, sys, time
 def save(number, frame):

@@ -33,6 +33,17 @@ _FOR_PROGRAMS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which a cluster has a program save its state; they would end a launcher, and with it the program."""
 
 
+class Stopped(SystemExit):
+    """A signal that ends a program came, and the child has ended.
+
+    ``number`` is the signal's; ``code`` is the status that somebody's program left with by itself, else 128 + number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
 def run_child(
     argv: Sequence[str],
     environment: Mapping[str, str],
@@ -51,7 +62,7 @@ def run_child(
 
     Raises:
         KeyboardInterrupt: Ctrl-C came; the child has ended.
-        SystemExit: another signal that ends a program came; the child has ended.
+        Stopped: another signal that ends a program came; the child has ended.
     """
     status = _run(argv, environment, output, pass_fds, reads_input=reads_input)
     return status if status >= 0 else 128 - status
@@ -69,7 +80,7 @@ def run_tool(
 
     Raises:
         ToolError: a signal ended it.
-        KeyboardInterrupt, SystemExit: as `run_child`.
+        KeyboardInterrupt, Stopped: as `run_child`.
     """
     status = _run(argv, environment, output, pass_fds, reads_input=reads_input, tool=Path(argv[0]).resolve().parent)
     if status < 0:
@@ -113,9 +124,12 @@ def _run(
                     raise
             if status < 0:
                 _end_all(child, mark)
-        except BaseException:
+        except BaseException as error:
             # Also of a child that was being started: it may run already.
             _end_all(child, mark)
+            left = None if child is None or tool is not None or not reads_input else child.returncode
+            if isinstance(error, Stopped) and left is not None and left >= 0:
+                error.code = left  # it saved its state, perhaps, and says so
             raise
     return status
 
@@ -210,7 +224,7 @@ def _first_signal_raises() -> Iterator[list[int]]:
     def note(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
         if len(signals) == 1:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
     before = {}
     for number in (signal.SIGINT, *_ENDINGS):

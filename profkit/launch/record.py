@@ -32,7 +32,7 @@ from profkit.launch.passes import (
     why_no_step,
     why_nothing,
 )
-from profkit.launch.processes import run_child, uninterrupted
+from profkit.launch.processes import Stopped, run_child, uninterrupted
 from profkit.launch.side_effects import why_not_twice
 from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.manifest import Manifest, MemoryPass, RangesLeftOut, write_manifest
@@ -400,15 +400,15 @@ _NO_RANGES = "compiled code carries no ranges: the phases are there, layers and 
 
 def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
     """Mark a run that did not finish."""
-    interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+    interrupted = isinstance(error, KeyboardInterrupt | Stopped)
     reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
     manifest = replace(manifest, status="failed", reason=reason, finished_utc=utc_now())
     with uninterrupted():
         if interrupted:
             status: Any = _INTERRUPTED
-            if isinstance(error, SystemExit):
+            if isinstance(error, Stopped):
                 status = error.code
-                reason = f"ended by {signal.Signals(status - 128).name}"
+                reason = f"ended by {signal.Signals(error.number).name}"
                 error.add_note(reason)
             manifest = replace(manifest, exit_status=status, reason=reason)
             _clear_unexported(run)
