@@ -121,6 +121,38 @@ def test_a_program_that_survives_by_releasing_its_cache_fits() -> None:
     assert today.fits
 
 
+def test_memory_that_once_was_too_little_is_the_capacity() -> None:
+    """The cache was released for the next request, whose stack stands at the release: CUDA had no more memory."""
+    allocator = ReferenceAllocator()
+    allocator.record()
+    for size in (40, 60, 80):
+        if allocator.reserved.current:
+            allocator.empty_cache()
+        allocator.free(allocator.malloc(size * MIB))
+    for event in allocator.events:
+        event["frames"] = [{"name": "forward", "filename": "model.py", "line": 1}]
+    result = opened(allocator).whatif(allocators=["max_split_size_mb:512"])
+    assert (result.capacity_bytes, result.capacity_from) == (80 * MIB, "seen")
+    assert [case.reserved_peak_bytes for case in result.cases] == [80 * MIB, 80 * MIB]
+    assert result.cases[1].fits
+    assert not result.cases[1].exact
+
+
+def test_the_request_that_ended_a_program_is_part_of_every_other_case() -> None:
+    allocator = ReferenceAllocator()
+    allocator.record()
+    blocks = [allocator.malloc(60 * MIB) for _ in range(4)]
+    for block, kept in ((blocks[0], 30), (blocks[2], 35)):
+        allocator.free(block)
+        allocator.malloc(kept * MIB)
+    failed = {"action": "oom", "device_free": 30 * MIB, "size": 50 * MIB, "stream": 0, "time_us": allocator.clock + 1}
+    allocator.events.append(failed)
+    result = opened(allocator).whatif(allocators=["expandable_segments:True", "max_split_size_mb:512"])
+    assert (result.capacity_bytes, result.capacity_from) == (270 * MIB, "seen")
+    assert [case.fits for case in result.cases] == [False, True, False]
+    assert result.cases[0].failed_request_bytes == 50 * MIB
+
+
 def test_a_recording_that_began_in_the_middle_gives_a_range() -> None:
     allocator = ReferenceAllocator(notes_pools=True)
     steps = [step for step in random_steps(random.Random(5), 0) if step[0] != "empty_cache"]

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from profkit.allocator.history import History
 from profkit.allocator.predict import Prediction, Range, predict
 from profkit.allocator.requests import Requests, highest_sum, requests_of
-from profkit.allocator.rules import round_sizes
+from profkit.allocator.rules import round_sizes, segment_size_bytes
 from profkit.allocator.settings import format_settings, list_variants, parse_settings
 from profkit.allocator.simulate import Identity, Simulation, check_identity
 from profkit.analysis.edits.apply import apply_edits
@@ -71,6 +71,11 @@ class CaseCurve:
     reserved: Ints
 
 
+CapacitySource = Literal["asked", "seen", "gpu"]
+"""Where a capacity comes from: it was asked for; it is the most that CUDA could give, where the recorded allocator
+lacked memory; or it is the memory of the recorded GPU."""
+
+
 @dataclass(frozen=True, repr=False)
 class WhatIf(NotebookResult):
     """What ``profkit whatif`` shows: today's case first."""
@@ -79,8 +84,8 @@ class WhatIf(NotebookResult):
     device: int
     identity: Identity
     capacity_bytes: int | None
-    """What PyTorch may reserve: as asked for, or the memory of the recorded GPU."""
-    is_recorded_gpu: bool
+    """What PyTorch may reserve."""
+    capacity_from: CapacitySource | None
     history_is_complete: bool
     cases: tuple[Case, ...]
     edited: EditedPeak | None = None
@@ -121,7 +126,7 @@ def what_if(
     Args:
         snapshot: its path, for the result.
         allocators: settings as torch writes them; by default those that are worth a try, with edits today's.
-        capacity_bytes: what PyTorch may reserve; by default the memory of the GPU that the run recorded.
+        capacity_bytes: what PyTorch may reserve; by default what the recording shows (`CapacitySource`).
         edits: what to change in the program.
 
     Raises:
@@ -132,14 +137,14 @@ def what_if(
     variants = [parse_settings(text) for text in allocators]
     requests = read_requests(history, snapshot)
     identity = check_identity(history, requests)
-    recorded = find_capacity(memory.recorded, memory.device.index)
-    capacity = capacity_bytes or recorded
+    capacity, source = _find_capacity(memory, requests, capacity_bytes)
     today = _today(memory, requests, capacity, is_proven=identity.exact)
     if edits is None:
         variants = variants or list_variants(history.settings)
         if not capacity:
             variants = [one for one in variants if allocators or not one.garbage_collection_threshold]
-        cases, simulations = _cases(memory, requests, variants, capacity=capacity, is_proven=identity.exact)
+        asked = with_failed_request(memory, requests)
+        cases, simulations = _cases(memory, asked, variants, capacity=capacity, is_proven=identity.exact)
         edited = found = None
     else:
         variants = variants or [history.settings]
@@ -151,13 +156,31 @@ def what_if(
         device=memory.device.index,
         identity=identity,
         capacity_bytes=capacity,
-        is_recorded_gpu=capacity_bytes is None and recorded is not None,
+        capacity_from=source,
         history_is_complete=history.is_complete,
         cases=(today, *cases),
         edited=edited,
         search=found,
         curves=(_curve_of_today(today, history), *map(_curve_of, cases, simulations)),
     )
+
+
+def _find_capacity(
+    memory: DeviceMemory, requests: Requests, asked: int | None
+) -> tuple[int | None, CapacitySource | None]:
+    if asked:
+        return asked, "asked"
+    reserved, events = memory.history.curves.reserved, memory.device.events
+    seen = [int(reserved.max())] if any(not release.by_program for release in requests.releases) else []
+    for position, size in requests.failures:
+        device_free = int(events.address[int(position)])
+        if device_free >= segment_size_bytes(size):
+            return None, None  # the process has a limit of its own, which nothing tells
+        seen.append(max(int(reserved.max()), int(reserved[int(position) + 1]) + device_free))
+    if seen:
+        return max(seen), "seen"
+    recorded = find_capacity(memory.recorded, memory.device.index)
+    return recorded, "gpu" if recorded else None
 
 
 def _curve_of(case: Case, one: Simulation) -> CaseCurve:
@@ -268,6 +291,9 @@ def _today(memory: DeviceMemory, requests: Requests, capacity: int | None, *, is
     if capacity is not None and not fits and is_proven:
         limited = predict(requests, history.settings, capacity)
         fits, failed = limited.fits, limited.failed
+    failed_bytes = None if failed is None else failed.requested_bytes
+    if len(with_failed_request(memory, requests)) > len(requests):
+        fits, failed_bytes = False, requests.failures[-1][1]
     return Case(
         allocator=format_settings(history.settings),
         edits=(),
@@ -280,7 +306,7 @@ def _today(memory: DeviceMemory, requests: Requests, capacity: int | None, *, is
         phase=memory.timeline.phase_at(moment - 1),
         fits=fits,
         unused_bytes=int(curves.reserved[moment]) - allocated,
-        failed_request_bytes=None if failed is None else failed.requested_bytes,
+        failed_request_bytes=failed_bytes,
     )
 
 

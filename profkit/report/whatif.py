@@ -30,6 +30,13 @@ _EXACT = (
 _SIGNED = Unit(lambda value: format_bytes(value) if value <= 0 else f"+{format_bytes(value)}")
 _YES = Unit({True: "yes", False: "no"}.__getitem__, right=False)
 _PEAK = Unit(str)
+_CAPACITIES = {
+    "asked": "--capacity",
+    "seen": "the most that CUDA could give it in this run",
+    "gpu": "the recorded GPU's memory",
+}
+_WORTH_A_TRY = 0.01
+"""Of the reserved peak: a smaller saving is no reason to change a setting."""
 
 
 def build_whatif_document(result: WhatIf) -> Document:
@@ -49,7 +56,7 @@ def build_whatif_document(result: WhatIf) -> Document:
         Column("change", "change", _SIGNED),
         Column("unused", "unused", _PEAK),
     ]
-    if result.capacity_bytes is not None:
+    if any(case.fits is not None for case in result.cases):
         columns.append(Column("fits", "fits", _YES))
     parts: list[Table | Lines] = [
         Lines(_head(result), "head"),
@@ -146,9 +153,11 @@ def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
         start = "" if result.history_is_complete else ", and of what was cached before the recording"
         start += "" if result.edited is None else ", and of what is not known of an edit"
         yield f"A range, or ≈, shows the effect of where CUDA puts segments{start}; other figures are exact"
-    if result.capacity_bytes is not None:
-        what = "the recorded GPU's memory" if result.is_recorded_gpu else "--capacity"
-        yield f"fits: PyTorch stays within {format_bytes(result.capacity_bytes)} ({what}); CUDA itself needs some more"
+    if result.capacity_bytes is not None and result.capacity_from is not None:
+        room = f"{format_bytes(result.capacity_bytes)} ({_CAPACITIES[result.capacity_from]})"
+        yield f"fits: PyTorch stays within {room}; CUDA itself needs some more"
+    elif today.fits is False:
+        yield "fits: unknown, because the program had a limit of its own; name it with --capacity"
     failed: dict[int, list[str]] = {}
     for case in changed_cases(result):
         if case.failed_request_bytes is not None:
@@ -156,7 +165,8 @@ def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
     for size, names in failed.items():
         yield f"A request for {format_exactly(size)} fails: {', '.join(names)}"
     best = min(cases, key=_highest, default=today)
-    if _highest(best) < _highest(today) and not best.edits:
+    saves = 1 - _highest(best) / max(_highest(today), 1.0)
+    if (saves >= _WORTH_A_TRY or (saves > 0 and best.fits and not today.fits)) and not best.edits:
         yield f"Try: PYTORCH_CUDA_ALLOC_CONF={best.allocator or repr('')}"
 
 
