@@ -11,11 +11,13 @@ import pytest
 from profkit.allocator import replay
 from profkit.allocator.history import replay_history
 from profkit.analysis import attribution, backward_links, range_tree
+from profkit.analysis.compare.bootstrap import bootstrap_differences
 from profkit.analysis.memory import parts, stacks
 from profkit.analysis.memory.owners import match_owners
 from profkit.analysis.memory.phases import find_timeline
 from profkit.reading import open_trace
-from profkit.run.owners import Owned, Owners
+from profkit.run.owners import Owned, Owners, Step
+from profkit.run.records import WrongRecord, decode
 from profkit.snapshot.reader import build_snapshot
 from profkit.trace import columns
 from profkit.trace.operators import OperatorForest
@@ -197,3 +199,29 @@ def test_an_address_used_a_hundred_thousand_times_is_searched_by_time(tmp_path: 
     )
     assert missed == 0
     assert [found[row].name for row in (0, 1, count - 1)] == ["m0", "m1", f"m{count - 1}"]
+
+
+def test_of_ten_thousands_of_samples_fewer_resamples_are_drawn() -> None:
+    def intervals() -> list[float]:
+        samples = np.arange(60_000.0)[:, None] % 1_000
+        found = bootstrap_differences(samples, samples + 100, "median")
+        assert found is not None
+        return [float(found[0][0]), float(found[1][0])]
+
+    low, high = run_in_child(intervals, cpu_seconds=CPU_SECONDS, memory_bytes=MEMORY_BYTES)
+    assert 80 < low < 100 < high < 120
+
+
+def test_a_run_with_a_hundred_thousand_steps_is_refused() -> None:
+    with pytest.raises(WrongRecord, match="steps holds 100,000 records; more than 65,536 are not read"):
+        decode(tuple[Step, ...], [{}] * 100_000, "steps")
+
+
+def test_a_million_losses_are_read_in_one_go() -> None:
+    assert decode(tuple[float, ...], [1, 2.5], "losses") == (1.0, 2.5)
+    with pytest.raises(WrongRecord, match=r"losses\[1\]"):
+        decode(tuple[float, ...], [1.0, "x"], "losses")
+    with pytest.raises(WrongRecord, match=r"losses\[1\]"):
+        decode(tuple[float, ...], [1.0, True], "losses")
+    with pytest.raises(WrongRecord, match=r"losses\[0\]"):
+        decode(tuple[float, ...], [2**63], "losses")

@@ -24,6 +24,9 @@ LARGEST_FILE_BYTES = 2**30
 LARGEST_NUMBER = 2**63
 """Every number of a run is smaller, so that it fits where it is put, and sums of some stay finite."""
 
+MOST_RECORDS = 2**16
+"""No list of a run holds as many steps, processes or ranges."""
+
 _SHOWN = 60
 
 
@@ -106,6 +109,10 @@ def decode(kind: Any, value: object, where: str = "") -> Any:  # noqa: PLR0911  
         return _decode_dataclass(kind, value, where)
     if origin is tuple:
         items = value if isinstance(value, list) else _refuse(where, value, "a list")
+        if is_dataclass(get_args(kind)[0]) and len(items) > MOST_RECORDS:
+            raise WrongRecord(f"{where} holds {len(items):,} records; more than {MOST_RECORDS:,} are not read")
+        if get_args(kind)[0] is float and _are_possible_numbers(items):
+            return tuple(map(float, items))
         return tuple(decode(get_args(kind)[0], item, f"{where}[{at}]") for at, item in enumerate(items))
     if origin in (Mapping, dict):
         pairs = value if isinstance(value, dict) else _refuse(where, value, "an object")
@@ -141,6 +148,11 @@ def _decode_dataclass(kind: Any, value: object, where: str) -> Any:
         return kind(**found)
     except ValueError as error:  # a check of the dataclass's own
         raise WrongRecord(f"{where}: {error}" if where else str(error)) from None
+
+
+def _are_possible_numbers(items: list[Any]) -> bool:
+    """Return whether all items are, in one go: a list of losses may have a million."""
+    return set(map(type, items)) <= {int, float} and max(map(abs, items), default=0) < LARGEST_NUMBER
 
 
 def _decode_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:

@@ -60,9 +60,11 @@ _KEYS = ("ph", "name", "pid", "tid", "ts", "dur", "id", "args")
 # A dictionary of so many takes as much memory as one of six.
 _FEW_KEYS = 10
 _REPEATED = ("name", "pid", "tid")
-_ARGUMENTS = (
-    *("name", "correlation", "stream", "device", "bytes", "finished"),
-    *("is_graph", "domain", "payload", "end_tid"),  # in exported traces alone (`profkit.trace.exported`)
+_ARGUMENTS = frozenset(
+    {
+        *("name", "correlation", "stream", "device", "bytes", "finished"),
+        *("is_graph", "domain", "payload", "end_tid"),  # in exported traces alone (`profkit.trace.exported`)
+    }
 )
 _CALL_SUFFIXES = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, xpu_runtime, privateuse1_driver, …
 _INTEGER_LIMIT = 2**62
@@ -281,13 +283,15 @@ def _kept(event: Event, same: dict[str | int, str | int]) -> Event:
         event = {key: event[key] for key in _KEYS if key in event}
     for key in _REPEATED:
         value = event.get(key)
-        if isinstance(value, (str, int)):
-            event[key] = same.setdefault(value, value)
-    arguments = event.pop("args", None)
-    if isinstance(arguments, dict):
-        found = {key: arguments[key] for key in _ARGUMENTS if key in arguments}
-        if found:
-            event["args"] = found
+        kind = type(value)
+        if kind is str or kind is int:
+            event[key] = same.setdefault(value, value)  # type: ignore[arg-type]
+    arguments = event.get("args")
+    if arguments is not None:
+        if isinstance(arguments, dict) and not _ARGUMENTS.isdisjoint(arguments):
+            event["args"] = {key: arguments[key] for key in arguments if key in _ARGUMENTS}
+        else:
+            del event["args"]
     return event
 
 

@@ -34,7 +34,9 @@ LEVEL = 0.95
 FEWEST = 5
 """Fewest samples on a side. With three an interval holds the true difference in only 90 % of cases."""
 
-_RESAMPLES = 4000
+_RESAMPLES, _FEWEST_RESAMPLES = 4000, 256
+_MOST_DRAWS = 2**24
+"""Of thousands of samples fewer resamples are drawn: 128 MB of them."""
 _CHUNK = 256
 """Columns that are resampled at once: 8 MB."""
 
@@ -54,7 +56,9 @@ def bootstrap_differences(
     fewest = min(len(before), len(after))
     if fewest < FEWEST:
         return None
-    picks = [np.concatenate(halves) for halves in (_draw(len(before), (0, 1)), _draw(len(after), (1, 0)))]
+    largest = max(len(before), len(after))
+    halves = (_draw(len(before), (0, 1), largest), _draw(len(after), (1, 0), largest))
+    picks = [np.concatenate(both) for both in halves]
     summarize = _Means(picks) if statistic == "mean" else _Medians(picks)
     tail = _expanded_tail(fewest) if statistic == "mean" else (1 - LEVEL) / 2
     low, high = np.empty(before.shape[1]), np.empty(before.shape[1])
@@ -98,9 +102,13 @@ class _Medians:
         return np.stack([np.median(column[self._picks[side]], axis=1) for column in samples.T], axis=1)
 
 
-def _draw(size: int, sequences: tuple[int, int]) -> list[npt.NDArray[np.int64]]:
-    """Return which of ``size`` samples each resample holds; each sequence of draws makes one half of the resamples."""
-    return [np.random.default_rng(seed).integers(0, size, (_RESAMPLES // 2, size)) for seed in sequences]
+def _draw(size: int, sequences: tuple[int, int], largest: int) -> list[npt.NDArray[np.int64]]:
+    """Return which of ``size`` samples each resample holds; each sequence of draws makes one half of the resamples.
+
+    There are as many as the side with the ``largest`` number of samples allows.
+    """
+    resamples = min(max(_MOST_DRAWS // largest, _FEWEST_RESAMPLES), _RESAMPLES)
+    return [np.random.default_rng(seed).integers(0, size, (resamples // 2, size)) for seed in sequences]
 
 
 def _count_draws(drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
