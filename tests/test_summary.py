@@ -110,6 +110,22 @@ def test_what_is_computed_again_is_no_backward_time_and_counts_once(tmp_path: Pa
     assert (modules["h.0.mlp"].backward_ns, modules["h.0.mlp"].recompute_ns) == (0, 5)
 
 
+def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.domain(1, "NCCL")
+    builder.range("forward", 0, 400)
+    builder.range("outer", 1, 399, domain=1)
+    builder.range("inner", 2, 398)
+    builder.range("outer", 3, 397)
+    builder.kernel(10, 10)
+    builder.range("backward", 500, 900)
+    builder.range("recompute", 501, 899)
+    builder.range("inner", 502, 898)
+    builder.kernel(600, 7)
+    modules = {one.module: one for one in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")))}
+    assert (modules["inner"].forward_ns, modules["inner"].recompute_ns) == (10, 7)
+
+
 def test_its_memory_is_that_of_the_memory_command() -> None:
     said, memory = _json("summary", SNAPSHOT)["memory"], _json("memory", SNAPSHOT)
     assert said["peak_bytes"] == memory["allocated"]["peak_bytes"]

@@ -104,9 +104,10 @@ def _add(sums: dict[str, _Sum], phase: str, inner: list[str], time_ns: int) -> N
     if RECOMPUTE in above:
         one.recompute_ns += time_ns
         # A part that is computed again alone belongs to the modules around it too, which have no range there.
-        around = one.parent if above[-1] == RECOMPUTE else None
-        while around is not None and around not in above:
+        around, counted = one.parent if above[-1] == RECOMPUTE else None, set(above)
+        while around is not None and around in sums and around not in counted:
             sums[around].recompute_ns += time_ns
+            counted.add(around)
             around = sums[around].parent
     elif phase == BACKWARD:
         one.backward_ns += time_ns
