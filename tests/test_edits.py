@@ -98,6 +98,23 @@ def test_a_recomputed_call_stops_at_the_last_tensor_that_it_keeps(program: Progr
     assert phase_peak(program, stream, BACKWARD) == 60 * MIB
 
 
+def test_what_is_checkpointed_already_is_left_as_it_is(tmp_path: Path) -> None:
+    class First(Blocks):
+        """Runs its first block again in backward."""
+
+        def _backward(self, given: list[Block], kept: list[Block], logits: Block) -> None:
+            for stage in ("START", "END"):
+                for name in ("recompute", "h.0"):
+                    self.mark(stage, name)
+            super()._backward(given, kept, logits)
+
+    first = program_of(First(), tmp_path)
+    with pytest.raises(UsageError, match=r"checkpoint:h\.0: what matches 'h\.0' is checkpointed already"):
+        apply_edits(first, ["checkpoint:h.0"])
+    _, (applied,) = apply_edits(first, ["checkpoint:h.*"])
+    assert applied.recomputed == ("h.1",)
+
+
 def test_the_temporaries_of_the_optimizer_go_with_a_fused_step(program: Program) -> None:
     stream, _ = apply_edits(program, ["optimizer:adamw-fused"])
     recorded = program.recorded()
@@ -166,7 +183,10 @@ def test_an_edit_changes_only_what_it_names(program: Program, edit: str) -> None
         (["speed:×2"], "no edit 'speed:×2'; edits are optimizer:none"),
         (["optimizer"], "no edit 'optimizer'"),
         (["optimizer:lion"], "optimizer:lion: no optimizer 'lion'; it is one of none, sgd"),
-        (["optimizer:sgd", "optimizer:adamw-8bit"], "optimizer:adamw-8bit: the run knows no optimizer state"),
+        (
+            ["optimizer:sgd", "optimizer:adamw-8bit"],
+            "optimizer:adamw-8bit: the run recorded no optimizer state on the GPU",
+        ),
         (["gradients:fp8"], "no kind of gradients 'fp8'"),
         (["gradients:bf16", "gradients:bf16"], None),
         (["batch:×2"], "batch:×2: give a run of the same program at another size: --scale-from OTHER"),
@@ -194,7 +214,9 @@ def test_what_cannot_be_modelled_is_refused(program: Program, edits: list[str], 
 
 def test_a_snapshot_without_known_tensors_has_no_optimizer_to_edit() -> None:
     real = Program(open_snapshot(SMALL).device())
-    with pytest.raises(UsageError, match="knows no optimizer state on the GPU; `profkit run --memory` records it"):
+    with pytest.raises(
+        UsageError, match="nothing says which allocations are optimizer state; `profkit run --memory` records that"
+    ):
         apply_edits(real, ["optimizer:sgd"])
 
 

@@ -20,6 +20,7 @@ stops (torch/utils/checkpoint.py, early stop).
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -72,13 +73,16 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
         kinds = list(dict.fromkeys(map(kind_of, forward_ranges(program))))
         known = f"; ranges are {', '.join(kinds[:_SHOWN_KINDS])} …" if kinds else ": the snapshot has no ranges"
         raise CannotModelError(f"nothing in a forward pass before a backward pass matches {glob!r}{known}")
-    chosen = names[::number] if match["how"] == "every" else names
+    again = _recomputed(program)
+    chosen = [name for name in (names[::number] if match["how"] == "every" else names) if name not in again]
+    if not chosen:
+        raise CannotModelError(f"what matches {glob!r} is checkpointed already")
     calls = [call for call in calls if call.name in chosen]
     if match["how"] == "group":
         calls = list(_joined(calls, number))
     stream, count = _checkpoint(program, stream, calls, is_reentrant=match["reentrant"] is not None)
     if not count:
-        raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it checkpointed already?")
+        raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it compiled?")
     unknown = (
         "when a checkpointed call frees what it no longer keeps: taken as after the allocation that follows it",
         *([] if match["reentrant"] else ["use_reentrant=True needs each call's output once more: add :reentrant"]),
@@ -100,6 +104,24 @@ def find_calls(program: Program, glob: str) -> list[Call]:
         if begin < end and following < len(passes):
             calls.append(Call(name, begin, end, *passes[following]))
     return calls
+
+
+def _recomputed(program: Program) -> set[str]:
+    """Return the ranges and modules that were computed again in a recorded backward pass."""
+    timeline = program.memory.timeline
+    found = set()
+    for row in range(program.replay.start_count, len(program.replay)):
+        if program.phases[row] == RECOMPUTE:
+            for name, _ in program.memory.place_of(row).modules:
+                parts = name.removeprefix(f"{MODEL}/").split(".")
+                found |= {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+    spans = [(one.start_us, one.end_us) for one in timeline.recomputations]
+    starts = [start for start, _ in spans]
+    for one in program.memory.device.annotations:
+        at = bisect_right(starts, one.start_us) - 1
+        if at >= 0 and one.start_us <= spans[at][1]:
+            found.add(one.name)
+    return found
 
 
 def forward_ranges(program: Program) -> list[str]:

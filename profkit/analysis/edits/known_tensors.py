@@ -38,7 +38,7 @@ def edit_optimizer(program: Program, stream: Stream, kind: str) -> Change:
         raise CannotModelError(f"no optimizer {kind!r}; it is one of {', '.join(_OPTIMIZERS)}")
     is_state, is_temporary = stream.of(program.is_role("optimizer_state")), stream.of(program.is_optimizer_temporary)
     if not is_state.any():
-        raise CannotModelError("the run knows no optimizer state on the GPU; `profkit run --memory` records it")
+        raise _unknown(program, "optimizer state")
     temporaries = int(np.count_nonzero(is_temporary))
     removed = f"{temporaries:,} temporaries of its steps removed"
     if kind in ("none", "sgd", "offload"):
@@ -110,7 +110,7 @@ def edit_gradients(program: Program, stream: Stream, kind: str) -> Change:
     """Store gradients in bf16, or move each to the host as soon as the next one has been made."""
     where = stream.of(program.is_role("gradient"))
     if not where.any():
-        raise CannotModelError("the run knows no gradients on the GPU; `profkit run --memory` records them")
+        raise _unknown(program, "gradients")
     if kind == "bf16":
         stream = _halve(program, stream, where, "gradients")
         unknown = ("what backward makes before it adds to a gradient is taken as recorded",)
@@ -142,7 +142,7 @@ def edit_parameters(program: Program, stream: Stream, kind: str) -> Change:
         raise CannotModelError(f"no kind of parameters {kind!r}; it is bf16")
     where = stream.of(program.is_role("parameter"))
     if not where.any():
-        raise CannotModelError("the run knows no parameters on the GPU; `profkit run --memory` records them")
+        raise _unknown(program, "parameters")
     stream = _halve(program, stream, where, "parameters")
     follows = stream.of(program.is_role("gradient") | program.is_role("optimizer_state"))
     stream = _halve(program, stream, follows, "gradients", may_change_nothing=True)
@@ -186,6 +186,8 @@ def drop_gradients(program: Program, stream: Stream, kind: str) -> Change:
     if kind != "none":
         raise CannotModelError(f"no kind of zero-grad {kind!r}; it is none")
     where = stream.of(program.is_role("gradient"))
+    if not where.any():
+        raise _unknown(program, "gradients")
     steps = [phase for phase in program.memory.timeline.phases if phase.name == OPTIMIZER]
     ends = np.array([program.memory.timeline.moments_of(phase)[1] for phase in steps], dtype=np.float64)
     at = np.flatnonzero(where)
@@ -238,6 +240,13 @@ def _halve(program: Program, stream: Stream, where: Bools, what: str, *, may_cha
     if not (is_whole.any() or may_change_nothing):
         raise CannotModelError(f"the {what} are not of 4 bytes an element")
     return stream.resized(where, np.where(is_whole, sizes // _WHOLE * _HALF, sizes))
+
+
+def _unknown(program: Program, what: str) -> CannotModelError:
+    """Return what to say where the run knows no tensors of a role."""
+    if program.memory.recorded is None:
+        return CannotModelError(f"nothing says which allocations are {what}; `profkit run --memory` records that")
+    return CannotModelError(f"the run recorded no {what} on the GPU")
 
 
 def _state_name(program: Program, row: int) -> str:
