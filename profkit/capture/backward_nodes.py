@@ -33,12 +33,8 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Tensor, nesting: int = _NEST
     """
     if isinstance(value, Tensor):
         node = value.grad_fn
-        if node is not None and _MARK not in (notes := node.metadata):
-            notes[_MARK] = True
-            # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
-            # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
-            carrier._backward_hooks = {0: hook}
-            node._register_hook_dict(carrier)
+        if node is not None:
+            mark_node(node, hook, carrier)
     elif not nesting or value is None:
         return
     elif isinstance(value, list | tuple):

@@ -240,9 +240,7 @@ class Hooks(RangeObserver):
         """Show the policy of steps an event that nothing else depends on."""
         self._make_boundary(event(*what))
 
-    def enter(
-        self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call | None:
+    def enter(self, opened: OpenRanges, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """Open what belongs around a call of ``module``; None: nothing does."""
         try:
             if opened.root is None and not self.has_failed and running_graph() == -1:
