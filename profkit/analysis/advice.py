@@ -88,7 +88,7 @@ def _compile(summary: Summary) -> Advice | None:
     launching_ns = summary.idle_causes_ns["launching_ns"]
     action, reason = "torch.compile(model)", "fuses much of {small_ns} of small kernels"
     if launching_ns > WORTH * (summary.step_ns or 0):
-        reason += ", and Python prepares fewer ({launching_ns} idle for that)"
+        reason += "; the GPU is also idle {launching_ns} while Python prepares kernels"
     if launching_ns > _LAUNCHES * (summary.step_ns or 0):
         action = 'torch.compile(model, mode="reduce-overhead")'
     return Advice(
@@ -96,7 +96,7 @@ def _compile(summary: Summary) -> Advice | None:
         action,
         reason,
         saves_ns=small_ns + launching_ns,
-        cost="compiles at the start",
+        cost="compiling at the start",
         figures={"small_ns": small_ns, "launching_ns": launching_ns},
     )
 
@@ -113,7 +113,7 @@ def _cuda_graphs(summary: Summary) -> Advice | None:
         'CUDA graphs: torch.compile(model, mode="reduce-overhead")',
         "the GPU is idle {launching_ns} while Python prepares kernels",
         saves_ns=launching_ns,
-        cost="needs constant shapes, and memory of its own",
+        cost="constant shapes, and memory of its own",
         figures={"launching_ns": launching_ns},
     )
 

@@ -313,7 +313,7 @@ def _tries(summary: Summary, advice: Sequence[Advice]) -> Iterator[tuple[str, st
         yield (
             "Try",
             f"{number} {one.action}: {_fill(one.reason, one)}{_SEPARATOR}{_effect(one)}"
-            + (f"{_SEPARATOR}{_fill(one.cost, one)}" if one.cost else ""),
+            + (f"{_SEPARATOR}cost: {_fill(one.cost, one)}" if one.cost else ""),
         )
     proofs = dict.fromkeys(one.proof for one in advice[:_TRIED])
     if proofs:
