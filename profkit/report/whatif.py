@@ -49,7 +49,7 @@ def build_whatif_document(result: WhatIf) -> Document:
     hidden = [case for case in result.cases if case not in shown]
     is_same = all(case.requested_peak_bytes == today.requested_peak_bytes for case in result.cases)
     columns = [
-        Column("name", "allocator" if result.edited is None else "program and allocator", TEXT, flexible=True),
+        Column("name", "allocator" if result.edited is None else "program", TEXT, flexible=True),
         Column("requested_peak_bytes", "requested", BYTES, wide=is_same),
         Column("allocated", "allocated", _PEAK),
         Column("reserved", "reserved", _PEAK),
