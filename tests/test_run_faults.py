@@ -99,6 +99,22 @@ def test_a_module_of_the_scripts_own_that_is_called_profkit_is_left_alone(place:
     assert done.stderr.strip().endswith("profkit.py has its name")
 
 
+def test_the_reason_is_what_kept_profkit_out_of_the_process(place: Path) -> None:
+    (place / "profkit.py").write_text("")
+    (place / "torch.py").write_text("")
+    (place / "own.py").write_text("import torch")
+    command = [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", "--", sys.executable, "own.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    reason = f"in {sys.executable}, because {place / 'profkit.py'} has its name"
+    assert done.stderr.splitlines() == [
+        f"profkit: nothing is recorded {reason}",
+        f"profkit: nothing was recorded {reason}",
+    ]
+    assert [path.name for path in (place / "run").iterdir()] == ["manifest.json"]
+
+
 @pytest.mark.parametrize(
     ("attached", "unended", "status", "said"),
     [

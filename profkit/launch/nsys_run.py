@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -126,6 +127,22 @@ def run_in_nsys(
         if refused:
             raise ToolError(f"{argv[0]} did not start the target: {refused[1].decode(errors='replace').strip()}")
     return status
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read: what a profiler prints may hold the command line."""
+    return os.open(path, flags, 0o600)
+
+
+@contextmanager
+def own_outputs() -> Iterator[tuple[int, int]]:
+    """Yield copies of our standard output and error, for a child whose own two belong to a profiler."""
+    copies = os.dup(1), os.dup(2)
+    try:
+        yield copies
+    finally:
+        for copy in copies:
+            os.close(copy)
 
 
 def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:

@@ -183,8 +183,13 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
     return f"nothing was recorded: {processes[0].failure or 'the recorder left no trace'}"
 
 
-def why_no_process(attached: int, unended: int, exit_status: int) -> str | None:
-    """Return why no process left word of its steps, None if all of them ended as Python ends."""
+def why_no_process(attached: int, unended: int, exit_status: int, refused: str | None = None) -> str | None:
+    """Return why no process left word of its steps, None if all of them ended as Python ends.
+
+    ``refused`` says where profkit could not get in, and why.
+    """
+    if not attached and refused is not None:
+        return f"nothing was recorded {refused}"
     if not attached:
         return (
             "nothing was recorded: profkit got into no Python process that imports torch; python -I, -E and -S and a "

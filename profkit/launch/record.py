@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from profkit.launch.another_try import AnotherTry, find_another_try
 from profkit.launch.conditions import GpuWatch, warn_of_run
 from profkit.launch.manifest import begin_manifest, utc_now
 from profkit.launch.nsys import Nsys, build_nsys_argv
-from profkit.launch.nsys_run import collect_report, lost_events, require_room, run_in_nsys
+from profkit.launch.nsys_run import collect_report, lost_events, own_outputs, private, require_room, run_in_nsys
 from profkit.launch.passes import (
     LOSSES,
     Outcome,
@@ -36,7 +36,16 @@ from profkit.launch.processes import Stopped, run_child, uninterrupted
 from profkit.launch.side_effects import why_not_twice
 from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.manifest import Manifest, MemoryPass, RangesLeftOut, write_manifest
-from profkit.run.recording import PARTIAL, VARIABLE, Order, has_recorded, take_attached, take_failures, take_processes
+from profkit.run.recording import (
+    PARTIAL,
+    VARIABLE,
+    Order,
+    has_recorded,
+    take_attached,
+    take_failures,
+    take_processes,
+    take_refused,
+)
 from profkit.run.records import decode, read_json
 from profkit.run.samples import Samples
 
@@ -206,9 +215,9 @@ class _Recording:
         self._took_s = monotonic() - began
         processes = take_processes(self._run)
         reason = why_nothing(self._run, processes, order)
-        attached = take_attached(self._run)
+        attached, refused = take_attached(self._run), take_refused(self._run)
         if reason is not None and not processes:
-            reason = why_no_process(*attached, status) or reason
+            reason = why_no_process(*attached, status, refused) or reason
         outcome = Outcome(order, status, processes, take_failures(self._run), _take_losses(self._run), reason)
         self.done.append(outcome)
         return outcome
@@ -299,8 +308,8 @@ class _Recording:
     def _run_in_nsys(self, nsys: Nsys, words: list[str], environment: dict[str, str]) -> int:
         require_room(self._run)
         with (
-            open(self._run / LOG, "w+b", opener=_private) as log,
-            _own_outputs() as outputs,
+            open(self._run / LOG, "w+b", opener=private) as log,
+            own_outputs() as outputs,
             # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
             tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
         ):
@@ -328,22 +337,6 @@ class _Recording:
         if has_recorded(self._run):
             with self._progress("exporting what Nsight Systems recorded"):
                 collect_report(self._run, nsys, log)
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file that only its owner may read: what a profiler prints may hold the command line."""
-    return os.open(path, flags, 0o600)
-
-
-@contextmanager
-def _own_outputs() -> Iterator[tuple[int, int]]:
-    """Yield copies of our standard output and error, for a child whose own two belong to a profiler."""
-    copies = os.dup(1), os.dup(2)
-    try:
-        yield copies
-    finally:
-        for copy in copies:
-            os.close(copy)
 
 
 def _input_position() -> int | None:

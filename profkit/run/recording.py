@@ -14,7 +14,7 @@ from typing import Literal
 
 from profkit.files import write_json
 from profkit.run.manifest import Process
-from profkit.run.records import decode, read_record
+from profkit.run.records import decode, read_record, read_text
 
 VARIABLE = "PROFKIT_ATTACH"
 
@@ -35,6 +35,7 @@ _FAILURE = "failed-{}.json"
 _MEETING = PARTIAL + "meeting-{}"
 _ATTACHED = PARTIAL + "attached-{}"
 _ENDED = PARTIAL + "ended-{}"
+_REFUSED = PARTIAL + "refused-{}"
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,19 @@ def take_attached(run: Path) -> tuple[int, int]:
     for path in (*unended, *ended):
         path.unlink()
     return len(unended) + len(ended), len(unended)
+
+
+def take_refused(run: Path) -> str | None:
+    """Return where profkit could not get into a process, and why; of several the first. Remove the files.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    paths = sorted(run.glob(_REFUSED.format("*")))
+    said = [read_text(path, errors="replace") for path in paths]
+    for path in paths:
+        path.unlink()
+    return next(iter(said), None)
 
 
 def leave_process(run: Path, process: Process) -> None:

@@ -54,18 +54,25 @@ def _attach() -> None:
         # The script's Python is not the launcher's, for example.
         name = getattr(error, "name", None)
         why = f"which has no {name}" if isinstance(error, ModuleNotFoundError) and name else f"because {error}"
-        _say(f"nothing is recorded in {sys.executable}, {why}")
+        _say_why_not(f"in {sys.executable}, {why}")
         return
     try:
         attach()
     except Exception as error:
-        _say(f"nothing is recorded in process {os.getpid()}: {describe_error(error)}")
+        _say_why_not(f"in process {os.getpid()}: {describe_error(error)}")
 
 
-def _say(line: str) -> None:
+def _say_why_not(where: str) -> None:
+    """Say it here, and leave it for the launcher, as `profkit.run.recording` reads it."""
     # Standard error may be closed, None or full, and whatever is raised here would be raised by the `import torch`.
     with suppress(Exception):
-        sys.stderr.write(f"profkit: {line}\n")
+        sys.stderr.write(f"profkit: nothing is recorded {where}\n")
+    with suppress(Exception):
+        import json  # most processes get in
+
+        name = os.path.join(json.loads(os.environ["PROFKIT_ATTACH"])["run"], f"partial.refused-{os.getpid()}")
+        with open(name, "w", encoding="utf-8", errors="replace") as file:
+            file.write(where)
 
 
 def _run_the_next_one(folder: str) -> None:
