@@ -153,6 +153,20 @@ def test_the_request_that_ended_a_program_is_part_of_every_other_case() -> None:
     assert result.cases[0].failed_request_bytes == 50 * MIB
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("size", [2**41, 2**45, 2**59])
+def test_a_request_for_more_than_any_gpu_has_fits_nowhere(size: int, expandable: bool) -> None:
+    allocator = ReferenceAllocator(expandable=expandable)
+    allocator.record()
+    allocator.malloc(30 * MIB)
+    allocator.events.append({"action": "oom", "device_free": 0, "size": size, "stream": 0, "time_us": 2_000_000})
+    snapshot = opened(allocator)
+    assert not any(case.fits for case in snapshot.whatif().cases)
+    verdict = snapshot.memory().oom
+    assert verdict is not None
+    assert verdict.fitting_settings == ()
+
+
 def test_a_recording_that_began_in_the_middle_gives_a_range() -> None:
     allocator = ReferenceAllocator(notes_pools=True)
     steps = [step for step in random_steps(random.Random(5), 0) if step[0] != "empty_cache"]

@@ -32,7 +32,9 @@ class Bases:
         self._is_expandable = is_expandable
         self._draw = draw
         self._dice = Random(draw)
-        self._bits = max(largest, LARGE_SEGMENT_BYTES, SPACE_BYTES if is_expandable else 0).bit_length() + 1
+        self._bits = (
+            SPACE_BYTES if is_expandable else min(max(largest, LARGE_SEGMENT_BYTES), SPACE_BYTES)
+        ).bit_length() + 1
         self._drawn: set[int] = set()
         self._highest = _DRAWN
         recorded = [base for base, size in requests.bases.values() if size]

@@ -19,10 +19,10 @@ import numpy as np
 
 from profkit.allocator.replay import Replay
 from profkit.allocator.rules import (
-    LARGE_SEGMENT_BYTES,
     MIN_SPLIT_LIMIT_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
+    is_oversized,
     round_sizes,
 )
 from profkit.allocator.start import find_regions
@@ -39,7 +39,7 @@ def chose_best_fits(device: Device, settings: Settings, replay: Replay) -> bool:
     if not np.any(replay.size_bytes >= MIN_SPLIT_LIMIT_BYTES):
         return True  # no limit decides about the sizes
     sizes = replay.size_bytes.tolist()
-    pool = _LargePool(settings.max_split_size_bytes)
+    pool = _LargePool(settings)
     segments = _default_segments(device)
     # The rows from before the first event are sorted by address.
     begins = replay.address[: replay.start_count].tolist()
@@ -110,8 +110,8 @@ def _default_segments(device: Device) -> dict[tuple[int, int], tuple[int, int]]:
 class _LargePool:
     """The blocks of large segments: free ones by stream, and the streams of those in use."""
 
-    def __init__(self, split_limit_bytes: int) -> None:
-        self._limit = split_limit_bytes
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._fences: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
@@ -153,8 +153,8 @@ class _LargePool:
         self._streams[address] = stream
         self._add(address + size, have - size, stream)
         if is_new:
-            return other is None or self._is_too_large(other[0], want)
-        return not self._is_too_large(have, want) and (other is None or (have, address) < other)
+            return other is None or is_oversized(other[0], want, self._settings)
+        return not is_oversized(have, want, self._settings) and (other is None or (have, address) < other)
 
     def free(self, address: int, size: int) -> None:
         """Free a block, which merges with its free neighbours; nothing happens if its segment was not added."""
@@ -168,9 +168,6 @@ class _LargePool:
         if end not in self._fences and end in self._sizes:
             end += self._remove(end)
         self._add(address, end - address, stream)
-
-    def _is_too_large(self, size: int, want: int) -> bool:
-        return size >= self._limit if want < self._limit else size >= want + LARGE_SEGMENT_BYTES
 
     def _add(self, begin: int, size: int, stream: int) -> None:
         if size > 0:

@@ -19,6 +19,7 @@ from profkit.allocator.rules import (
     LARGE_SEGMENT_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
+    is_oversized,
     round_sizes,
     segment_size_bytes,
     smallest_rests,
@@ -108,7 +109,7 @@ class Heap:
                 at = self._prefer_unexpandable(blocks, at)
             elif at + 1 < len(blocks) and (blocks[at + 1] ^ key) >> SHIFT == 0 and not self._bases.decide:
                 self._bases.note_tie(blocks, at)
-            if self._is_limited and self._is_oversized(blocks[at] >> SHIFT, want):
+            if self._is_limited and is_oversized(blocks[at] >> SHIFT, want, self._settings):
                 at = len(blocks)
         if at == len(blocks):
             begin = self._grow(row)
@@ -228,11 +229,6 @@ class Heap:
         del blocks[bisect_left(blocks, (size << SHIFT) + begin)]
         return size
 
-    def _is_oversized(self, have: int, want: int) -> bool:
-        """Return whether ``max_split_size_mb`` keeps a block from a request (``get_free_block``)."""
-        limit = self._settings.max_split_size_bytes
-        return have >= limit if want < limit else have >= want + LARGE_SEGMENT_BYTES
-
     def _prefer_unexpandable(self, blocks: list[int], at: int) -> int:
         """Return the block to take where the best fit could grow: that which could grow least (``get_free_block``)."""
         while at + 1 < len(blocks) and self._expanded_bytes(blocks[at + 1]) < self._expanded_bytes(blocks[at]):
@@ -252,6 +248,8 @@ class Heap:
         """
         number, want = self._list_of[row], self._wants[row]
         size, position = segment_size_bytes(want), float(self._requests.born[row])
+        if want > SPACE_BYTES // 2:
+            return None  # no GPU has that
         if self._limit is not None:
             self._collect(position)
             if not self._has_room(number, want):

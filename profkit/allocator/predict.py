@@ -40,7 +40,9 @@ def predict(requests: Requests, settings: Settings, capacity_bytes: int | None =
     found, exact = _simulate_all(requests, settings, None)
     fits: bool | None = None
     failed = None
-    if capacity_bytes is not None:
+    if found[0].failed is not None:
+        fits, failed = False, found[0].failed  # more than any GPU has
+    elif capacity_bytes is not None:
         fits = max(one.reserved_peak_bytes for one in found) <= capacity_bytes
         if not fits:
             limited, _ = _simulate_all(requests, settings, Limit(capacity_bytes))

@@ -38,6 +38,9 @@ Kind = tuple[tuple[int, int], int]
 """A memory pool, ``(0, 0)`` for the default one, and a stream: blocks are shared within a kind only."""
 
 DEFAULT_POOL = (0, 0)
+ADDED = -1
+"""The row of a request that was not recorded."""
+
 _FAR = 2**62
 _EMPTY_CACHE = "empty_cache"
 
@@ -118,24 +121,37 @@ def requests_of(history: History) -> Requests:
     )
 
 
-def with_request(requests: Requests, event: int, size_bytes: int, stream: int) -> Requests:
-    """Return the requests up to an event, and one more that comes with it, in the default pool of a stream."""
-    kinds, kind = requests.kinds, (DEFAULT_POOL, stream)
-    kinds = kinds if kind in kinds else (*kinds, kind)
+def until(requests: Requests, event: int) -> Requests:
+    """Return the requests that came before an event, as if the history ended with it."""
     came = requests.born < event
-    last = float(event + 1)
     return replace(
         requests,
-        requested_bytes=np.append(requests.requested_bytes[came], size_bytes),
-        born=np.append(requests.born[came], float(event)),
-        freed=np.append(requests.freed[came], last),
-        completed=np.append(requests.completed[came], last),
-        kind=np.append(requests.kind[came], kinds.index(kind)),
-        row=np.append(requests.row[came], -1),
-        kinds=kinds,
+        requested_bytes=requests.requested_bytes[came],
+        born=requests.born[came],
+        freed=requests.freed[came],
+        completed=requests.completed[came],
+        kind=requests.kind[came],
+        row=requests.row[came],
         event_count=event + 1,
         releases=tuple(one for one in requests.releases if one.position < event),
         failures=(),
+    )
+
+
+def with_request(requests: Requests, event: int, size_bytes: int, stream: int) -> Requests:
+    """Return the requests and one more that comes with an event and stays, in the default pool of a stream."""
+    kinds, kind = requests.kinds, (DEFAULT_POOL, stream)
+    kinds = kinds if kind in kinds else (*kinds, kind)
+    never = float(requests.event_count)
+    return replace(
+        requests,
+        requested_bytes=np.append(requests.requested_bytes, size_bytes),
+        born=np.append(requests.born, float(event)),
+        freed=np.append(requests.freed, never),
+        completed=np.append(requests.completed, never),
+        kind=np.append(requests.kind, kinds.index(kind)),
+        row=np.append(requests.row, ADDED),
+        kinds=kinds,
     )
 
 

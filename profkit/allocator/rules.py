@@ -70,6 +70,12 @@ def depends_on_settings(size_bytes: int, rest_bytes: int) -> bool:
     return rest_bytes <= SMALL_BYTES or (size_bytes >= MIN_SPLIT_LIMIT_BYTES and rest_bytes < LARGE_SEGMENT_BYTES)
 
 
+def is_oversized(have_bytes: int, want_bytes: int, settings: Settings) -> bool:
+    """Return whether ``max_split_size_mb`` keeps a free block from a request that fits in it."""
+    limit = settings.max_split_size_bytes
+    return have_bytes >= limit if want_bytes < limit else have_bytes >= want_bytes + LARGE_SEGMENT_BYTES
+
+
 def segment_size_bytes(rounded_bytes: int) -> int:
     """Return the size of the segment that the allocator reserves for a request that no free block serves."""
     if rounded_bytes <= SMALL_BYTES:

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from profkit.allocator.requests import DEFAULT_POOL, Floats, Requests, highest_sum, requests_of
+from profkit.allocator.requests import ADDED, Floats, Requests, highest_sum, requests_of, with_request
 from profkit.analysis.memory.categories import Claim
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.oom import last_failure
@@ -16,9 +16,6 @@ from profkit.names import BACKWARD, OPTIMIZER
 from profkit.snapshot.columns import ALLOC, Ints
 
 Bools = npt.NDArray[np.bool_]
-
-ADDED = -1
-"""The row in the `Replay` of a request that an edit added."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +84,7 @@ def with_failed_request(memory: DeviceMemory, requests: Requests) -> Requests:
     event, events = last_failure(memory), memory.device.events
     if event is None or np.any(events.action[event:] == ALLOC):
         return requests
-    kind = (DEFAULT_POOL, int(events.stream[event]))
-    kinds = requests.kinds if kind in requests.kinds else (*requests.kinds, kind)
-    never = float(requests.event_count)
-    return replace(
-        requests,
-        requested_bytes=np.append(requests.requested_bytes, events.size_bytes[event]),
-        born=np.append(requests.born, float(event)),
-        freed=np.append(requests.freed, never),
-        completed=np.append(requests.completed, never),
-        kind=np.append(requests.kind, kinds.index(kind)),
-        row=np.append(requests.row, ADDED),
-        kinds=kinds,
-    )
+    return with_request(requests, event, int(events.size_bytes[event]), int(events.stream[event]))
 
 
 class Program:

@@ -15,7 +15,7 @@ import numpy as np
 
 from profkit.allocator.free_blocks import FreeBlock, find_free_blocks
 from profkit.allocator.heap import Limit
-from profkit.allocator.requests import requests_of, with_request
+from profkit.allocator.requests import requests_of, until, with_request
 from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, segment_size_bytes
 from profkit.allocator.settings import format_settings, list_variants
 from profkit.allocator.simulate import check_identity, simulate
@@ -137,7 +137,7 @@ def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -
     requests = requests_of(history)
     if requests.start or not check_identity(history, requests).exact:
         return None
-    requests = with_request(requests, event, wanted, int(events.stream[event]))
+    requests = with_request(until(requests, event), event, wanted, int(events.stream[event]))
     least = max(int(reserved.max()), 0 if is_limited else int(reserved[-1] + events.address[event]))
     most = int(reserved[-1]) + segment_size_bytes(wanted) - 1 if is_limited else least
 
