@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d++(?![A-Za-z0-9])|(?<!\d)\d+$")
 
@@ -63,6 +64,7 @@ def layer_range(number: int) -> str:
     return f"layer {number}"
 
 
+@lru_cache(4096)
 def kind_of(name: str) -> str:
     """Return ``layer *`` for ``layer 3``: names that differ only in a number, alone or at their end, are one kind."""
     return _NUMBER.sub("*", name)

@@ -11,6 +11,7 @@ import pytest
 from profkit.allocator import replay
 from profkit.allocator.history import replay_history
 from profkit.analysis import attribution, backward_links, range_tree
+from profkit.analysis.checks.self_check import _in_stream_capture
 from profkit.analysis.compare.bootstrap import bootstrap_differences
 from profkit.analysis.memory import parts, stacks
 from profkit.analysis.memory.owners import match_owners
@@ -20,6 +21,7 @@ from profkit.run.owners import Owned, Owners, Step
 from profkit.run.records import WrongRecord, decode
 from profkit.snapshot.reader import build_snapshot
 from profkit.trace import columns
+from profkit.trace.nsys import read_nsys
 from profkit.trace.operators import OperatorForest
 from tests.child import run_in_child
 from tests.conftest import call_main
@@ -225,3 +227,10 @@ def test_a_million_losses_are_read_in_one_go() -> None:
         decode(tuple[float, ...], [1.0, True], "losses")
     with pytest.raises(WrongRecord, match=r"losses\[0\]"):
         decode(tuple[float, ...], [2**63], "losses")
+
+
+def test_captures_within_captures_are_counted_at_once(tmp_path: Path) -> None:
+    trace = read_nsys(worst_exports.stream_captures(150_000).write(tmp_path / "captures.sqlite"))
+    launches = np.flatnonzero(~trace.calls.has_work)
+    captured = run_in_child(lambda: int(_in_stream_capture(trace, launches).sum()), cpu_seconds=4)
+    assert captured >= 30_000

@@ -109,7 +109,9 @@ def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Thre
     stack: list[int] = []  # in order of opening; a range that ended below others stays until it is on top
     ends: list[tuple[int, int]] = []
     open_now: set[int] = set()
-    reach: dict[int, tuple[int, list[int]]] = {}
+    # Thread → the ranges open there too, by opening, each ending before the one before it: an earlier one that ends no
+    # later encloses nothing that the later one does not.
+    enclosing: dict[int, list[tuple[int, int]]] = {}
 
     def close_until(time: float) -> None:
         while ends and ends[0][0] <= time:
@@ -120,18 +122,20 @@ def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> Thre
             times.append(end)
             innermost.append(stack[-1] if stack else NO_RANGE)
 
-    def encloses(above: int, end: int, end_thread: int) -> bool:
-        if above not in open_now:
-            return False
-        until, threads = reach[above]
-        return until >= end and (end_thread == thread or end_thread in threads)
+    def drop_shorter(other: int, end: int) -> list[tuple[int, int]]:
+        around = enclosing.setdefault(other, [])
+        while around and (around[-1][0] < end or around[-1][1] not in open_now):
+            around.pop()
+        return around
 
     columns = [c[members].tolist() for c in (ranges.start_ns, ranges.end_ns, ranges.thread, ranges.end_thread)]
     for index, start, end, *threads in zip(members.tolist(), *columns, strict=True):
         close_until(start)
         if threads[0] == thread:
-            parent[index] = next((a for a in reversed(stack) if encloses(a, end, threads[1])), NO_RANGE)
-        reach[index] = (end, threads)
+            around = drop_shorter(threads[1], end)
+            parent[index] = around[-1][1] if around else NO_RANGE
+        for other in {thread, *threads}:
+            drop_shorter(other, end).append((end, index))
         stack.append(index)
         open_now.add(index)
         heapq.heappush(ends, (end, index))

@@ -248,15 +248,22 @@ def _in_stream_capture(trace: Trace, rows: Ints) -> Bools:
         return inside
     begins, ends = _named(trace, _BEGIN_CAPTURE) & ~calls.failed, _named(trace, _END_CAPTURE)
     open_since: dict[int, list[int]] = {}
+    captures: dict[int, list[tuple[int, int]]] = {}
     for call in np.flatnonzero(begins | ends).tolist():
         process = int(calls.process[call])
         if begins[call]:
             open_since.setdefault(process, []).append(int(calls.start_ns[call]))
         elif open_since.get(process):
-            begun = open_since[process].pop()
+            captures.setdefault(process, []).append((open_since[process].pop(), int(calls.end_ns[call])))
+    mine = rows_by_value(calls.process[rows])
+    for process, spans in captures.items():
+        if process in mine:
             # Calls are sorted by time.
-            low, high = np.searchsorted(calls.start_ns[rows], (begun, calls.end_ns[call]))
-            inside[low:high] |= calls.process[rows[low:high]] == process
+            edges = np.searchsorted(calls.start_ns[rows[mine[process]]], np.array(spans, dtype=np.int64))
+            change = np.zeros(len(mine[process]) + 1, dtype=np.int64)
+            np.add.at(change, edges[:, 0], 1)
+            np.subtract.at(change, edges[:, 1], 1)
+            inside[mine[process]] = np.cumsum(change)[:-1] > 0
     return inside
 
 

@@ -1,0 +1,48 @@
+"""The parent of ranges that cross, against a plain search through all that are open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from profkit.analysis.nesting import NO_RANGE, build_timelines
+from profkit.trace.columns import Ranges
+from profkit.trace.nsys import read_nsys
+from tests.child import run_in_child
+from tests.fuzz import worst_exports
+from tests.nsys_builder import NsysBuilder
+
+
+def plain_parent(ranges: Ranges, index: int) -> int:
+    """Return the range opened last of those that enclose a range, in time and in threads."""
+    start, end = int(ranges.start_ns[index]), int(ranges.end_ns[index])
+    mine = (int(ranges.thread[index]), int(ranges.end_thread[index]))
+    order = np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist()
+    for other in reversed(order[: order.index(index)]):
+        threads = (ranges.thread[other], ranges.end_thread[other])
+        if ranges.end_ns[other] > start and ranges.end_ns[other] >= end and set(mine) <= set(threads):
+            return other
+    return NO_RANGE
+
+
+def test_the_parent_of_a_crossing_range_is_the_last_opened_that_encloses_it(tmp_path: Path) -> None:
+    random = Random(5)
+    for _ in range(60):
+        builder = NsysBuilder()
+        for number in range(random.choice([3, 8, 25])):
+            start = random.randrange(40)
+            tid, end_tid = random.choice([(100, 100), (100, 100), (100, 101), (101, 100), (101, 101)])
+            builder.range(str(number), start, start + random.randrange(1, 40), tid=tid, end_tid=end_tid)
+        path = tmp_path / "crossing.sqlite"
+        path.unlink(missing_ok=True)
+        ranges = read_nsys(builder.write(path)).ranges
+        _, parent = build_timelines(ranges)
+        assert parent.tolist() == [plain_parent(ranges, index) for index in range(len(ranges))]
+
+
+def test_thousands_of_ranges_that_cross_are_not_searched_one_by_one(tmp_path: Path) -> None:
+    ranges = read_nsys(worst_exports.overlapping(60_000).write(tmp_path / "server.sqlite")).ranges
+    parents = run_in_child(lambda: int((build_timelines(ranges)[1] != NO_RANGE).sum()), cpu_seconds=5)
+    assert parents == 0
