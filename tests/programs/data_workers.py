@@ -1,4 +1,4 @@
-"""Epochs over a DataLoader with two workers."""
+"""Epochs over a DataLoader with a worker, whose queue of one batch is soon as full as it will ever be."""
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader(Squares(), batch_size=4, shuffle=True, num_workers=2, pin_memory=device == "cuda")
+    loader = DataLoader(
+        Squares(), batch_size=4, shuffle=True, num_workers=1, prefetch_factor=1, pin_memory=device == "cuda"
+    )
     for epoch in range(2):
         for batch in loader:
             inputs, targets = [part.to(device, non_blocking=True) for part in batch]
