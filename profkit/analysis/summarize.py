@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -65,9 +64,8 @@ from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 _MOST_SIMULATED = 400_000
 """Events; `profkit whatif` simulates longer histories, at 25 µs an event."""
 _TF32 = ("high", "medium")
-_OWN_PARTS = "|".join((SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT))
-_ATTENTION = re.compile(rf"(^|[._])(\w*attn\w*|{ATTENTION}|\w+_{ATTENTION})$|^({_OWN_PARTS})$", re.IGNORECASE)
-"""Ranges in which attention itself is computed, by their last name: ``h.0.attn``, ``layers.3.self_attn``."""
+_OWN_PARTS = frozenset((SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT))
+"""Ranges of the built-in model in which attention itself is computed."""
 
 
 def summarize_capture(capture: OpenedCapture) -> Summary:
@@ -280,7 +278,7 @@ def _written_attention(attribution: Attribution, rows: Bools) -> WrittenAttentio
     kinds = {index: categorize(trace.names[index]).name for index in distinct_values(trace.work.name[rows]).tolist()}
     if "attention" in kinds.values():
         return None
-    is_attention = np.array([_ATTENTION.search(name) is not None for name in trace.names] or [False], dtype=np.bool_)
+    is_attention = np.array([_is_attention(name) for name in trace.names] or [False], dtype=np.bool_)
     innermost = attribution.work.innermost
     small = [index for index, kind in kinds.items() if kind in SMALL]
     placed = rows & (innermost >= 0) & np.isin(trace.work.name, small)
@@ -290,6 +288,12 @@ def _written_attention(attribution: Attribution, rows: Bools) -> WrittenAttentio
     if SOFTMAX not in names and not (placed & np.isin(trace.work.name, softmaxes)).any():
         return None
     return WrittenAttention(tuple(sorted({kind_of(name) for name in names})), int(trace.work.duration_ns[placed].sum()))
+
+
+def _is_attention(name: str) -> bool:
+    """Return whether attention itself is computed in a range, by its last name: ``h.0.attn``, ``h.3.self_attn``."""
+    last = name.lower().rpartition(".")[2]
+    return name.lower() in _OWN_PARTS or "attn" in last or last == ATTENTION or last.endswith(f"_{ATTENTION}")
 
 
 def _is_inductors(name: str) -> bool:

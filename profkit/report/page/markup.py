@@ -21,10 +21,9 @@ from profkit.report.text import make_visible
 _LONGEST_TABLE = 400
 """More rows than these are added up: a page must open, and nobody reads them."""
 
-# An absolute path: two folders at least, so that "/s" of a unit is none.
-_FOLDERS = re.compile(r"""(?<![\w.*)\]>/\\-])(?:~|/[^\s/:=,;'"<>]+)(?:/[^\s/:=,;'"<>]+)+""")
+_PATH = re.compile(r"""(?<![\w.*)\]>/\\-])[~/][^\s:=,;'"<>]*""")
 _HOME = re.compile(r"/(?:home|Users)/[^/]+")
-_INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
+_INSTALLED = re.compile(r"^.*/(?:site|dist)-packages/")
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,13 @@ class Section:
 
 def without_folders(text: str) -> str:
     """Return a text with each absolute path as a relative one: from the working directory or the packages on."""
-    return _FOLDERS.sub(lambda match: _relative(match[0]), text)
+    return _PATH.sub(lambda match: _relative(match[0]), text)
 
 
 def _relative(path: str) -> str:
+    root, *folders = path.split("/")
+    if not folders or not folders[0] or (not root and not "".join(folders[1:])):
+        return path  # an absolute path has two folders at least: "/s" of a unit is none
     if _HOME.fullmatch(path):
         return "~"
     here = f"{os.getcwd()}/"

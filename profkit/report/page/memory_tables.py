@@ -13,7 +13,7 @@ from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table
 from profkit.report.units import BYTES, SHARE, TEXT
 
-_FRAME = re.compile(r"(?P<file>.+):(?P<line>\d+) ")
+_FRAME = re.compile(r"^(?P<file>.+):(?P<line>\d{1,9}) ")
 _LONGEST_SOURCE = 160
 _SIZES = (Column("bytes", "bytes", BYTES), Column("share", "share", SHARE), Column("count", "count"))
 _USES = {
