@@ -82,6 +82,15 @@ def test_a_name_that_is_no_utf8_in_the_schema_is_a_damaged_file(export: Path) ->
         open_trace(export)
 
 
+def test_a_table_whose_name_is_bytes_is_a_damaged_file(export: Path) -> None:
+    with closing(sqlite3.connect(export)) as database:
+        database.execute("PRAGMA writable_schema = ON")
+        database.execute("UPDATE sqlite_master SET name = CAST(name AS BLOB) WHERE name = 'ThreadNames'")
+        database.commit()
+    with pytest.raises(TraceError, match="a table's name is no text"):
+        open_trace(export)
+
+
 def test_a_query_that_takes_more_steps_than_the_file_can_need_is_stopped(
     export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,8 @@ class SqliteFile:
         """Refuse what computes when it is read: views, triggers, virtual tables."""
         rows = self.rows("SELECT type, name, rootpage FROM sqlite_master")
         for kind, name, root_page in rows:
+            if not isinstance(name, str):
+                raise TraceError(f"{self.path}: a damaged SQLite file (a table's name is no text); export it again")
             if kind == "trigger":
                 raise TraceError(f"{self.path}: holds triggers, and nsys writes none; export it again")
             if kind not in ("table", "index") or (kind == "table" and not root_page):
