@@ -23,6 +23,19 @@ def test_no_mutant_stops_a_reader(kind: str, scratch: Path) -> None:
     assert [verdict for verdict in verdicts if verdict[1].is_failure] == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        pytest.param("export bytes", 3749, id="a table's name is bytes"),
+        pytest.param("snapshot order", 6634, id="a rest merges with free memory in front of it"),
+        pytest.param("run directory", 6658, id="the allocator's own peak is negative"),
+    ],
+)
+def test_a_mutant_that_once_failed_is_read_or_refused(kind: str, seed: int, scratch: Path) -> None:
+    verdict = judge(kind, seed, scratch)
+    assert not verdict.is_failure, verdict
+
+
 def test_mutants_differ_and_come_again(tmp_path: Path) -> None:
     def content(seed: int) -> bytes:
         return make("export values", seed, tmp_path).path.read_bytes()

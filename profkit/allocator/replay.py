@@ -392,7 +392,8 @@ class _Heap:
         row = self.live.get(owner, -1) if owner is not None else -1
         if owner is not None and row >= 0 and owner + self.size_bytes[row] > address:
             self._split_after_all(row, address)
-            return self.free.pop(address)
+            # In an impossible history it has merged with free memory in front of it.
+            return self.free.pop(address, 0)
         for begin, row in self._uncertain.items() if self._may_look_through(self._uncertain) else ():
             have = begin + self.free.get(begin, 0) - address
             is_there = begin < address <= begin + self.slack_bytes[row] and have > 0

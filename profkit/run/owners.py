@@ -154,6 +154,9 @@ def _figures(entry: dict[str, Any]) -> Figures:
     sizes = {
         key: _number(entry, key) for key in Figures.__dataclass_fields__ if key not in ("moment", "capacity_bytes")
     }
+    for key, value in sizes.items():
+        if value < 0:
+            raise _WrongValueError(f"{key} is negative")
     return Figures(**sizes, moment=_text(entry, "moment"), capacity_bytes=_number_or_none(entry, "capacity_bytes"))
 
 
