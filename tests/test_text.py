@@ -117,3 +117,11 @@ def test_latex_shows_every_character_as_it_is() -> None:
 
 def test_markdown_loses_no_part_of_a_name() -> None:
     assert escape_markdown("_f<float>(a*b|c)_x$y$ [z] `q` a_b") == r"\_f\<float>(a\*b\|c)\_x\$y\$ \[z] \`q\` a_b"
+
+
+def test_a_long_list_is_written_with_a_line_for_each_item() -> None:
+    data = {"few": [{"a": 1}], "many": [{"name": "a\nb", "share": 0.5}] * 3000, "none": None}
+    text = json_text(data)
+    assert json.loads(text) == data
+    assert text.count("\n") == 3000 + 9
+    assert text.splitlines()[5:8] == ["  ],", '  "many": [', '    {"name": "a\\nb", "share": 0.5},']

@@ -55,6 +55,7 @@ _COMMON_TEXT = """
     TensorIterator TensorListMetadata TensorListScalarListMetadata TensorListScalarTensorListMetadata OpMathType
     c10 cutlass cub thrust Params size_t uint32_t int64_t ul false true
 """
+_LONGEST_INDENTED = 2000
 _LONGEST_NAME = 4096
 _COMMON = frozenset(_COMMON_TEXT.split())
 _UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\))::")
@@ -133,10 +134,29 @@ def csv_lines(keys: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def json_text(data: Any) -> str:
     """Return data as indented JSON in ASCII, which every terminal, pipe and parser takes.
 
+    An item of a long list of a command's result is one line: Python indents slowly, and holds each word of it at once.
     Half a Unicode pair, which stands for a stray byte in a file's name, becomes U+FFFD.
     """
-    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    if isinstance(data, dict) and any(map(_is_long, data.values())):
+        members = (f"  {_json(key)}: {_json_member(value)}" for key, value in data.items())
+        text = "{\n" + ",\n".join(members) + "\n}"
+    else:
+        text = _json(data, indent=2)
     return _BEYOND_ASCII.sub(_escape_json, text)
+
+
+def _json_member(value: Any) -> str:
+    if _is_long(value):
+        return "[\n    " + ",\n    ".join(map(_json, value)) + "\n  ]"
+    return _json(value, indent=2).replace("\n", "\n  ")
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > _LONGEST_INDENTED
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 def simplify_name(name: str) -> str:
