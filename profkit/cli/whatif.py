@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.analysis.edits.apply import FORMS
-from profkit.analysis.edits.cost import cost_of_ranges
-from profkit.analysis.edits.outcome import Cost
+from profkit.analysis.edits.outcome import Cost, cost_of_ranges
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second

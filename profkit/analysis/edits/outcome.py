@@ -12,11 +12,26 @@ from profkit.allocator.simulate import Simulation
 from profkit.analysis.edits.apply import Applied
 from profkit.analysis.edits.stream import Program, Stream
 from profkit.analysis.memory.parts import Path, Piece, fold, sum_by_module
+from profkit.analysis.range_tree import RangesResult
+from profkit.names import BACKWARD
 
 FAILED_REQUEST = "(the request that failed)"
 
 Cost = Callable[[Sequence[str]], int | None]
 """Returns the kernel time in nanoseconds that some ranges take in a step's forward pass; None if it is not known."""
+
+
+def cost_of_ranges(tree: RangesResult) -> Cost:
+    """Return what tells the kernel time per step of some ranges in the forward pass, from a trace's tree of ranges."""
+
+    def cost(names: Sequence[str]) -> int | None:
+        wanted = set(names)
+        rows = [row for row in tree.ranges if row.name in wanted and BACKWARD not in row.path.split("/")]
+        if not rows or not tree.steps:
+            return None
+        return sum(row.kernel_time_ns for row in rows) // tree.steps
+
+    return cost
 
 
 @dataclass(frozen=True)

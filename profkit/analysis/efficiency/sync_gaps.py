@@ -15,7 +15,7 @@ from profkit.names import STEP
 from profkit.trace.columns import Ints, distinct_values, empty_ints
 
 _LOOKED_AT = 100
-"""Of so many of the longest gaps the place is looked up."""
+"""The line in the program is looked up for at most this many of the longest gaps."""
 
 
 @dataclass(frozen=True)

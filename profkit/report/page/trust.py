@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.clean_times import clean_times_parts
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_parts, view_table
-from profkit.report.self_check import verdict_line
-from profkit.report.units import BYTES, COUNT, NS, SHARE, TEXT, format_exactly
+from profkit.report.units import BYTES, COUNT, NS, SHARE, TEXT, format_count, format_exactly
 from profkit.run.manifest import Manifest
 from profkit.run.samples import Samples
 
@@ -31,7 +31,7 @@ def build_trust(capture: OpenedCapture, kernels: KernelsResult | None, memory: M
     check = None if capture.trace is None else capture.trace.self_check
     costs = [] if capture.run is None else clean_times_parts(capture.run.manifest)
     return {
-        "verdict": "" if check is None else verdict_line(check),
+        "verdict": "" if check is None else _verdict_line(check),
         "findings": [] if check is None else [(one.verdict, one.message) for one in check.findings],
         "time_books": None if kernels is None else view_table(_time_books(kernels)),
         "memory_books": None if memory is None else view_table(_memory_books(memory)),
@@ -55,6 +55,14 @@ def find_missing(capture: OpenedCapture) -> Iterator[tuple[str, str]]:
         yield "FLOPs of each module", "profkit run --flops -- python train.py"
     if trace is not None and (run is None or run.ceilings is None):
         yield "what this GPU reaches at most (a datasheet is used if one is known)", "profkit ceilings"
+
+
+def _verdict_line(check: SelfCheck) -> str:
+    """Return the verdict in one line."""
+    failed, warned = len(check.of("failed")), len(check.of("warning"))
+    if failed:
+        return f"self-check FAILED ({format_count(failed, 'check')})"
+    return "self-check passed" + (f" with {format_count(warned, 'warning')}" if warned else "")
 
 
 def _time_books(result: KernelsResult) -> Table:
