@@ -31,16 +31,18 @@ NSYS_EXPORT = "trace.sqlite"
 KINETO_TRACE = "trace.json.gz"
 SNAPSHOT = "snapshot.pickle"
 OWNERS = "ledger.jsonl"
+LIGHT = "light.jsonl"
 WORK = "work.json"
 CEILINGS = "ceilings.json"
 LOG = "log.txt"
 
 DEFAULT_PARENT = Path("runs")
 
-_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, WORK, CEILINGS, LOG)
+_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, LIGHT, WORK, CEILINGS, LOG)
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
 _RANK_TRACE = re.compile(r"trace\.rank(\d+)\.json\.gz")
 _RANK_SNAPSHOT = re.compile(r"snapshot(?:\.rank(\d+))?\.pickle")
+_RANK_LIGHT = re.compile(r"light(?:\.rank(\d+))?\.jsonl")
 
 
 class Run:
@@ -115,6 +117,12 @@ class Run:
     def snapshots(self) -> dict[int, Path]:
         """Return the memory snapshots by rank; a run without ranks has rank 0 alone."""
         named = {path: _RANK_SNAPSHOT.fullmatch(path.name) for path in self.path.iterdir()}
+        return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
+
+    @property
+    def light_records(self) -> dict[int, Path]:
+        """Return the light records by rank."""
+        named = {path: _RANK_LIGHT.fullmatch(path.name) for path in self.path.iterdir()}
         return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
 
     @property

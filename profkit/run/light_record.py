@@ -1,0 +1,275 @@
+"""``light.jsonl``: what one rank leaves of every step, with or without a profiler, so that ranks can be compared.
+
+Each rank of a run leaves one (``light.rank7.jsonl``). A full trace of a rank reduces to the same form, so that one
+analysis reads both. One JSON object a line, written whole or not at all; a last line that was cut off is left out::
+
+    {"kind": "header", "version": 1, "rank": 1, "world_size": 4, "node": 0, "device": 1, "source": "light",
+     "clock_base_ns": 1795193514683000000}
+    {"kind": "group", "number": 0, "name": "0", "ranks": [0, 1, 2, 3], "dimension": "dp", "backend": "nccl"}
+    {"kind": "step", "name": "step 3", "start_ns": 81200300, "end_ns": 141200300,
+     "phases": [["data", 0, 210400], ["forward", 230100, 14020000], ["backward", …], ["optimizer", …]],
+     "gpu_phases": [["forward", 260000, 15300000], …],
+     "data_ns": 210400, "launch_wait_ns": 402000, "kernel_ns": {"gemm": 22400000, "communication": 3100000},
+     "peak_bytes": 3073660928, "reserved_bytes": 3246391296, "sm_mhz": 1980, "throttle": ["power cap"],
+     "collectives": {"group": [0, 0], "sequence": [41, 42], "kind": ["all_reduce", "all_reduce"],
+        "dtype": ["float32", "float32"], "bytes": [28320000, 1048576], "called_ns": [16100000, 18200000],
+        "start_ns": [17300000, 19500000], "end_ns": [18400000, 19600000], "hidden_ns": [1100000, null]},
+     "since": [[0, "data", "data", "", 190000], [0, "kernels", "backward", "layer 3", 5100000]]}
+
+Times are whole nanoseconds. ``start_ns`` and ``end_ns`` of a step count from ``clock_base_ns`` (nanoseconds since the
+epoch, on the rank's own clock); every other time of a step counts from the step's start, and may be negative for what
+began before. What is unknown is null, or the key is left out. Steps stand in their order; what ran outside every step
+stands in a step whose ``name`` is null.
+
+``node`` numbers the machine (no host name is kept), ``device`` is the GPU's number there. ``phases`` are when the host
+was in each phase, waits for a batch (``data``) among them; ``gpu_phases`` are the same by CUDA events, on the GPU.
+``data_ns`` is how long the host waited for data, ``launch_wait_ns`` how long the GPU was idle while the host launched.
+
+``bytes`` of a collective is the size that nccl-tests calls ``size``: of all-gather the bytes of the whole output, of
+reduce-scatter those of the whole input. ``called_ns`` is when the host called it; ``start_ns`` and ``end_ns`` are when
+it ran on the GPU. ``sequence`` counts the collectives of a group from 0 or 1, alike on all its ranks. ``hidden_ns`` is
+how much of it ran while something else computed. ``kind`` is one of `KINDS` (`plain_kind` makes it from the names of
+torch and NCCL).
+
+``since`` says what the rank did between the end of the previous collective of the same group and the start of this one,
+in disjoint parts: the row of the collective, one of `CAUSES`, the phase, the module (or ""), and the time. A recorder
+without a profiler leaves it out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from profkit.errors import RunError
+from profkit.run.records import LARGEST_NUMBER, WrongRecord, decode, read_text
+
+VERSION = 1
+
+Source = Literal["light", "nsys", "kineto"]
+Cause = Literal["data", "python", "launch", "kernels", "copy", "clock", "waiting"]
+"""What a rank did: it waited for data, ran Python without calling CUDA, launched, ran kernels, copied, ran kernels on a
+slower clock, or was in a collective of another group."""
+
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+KINDS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"),
+    *("broadcast", "reduce", "gather", "scatter", "send", "recv"),
+)
+"""The kinds of collectives; in the first five every rank waits for every other."""
+
+_KIND = (
+    ("all_reduce", r"all_?reduce"),
+    ("all_gather", r"all_?gather"),
+    ("reduce_scatter", r"reduce_?scatter"),
+    ("all_to_all", r"all_?to_?all"),
+    ("barrier", r"barrier"),
+    ("broadcast", r"broadcast"),
+    ("reduce", r"reduce"),
+    ("gather", r"gather"),
+    ("scatter", r"scatter"),
+    ("send", r"send"),
+    ("recv", r"recv|receive"),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: its number in this record, torch's name of it, and its ranks in the world.
+
+    ``dimension`` is the name of its dimension in a device mesh (``dp``, ``tp``), if it belongs to one.
+    """
+
+    number: int
+    name: str
+    ranks: tuple[int, ...]
+    dimension: str | None = None
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The collectives of one step as columns of one length, in the order in which they were called."""
+
+    group: list[int] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)
+    kind: list[str] = field(default_factory=list)
+    dtype: list[str | None] = field(default_factory=list)
+    bytes: list[int | None] = field(default_factory=list)
+    called_ns: list[int | None] = field(default_factory=list)
+    start_ns: list[int | None] = field(default_factory=list)
+    end_ns: list[int | None] = field(default_factory=list)
+    hidden_ns: list[int | None] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one rank; ``name`` is None for what ran outside every step."""
+
+    name: str | None
+    start_ns: int
+    end_ns: int
+    phases: tuple[tuple[str, int, int], ...] = ()
+    gpu_phases: tuple[tuple[str, int, int], ...] = ()
+    data_ns: int | None = None
+    launch_wait_ns: int | None = None
+    kernel_ns: Mapping[str, int] = field(default_factory=dict)
+    """Category → kernel time."""
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    sm_mhz: int | None = None
+    throttle: tuple[str, ...] = ()
+    """Why the GPU held its clock down."""
+    collectives: Collectives = field(default_factory=Collectives)
+    since: tuple[tuple[int, Cause, str, str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class LightRecord:
+    """All that one rank left."""
+
+    rank: int
+    world_size: int
+    node: int = 0
+    device: int | None = None
+    source: Source = "light"
+    clock_base_ns: int = 0
+    groups: tuple[Group, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+
+
+def plain_kind(name: str) -> str | None:
+    """Return which of `KINDS` a name of torch or NCCL means; None for anything else.
+
+    ``nccl:_all_gather_base``, ``c10d::allreduce_``, ``ncclDevKernel_ReduceScatter_Sum_f32_RING_LL`` are such names.
+    """
+    return next((kind for kind, pattern in _KIND if re.search(pattern, name, re.IGNORECASE)), None)
+
+
+def header_line(record: LightRecord) -> str:
+    """Return the first line of a record, with its end."""
+    keys = ("rank", "world_size", "node", "device", "source", "clock_base_ns")
+    return _line("header", {"version": VERSION, **{key: getattr(record, key) for key in keys}})
+
+
+def group_line(group: Group) -> str:
+    """Return the line of a process group, with its end; it stands before the first step that uses the group."""
+    return _line("group", asdict(group))
+
+
+def step_line(step: StepRecord) -> str:
+    """Return the line of a step, with its end; what is empty or unknown is left out."""
+    found = {name: getattr(step, name) for name in StepRecord.__dataclass_fields__ if name != "collectives"}
+    kept = {name: value for name, value in found.items() if name == "name" or value not in (None, (), {})}
+    columns = {name: column for name, column in vars(step.collectives).items() if any(x is not None for x in column)}
+    return _line("step", {**kept, "collectives": columns} if columns else kept)
+
+
+def write_light_record(path: Path, record: LightRecord) -> None:
+    """Write a whole record.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines = [header_line(record), *map(group_line, record.groups), *map(step_line, record.steps)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def read_light_record(path: Path) -> LightRecord:
+    """Return the record of a rank; unknown kinds of lines and unknown keys are passed over.
+
+    Raises:
+        RunError: it cannot be read, has no header, is of a newer version, or a line other than the last is damaged.
+    """
+    try:
+        lines = read_text(path).splitlines()
+    except FileNotFoundError:
+        raise RunError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise RunError(f"{path}: not a light record (it is not UTF-8 text)") from None
+    header: dict[str, Any] | None = None
+    groups: list[Group] = []
+    steps: list[StepRecord] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            kind = entry["kind"]
+            if kind == "step":
+                steps.append(_step(entry))
+            elif kind == "group":
+                groups.append(decode(Group, entry))
+            elif kind == "header":
+                header = entry
+                if entry["version"] > VERSION:
+                    raise RunError(f"{path}: version {entry['version']}, written by a newer profkit")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if number == len(lines):
+                break
+            what = f" ({error})" if isinstance(error, WrongRecord) else ""
+            raise RunError(f"{path}:{number}: not a line of a light record{what}") from None
+    if header is None:
+        raise RunError(f"{path}: not a light record (it has no header)")
+    try:
+        record: LightRecord = decode(
+            LightRecord, {key: header[key] for key in header if key not in ("groups", "steps")}
+        )
+    except WrongRecord as error:
+        raise RunError(f"{path}: {error}") from None
+    return LightRecord(**{**vars(record), "groups": tuple(groups), "steps": tuple(steps)})
+
+
+def _step(entry: dict[str, Any]) -> StepRecord:
+    """Return a step; its long lists are checked a column at a time, as there may be thousands of collectives."""
+    spans = {key: tuple(_span(*item) for item in entry.get(key, ())) for key in ("phases", "gpu_phases")}
+    columns = _collectives(entry.get("collectives", {}))
+    since = tuple((row, cause, phase, where, time) for row, cause, phase, where, time in entry.get("since", ()))
+    _require_numbers("since", (value for row, *_, time in since for value in (row, time)))
+    if any(cause not in CAUSES or not 0 <= row < len(columns) for row, cause, *_ in since):
+        raise WrongRecord("since names an unknown cause, or no collective of its step")
+    rest = {key: value for key, value in entry.items() if key not in ("phases", "gpu_phases", "collectives", "since")}
+    step: StepRecord = decode(StepRecord, rest)
+    return StepRecord(**{**vars(step), **spans, "collectives": columns, "since": since})
+
+
+def _span(name: str, start_ns: int, end_ns: int) -> tuple[str, int, int]:
+    if not isinstance(name, str):
+        raise WrongRecord("a phase has no name")
+    _require_numbers("a phase", (start_ns, end_ns))
+    return name, start_ns, end_ns
+
+
+def _collectives(found: Mapping[str, list[Any]]) -> Collectives:
+    """Return the columns; one that is left out is unknown for every row."""
+    count = len(found.get("group", ()))
+    columns: dict[str, list[Any]] = {}
+    for name in Collectives.__dataclass_fields__:
+        column = found.get(name, [None] * count)
+        if not isinstance(column, list) or len(column) != count:
+            raise WrongRecord(f"collectives.{name} is not a list of {count}")
+        if name in ("kind", "dtype"):
+            if not set(map(type, column)) <= ({str} if name == "kind" else {str, type(None)}):
+                raise WrongRecord(f"collectives.{name} is not a list of text")
+        else:
+            numbers = column if name in ("group", "sequence") else [value for value in column if value is not None]
+            _require_numbers(f"collectives.{name}", numbers)
+        columns[name] = column
+    return Collectives(**columns)
+
+
+def _require_numbers(what: str, values: Iterable[Any]) -> None:
+    """Raise unless all are whole numbers that a file may hold."""
+    values = list(values)
+    if not set(map(type, values)) <= {int} or (values and max(map(abs, values)) >= LARGEST_NUMBER):
+        raise WrongRecord(f"{what} holds something else than whole numbers")
+
+
+def _line(kind: str, content: Mapping[str, Any]) -> str:
+    return json.dumps({"kind": kind, **content}, separators=(",", ":")) + "\n"
