@@ -1,0 +1,61 @@
+"""The file of a run that says where its compiled code comes from, and the ranges that lead there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from profkit.errors import RunError
+from profkit.run.compiled_code import (
+    CompiledGraph,
+    Launch,
+    LaunchPlace,
+    append_records,
+    launch_range,
+    read_compiled_code,
+    read_launch_range,
+)
+
+LAUNCH = Launch(
+    123, "triton_poi_fused_gelu_3", False, ("h.0.mlp",), ("model.py:87 forward",), ("aten.gelu",), (118,), 7
+)
+GRAPH = CompiledGraph("3f9a1c22e0", "cxyz", "2.11.0", "Model.forward model.py:20", False, (LAUNCH,))
+
+
+def test_graphs_are_read_as_they_were_written_each_once(tmp_path: Path) -> None:
+    path = tmp_path / "compiled.jsonl"
+    assert read_compiled_code(path) == ()
+    append_records(path, [GRAPH])
+    append_records(path, [GRAPH])
+    assert read_compiled_code(path) == (GRAPH,)
+
+
+def test_a_last_line_that_was_cut_off_is_left_out_and_another_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "compiled.jsonl"
+    append_records(path, [GRAPH])
+    whole = path.read_text()
+    path.write_text(whole + '{"kind": "of another version"}\n' + whole[:40])
+    assert read_compiled_code(path) == (GRAPH,)
+    path.write_text(whole[:40] + "\n" + whole)
+    with pytest.raises(RunError, match=r"compiled\.jsonl:1: not a line about compiled code"):
+        read_compiled_code(path)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        LaunchPlace("3f9a", 12),
+        LaunchPlace("3f9a", 12, ("model",)),
+        LaunchPlace("3f9a", 12, ("model", "h.0", "h.0.mlp")),
+        LaunchPlace("3f9a", 12, ("model", "h.0"), ("h.0.ln_2", "h.0.mlp")),
+        LaunchPlace("3f9a", 12, (), ("h.0", "h.1")),
+    ],
+)
+def test_the_name_of_a_launchs_range_says_its_place(place: LaunchPlace) -> None:
+    assert read_launch_range(launch_range(place)) == place
+
+
+@pytest.mark.parametrize("name", ["compiled", "compiled code", "compiled a:b", "compiled :1", "step 3", ""])
+def test_other_ranges_are_no_launches(name: str) -> None:
+    assert read_launch_range(name) is None
