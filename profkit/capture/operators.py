@@ -185,6 +185,14 @@ def is_made_of_others(func: Any, backend: str) -> bool:
     return has(func.name(), "CompositeImplicitAutograd") and not any(has(func.name(), key) for key in own)
 
 
+def name_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return an operator's arguments by name; of an operator without a schema by their number."""
+    schema = getattr(func, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    names = [one.name for one in arguments] or [str(place) for place in range(len(args))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def base_name(func: Any) -> str:
     """Return an operator's name without namespace, overload, ``_foreach_`` and the underscore of in-place ones."""
     packet = getattr(func, "_overloadpacket", func)

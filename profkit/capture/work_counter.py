@@ -34,6 +34,7 @@ from profkit.capture.operators import (
     dtype_name,
     is_made_of_others,
     masked_flops,
+    name_arguments,
     other_flops,
     recomputed_flops,
     torch_flops,
@@ -55,12 +56,11 @@ class _Operator:
         self.name = base_name(func)
         schema = getattr(func, "_schema", None)
         arguments = () if schema is None else schema.arguments
-        names = [one.name for one in arguments] or [str(place) for place in range(len(args))]
-        self.given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        self.given = name_arguments(func, args, kwargs)
         self.operands = list(_tensors(self.given.values()))
         self.written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
         if getattr(func, "namespace", "") == "c10d":
-            self.written = names[:1]  # as all of these do, though their schemas do not say so
+            self.written = list(self.given)[:1]  # as all of these do, though their schemas do not say so
         changed = list(_tensors(self.given.get(name) for name in self.written))
         known = {id(one) for one in self.operands}
         self.outputs = list(_tensors([returned]))

@@ -48,6 +48,10 @@ class Launch:
     buffers: tuple[int, ...] = ()
     flops: int | None = None
     """Of its matrix products, attention and convolutions; None where they are not known."""
+    dtype: str | None = None
+    """The type in which the products are done, as in ``work.json``; None without products."""
+    masked_flops: int = 0
+    recomputed_flops: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,188 @@
+"""The matrix products of an FX graph's nodes, and which launch of compiled code does them.
+
+A product counts as torch's FlopCounterMode counts it, with the shapes in ``meta["val"]``, and for one launch alone:
+
+- a call of a library or a template that has the product's node does it;
+- else the first launch that has the node: a fused kernel, where Inductor made the product elementwise. It does so with
+  products of few rows or columns, before there is a graph to see: what is left is a multiplication of two tensors which
+  says in ``original_aten`` what it was. Each element of its result stands for one multiplication and one addition.
+
+A product that Inductor padded counts unpadded, as the program asks for it. A size that is a symbol is not known here:
+the launch's work is None then, and so it is where an operator of another library has no formula.
+
+Nothing here reads a symbol's value in a way that torch would take for a condition of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from profkit.capture.operators import (
+    base_name,
+    dtype_name,
+    masked_flops,
+    name_arguments,
+    recomputed_flops,
+    torch_flops,
+)
+
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
+_OTHER_LIBRARIES = frozenset({"mkl", "mkldnn", "mkldnn_prepacked", "onednn", "quantized"})
+_TRITON = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
+_PRODUCT_SUM = "mm_plus_mm"
+_PAD = "constant_pad_nd"
+
+
+@dataclass(frozen=True)
+class NodeWork:
+    """The matrix products of a node or a launch; ``masked_flops`` and ``recomputed_flops`` as in ``work.json``.
+
+    ``dtype`` is the type in which they are done, None without products.
+    """
+
+    flops: int = 0
+    dtype: str | None = None
+    masked_flops: int = 0
+    recomputed_flops: int = 0
+
+    def __add__(self, other: NodeWork) -> NodeWork:
+        return NodeWork(
+            self.flops + other.flops,
+            self.dtype or other.dtype,
+            self.masked_flops + other.masked_flops,
+            self.recomputed_flops + other.recomputed_flops,
+        )
+
+
+class _UnknownSize(Exception):
+    """A size is a symbol."""
+
+
+def work_of_launches(
+    nodes_of: Sequence[Collection[fx.Node]], is_product_call: Sequence[bool], *, is_backward: bool = False
+) -> list[NodeWork | None]:
+    """Return the matrix products of each launch of one graph, None where they are not known.
+
+    Args:
+        nodes_of: of each launch, in the order of the generated code, the FX nodes that it computes or touches.
+        is_product_call: of each launch, whether it calls a library or was made from a template.
+        is_backward: whether this is the graph of a backward pass: what a checkpoint computes again lies in it.
+    """
+    doer: dict[fx.Node, int] = {}
+    for wanted in (True, False):
+        for launch, nodes in enumerate(nodes_of):
+            if bool(is_product_call[launch]) is wanted:
+                for node in nodes:
+                    doer.setdefault(node, launch)
+    work: list[NodeWork | None] = [NodeWork() for _ in nodes_of]
+    for node, launch in doer.items():
+        known, of_node = work[launch], work_of_node(node, is_backward=is_backward)
+        work[launch] = None if known is None or of_node is None else known + of_node
+    return work
+
+
+def work_of_node(node: fx.Node, *, is_backward: bool = False) -> NodeWork | None:
+    """Return the matrix products of an FX node below autograd; None where a size or a formula is not known."""
+    if node.op != "call_function":
+        return NodeWork()
+    try:
+        return _work_of_call(node, is_backward)
+    except Exception:  # whatever torch's formulas do not foresee must not end a compilation
+        return None
+
+
+def _work_of_call(node: fx.Node, is_backward: bool) -> NodeWork | None:
+    target: Any = node.target
+    name = base_name(target)
+    if getattr(target, "namespace", "") in _OTHER_LIBRARIES or name in _TRITON:
+        return None
+    operands = [one for one in (_value(arg) for arg in node.all_input_nodes) if isinstance(one, Tensor)]
+    given: dict[str, Any] = {}
+    try:
+        if getattr(target, "_overloadpacket", target) in flop_registry:
+            args, kwargs = _stand_in(node.args), _stand_in(node.kwargs)
+            if name in _PRODUCTS:
+                args = tuple(_unpadded(node, number, value) for number, value in enumerate(args))
+            given = name_arguments(target, args, kwargs)
+            flops = torch_flops(target, args, kwargs, _stand_in(node.meta["val"])) or 0
+        elif name == _PRODUCT_SUM:
+            first, second, third, fourth = (_stand_in(arg) for arg in node.args[:4])
+            flops = _product_flops(first, second) + _product_flops(third, fourth)
+        elif name == "mul" and _is_left_of_product(node):
+            flops = 2 * _stand_in(node.meta["val"]).numel()
+        else:
+            return NodeWork()
+    except _UnknownSize:
+        return None
+    again = flops if is_backward and _is_of_forward(node) else recomputed_flops(target, given, flops)
+    return NodeWork(flops, dtype_name(target, operands), masked_flops(target, given, flops), again)
+
+
+def _product_flops(left: Tensor, right: Tensor) -> int:
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
+def _is_left_of_product(node: fx.Node) -> bool:
+    """Return whether a multiplication is what Inductor made of a product, not its factor ``alpha`` or ``beta``."""
+    was = node.meta.get("original_aten")
+    factors = [_value(arg) for arg in node.args if isinstance(arg, fx.Node)]
+    return was is not None and base_name(was) in _PRODUCTS and sum(isinstance(one, Tensor) for one in factors) == 2
+
+
+def _unpadded(node: fx.Node, number: int, value: Any) -> Any:
+    """Return an operand as it was before Inductor padded it, which says that it did so for this product."""
+    arg = node.args[number]
+    if not isinstance(arg, fx.Node) or base_name(arg.target) != _PAD:
+        return value
+    was = arg.meta.get("original_aten")
+    return _stand_in(arg.args[0]) if was is not None and base_name(was) in _PRODUCTS else value
+
+
+def _is_of_forward(node: fx.Node) -> bool:
+    """Return whether a node of a backward pass is one of the forward pass, computed again."""
+    tag = node.meta.get("partitioner_tag")
+    return tag == "is_forward" or (
+        tag is None and "nn_module_stack" in node.meta and "fwd_nn_module_stack" not in node.meta
+    )
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta.get("val") if isinstance(arg, fx.Node) else arg
+
+
+def _stand_in(arg: Any) -> Any:
+    """Return an argument with tensors of the same sizes that hold nothing and know no symbols.
+
+    Raises:
+        _UnknownSize: a size is a symbol.
+    """
+    value = _value(arg)
+    if isinstance(value, Tensor):
+        sizes = [_number(size) for size in value.shape]
+        with _disable_current_modes():
+            return torch.empty(sizes, dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return (
+            type(value)(_stand_in(one) for one in value)
+            if type(value) in (list, tuple)
+            else tuple(map(_stand_in, value))
+        )
+    if isinstance(value, dict):
+        return {key: _stand_in(one) for key, one in value.items()}
+    return _number(value) if isinstance(value, torch.SymInt) else value
+
+
+def _number(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    number = size.node.maybe_as_int()
+    if number is None:
+        raise _UnknownSize
+    return int(number)

@@ -1,0 +1,148 @@
+"""The matrix products of FX nodes: what compiled code does is what FlopCounterMode counts of the eager model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import reset
+from torch._inductor import config
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from profkit.capture.node_work import NodeWork, work_of_launches, work_of_node
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """Attention and a feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32, bias=False)
+        self.ffn = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        scores = (query @ key.transpose(-1, -2)).relu()
+        x = x + self.out(scores @ value)
+        return x + self.ffn(x)
+
+
+def _transformer() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(Block(), Block(), nn.Linear(32, 7)), torch.randn(2, 8, 32)
+
+
+def _convolutions() -> tuple[nn.Module, Tensor]:
+    layers = (
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, groups=2),
+        nn.ConvTranspose2d(8, 4, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 5),
+    )
+    return nn.Sequential(*layers), torch.randn(2, 3, 16, 16)
+
+
+def _thin_products() -> tuple[nn.Module, Tensor]:
+    """Products that Inductor makes elementwise: one row, one column."""
+    return nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 1), nn.Linear(1, 1, bias=False)), torch.randn(1, 16)
+
+
+def _train(called: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    called(x).square().sum().backward()
+
+
+def _compiled_nodes(model: nn.Module, x: Tensor, **options: Any) -> list[list[fx.Node]]:
+    """Return the nodes of each graph that Inductor makes code of, forward and backward."""
+    graphs: list[list[fx.Node]] = []
+    reset()
+    changes = {"post_grad_custom_post_pass": lambda graph: graphs.append(list(graph.nodes)), "fx_graph_cache": False}
+    with config.patch(changes):
+        _train(torch.compile(model, **options), x)
+    return graphs
+
+
+def _sum(nodes: list[fx.Node], *, is_backward: bool = False) -> NodeWork:
+    work = [work_of_node(node, is_backward=is_backward) for node in nodes]
+    assert None not in work
+    return sum((one for one in work if one is not None), NodeWork())
+
+
+def _eager_flops(model: nn.Module, x: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        _train(model, x)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("make", [_transformer, _convolutions])
+def test_a_compiled_step_does_the_products_that_torch_counts_of_the_eager_one(make: Any) -> None:
+    model, x = make()
+    x.requires_grad_()
+    graphs = _compiled_nodes(model, x)
+    found = [_sum(graphs[0]), _sum(graphs[1], is_backward=True)]
+    assert sum(one.flops for one in found) == _eager_flops(model, x) > 0
+    assert {one.dtype for one in found} == {"fp32"}
+    assert [one.recomputed_flops for one in found] == [0, 0]
+
+
+def test_products_that_inductor_makes_elementwise_count_and_those_that_it_repeats_are_told_apart() -> None:
+    model, x = _thin_products()
+    x.requires_grad_()
+    graphs = _compiled_nodes(model, x)
+    assert any(node.target is torch.ops.aten.mul.Tensor and work_of_node(node) != NodeWork() for node in graphs[0])
+    forward, backward = _sum(graphs[0]), _sum(graphs[1], is_backward=True)
+    assert forward.flops + backward.flops - backward.recomputed_flops == _eager_flops(model, x)
+
+
+def test_what_a_checkpoint_computes_again_is_told_apart() -> None:
+    inner, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Sigmoid()), torch.randn(8, 16)
+
+    class Checkpointed(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return result
+
+    plain = _compiled_nodes(inner, x)
+    again = _compiled_nodes(Checkpointed(), x)
+    without, with_it = (_sum(graphs[1], is_backward=True) for graphs in (plain, again))
+    assert without.recomputed_flops == 0
+    assert with_it.recomputed_flops == with_it.flops - without.flops > 0
+
+
+def test_a_size_that_is_a_symbol_is_not_known() -> None:
+    graphs = _compiled_nodes(nn.Linear(16, 4), torch.randn(3, 16), dynamic=True)
+    products = [work_of_node(node) for nodes in graphs for node in nodes if work_of_node(node) != NodeWork()]
+    assert products
+    assert set(products) == {None}
+
+
+def test_a_product_counts_for_the_library_call_and_not_for_the_copy_before_it() -> None:
+    nodes = _compiled_nodes(nn.Linear(16, 4), torch.randn(3, 16))[0]
+    product = next(node for node in nodes if work_of_node(node) != NodeWork())
+    work = work_of_launches([[product], [product, *nodes], []], [False, True, False])
+    assert work == [NodeWork(), NodeWork(2 * 3 * 16 * 4, "fp32"), NodeWork()]
+
+
+def test_causal_attention_says_what_its_mask_hides() -> None:
+    graph = fx.Graph()
+    with torch.device("meta"):
+        shape = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16)
+    places = [graph.placeholder(name) for name in ("query", "key", "value")]
+    target = torch.ops.aten._scaled_dot_product_flash_attention.default
+    node = graph.call_function(target, (*places, 0.0, True))
+    for place in places:
+        place.meta["val"] = shape
+    node.meta["val"] = (shape,)
+    seen = sum(query + 1 for query in range(8))
+    whole = 2 * 2 * 2 * 8 * 8 * 16
+    assert work_of_node(node) == NodeWork(whole, "bf16", whole - whole * seen // 64)
