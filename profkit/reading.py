@@ -54,6 +54,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         UsageError: there is no such rank.
     """
     from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
+    from profkit.analysis.compiled_ranges import nest_compiled_launches
     from profkit.analysis.opened_trace import OpenedTrace
     from profkit.analysis.ranks import find_ranks
     from profkit.trace.first_steps import begin_at
@@ -66,6 +67,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         known, rank_of_pid = know_run(run.manifest), run.manifest.rank_of_pid
     else:
         trace, known, rank_of_pid = _read_trace(path), UNKNOWN_RUN, {}
+    trace = nest_compiled_launches(trace)
     if run is not None and run.manifest.first_step is not None:
         trace = begin_at(trace, step_range(run.manifest.first_step))
     ranks = find_ranks(trace, rank_of_pid)

@@ -17,6 +17,7 @@ from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.range_paths import select_ranges
 from profkit.cli import cli
 from tests.captures import CAPTURES
+from tests.test_compiled_ranges import whole_run
 
 TRACES = sorted(
     path
@@ -94,6 +95,12 @@ def test_the_rows_under_a_range_equal_those_of_a_slow_account(path: Path) -> Non
         assert set(found.rows.tolist()) == expected
         assert len(found.rows) == len(expected)
         assert placed.count(np.array([index])).tolist() == [len(expected)]
+
+
+def test_modules_of_compiled_code_give_one_figure_too(tmp_path: Path) -> None:
+    path = whole_run(tmp_path)
+    test_every_path_of_the_tree_gives_one_figure(path)
+    test_the_rows_under_a_range_equal_those_of_a_slow_account(path)
 
 
 @pytest.mark.parametrize("name", ["small-train.nsys2025.sqlite", "small-train.kineto.json.gz"])

@@ -37,7 +37,8 @@ class Work:
     operator launches itself. ``device`` numbers the trace's GPUs: two GPUs never share a number, whatever the processes
     that use them call them. ``is_graph`` marks CUDA graphs traced whole. ``sequence`` is the index in `Trace.origins`
     of the forward operator that a backward operator belongs to, or -1; ``operator`` the name of the innermost operator
-    in which a kernel was launched, or -1. Kineto alone knows these two.
+    in which a kernel was launched, or -1. Kineto alone knows these two. ``compiled_launch`` is the name of the range
+    around the launch in compiled code, or -1 (`profkit.analysis.compiled_ranges`).
     """
 
     name: Ints
@@ -52,6 +53,7 @@ class Work:
     is_graph: Bools
     sequence: Ints | None = None
     operator: Ints | None = None
+    compiled_launch: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.name)

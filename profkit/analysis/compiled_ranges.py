@@ -1,0 +1,208 @@
+"""Compiled code in a trace: the ranges around its launches become the tree of modules that an eager run has.
+
+While a compiled model runs, profkit opens a range around each launch, whose name says the modules that it computes for
+(`profkit.run.compiled_code`). Each becomes nested ranges: the modules of its path and, if several share the launch,
+one named ``shared: a + b`` below them. The modules that are open around it anyway are not repeated.
+
+Neighbours with the same beginning of their paths lie in one range, so that a module's launches in a row are one
+instance of it. A range ends where anything else happens on the thread: another module's launch, the beginning or end of
+another range, a kernel launched between. So nothing comes under a module but what its own launches did. Launches that
+lie in no other range of their thread, as those of an autograd thread may, are also kept apart by other threads' ranges:
+two steps never share an instance.
+
+A launch of no module leaves its work where it was. A launch range directly within another says nothing: the outer one
+is what the program called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors, build_timelines, mark_nested
+from profkit.errors import TraceError
+from profkit.run.compiled_code import SHARED, LaunchPlace, read_launch_range
+from profkit.trace.columns import (
+    MOST_OPEN_RANGES,
+    Bools,
+    Copies,
+    Ints,
+    Ranges,
+    Trace,
+    Work,
+    array_columns,
+    rows_by_value,
+    take_rows,
+)
+
+
+def nest_compiled_launches(trace: Trace) -> Trace:
+    """Return the trace with modules in place of the ranges around compiled launches; itself if it has none.
+
+    `Work.compiled_launch` then names the range that each row was launched in.
+
+    Raises:
+        TraceError: a path is deeper than programs nest.
+    """
+    places = {index: place for index, name in enumerate(trace.names) if (place := read_launch_range(name)) is not None}
+    if not places:
+        return trace
+    ranges = trace.ranges
+    is_launch = np.isin(ranges.name, list(places))
+    if not is_launch.any():
+        return trace
+    timelines, parent = build_timelines(ranges)
+    lead = np.flatnonzero(is_launch & ~((parent != NO_RANGE) & is_launch[parent]))
+    lead = lead[np.lexsort((-ranges.end_ns[lead], ranges.start_ns[lead], parent[lead], ranges.thread[lead]))]
+    in_launch = [_launch_of(_innermost(rows, timelines), is_launch, parent) for rows in (trace.work, trace.copies)]
+    work = replace(trace.work, compiled_launch=np.where(in_launch[0] >= 0, ranges.name[in_launch[0]], -1))
+    between = [_launched_elsewhere(trace.work, in_launch[0]), _launched_elsewhere(trace.copies, in_launch[1])]
+    others = take_rows(ranges, ~is_launch & ~mark_nested(parent, is_launch))
+    joined = _continues(ranges, lead, parent, others, between)
+    names = _Names(trace.names)
+    path, paths = _paths_below(ranges, lead, parent, places, names)
+    _refuse_deep(trace, paths)
+    new = list(_nested(ranges, lead, joined, path, paths))
+    kept = take_rows(ranges, ~is_launch)
+    number = np.cumsum(~is_launch) - 1
+    payload = {int(number[at]): value for at, value in ranges.payload.items() if not is_launch[at]}
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in (kept, *new)]) for name in array_columns(kept)
+    }
+    return replace(trace, names=names.strings, work=work, ranges=replace(kept, **columns, payload=payload))
+
+
+def is_shared(name: str) -> bool:
+    """Return whether a range stands for launches that several modules share."""
+    return name.startswith(SHARED)
+
+
+def sharing_modules(name: str) -> list[str]:
+    """Return the modules that share the launches of such a range, in the program's order."""
+    return name.removeprefix(SHARED).split(" + ")
+
+
+class _Names:
+    """The trace's names, with those added that it did not have."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = list(strings)
+        self._index = {name: at for at, name in enumerate(strings)}
+
+    def intern(self, name: str) -> int:
+        at = self._index.setdefault(name, len(self.strings))
+        if at == len(self.strings):
+            self.strings.append(name)
+        return at
+
+
+def _innermost(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:
+    """Return each row's innermost range on its launching thread."""
+    found = np.full(len(rows), NO_RANGE, dtype=np.int64)
+    for thread, members in rows_by_value(rows.launch_thread).items():
+        if thread in timelines:
+            found[members] = timelines[thread].innermost_at(rows.launch_ns[members])
+    return found
+
+
+def _launch_of(innermost: Ints, is_launch: Bools, parent: Ints) -> Ints:
+    """Return the launch range that is innermost around each row, -1 for none."""
+    # One more entry, so that a row in no range (-1) finds none.
+    above, is_one = np.append(parent, NO_RANGE), np.append(is_launch, False)
+    found = innermost
+    while (climbing := (found != NO_RANGE) & ~is_one[found]).any():
+        found = np.where(climbing, above[found], found)
+    return found
+
+
+def _launched_elsewhere(rows: Work | Copies, in_launch: Ints) -> tuple[Ints, Ints]:
+    """Return thread and moment of what was launched outside of all launch ranges."""
+    return rows.launch_thread[in_launch < 0], rows.launch_ns[in_launch < 0]
+
+
+def _continues(ranges: Ranges, lead: Ints, parent: Ints, others: Ranges, between: Sequence[tuple[Ints, Ints]]) -> Bools:
+    """Return which launches follow the one before them, in one range and with nothing in between.
+
+    ``between`` are threads and moments at which something was launched outside of all launch ranges.
+    """
+    same = np.concatenate([[False], np.diff(ranges.thread[lead]) == 0])
+    same[1:] &= np.diff(parent[lead]) == 0
+    threads = np.concatenate([others.thread, others.end_thread, *(thread for thread, _ in between)])
+    moments = np.concatenate([others.start_ns, others.end_ns, *(moment for _, moment in between)])
+    is_top = parent[lead] == NO_RANGE
+    for thread, rows in rows_by_value(ranges.thread[lead]).items():
+        same[rows] &= _none_between(moments[threads == thread], ranges, lead, rows)
+        top = rows[is_top[rows]]
+        if len(top):
+            mine = others.process == ranges.process[lead[top[0]]]
+            same[top] &= _none_between(np.concatenate([others.start_ns[mine], others.end_ns[mine]]), ranges, lead, top)
+    return same
+
+
+def _none_between(moments: Ints, ranges: Ranges, lead: Ints, rows: Ints) -> Bools:
+    """Return for which rows of ``lead`` none of the moments lies between the row before them and them."""
+    moments = np.sort(moments)
+    before, after = ranges.end_ns[lead[np.maximum(rows - 1, 0)]], ranges.start_ns[lead[rows]]
+    nothing: Bools = np.searchsorted(moments, after, side="right") <= np.searchsorted(moments, before, side="left")
+    return nothing
+
+
+def _paths_below(
+    ranges: Ranges, lead: Ints, parent: Ints, places: dict[int, LaunchPlace], names: _Names
+) -> tuple[Ints, list[tuple[int, ...]]]:
+    """Return each launch's path below the ranges around it, as a number, and those paths, as indices of names."""
+    distinct, inverse = np.unique(np.stack([parent[lead], ranges.name[lead]]), axis=1, return_inverse=True)
+    known: dict[tuple[int, ...], int] = {}
+    around: dict[int, set[str]] = {}
+    number = []
+    for range_, name in distinct.T.tolist():
+        if range_ not in around:
+            above = ranges.name[ancestors(parent, range_)].tolist()
+            around[range_] = {text for index in above for text in _open_there(index, places, names)}
+        place = places[name]
+        last = max((at for at, module in enumerate(place.path) if module in around[range_]), default=-1)
+        below = [*place.path[last + 1 :], *([SHARED + " + ".join(place.shared)] if place.shared else [])]
+        number.append(known.setdefault(tuple(names.intern(module) for module in below), len(known)))
+    return np.array(number, dtype=np.int64)[inverse.reshape(-1)], list(known)
+
+
+def _open_there(name: int, places: dict[int, LaunchPlace], names: _Names) -> tuple[str, ...]:
+    """Return the names that a range stands for: its own, or the modules of a launch."""
+    return places[name].path if name in places else (names.strings[name],)
+
+
+def _refuse_deep(trace: Trace, paths: Sequence[tuple[int, ...]]) -> None:
+    deepest = max(map(len, paths), default=0)
+    if deepest > MOST_OPEN_RANGES:
+        raise TraceError(
+            f"{trace.path}: compiled code names {deepest:,} modules, each within the one before; more than"
+            f" {MOST_OPEN_RANGES:,} are not read"
+        )
+
+
+def _nested(
+    ranges: Ranges, lead: Ints, joined: Bools, path: Ints, paths: Sequence[tuple[int, ...]]
+) -> Iterator[Ranges]:
+    """Yield the ranges of each level of the paths, the outermost first; those that share a beginning are one range."""
+    depth = 0
+    while len(lead):
+        label = np.array([one[depth] if depth < len(one) else -1 for one in paths], dtype=np.int64)[path]
+        # What differs here is apart at all levels below too.
+        joined = joined & np.concatenate([[False], label[1:] == label[:-1]])
+        kept = label >= 0
+        lead, joined, path, label = lead[kept], joined[kept], path[kept], label[kept]
+        first = np.flatnonzero(~joined)
+        if len(first):
+            begun = lead[first]
+            yield replace(
+                take_rows(ranges, begun),
+                name=label[first],
+                end_ns=np.maximum.reduceat(ranges.end_ns[lead], first),
+                end_thread=ranges.thread[begun],
+                is_open=np.logical_or.reduceat(ranges.is_open[lead], first),
+                payload={},
+            )
+        depth += 1

@@ -1,0 +1,287 @@
+"""Ranges around the launches of compiled code become modules: which kernels lie under them, and how often they ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profkit import read_trace
+from profkit.analysis.compiled_ranges import nest_compiled_launches
+from profkit.errors import TraceError
+from profkit.run.compiled_code import SHARED, LaunchPlace, launch_range, read_launch_range
+from profkit.trace.nsys import read_nsys
+from tests import kineto_builder as kineto
+from tests.nsys_builder import NsysBuilder
+
+AUTOGRAD = 101
+ATTENTION, MLP = "h.0.attn", "h.0.mlp"
+
+
+def place(line: int, *path: str, shared: tuple[str, ...] = (), graph: str = "f0") -> str:
+    return launch_range(LaunchPlace(graph, line, path, shared))
+
+
+class Program:
+    """Writes a compiled training run: each launch in its range, one after another on a thread."""
+
+    def __init__(self) -> None:
+        self.builder = NsysBuilder()
+        self.builder.name_thread("pt_autograd_0", AUTOGRAD)
+        self.now = 1000
+
+    def launch(self, name: str | None, *, tid: int = 100, kernels: int = 1, nanoseconds: int = 10) -> None:
+        start = self.now
+        for number in range(kernels):
+            self.builder.kernel(self.now + 2, nanoseconds, name=f"k{number}", tid=tid, start=self.now + 50)
+            self.now += 10
+        if name is not None:
+            self.builder.range(name, start, self.now - 1, tid=tid)
+
+    def step(self, number: int) -> None:
+        begin = self.now
+        self.now += 5
+        forward = self.now
+        self.now += 5
+        model = self.now
+        self.now += 5
+        self.launch(place(10, "model", "h.0", ATTENTION))
+        self.launch(place(11, "model", "h.0", ATTENTION), kernels=2)
+        self.launch(place(12, "model", "h.0", shared=(ATTENTION, MLP)))
+        self.launch(place(13, "model", "h.0", MLP))
+        self.launch(place(14, "model", "h.1", "h.1.attn"))
+        self.launch(place(15, "model"))
+        self.launch(place(16))
+        self.builder.range("model", model, self.now)
+        self.now += 1
+        self.builder.range("forward", forward, self.now)
+        self.now += 5
+        backward = self.now
+        self.now += 5
+        self.launch(place(20, "model", "h.1", "h.1.attn", graph="b0"), tid=AUTOGRAD)
+        self.launch(place(21, "model", "h.0", MLP, graph="b0"), tid=AUTOGRAD)
+        self.launch(place(22, "model", "h.0", ATTENTION, graph="b0"), tid=AUTOGRAD)
+        self.now += 5
+        self.builder.range("backward", backward, self.now)
+        self.builder.kernel(self.now + 2, 7, name="zero", start=self.now + 20)
+        self.now += 30
+        self.builder.range(f"step {number}", begin, self.now)
+        self.now += 10
+
+
+def whole_run(folder: Path, steps: int = 2) -> Path:
+    program = Program()
+    for number in range(steps):
+        program.step(number)
+    return program.builder.write(folder / "trace.sqlite")
+
+
+def tree(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Return path → (times, kernel time, kernels)."""
+    return {
+        row.path: (row.instances, row.kernel_time_ns, row.kernel_count)
+        for row in read_trace(path).ranges(numbered=False).ranges
+    }
+
+
+def tree_launch_by_launch(path: Path) -> dict[str, tuple[int, int]]:
+    """Return path → (kernel time, kernels), each kernel placed by the one range around its launch, as Python reads."""
+    trace = read_nsys(path)
+    found: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    spans = [
+        (int(start), int(end), int(thread), trace.names[name])
+        for start, end, thread, name in zip(
+            trace.ranges.start_ns, trace.ranges.end_ns, trace.ranges.thread, trace.ranges.name, strict=True
+        )
+    ]
+    main = next(iter(trace.main_threads))
+    for row in range(len(trace.work)):
+        moment, thread = int(trace.work.launch_ns[row]), int(trace.work.launch_thread[row])
+        path_: list[str] = []
+        for _, _, _, name in sorted(
+            (one for one in spans if one[0] <= moment < one[1] and one[2] in (thread, main)),
+            key=lambda one: one[0] - one[1],
+        ):
+            at = read_launch_range(name)
+            if at is None:
+                path_.append(name)
+            else:
+                path_ += [module for module in at.path if module not in path_]
+                path_ += [SHARED + " + ".join(at.shared)] if at.shared else []
+        for depth in range(1, len(path_) + 1):
+            found["/".join(path_[:depth])] += int(trace.work.duration_ns[row])
+            count["/".join(path_[:depth])] += 1
+    return {one: (time, count[one]) for one, time in found.items()}
+
+
+def rows_of(path: Path) -> dict[str, tuple[int, int]]:
+    return {
+        row.path: (row.kernel_time_ns, row.kernel_count)
+        for row in read_trace(path).ranges(numbered=True).ranges
+        if row.kernel_count
+    }
+
+
+def test_a_compiled_run_has_the_tree_of_modules(tmp_path: Path) -> None:
+    assert tree(whole_run(tmp_path)) == {
+        "step *": (2, 234, 24),
+        "step */forward": (2, 160, 16),
+        "step */forward/model": (2, 160, 16),
+        "step */forward/model/h.*": (4, 120, 12),
+        "step */forward/model/h.*/h.*.attn": (4, 80, 8),
+        "step */forward/model/h.*/shared: h.0.attn + h.0.mlp": (2, 20, 2),
+        "step */forward/model/h.*/h.0.mlp": (2, 20, 2),
+        "step */backward": (2, 60, 6),
+        "step */backward/model": (2, 60, 6),
+        "step */backward/model/h.*": (4, 60, 6),
+        "step */backward/model/h.*/h.*.attn": (4, 40, 4),
+        "step */backward/model/h.*/h.0.mlp": (2, 20, 2),
+    }
+
+
+def test_the_tree_equals_one_made_launch_by_launch(tmp_path: Path) -> None:
+    path = whole_run(tmp_path, steps=3)
+    assert rows_of(path) == tree_launch_by_launch(path)
+
+
+def test_a_random_order_of_launches_gives_each_module_its_own(tmp_path: Path) -> None:
+    random = np.random.default_rng(7)
+    program = Program()
+    begin = program.now
+    program.now += 5
+    modules = [("h.0", ATTENTION), ("h.0", MLP), ("h.0",), ("h.1", "h.1.attn"), (), ("h.0", ATTENTION, "h.0.attn.proj")]
+    for line in range(200):
+        module = modules[random.integers(len(modules))]
+        shared = (ATTENTION, MLP) if module == ("h.0",) and random.integers(2) else ()
+        program.launch(None if random.integers(8) == 0 else place(line, "model", *module, shared=shared))
+        if random.integers(10) == 0:
+            program.builder.range("mine", program.now, program.now + 3)
+            program.now += 4
+    program.builder.range("forward", begin, program.now)
+    path = program.builder.write(tmp_path / "trace.sqlite")
+    assert rows_of(path) == tree_launch_by_launch(path)
+    opened = read_trace(path)
+    assert sum(row.kernel_time_ns for row in opened.ranges().ranges if row.path == "forward") == 2000
+    by_range = opened.kernels(by="range")
+    assert sum(row.total_ns for row in by_range.kernels) == by_range.total_ns == 2000
+
+
+def test_a_module_has_one_instance_for_launches_in_a_row_and_a_new_one_after_anything_else(tmp_path: Path) -> None:
+    program = Program()
+    mine = place(10, "model", "h.0")
+    begin = program.now
+    program.now += 5
+    for _ in range(3):
+        program.launch(mine)
+    program.launch(None)  # a kernel that no launch range holds
+    program.launch(mine)
+    program.builder.range("print", program.now, program.now + 2)
+    program.now += 5
+    program.launch(mine)
+    program.launch(place(11, "model", "h.1"))
+    program.launch(mine)
+    program.builder.range("forward", begin, program.now)
+    path = program.builder.write(tmp_path / "trace.sqlite")
+    assert tree(path) == {
+        "forward": (1, 80, 8),
+        "forward/model": (3, 70, 7),
+        "forward/model/h.*": (5, 70, 7),
+        "forward/print": (1, 0, 0),
+    }
+    assert read_trace(path).kernels("h.0").instances == 4
+
+
+def test_what_is_open_around_a_launch_is_not_repeated(tmp_path: Path) -> None:
+    program = Program()
+    begin = program.now
+    program.now += 5
+    block = program.now
+    program.now += 5
+    program.launch(place(10, "model", "h.0", ATTENTION))
+    program.launch(place(11, "model", "h.0"))
+    program.launch(place(12, "model"))
+    program.builder.range("h.0", block, program.now)
+    program.builder.range("model", begin, program.now + 1)
+    path = program.builder.write(tmp_path / "trace.sqlite")
+    assert set(tree(path)) == {"model", "model/h.0", "model/h.0/h.0.attn"}
+    assert read_trace(path).kernels("h.0").total_ns == 30
+
+
+def test_other_ranges_within_a_launch_stay_in_its_module(tmp_path: Path) -> None:
+    program = Program()
+    start = program.now
+    program.builder.range("library", start + 1, start + 8, uint64Value=5)
+    program.launch(place(10, "model", "h.0"))
+    program.builder.range("later", program.now, program.now + 2, uint64Value=7)
+    path = program.builder.write(tmp_path / "trace.sqlite")
+    trace = read_trace(path).trace
+    assert tree(path)["model/h.0/library"] == (1, 10, 1)
+    assert {trace.names[trace.ranges.name[at]]: number for at, number in trace.ranges.payload.items()} == {
+        "library": 5,
+        "later": 7,
+    }
+
+
+def test_a_launch_within_a_launch_belongs_to_the_outer_one(tmp_path: Path) -> None:
+    program = Program()
+    start = program.now
+    program.builder.range(place(5, "model", "h.0", graph="outer"), start, start + 40)
+    program.now += 5
+    program.launch(place(10, "other", graph="inner"))
+    path = program.builder.write(tmp_path / "trace.sqlite")
+    assert set(tree(path)) == {"model", "model/h.0"}
+    (inner,) = read_trace(path).trace.work.compiled_launch
+    assert read_launch_range(read_trace(path).trace.names[inner]) == LaunchPlace("inner", 10, ("other",))
+
+
+def test_a_trace_without_compiled_launches_is_left_as_it_is(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("compiled model", 0, 100)
+    builder.range("compiled f0:x model", 10, 90)
+    builder.kernel(20, 5)
+    trace = read_nsys(builder.write(tmp_path / "trace.sqlite"))
+    assert nest_compiled_launches(trace) is trace
+
+
+def test_a_path_of_thousands_of_modules_is_refused(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range(place(1, *(f"m{number}" for number in range(3000))), 0, 100)
+    with pytest.raises(TraceError, match=r"3,000 modules, each within the one before"):
+        nest_compiled_launches(read_nsys(builder.write(tmp_path / "trace.sqlite")))
+
+
+def test_torch_profilers_trace_of_compiled_code_has_the_modules(tmp_path: Path) -> None:
+    annotation = "user_annotation"
+    events = [
+        kineto.thread_name(kineto.AUTOGRAD, "pt_autograd_0"),
+        kineto.row(annotation, "step 0", 0, 1000),
+        kineto.row(annotation, "forward", 10, 300),
+        kineto.row(annotation, "model", 20, 280),
+        kineto.row(annotation, place(10, "model", "h.0", ATTENTION), 30, 10),
+        kineto.launch(32, 1),
+        kineto.row(annotation, place(11, "model", "h.0", MLP), 50, 10),
+        kineto.launch(52, 2),
+        kineto.row(annotation, "backward", 400, 300),
+        kineto.row(annotation, place(20, "model", "h.0", MLP, graph="b0"), 420, 10, kineto.AUTOGRAD),
+        kineto.launch(422, 3, kineto.AUTOGRAD),
+        kineto.row(annotation, place(21, "model", "h.0", ATTENTION, graph="b0"), 440, 10, kineto.AUTOGRAD),
+        kineto.launch(442, 4, kineto.AUTOGRAD),
+        *(kineto.kernel(f"k{one}", 500 + 20 * one, 10, one) for one in range(1, 5)),
+    ]
+    found = tree(kineto.written(tmp_path, events))
+    assert {path: count for path, (_, _, count) in found.items()} == {
+        "step 0": 4,
+        "step 0/forward": 2,
+        "step 0/forward/model": 2,
+        "step 0/forward/model/h.0": 2,
+        "step 0/forward/model/h.0/h.0.attn": 1,
+        "step 0/forward/model/h.0/h.0.mlp": 1,
+        "step 0/backward": 2,
+        "step 0/backward/model": 2,
+        "step 0/backward/model/h.0": 2,
+        "step 0/backward/model/h.0/h.0.mlp": 1,
+        "step 0/backward/model/h.0/h.0.attn": 1,
+    }
