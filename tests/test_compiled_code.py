@@ -8,11 +8,14 @@ import pytest
 
 from profkit.errors import RunError
 from profkit.run.compiled_code import (
+    CapturedGraph,
     CompiledGraph,
     Launch,
     LaunchPlace,
+    NodeRun,
     append_records,
     launch_range,
+    read_captured_graphs,
     read_compiled_code,
     read_launch_range,
 )
@@ -59,3 +62,13 @@ def test_the_name_of_a_launchs_range_says_its_place(place: LaunchPlace) -> None:
 @pytest.mark.parametrize("name", ["compiled", "compiled code", "compiled a:b", "compiled :1", "step 3", ""])
 def test_other_ranges_are_no_launches(name: str) -> None:
     assert read_launch_range(name) is None
+
+
+def test_captured_graphs_stand_in_the_same_file_and_equal_ones_have_one_id(tmp_path: Path) -> None:
+    path = tmp_path / "compiled.jsonl"
+    runs = (NodeRun(2, "kernel", ("forward", "model")), NodeRun(1, "fill"))
+    one, other = CapturedGraph.of(runs), CapturedGraph.of(runs[:1])
+    append_records(path, [one, GRAPH, other, CapturedGraph.of(runs)])
+    assert read_captured_graphs(path) == (one, other)
+    assert read_compiled_code(path) == (GRAPH,)
+    assert one.id != other.id

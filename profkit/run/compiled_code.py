@@ -11,6 +11,13 @@ object a line, written whole or not at all, each with ``kind``; a last line that
 
 In a trace each launch of compiled code lies in a range that `launch_range` names: it leads back to the graph and the
 line here, and it names the modules by itself, so that a trace can be read without this file.
+
+Python does not run when a CUDA graph is replayed. So the file also says of each graph that was captured which ranges
+were open when each of its nodes was made, in the order in which they were made::
+
+    {"kind": "cuda_graph", "id": "9d21c07b4e", "runs": [{"count": 3, "kind": "kernel", "path": ["forward", "model"]}]}
+
+A replay lies in a range that `graph_range` names.
 """
 
 from __future__ import annotations
@@ -18,8 +25,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
 
 from profkit.errors import RunError
 from profkit.run.records import WrongRecord, decode, read_text
@@ -27,6 +35,10 @@ from profkit.run.records import WrongRecord, decode, read_text
 PREFIX = "compiled "
 SHARED = "shared: "
 SEPARATOR = " / "
+GRAPH_PREFIX = "CUDA graph "
+
+NodeKind = Literal["kernel", "copy", "fill", "other"]
+"""What a node of a CUDA graph does when it is replayed; ``other`` leaves no row in a trace."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,38 @@ class LaunchPlace:
     shared: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class NodeRun:
+    """``count`` nodes of a CUDA graph, made one after the other in the ranges ``path``, outermost first."""
+
+    count: int
+    kind: NodeKind
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """What was captured into a CUDA graph: all its nodes, in the order in which they were made.
+
+    ``id`` is made from the nodes, so that equal graphs of all processes share a record. A path holds the ranges that
+    were opened since the capture began.
+    """
+
+    id: str
+    runs: tuple[NodeRun, ...]
+
+    @staticmethod
+    def of(runs: Sequence[NodeRun]) -> CapturedGraph:
+        """Return the record of a graph with these nodes."""
+        content = json.dumps([(run.count, run.kind, run.path) for run in runs])
+        return CapturedGraph(sha256(content.encode()).hexdigest()[:10], tuple(runs))
+
+
+def graph_range(id: str) -> str:
+    """Return the name of the range around a replay of a captured graph."""
+    return GRAPH_PREFIX + id
+
+
 def launch_range(place: LaunchPlace) -> str:
     """Return the name of the range around a launch: ``compiled 3f9a1c22e0:123 model / h.0 / shared: h.0.a + h.0.b``."""
     last = (SHARED + " + ".join(place.shared),) if place.shared else ()
@@ -101,7 +145,7 @@ def read_launch_range(name: str) -> LaunchPlace | None:
     return LaunchPlace(graph, int(line), tuple(path), tuple(shared))
 
 
-def append_records(path: Path, records: Sequence[CompiledGraph]) -> None:
+def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph]) -> None:
     """Add records to the file, each in one write.
 
     Raises:
@@ -118,16 +162,33 @@ def read_compiled_code(path: Path) -> tuple[CompiledGraph, ...]:
     Raises:
         RunError: it cannot be read, or a line other than the last is damaged.
     """
+    return _read(path, CompiledGraph)
+
+
+def read_captured_graphs(path: Path) -> tuple[CapturedGraph, ...]:
+    """Return what a run knows of its CUDA graphs, each once.
+
+    Raises:
+        RunError: it cannot be read, or a line other than the last is damaged.
+    """
+    return _read(path, CapturedGraph)
+
+
+Record = TypeVar("Record", CompiledGraph, CapturedGraph)
+
+
+def _read(path: Path, kind: type[Record]) -> tuple[Record, ...]:
     try:
         lines = read_text(path).splitlines()
     except FileNotFoundError:
         return ()
     except UnicodeDecodeError:
         raise RunError(f"{path}: not UTF-8 text") from None
-    found: dict[str, CompiledGraph] = {}
+    found: dict[str, Record] = {}
     for number, line in enumerate(lines, 1):
         try:
-            record = _read_record(json.loads(line))
+            entry = json.loads(line)
+            record = decode(kind, entry) if isinstance(entry, dict) and entry.get("kind") == _KINDS[kind] else None
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
@@ -138,11 +199,4 @@ def read_compiled_code(path: Path) -> tuple[CompiledGraph, ...]:
     return tuple(found.values())
 
 
-_KINDS: dict[type, str] = {CompiledGraph: "graph"}
-
-
-def _read_record(entry: Any) -> CompiledGraph | None:
-    if not isinstance(entry, dict) or entry.get("kind") not in _KINDS.values():
-        return None
-    graph: CompiledGraph = decode(CompiledGraph, entry)
-    return graph
+_KINDS: dict[type, str] = {CompiledGraph: "graph", CapturedGraph: "cuda_graph"}
