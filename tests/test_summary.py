@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.advice import find_advice
+from profkit.analysis.advice import Advice, find_advice
 from profkit.analysis.module_times import ModuleTime, own_time, time_modules
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Head, Summary
@@ -148,6 +148,20 @@ def test_a_run_is_read_from_the_step_to_what_to_try(
     assert lines["Closed"] == "59,325,701 ns of kernels: every one in a named line"
     assert lines["Try"].startswith("1 torch.compile(model, ")
     assert "at most −77.2" in lines["Try"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ((True, None), "at most −2.000 ms a step and −1.000 KiB"),
+        ((False, None), "about −2.000 ms a step and −1.000 KiB"),
+        ((False, True), "about −2.000 ms a step and at most −1.000 KiB"),
+    ],
+)
+def test_a_proposal_says_of_time_and_of_memory_what_is_a_bound(bounds: tuple[bool, bool | None], said: str) -> None:
+    one = Advice("code", "do it", "because", 2e6, 1024, is_bound=bounds[0], is_bytes_bound=bounds[1])
+    text = render(build_summary_document(Summary("run"), (one,)), "table")
+    assert said in " ".join(text.split())
 
 
 def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(

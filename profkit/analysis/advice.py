@@ -23,10 +23,11 @@ _TIGHT = 0.8
 class Advice:
     """One proposal: what to do and why, what it saves, what it costs, and the command that proves it.
 
-    ``saves_ns`` is per step, ``saves_bytes`` of the peak, or of what is reserved. ``is_bound`` says that no more can be
-    saved, else the figures are estimates. ``share`` is of the step time or of the peak, whichever is larger. ``{name}``
-    in a text stands for one of the ``figures``; its name ends with its unit (``_ns``, ``_bytes``, else a plain number).
-    In the proof ``RUN`` is this run and ``NEW`` one that was recorded with the change.
+    ``saves_ns`` is per step, ``saves_bytes`` of the peak, or of what is reserved. ``is_bound`` says that no more can
+    be saved, else the figures are estimates; ``is_bytes_bound`` the same of ``saves_bytes`` where that differs.
+    ``share`` is of the step time or of the peak, whichever is larger. ``{name}`` in a text stands for one of the
+    ``figures``; its name ends with its unit (``_ns``, ``_bytes``, else a plain number). In the proof ``RUN`` is this
+    run and ``NEW`` one that was recorded with the change.
     """
 
     code: str
@@ -35,6 +36,7 @@ class Advice:
     saves_ns: float | None = None
     saves_bytes: int | None = None
     is_bound: bool = True
+    is_bytes_bound: bool | None = None
     cost: str | None = None
     proof: str = "profkit compare RUN NEW"
     figures: dict[str, float] = field(default_factory=dict)
@@ -192,8 +194,10 @@ def _attention(summary: Summary) -> Advice | None:
         "F.scaled_dot_product_attention",
         "attention is written out: {time_ns} without its products" + (", and it keeps {held_bytes}" if held else ""),
         saves_ns=time_ns,
+        # They keep queries, keys, values and the output as well, which the fused kernel keeps too.
         saves_bytes=held or None,
         is_bound=False,
+        is_bytes_bound=True,
         figures={"time_ns": time_ns, "held_bytes": held},
     )
 

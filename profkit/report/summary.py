@@ -338,12 +338,12 @@ def _fill(text: str, one: Advice) -> str:
 
 
 def _effect(one: Advice) -> str:
-    word = "at most" if one.is_bound else "about"
-    saved = [
-        *([f"−{_time(one.saves_ns)} a step"] if one.saves_ns else []),
-        *([f"−{format_bytes(one.saves_bytes)}"] if one.saves_bytes else []),
-    ]
-    return f"{word} {' and '.join(saved)}"
+    of_time = "at most" if one.is_bound else "about"
+    of_bytes = "at most" if one.is_bytes_bound or (one.is_bound and one.is_bytes_bound is None) else "about"
+    saved = [f"{of_time} −{_time(one.saves_ns)} a step"] if one.saves_ns else []
+    if one.saves_bytes:
+        saved.append(f"{'' if saved and of_bytes == of_time else of_bytes + ' '}−{format_bytes(one.saves_bytes)}")
+    return " and ".join(saved)
 
 
 def _closed(summary: Summary) -> Iterator[tuple[str, str]]:

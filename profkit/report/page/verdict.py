@@ -46,6 +46,13 @@ def build_verdict(document: Document, name: str, against: str = "") -> dict[str,
     return {"lines": [line for line in lines if line["label"] not in _ELSEWHERE]}
 
 
+def _say_bound(one: Mapping[str, Any]) -> str:
+    word = "at most" if one["is_bound"] else "about"
+    if one["is_bytes_bound"] is None or one["is_bytes_bound"] == one["is_bound"] or not one["saves_bytes"]:
+        return word
+    return f"{word}; memory at most" if one["is_bytes_bound"] else f"{word}; memory about"
+
+
 def build_advice(advice: Sequence[Mapping[str, Any]], run: str) -> dict[str, Any]:
     """Return a table of what would help, the largest effect first: what it saves, what it costs, how to prove it."""
     columns = (
@@ -60,7 +67,7 @@ def build_advice(advice: Sequence[Mapping[str, Any]], run: str) -> dict[str, Any
     rows = [
         {
             **one,
-            "bound": "at most" if one["is_bound"] else "about",
+            "bound": _say_bound(one),
             "proof": str(one["proof"]).replace("RUN", shlex.quote(run), 1),
         }
         for one in advice
