@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.step_slices import MOST_SLICES, slice_median_step
@@ -20,9 +21,10 @@ from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table, without_folders
 from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
-from profkit.report.page.segments import merge_blocks
+from profkit.report.page.segments import build_segments, merge_blocks
 from profkit.report.units import format_bytes
-from tests.allocator_reference import MIB
+from profkit.snapshot.reader import build_snapshot
+from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.browser import open_page, read_table
 from tests.captures import capture
 from tests.conftest import ROOT
@@ -362,10 +364,27 @@ def test_the_chart_holds_the_peak_and_every_colouring_adds_up_to_it(page: Any, r
     }"""
     )
     assert set(sums) == {told["allocated"]["peak_bytes"]}
-    unused = {row["what"]: row for row in read_table(page, "memory-unused")}
-    assert int(unused["unused"]["at_bytes"]) == told["fragmentation"]["free_bytes"]
-    assert int(unused["unused"]["end_bytes"]) == told["fragmentation"]["end_free_bytes"]
-    assert unused["largest unused piece"]["at_bytes"] == ""  # unknown is not 0
+
+
+@pytest.mark.browser
+def test_the_segments_at_both_moments_close_and_are_those_of_the_command(page: Any, run: Path) -> None:
+    told = printed("memory", run)
+    rows = {row["what"]: row for row in read_table(page, "memory-unused")}
+    for moment in ("at_bytes", "end_bytes"):
+        held, allocated, pending, unused, releasable, torn = [int(row[moment]) for row in list(rows.values())[:6]]
+        assert held == allocated + pending + unused
+        assert unused == releasable + torn
+    some = told["fragmentation"]
+    assert int(rows["held from CUDA"]["at_bytes"]) == told["peak"]["reserved_bytes"]
+    assert int(rows["allocated"]["at_bytes"]) == told["allocated"]["peak_bytes"]
+    assert int(rows["cached but unused"]["at_bytes"]) == some["free_bytes"]
+    assert int(rows["cached but unused"]["end_bytes"]) == some["end_free_bytes"]
+    assert int(rows["largest unused piece"]["at_bytes"]) == some["largest_free_bytes"]
+    assert int(rows["largest unused piece"]["end_bytes"]) == some["end_largest_free_bytes"]
+    heads = page.locator(".segment.heads strong").all_inner_texts()
+    assert f"unused in {some['free_blocks']} piece" in heads[0]
+    assert f"unused in {some['end_free_blocks']} piece" in heads[1]
+    assert page.locator(".segments svg rect").count() > 2 * 5
 
 
 def test_the_memory_under_other_settings_is_that_of_the_command(page_file: Path, run: Path) -> None:
@@ -552,8 +571,20 @@ def test_very_many_modules_are_joined_quickly_enough() -> None:
 
 
 def test_a_segment_of_very_many_blocks_is_drawn_with_few() -> None:
-    blocks = [(4 * MIB * number, 4 * MIB, number % 2 == 0) for number in range(5_000)]
-    drawn = merge_blocks(blocks, 5_000 * 4 * MIB)
+    blocks = [(4 * MIB * number, 4 * MIB, "parameters", number) for number in range(5_000)]
+    drawn = merge_blocks(blocks, 5_000 * 4 * MIB, lambda row: f"weight {row}")
     assert len(drawn) <= 800
     assert drawn[0]["left"] == 0
     assert drawn[-1]["left"] + drawn[-1]["width"] == pytest.approx(100)
+    assert drawn[0]["text"].endswith("parameters; weight 0")
+
+
+def test_segments_that_the_history_contradicts_are_not_drawn(tmp_path: Path) -> None:
+    allocator = ReferenceAllocator()
+    allocator.record()
+    allocator.malloc(8 * MIB)
+    allocator._note("alloc", 2**40, MIB, 0)
+    opened = OpenedSnapshot(build_snapshot(tmp_path / "odd.pickle", allocator.snapshot()))
+    view = build_segments(opened.device(), opened.memory())
+    assert "not known" in view["heads"][0]
+    assert view["table"]["rows"][4][1] == {"text": "–", "value": "", "title": ""}  # unknown is not 0

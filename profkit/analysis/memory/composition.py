@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from profkit.allocator.history import History
+from profkit.allocator.layout import lay_out
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.parts import (
@@ -104,6 +105,10 @@ class Fragmentation:
     """Of the reserved bytes."""
     padding_bytes: int
     """Allocated beyond what was requested: rounding, and rests too small to split off. Shown as lost to rounding."""
+    free_blocks: int | None
+    """In how many pieces the free bytes were; this and the next two are None where the history contradicts itself."""
+    largest_free_bytes: int | None
+    releasable_bytes: int | None
     end_free_bytes: int
     end_free_blocks: int
     end_largest_free_bytes: int
@@ -261,6 +266,7 @@ def measure_fragmentation(history: History, moment: int) -> Fragmentation:
     is_free = blocks.state == INACTIVE
     is_whole = is_free & (blocks.size_bytes == segments.size_bytes[blocks.segment])
     is_releasable = np.where(segments.is_expandable[blocks.segment], is_free, is_whole)
+    layout = lay_out(history, moment)
     return Fragmentation(
         reserved_bytes=reserved,
         allocated_bytes=allocated,
@@ -268,6 +274,9 @@ def measure_fragmentation(history: History, moment: int) -> Fragmentation:
         free_bytes=free,
         free_share=free / reserved if reserved else 0.0,
         padding_bytes=max(allocated - int(replay.requested_bytes[is_live].sum()), 0),
+        free_blocks=None if layout is None else len(layout.free_blocks),
+        largest_free_bytes=None if layout is None else int(layout.free_blocks.max(initial=0)),
+        releasable_bytes=None if layout is None else layout.releasable_bytes,
         end_free_bytes=int(blocks.size_bytes[is_free].sum()),
         end_free_blocks=int(np.count_nonzero(is_free)),
         end_largest_free_bytes=int(blocks.size_bytes[is_free].max(initial=0)),

@@ -109,6 +109,7 @@ def build_memory(
         "peak_bytes": int(bins.allocated[bins.peak]),
         "tables": build_tables(result, source),
         "segments": build_segments(memory, result),
+        "colours": CATEGORY_COLOURS,
     }
 
 

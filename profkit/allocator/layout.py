@@ -1,0 +1,113 @@
+"""How reserved memory is divided into blocks at a moment: what is in use, what is cached, and where it is torn."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from profkit.allocator.history import History
+from profkit.allocator.start import find_regions
+from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Device, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The segments of one device at one moment, by address, and the blocks that fill them without a gap.
+
+    Pages of an expandable segment that lie next to each other count as one segment. ``segment`` is each block's row
+    among the segments, and ``row`` its allocation, a row of the replay; -1 for free memory, and where none is known.
+    """
+
+    segment_address: Ints
+    segment_bytes: Ints
+    is_expandable: npt.NDArray[np.bool_]
+    address: Ints
+    size_bytes: Ints
+    state: Ints
+    segment: Ints
+    row: Ints
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return what PyTorch held from CUDA."""
+        return int(self.segment_bytes.sum())
+
+    def bytes_in(self, state: int) -> int:
+        """Return the bytes of all blocks in one state: ``ALLOCATED``, ``PENDING`` or ``INACTIVE``."""
+        return int(self.size_bytes[self.state == state].sum())
+
+    @property
+    def free_blocks(self) -> Ints:
+        """Return the sizes of the free blocks."""
+        sizes: Ints = self.size_bytes[self.state == INACTIVE]
+        return sizes
+
+    @property
+    def releasable_bytes(self) -> int:
+        """Return what ``empty_cache()`` would give back: segments without a block in use.
+
+        Of expandable segments it is an estimate: all that is free, although only whole pages can be unmapped.
+        """
+        is_free = self.state == INACTIVE
+        is_whole = is_free & (self.size_bytes == self.segment_bytes[self.segment])
+        return int(self.size_bytes[np.where(self.is_expandable[self.segment], is_free, is_whole)].sum())
+
+
+def lay_out(history: History, moment: int) -> Layout | None:
+    """Return how memory lay at a moment on the curves; None if the recorded blocks do not fit into the segments."""
+    replay = history.replay
+    used = np.flatnonzero((replay.birth < moment) & (replay.completed >= moment))
+    state = np.where(replay.freed[used] >= moment, ALLOCATED, PENDING)
+    return _fill(history.device, moment, np.stack([replay.address[used], replay.size_bytes[used], state, used]))
+
+
+def lay_out_end(history: History) -> Layout | None:
+    """Return how memory lay when recording ended, as the snapshot itself lists it; None if its blocks do not fit."""
+    blocks, replay = history.device.blocks, history.replay
+    live = np.flatnonzero(replay.completed == replay.event_count)
+    row_at = dict(zip(replay.address[live].tolist(), live.tolist(), strict=True))
+    used = blocks.state != INACTIVE
+    rows = np.array([row_at.get(address, -1) for address in blocks.address[used].tolist()], dtype=np.int64)
+    columns = (blocks.address[used], blocks.size_bytes[used], blocks.state[used], rows)
+    return _fill(history.device, replay.event_count, np.stack(columns))
+
+
+def _fill(device: Device, moment: int, used: Ints) -> Layout | None:
+    """Return the segments of a moment, each filled with the blocks in use and the free memory between them.
+
+    ``used`` holds the address, size, state and row of each block in use, in this order.
+    """
+    plain, mapped = find_regions(device, Counter(), moment)
+    regions = sorted(
+        [(begin, begin + length, False) for begin, length in plain.items()] + [(*one, True) for one in mapped]
+    )
+    address, size, state, row = used[:, np.argsort(used[0], kind="stable")].tolist()
+    found: list[tuple[int, int, int, int, int]] = []
+    covered = 0
+    for number, (begin, end, _) in enumerate(regions):
+        first, last = bisect_left(address, begin), bisect_left(address, end)
+        covered += last - first
+        at = begin
+        for block in range(first, last):
+            if address[block] < at or address[block] + size[block] > end:
+                return None
+            found += _gap(at, address[block], number)
+            found.append((address[block], size[block], state[block], number, row[block]))
+            at = address[block] + size[block]
+        found += _gap(at, end, number)
+    if covered != len(address):
+        return None
+    blocks = np.array(found, dtype=np.int64).reshape(-1, 5)
+    extents = np.array([(begin, end - begin) for begin, end, _ in regions], dtype=np.int64).reshape(-1, 2)
+    is_expandable = np.array([kind for _, _, kind in regions], dtype=np.bool_)
+    return Layout(extents[:, 0], extents[:, 1], is_expandable, *blocks.T)
+
+
+def _gap(begin: int, end: int, segment: int) -> Iterator[tuple[int, int, int, int, int]]:
+    if begin < end:
+        yield begin, end - begin, INACTIVE, segment, -1
