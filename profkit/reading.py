@@ -54,7 +54,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         UsageError: there is no such rank.
     """
     from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
-    from profkit.analysis.compiled_ranges import nest_compiled_launches
+    from profkit.analysis.compiled_ranges import explain_no_modules, nest_compiled_launches
     from profkit.analysis.opened_trace import OpenedTrace
     from profkit.analysis.ranks import find_ranks
     from profkit.trace.first_steps import begin_at
@@ -68,6 +68,8 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     else:
         trace, known, rank_of_pid = _read_trace(path), UNKNOWN_RUN, {}
     trace = nest_compiled_launches(trace)
+    if run is not None and trace.work.compiled_launch is None and (why := explain_no_modules(run.manifest)) is not None:
+        trace = replace(trace, notes=(*trace.notes, why))
     if run is not None and run.manifest.first_step is not None:
         trace = begin_at(trace, step_range(run.manifest.first_step))
     ranks = find_ranks(trace, rank_of_pid)

@@ -16,9 +16,10 @@ is what the program called.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +38,16 @@ from profkit.trace.columns import (
     rows_by_value,
     take_rows,
 )
+
+if TYPE_CHECKING:
+    from profkit.run.manifest import Manifest
+
+INDUCTOR = "inductor"
+"""What Dynamo calls the backend whose launches are known."""
+
+_FIRST_TORCH = (2, 10)
+"""The first torch that says, at each launch that Inductor writes, what it was made of."""
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 
 
 def nest_compiled_launches(trace: Trace) -> Trace:
@@ -73,6 +84,26 @@ def nest_compiled_launches(trace: Trace) -> Trace:
         name: np.concatenate([getattr(part, name) for part in (kept, *new)]) for name in array_columns(kept)
     }
     return replace(trace, names=names.strings, work=work, ranges=replace(kept, **columns, payload=payload))
+
+
+def explain_no_modules(manifest: Manifest) -> str | None:
+    """Return why the kernels of a run's compiled code lie under no modules; None if nothing was compiled.
+
+    To be asked of a run whose trace holds no ranges around compiled launches.
+    """
+    compiled = None if manifest.conditions is None else manifest.conditions.compiled
+    if compiled is None or not compiled.graphs or manifest.workload.annotate is False:
+        return None
+    what = "this run is compiled, and its kernels count for the phase or the compiled module:"
+    backends = {str(one.get("backend")) for one in compiled.backends}
+    if backends and INDUCTOR not in backends:
+        return f"{what} modules are only known of code that Inductor made, not {', '.join(sorted(backends))}"
+    torch = manifest.versions.get("torch") or ""
+    version = _VERSION.match(torch)
+    if version is not None and (int(version[1]), int(version[2])) < _FIRST_TORCH:
+        needed = ".".join(map(str, _FIRST_TORCH))
+        return f"{what} torch {torch} does not say which modules they compute for; torch {needed} does"
+    return f"{what} it was recorded without the ranges that name the modules; record it again to have them"
 
 
 def is_shared(name: str) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,21 +17,24 @@ from profkit.analysis.attribution import (
     warn_of_placement,
 )
 from profkit.analysis.categories import categorize
+from profkit.analysis.compiled_sources import KernelSource, SharedKernels, find_shared, find_sources
 from profkit.analysis.intervals import busy_ns, union_ns
+from profkit.analysis.module_times import modules_of_ranges
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.range_paths import kind_paths
 from profkit.analysis.ranks import RankRow, Ranks, compare_ranks, slowest_rank
-from profkit.analysis.selection import Instances, KernelFilter, RangeEvidence, choose_work
+from profkit.analysis.selection import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.analysis.steps import count_in_warmup, count_steps
 from profkit.errors import TraceError, UsageError
 from profkit.findings import Finding
+from profkit.run.compiled_code import CompiledGraph
 from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-Grouping = Literal["kernel", "category", "range", "operator"]
+Grouping = Literal["kernel", "category", "module", "range", "operator"]
 
 _PLACELESS = {
     OUTSIDE: "(outside every range)",
@@ -99,7 +102,9 @@ class KernelsResult(NotebookResult):
     are those left by the filters, with a device those that have work on it; ``outermost_instances`` of them lie in no
     other: a time or count per instance is over these. ``ranks`` has a row for each rank of a distributed run, known by
     ``rank_evidence``; the slowest is the one with the most kernel time outside communication. ``steps`` is in how many
-    measured steps all of this work ran, None where some of it ran in none.
+    measured steps all of this work ran, None where some of it ran in none. ``shared`` is what compiled code computes
+    for the range's modules and others together, which is not under the range. ``sources`` are where the kernels of
+    compiled code come from, None if that was not asked for.
     """
 
     trace: str
@@ -126,6 +131,8 @@ class KernelsResult(NotebookResult):
     rank_evidence: str | None = None
     slowest_rank: int | None = None
     steps: int | None = None
+    shared: SharedKernels | None = None
+    sources: tuple[KernelSource, ...] | None = None
 
     @property
     def total_ns(self) -> int:
@@ -135,8 +142,9 @@ class KernelsResult(NotebookResult):
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
         data = asdict(self)
-        if self.per_instance is None:
-            del data["per_instance"]
+        for name in ("per_instance", "shared", "sources"):
+            if data[name] is None:
+                del data[name]
         return data
 
     def to_pandas(self) -> pd.DataFrame:
@@ -151,8 +159,11 @@ def summarize_kernels(
     *,
     by: Grouping = "kernel",
     per_instance: bool = False,
+    compiled_code: Mapping[str, CompiledGraph] | None = None,
 ) -> KernelsResult:
     """Return which kernels spent the time under a range, or in the whole capture.
+
+    With ``compiled_code``, what the run knows of it by the graphs' ids, it also says where its kernels come from.
 
     Raises:
         TraceError: the trace recorded no GPU work, or has no ranges while one is asked for.
@@ -201,7 +212,17 @@ def summarize_kernels(
         rank_evidence=ranks.evidence,
         slowest_rank=None if slowest is None else slowest.rank,
         steps=count_steps(attribution, rows),
+        shared=_find_shared(attribution, wanted, chosen),
+        sources=None if compiled_code is None else find_sources(attribution, rows, compiled_code),
     )
+
+
+def _find_shared(attribution: Attribution, wanted: KernelFilter, chosen: Chosen) -> SharedKernels | None:
+    """Return what the range's modules share with others; None of one instance, for which that is unknown."""
+    if wanted.range is None or chosen.instances is None or wanted.instance is not None:
+        return None
+    others = choose_work(attribution, replace(wanted, range=None)).rows & ~chosen.rows
+    return find_shared(attribution, wanted.range, chosen.instances.members, others)
 
 
 def explain_no_work(trace: Trace) -> str:
@@ -351,13 +372,13 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
     """Return each chosen row's group, and what gives a group its name and category."""
     trace = attribution.trace
     name = trace.work.name[chosen]
-    if by == "range":
+    if by in ("range", "module"):
         placed = attribution.work
         innermost = placed.innermost[chosen]
         # Below the ranges' own numbers, one for each reason why work has none.
         place = np.where(innermost >= 0, innermost, -1 - placed.verdict[chosen])
         ids, inverse = np.unique(place, return_inverse=True)
-        kinds = kind_paths(attribution)
+        kinds = kind_paths(attribution) if by == "range" else modules_of_ranges(attribution)
         paths = [kinds[i] if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
         distinct = sorted(set(paths))
         number = {path: at for at, path in enumerate(distinct)}

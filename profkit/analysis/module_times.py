@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.range_paths import split_path
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.range_paths import build_nodes, split_path
 from profkit.analysis.steps import is_warmup
 from profkit.names import BACKWARD, PHASES, RECOMPUTE, REPLICA, kind_of
 from profkit.trace.columns import distinct_values
+
+if TYPE_CHECKING:
+    from profkit.analysis.opened_trace import OpenedTrace
 
 _OPTIMIZERS = "Optimizer."
 """How torch's own ranges around an optimizer's calls begin."""
 _NCCL = "nccl"
 """The domain of NCCL's own ranges around collectives."""
+_CCCL = "CCCL"
+"""The domain of the ranges that CUDA's C++ libraries open around their algorithms."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
         at = next((n for n, part in enumerate(parts) if part in PHASES), None)
         if at is None or row.name == REPLICA or any(map(is_warmup, parts)):
             continue
-        if row.name.startswith(_OPTIMIZERS) or _NCCL in row.domain.lower():
+        if _is_of_library(row.name, row.domain):
             continue
         _add(sums, parts[at], [part for part in parts[at + 1 :] if part != REPLICA], row.kernel_time_ns)
     names = {opened.trace.names[index] for index in distinct_values(opened.trace.ranges.name).tolist()}
@@ -71,6 +77,33 @@ def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
         ModuleTime(name, one.parent, max(numbers.get(name, 1), 1), one.forward_ns, one.backward_ns, one.recompute_ns)
         for name, one in sums.items()
     )
+
+
+def modules_of_ranges(attribution: Attribution) -> list[str]:
+    """Return the module that each range's own work counts for: the innermost, siblings of one kind as one.
+
+    Work of a phase that lies in none of its modules counts for ``(no module: backward)``.
+    """
+    nodes = build_nodes(attribution, numbered=False)
+    labels = [_module_of(names, nodes.labels, nodes.parent, node) for node, names in enumerate(nodes.names_above())]
+    return [labels[node] for node in nodes.of_range.tolist()]
+
+
+def _module_of(names: Sequence[str], labels: Sequence[tuple[str, str]], parent: Sequence[int], node: int) -> str:
+    """Return the module of one node of the tree, whose ``names`` are those from the top down to its own."""
+    phase = next((at for at, name in enumerate(names) if name in PHASES), None)
+    for at in range(len(names) - 1, -1 if phase is None else phase, -1):
+        name, domain = labels[node]
+        is_module = name not in (RECOMPUTE, REPLICA) and domain != _CCCL and not _is_of_library(name, domain)
+        if phase is not None and is_module:
+            return names[at]
+        node = parent[node]
+    return f"(no module: {names[-1 if phase is None else phase]})"
+
+
+def _is_of_library(name: str, domain: str) -> bool:
+    """Return whether torch or NCCL opened a range for itself."""
+    return name.startswith(_OPTIMIZERS) or _NCCL in domain.lower()
 
 
 def own_time(modules: Sequence[ModuleTime], module: str) -> ModuleTime | None:

@@ -84,6 +84,7 @@ class OpenedTrace:
         device: int | None = None,
         by: Grouping = "kernel",
         per_instance: bool = False,
+        explain: bool = False,
     ) -> KernelsResult:
         """Return which kernels spent the time, under ``range`` or in the whole capture.
 
@@ -96,16 +97,22 @@ class OpenedTrace:
             instance: only the n-th instance, counted from 0 in order of start.
             process: only this operating-system pid.
             device: only this GPU, by its number in the trace.
-            by: one line per kernel name, category, innermost range, or (of a torch.profiler trace) innermost operator.
+            by: one line per kernel name, category, module, innermost range, or (of a torch.profiler trace) innermost
+                operator.
             per_instance: also return one row per instance.
+            explain: also return where the kernels of compiled code come from (``sources``).
 
         Raises:
             TraceError: there is no GPU work, or there are no ranges to choose from.
+            RunError: the run's file about its compiled code cannot be read.
             UsageError: an unknown range (the message has the nearest names), process, device or instance, or ``by`` is
                 the operator and the trace does not record it.
         """
         wanted = KernelFilter(range, exclude, instance, process, device, self.rank)
-        return summarize_kernels(self.attribution, wanted, self.ranks, by=by, per_instance=per_instance)
+        code = None if not explain else {} if self.run is None else self.run.compiled_code
+        return summarize_kernels(
+            self.attribution, wanted, self.ranks, by=by, per_instance=per_instance, compiled_code=code
+        )
 
     def phases(self, within: str = "") -> list[KernelsResult]:
         """Return a result per standard phase (forward, loss, …) that the trace has, without those in ``warmup``.

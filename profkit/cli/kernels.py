@@ -53,7 +53,7 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 )
 @click.option("--sort", type=click.Choice(SORTS), default="total", show_default=True, help="The order of the lines.")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N lines (default {_DEFAULT_TOP}).")
-@click.option("--explain", is_flag=True, help="Show the rule that gave each kernel its category.")
+@click.option("--explain", is_flag=True, help="Show the rule behind each category, and what compiled kernels compute.")
 @click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do.")
 @click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the table as a bar chart.")
@@ -103,6 +103,7 @@ def kernels(
             device=device,
             by=by,
             per_instance=per_instance,
+            explain=explain,
         )
         check = opened.self_check
     if top is None and style in _FOR_PEOPLE:

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from profkit.analysis.categories import categorize
+from profkit.analysis.compiled_sources import KernelSource
 from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.analysis.range_paths import split_path
 from profkit.findings import Finding
-from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.ranks import are_compared, rank_cells, rank_columns, rank_head, rank_table, sum_ranks
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
@@ -19,6 +20,8 @@ _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_
 SORTS = tuple(_SORTS)
 
 _EXACT = tuple(key for key in KernelRow.__dataclass_fields__ if key != "per_rank_ns")
+_MOST_LINES = 3
+"""As many shared lines are named; `profkit ranges` lists all."""
 _RANKS_BESIDE_CATEGORY = 2
 """With more ranks than these a screen has no room for the category."""
 
@@ -62,6 +65,7 @@ def build_kernels_document(
     parts += [rank_table(result, steps)] if are_compared(result) else []
     parts += [table, *instances]
     parts += [_rule_table(result, shown, full_names=full_names)] if explain else []
+    parts += _source_parts(result, shown, steps, full_names=full_names)
     parts.append(Lines(_books(result, steps)))
     data = result.to_dict() | {"kernels": [_exact_row(result, row, explain) for row in shown]}
     data["rest"] = None if rest is None else asdict(rest)
@@ -119,10 +123,18 @@ def _head(result: KernelsResult, steps: int | None) -> list[str]:
     times = [(time_name, result.total_ns), ("GPU busy", result.busy_ns), (open_name, result.wall_ns)]
     if result.measure == "cpu-operator":
         times[1] = ("busy", result.busy_ns)
-    return [
+    lines = [
         f"{subject(result)}: {count_line(result, steps)}",
         "   ".join(f"{name} {each(value)}" for name, value in times),
     ]
+    if result.shared is not None:
+        names = [f"{name!r}" for name in result.shared.lines]
+        more = f" and {len(names) - _MOST_LINES} more" if len(names) > _MOST_LINES else ""
+        lines.append(
+            f"and {each(result.shared.total_ns)} in kernels that it shares with other modules, not counted here:"
+            f" {', '.join(names[:_MOST_LINES])}{more}"
+        )
+    return lines
 
 
 def _books(result: KernelsResult, steps: int | None) -> list[str]:
@@ -259,6 +271,47 @@ def _rule_table(result: KernelsResult, rows: Sequence[KernelRow], *, full_names:
     )
     title = "Why each kernel has its category: the first rule that matches its full name"
     return Table(columns, [_exact_row(result, row, explain=True) for row in rows], title)
+
+
+def _source_parts(
+    result: KernelsResult, rows: Sequence[KernelRow], steps: int | None, *, full_names: bool
+) -> list[Table | Lines]:
+    """Return what the kernels of compiled code compute, those that are shown in the table of kernels."""
+    shown = {row.name for row in rows}
+    sources = [one for one in result.sources or () if one.kernel in shown]
+    if not sources:
+        return []
+    columns = (
+        Column("total_ns", "total" if steps is None else "per step", ns_over(steps)),
+        Column("kernel", "kernel", _name_unit(result, full_names), flexible=True),
+        Column("computes", "computes", TEXT, flexible=True),
+        Column("lines", "lines", TEXT, flexible=True),
+        Column("modules", "modules", TEXT, flexible=True),
+    )
+    cells: list[Row] = [
+        {
+            "total_ns": one.total_ns,
+            "kernel": one.kernel,
+            "computes": UNKNOWN if one.operators is None else _computes(one),
+            "lines": UNKNOWN if one.lines is None else ", ".join(one.lines) or "none",
+            "modules": " + ".join(one.modules) or "none (made by the compiler)",
+        }
+        for one in sources
+    ]
+    parts: list[Table | Lines] = [
+        Table(columns, cells, "What the kernels of compiled code compute, and for which modules")
+    ]
+    unknown = sum(one.launch is None for one in sources)
+    if unknown:
+        who = f"operators and lines of {unknown} of {len(sources)} are unknown"
+        parts.append(Lines([f"{who}: no compiled.jsonl next to this trace knows them"]))
+    return parts
+
+
+def _computes(source: KernelSource) -> str:
+    """Return the operators of a launch; of a library's function, the call before them."""
+    operators = ", ".join(source.operators or ())
+    return f"{source.launch}: {operators}" if source.is_extern and operators else operators or str(source.launch)
 
 
 def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, totals: bool) -> Table:

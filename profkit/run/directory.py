@@ -22,6 +22,7 @@ from profkit.run.records import read_text
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
     from profkit.run.ceilings import Ceilings
+    from profkit.run.compiled_code import CompiledGraph
     from profkit.run.manifest import Manifest
     from profkit.run.work import RunWork
 
@@ -80,6 +81,19 @@ class Run:
         from profkit.run.work import read_work
 
         return read_work(self.path / WORK) if (self.path / WORK).exists() else None
+
+    @cached_property
+    def compiled_code(self) -> dict[str, CompiledGraph]:
+        """What is known of the compiled code that ran, by the graphs' ids: those of all ranks.
+
+        Raises:
+            RunError: a file cannot be read.
+        """
+        from profkit.run.compiled_code import read_compiled_code
+
+        stem, _, suffix = COMPILED.partition(".")
+        files = [self.path / COMPILED, *sorted(self.path.glob(f"{stem}.rank*.{suffix}"))]
+        return {graph.id: graph for file in files for graph in read_compiled_code(file)}
 
     @cached_property
     def ceilings(self) -> Ceilings | None:

@@ -1,0 +1,143 @@
+"""What commands say of the kernels of compiled code: their modules, what they compute, and what modules share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from profkit import read_trace
+from profkit.run.compiled_code import CompiledGraph, Launch, append_records
+from tests.in_process import run_command
+from tests.nsys_builder import NsysBuilder
+from tests.test_compiled_ranges import ATTENTION, MLP, whole_run
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+FORWARD = CompiledGraph(
+    "f0",
+    "cabc",
+    "2.11.0",
+    "Model.forward model.py:20",
+    is_backward=False,
+    launches=(
+        Launch(10, "extern_kernels.mm", is_extern=True, operators=("aten.mm",), lines=("model.py:5 forward",)),
+        Launch(12, "triton_poi_0", is_extern=False, operators=("aten.gelu", "aten.add"), lines=("model.py:7 forward",)),
+    ),
+)
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"status": "complete"}))
+    whole_run(folder)
+    append_records(folder / "compiled.jsonl", [FORWARD])
+    return folder
+
+
+def test_kernels_by_module_are_those_of_both_passes(tmp_path: Path) -> None:
+    found = read_trace(whole_run(tmp_path)).kernels(by="module")
+    assert {row.name: (row.total_ns, row.count) for row in found.kernels} == {
+        "h.*.attn": (120, 12),
+        MLP: (40, 4),
+        "shared: h.0.attn + h.0.mlp": (20, 2),
+        "model": (40, 4),
+        "(no module: step *)": (14, 2),
+    }
+    assert sum(row.total_ns for row in found.kernels) == found.total_ns == 234
+
+
+def test_explain_shows_operators_lines_and_modules(run_directory: Path) -> None:
+    found = read_trace(run_directory).kernels("forward", explain=True)
+    assert found.sources is not None
+    assert {(one.launch, one.operators, one.lines, one.modules, one.count, one.total_ns) for one in found.sources} == {
+        ("extern_kernels.mm", ("aten.mm",), ("model.py:5 forward",), ("h.*.attn",), 2, 20),
+        ("triton_poi_0", ("aten.gelu", "aten.add"), ("model.py:7 forward",), ("h.*.attn", "h.*.mlp"), 2, 20),
+        (None, None, None, ("h.*.attn",), 4, 40),
+        (None, None, None, ("h.*.attn",), 2, 20),  # the second kernel of line 11
+        (None, None, None, ("h.*.mlp",), 2, 20),
+        (None, None, None, ("model",), 2, 20),
+        (None, None, None, (), 2, 20),
+    }
+    assert sum(one.total_ns for one in found.sources) == found.total_ns
+    text = run_command("kernels", run_directory, "--range", "forward", "--explain", "--full-names", "--totals").stdout
+    assert "extern_kernels.mm: aten.mm" in text
+    assert "model.py:7 forward" in text
+    assert "h.*.attn + h.*.mlp" in text
+    assert "none (made by the compiler)" in text
+
+
+def test_explain_says_what_a_trace_outside_its_run_lacks(tmp_path: Path) -> None:
+    path = whole_run(tmp_path)
+    text = " ".join(run_command("kernels", path, "--explain").stdout.split())
+    assert "no compiled.jsonl next to this trace knows them" in text
+    assert "shared" not in json.loads(run_command("kernels", path, "--format", "json").stdout)
+
+
+def test_explain_of_a_capture_without_compiled_code_says_nothing_of_it(profkit: Run, trace: Path) -> None:
+    assert "compiled" not in profkit("kernels", trace, "--explain").stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "own_ns", "shared_ns"),
+    [
+        (MLP, 40, 20),
+        (ATTENTION, 80, 20),
+        (f"forward/model/h.0/{MLP}", 20, 20),
+        (f"backward/model/h.0/{MLP}", 20, None),
+        ("h.0", 140, None),
+        ("h.1.attn", 40, None),
+        ("shared: h.0.attn + h.0.mlp", 20, None),
+    ],
+)
+def test_a_module_holds_its_own_kernels_and_says_what_it_shares(
+    tmp_path: Path, asked: str, own_ns: int, shared_ns: int | None
+) -> None:
+    found = read_trace(whole_run(tmp_path)).kernels(asked)
+    assert found.total_ns == own_ns
+    assert (None if found.shared is None else found.shared.total_ns) == shared_ns
+
+
+def test_what_is_excluded_is_not_shared_either(tmp_path: Path) -> None:
+    found = read_trace(whole_run(tmp_path)).kernels(MLP, exclude="step 0")
+    assert found.shared is not None
+    assert found.shared.total_ns == 10
+
+
+def test_the_table_of_a_module_says_what_it_shares(tmp_path: Path) -> None:
+    text = run_command("kernels", whole_run(tmp_path), "--range", MLP, "--totals").stdout
+    assert "and 20 ns in kernels that it shares with other modules, not counted here:" in text
+    assert "'shared: h.0.attn + h.0.mlp'" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("torch", "backend", "said"),
+    [
+        ("2.8.0+cu128", "inductor", "torch 2.8.0+cu128 does not say which modules"),
+        ("2.11.0+cu130", "inductor", "record it again"),
+        ("2.11.0+cu130", "aot_eager", "only known of code that Inductor made"),
+    ],
+)
+def test_a_compiled_run_without_launch_ranges_says_why(tmp_path: Path, torch: str, backend: str, said: str) -> None:
+    compiled = {"graphs": 2, "backends": [{"backend": backend, "options": {}}]}
+    manifest = {"status": "complete", "versions": {"torch": torch}, "conditions": {"compiled": compiled}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    builder = NsysBuilder()
+    builder.range("forward", 0, 100)
+    builder.kernel(10, 5)
+    builder.write(tmp_path / "trace.sqlite")
+    for command in ("kernels", "ranges", "efficiency"):
+        warned = " ".join(run_command(command, tmp_path).stderr.split())
+        assert warned.count("this run is compiled") == 1
+        assert said in warned
+
+
+def test_a_compiled_run_with_launch_ranges_says_nothing_of_it(run_directory: Path) -> None:
+    manifest = {"status": "complete", "versions": {"torch": "2.11"}, "conditions": {"compiled": {"graphs": 2}}}
+    (run_directory / "manifest.json").write_text(json.dumps(manifest))
+    assert "compiled" not in run_command("ranges", run_directory).stderr
