@@ -67,6 +67,32 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Holder:
+    """What holds memory from a line of the generated file on: the result of one operator of the program.
+
+    ``launch`` is the line of the launch that writes it. ``module`` is whose result it is, by the names of
+    ``Launch.modules``, and ``source`` the program's line; None where they are not known.
+    """
+
+    line: int
+    launch: int | None = None
+    module: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Memory that generated code allocates at ``line``, and what holds it one after another: Inductor reuses memory.
+
+    ``freed`` is the line that frees it; None if the code returns it. Several allocations may have one line.
+    """
+
+    line: int
+    holders: tuple[Holder, ...]
+    freed: int | None = None
+
+
+@dataclass(frozen=True)
 class CompiledGraph:
     """The generated code of one graph: its forward pass, or its backward.
 
@@ -80,6 +106,9 @@ class CompiledGraph:
     name: str
     is_backward: bool
     launches: tuple[Launch, ...]
+    allocations: tuple[Allocation, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+    """First and last lines of the parts of the generated file, in the order in which they run."""
 
 
 @dataclass(frozen=True)
