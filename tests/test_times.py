@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profkit.capture import times  # noqa: E402
-from profkit.capture.times import PhaseClock, StepCollector  # noqa: E402
+from profkit.capture.times import PhaseClock, StepCollector, sum_times  # noqa: E402
 
 
 @pytest.fixture
@@ -29,18 +29,18 @@ def _run(clock: PhaseClock, *phases: str) -> None:
 
 def test_a_clock_that_was_not_started_or_was_stopped_times_nothing(clock: PhaseClock) -> None:
     _run(clock, "backward")
-    assert clock.take() == {}
+    assert sum_times(clock.take()) == {}
     clock.start()
     clock.stop()
     _run(clock, "backward")
-    assert clock.take() == {}
+    assert sum_times(clock.take()) == {}
 
 
 def test_repeated_phases_are_summed_until_they_are_taken(clock: PhaseClock) -> None:
     clock.start()
     _run(clock, "backward", "backward")
-    assert clock.take() == {"backward_ns": 10}
-    assert clock.take() == {}
+    assert sum_times(clock.take()) == {"backward_ns": 10}
+    assert sum_times(clock.take()) == {}
 
 
 def test_work_inside_a_phase_counts_as_that_phase(clock: PhaseClock) -> None:
@@ -48,19 +48,19 @@ def test_work_inside_a_phase_counts_as_that_phase(clock: PhaseClock) -> None:
     clock.begin("optimizer")
     _run(clock, "forward", "backward")
     clock.end()
-    assert clock.take() == {"optimizer_ns": 5}
+    assert sum_times(clock.take()) == {"optimizer_ns": 5}
 
 
 def test_the_loss_is_what_runs_between_forward_and_backward(clock: PhaseClock) -> None:
     clock.start()
     _run(clock, "forward", "backward", "optimizer")
-    assert clock.take() == {"forward_ns": 5, "loss_ns": 5, "backward_ns": 5, "optimizer_ns": 5}
+    assert sum_times(clock.take()) == {"forward_ns": 5, "loss_ns": 5, "backward_ns": 5, "optimizer_ns": 5}
 
 
 def test_a_loss_with_a_phase_of_its_own_is_that_phase(clock: PhaseClock) -> None:
     clock.start()
     _run(clock, "forward", "loss", "backward")
-    assert clock.take() == {"forward_ns": 5, "loss_ns": 5, "backward_ns": 5}
+    assert sum_times(clock.take()) == {"forward_ns": 5, "loss_ns": 5, "backward_ns": 5}
 
 
 def test_a_forward_pass_of_the_step_before_makes_no_loss(clock: PhaseClock) -> None:
@@ -68,15 +68,15 @@ def test_a_forward_pass_of_the_step_before_makes_no_loss(clock: PhaseClock) -> N
     _run(clock, "forward")
     clock.take()
     _run(clock, "backward")
-    assert clock.take() == {"backward_ns": 5}
+    assert sum_times(clock.take()) == {"backward_ns": 5}
 
 
 def test_a_phase_that_is_open_at_the_end_of_the_step_ends_there(clock: PhaseClock) -> None:
     clock.start()
     clock.begin("optimizer")
-    assert clock.take() == {"optimizer_ns": 5}
+    assert sum_times(clock.take()) == {"optimizer_ns": 5}
     clock.end()
-    assert clock.take() == {}
+    assert sum_times(clock.take()) == {}
 
 
 def test_other_threads_are_not_timed(clock: PhaseClock) -> None:
@@ -84,7 +84,7 @@ def test_other_threads_are_not_timed(clock: PhaseClock) -> None:
     thread = threading.Thread(target=_run, args=(clock, "forward"))
     thread.start()
     thread.join()
-    assert clock.take() == {}
+    assert sum_times(clock.take()) == {}
 
 
 class Event:
@@ -122,7 +122,11 @@ def test_on_a_gpu_events_give_the_times_and_nothing_waits_before_they_are_taken(
     clock.start()
     _run(clock, "forward", "backward")
     assert said == ["record"] * 4
-    assert clock.take() == {"forward_event_ns": 1_500_000, "loss_event_ns": 1_500_000, "backward_event_ns": 1_500_000}
+    assert sum_times(clock.take()) == {
+        "forward_event_ns": 1_500_000,
+        "loss_event_ns": 1_500_000,
+        "backward_event_ns": 1_500_000,
+    }
     assert said[-1] == "wait"
 
 
@@ -134,7 +138,7 @@ def test_a_phase_within_a_capture_into_a_cuda_graph_is_left_out(
     clock.begin("forward")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     clock.end()
-    assert clock.take() == {}
+    assert sum_times(clock.take()) == {}
 
 
 def test_samples_are_kept_by_part_with_what_was_counted_in_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -20,17 +18,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from profkit.annotation import RangeObserver, annotate, observe_ranges
+from profkit.annotation import annotate, observe_ranges
 from profkit.capture.conditions import read_conditions
 from profkit.capture.data_loading import is_loader_worker
 from profkit.capture.errors import describe_error, is_out_of_memory, say
 from profkit.capture.hooks import Hooks
+from profkit.capture.light import LightRecorder
 from profkit.capture.memory import MemoryRecording
+from profkit.capture.own_steps import OwnSteps
 from profkit.capture.queue_drain import QueueDrain
 from profkit.capture.recorders import ScriptsProfiler, number_in_environment, recorded_by_kineto, recorded_by_nsys
-from profkit.capture.times import StepCollector
+from profkit.capture.times import StepCollector, sum_times
 from profkit.errors import ProfkitError
-from profkit.names import CONTEXT, COUNTED, STEP, WARMUP
+from profkit.names import WARMUP
 from profkit.run.directory import KINETO_TRACE, WORK, name_of_rank
 from profkit.run.manifest import Process
 from profkit.run.recording import (
@@ -49,10 +49,6 @@ from profkit.run.work import write_work
 
 if TYPE_CHECKING:
     from profkit.capture.work_counter import WorkCounter
-
-_OWN_STEP = re.compile(rf"{WARMUP}|{STEP} \d+")
-_CONTEXT = re.compile(rf"{CONTEXT} (\d+)")
-
 
 _MEETS = (
     "the script's own torch.profiler ran in the steps to record, and a process has only one: record other steps "
@@ -100,6 +96,9 @@ class Session:
         self._drain = QueueDrain(self.run, self.hooks.loading)
         self._recording: ExitStack | None = None
         self._scripts_profiler = ScriptsProfiler() if order.recorder == "kineto" else None
+        self._light: LightRecorder | None = None
+        if order.recorder in ("none", "kineto", "nsys"):
+            self._light = LightRecorder(self.run, order.warmup_steps if order.own_steps else 0)
         self._failure: str | None = None
         self._warmup_range = ExitStack()
         self._counter: WorkCounter | None = None
@@ -110,8 +109,10 @@ class Session:
     def begin(self) -> None:
         """Install the hooks; record the allocator from CUDA's first use if it is to be recorded."""
         self.hooks.install()
+        if self._light is not None:
+            self._light.begin()
         if self.order.own_steps:
-            observe_ranges(_OwnSteps(self))
+            observe_ranges(OwnSteps(self))
         if self.memory is not None:
             self.memory.wait_for_cuda()
         if self._records_memory:
@@ -129,8 +130,25 @@ class Session:
         if self._begun < 0 and is_loader_worker():
             self.abandon()
         if self._is_over:
+            if self._light is not None:
+                self._light.step_ended(self.hooks.clock.take())
+                self._begin_light_step(number)
             return
         self._note_step()
+        self._pass(number)
+        self._begin_light_step(number)
+        self._start_ns = perf_counter_ns()
+
+    def _begin_light_step(self, number: int) -> None:
+        """Go on with the light record, which is there after the recording too."""
+        wants_phases = self._light is not None and self._light.step_begins(number)
+        if self._is_over and wants_phases:
+            self.hooks.clock.start()
+        elif self._is_over:
+            self.hooks.clock.stop()
+
+    def _pass(self, number: int) -> None:
+        """Begin or end the recording if it is time to."""
         if number <= self._begun:  # the script has shown what its steps are, and counting begins anew
             self._samples = StepCollector()
             self.hooks.loading.forget_steps()
@@ -157,7 +175,6 @@ class Session:
         elif number == 1 and not self.order.own_steps:
             # The first step built what later ones have: kernels, optimizer state, the allocator's pool.
             self._samples.begin("attached")
-        self._start_ns = perf_counter_ns()
 
     def own_boundary(self) -> None:
         """One of the target's own steps has ended."""
@@ -190,6 +207,8 @@ class Session:
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say what ended the process."""
         self._leave_failure()
+        if self._light is not None:
+            self._light.end()
         if not self._is_over:
             self._end_early()
         elif self._process is not None and self.hooks.steps.changed_to is not None:
@@ -223,6 +242,8 @@ class Session:
         """Do nothing more: this process is a forked copy."""
         self._is_over = True
         self._recording = self._process = None
+        if self._light is not None:
+            self._light.stop()
         if self._counter is not None:
             self._counter.stop()
         if self.memory is not None:
@@ -266,9 +287,12 @@ class Session:
             return
         _wait_for_device()
         step_ns = perf_counter_ns() - self._start_ns
+        spans = self.hooks.clock.take()
         self.hooks.loading.step_ended()
         context = {} if self.context is None else {"context": self.context}
-        self._samples.note({**context, **self.hooks.clock.take(), "step_ns": step_ns})
+        self._samples.note({**context, **sum_times(spans), "step_ns": step_ns})
+        if self._light is not None:
+            self._light.step_ended(spans)
 
     def _note_in_memory(self, number: int) -> None:
         """Note the step in the file of owners, by the number that its range has: a warm-up step of its own has none."""
@@ -382,41 +406,6 @@ class Session:
             text = next(iter(said.strip().splitlines()), type(error).__name__)
             with suppress(OSError):  # a full disk may be the very reason
                 leave_failure(self.run, self._name, Failure(text, self._rank, out_of_memory=is_out_of_memory(error)))
-
-
-class _OwnSteps(RangeObserver):
-    """Takes the target's own ranges ``warmup``, ``step N``, ``context N`` and ``counted step`` on the thread that
-    attached as what they are called."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._thread = threading.get_ident()
-        self._open: list[str] = []
-
-    def opening(self, name: str) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        self._session.own_begin()
-        self._open.append(name)
-        context = _CONTEXT.fullmatch(name)
-        if context:
-            self._session.context = int(context[1])
-        if name == COUNTED:
-            self._session.begin_counting()
-
-    def closed(self) -> None:
-        if threading.get_ident() != self._thread or not self._open:
-            return
-        name = self._open.pop()
-        if name == COUNTED:
-            self._session.end_counting()
-        elif _CONTEXT.fullmatch(name) and self._session.is_in_last_step:
-            self._session.own_boundary()
-        elif _OWN_STEP.fullmatch(name):
-            # The recording ends with the last step, but not before the range around it.
-            is_enclosed = any(map(_CONTEXT.fullmatch, self._open))
-            if not (is_enclosed and self._session.is_in_last_step):
-                self._session.own_boundary()
 
 
 def _call(function: Callable[[], None]) -> None:

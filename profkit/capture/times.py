@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Literal
 
@@ -13,6 +15,51 @@ from profkit.names import BACKWARD, DATA, FORWARD, LOSS
 
 Part = Literal["attached", "profiled"]
 """Steps of a recorded process before its recording, and the steps that were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One moment: the host's time, and an event if the GPU's own clock says when; None within a stream's capture."""
+
+    host_ns: int
+    event: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A phase from one moment to another."""
+
+    phase: str
+    first: Mark
+    last: Mark
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether events were recorded at both ends."""
+        return isinstance(self.first.event, torch.cuda.Event) and isinstance(self.last.event, torch.cuda.Event)
+
+
+def sum_times(spans: Iterable[Span]) -> dict[str, int]:
+    """Return the sum of each phase's times, as ``<phase>_ns`` or ``<phase>_event_ns``.
+
+    It waits until the GPU has passed the last event.
+    """
+    times: dict[str, int] = {}
+    for span in spans:
+        first, last = span.first.event, span.last.event
+        if span.is_on_gpu:
+            last.synchronize()
+            name, time_ns = f"{span.phase}_event_ns", round(first.elapsed_time(last) * 1_000_000)
+        elif first is _HOST and last is _HOST:
+            name, time_ns = f"{span.phase}_ns", span.last.host_ns - span.first.host_ns
+        else:  # CUDA came into use, or a capture began, in the middle of it
+            continue
+        times[name] = times.get(name, 0) + time_ns
+    return times
+
+
+_HOST = object()
+"""In the place of an event: the host's time says all."""
 
 
 class PhaseClock:
@@ -28,9 +75,9 @@ class PhaseClock:
         self._thread: int | None = None
         self._depth = 0
         self._phase = ""
-        self._began: Any = None
-        self._forward_ended: Any = None
-        self._spans: list[tuple[str, Any, Any]] = []
+        self._began = Mark(0, None)
+        self._forward_ended: Mark | None = None
+        self._spans: list[Span] = []
 
     def start(self) -> None:
         """Start timing."""
@@ -49,7 +96,7 @@ class PhaseClock:
             return
         self._phase, self._began = phase, _mark(phase)
         if phase == BACKWARD and self._forward_ended is not None:
-            self._spans.append((LOSS, self._forward_ended, self._began))
+            self._spans.append(Span(LOSS, self._forward_ended, self._began))
         self._forward_ended = None
 
     def end(self) -> None:
@@ -60,36 +107,29 @@ class PhaseClock:
         if self._depth:
             return
         ended = _mark(self._phase)
-        self._spans.append((self._phase, self._began, ended))
+        self._spans.append(Span(self._phase, self._began, ended))
         self._forward_ended = ended if self._phase == FORWARD else None
 
-    def take(self) -> dict[str, int]:
-        """Return the sum of each phase's times since the last call, as ``<phase>_ns`` or ``<phase>_event_ns``.
-
-        A phase that is open ends here. It waits until the GPU has passed the last event.
-        """
+    def take(self) -> list[Span]:
+        """Return the phases since the last call; one that is open ends here."""
         if self._depth:
-            self._spans.append((self._phase, self._began, _mark(self._phase)))
+            self._spans.append(Span(self._phase, self._began, _mark(self._phase)))
             self._depth = 0
-        times: dict[str, int] = {}
-        for phase, first, last in self._spans:
-            if isinstance(first, int) and isinstance(last, int):
-                name, time_ns = f"{phase}_ns", last - first
-            elif isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
-                last.synchronize()
-                name, time_ns = f"{phase}_event_ns", round(first.elapsed_time(last) * 1_000_000)
-            else:  # CUDA came into use, or a capture began, in the middle of it
-                continue
-            times[name] = times.get(name, 0) + time_ns
-        self._spans.clear()
+        spans, self._spans = self._spans, []
         self._forward_ended = None
-        return times
+        return spans
 
 
-def _mark(phase: str) -> Any:
-    """Return the host's time, or an event where CUDA is in use; None within a stream's capture."""
+def _mark(phase: str) -> Mark:
+    """Return this moment, with an event where CUDA is in use."""
+    now_ns = perf_counter_ns()
     if phase == DATA or not torch.cuda.is_initialized():
-        return perf_counter_ns()
+        return Mark(now_ns, _HOST)
+    return Mark(now_ns, mark_on_gpu())
+
+
+def mark_on_gpu() -> Any:
+    """Record an event on the current stream and return it; None within a stream's capture."""
     if torch.cuda.is_current_stream_capturing():
         return None
     event = torch.cuda.Event(enable_timing=True)

@@ -6,20 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from profkit.run.manifest import Gpu
-
-# nvml.h, nvmlClocksEventReasons: why the clocks are not as high as they were asked to be.
-_REASONS = {
-    0x01: "gpu_idle",
-    0x02: "applications_clocks_setting",
-    0x04: "sw_power_cap",
-    0x08: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
+from profkit.run.manifest import THROTTLE_REASONS, Gpu
 
 # How long each of them has held the clocks down, in ns; older versions of the library lack some of the names.
 _COUNTERS = {
@@ -115,7 +102,7 @@ class _Device:
         nvml = self._nvml
         newer = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
         mask = self._ask(newer or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-        return None if mask is None else tuple(name for bit, name in _REASONS.items() if mask & bit)
+        return None if mask is None else tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)
 
     def _throttled_us(self) -> dict[str, int]:
         known = {name: getattr(self._nvml, field, None) for name, field in _COUNTERS.items()}

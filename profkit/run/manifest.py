@@ -159,6 +159,21 @@ class MemoryPass:
     processes: tuple[Process, ...] = ()
 
 
+# nvml.h, nvmlClocksEventReasons: why the clocks are not as high as they were asked to be.
+THROTTLE_REASONS = {
+    0x01: "gpu_idle",
+    0x02: "applications_clocks_setting",
+    0x04: "sw_power_cap",
+    0x08: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+"""What each bit of NVML's answer means."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU at one moment; None for what this GPU, driver or container does not tell.

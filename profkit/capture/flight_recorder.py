@@ -1,0 +1,184 @@
+"""What PyTorch's flight recorder knows of this process's collectives: group, sequence, sizes, when called, how long.
+
+It is a ring of the last collectives, which torch fills anyway or with one variable set before the process groups are
+made. Nothing here waits for the GPU. NCCL's collectives have a duration once torch's watchdog, which looks ten times a
+second, has seen their end; gloo's have none.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import distributed
+
+from profkit.run.light_record import Group, plain_kind
+
+RING = 2000
+"""How many collectives the flight recorder keeps."""
+
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""The ring's size: the newer name, since torch 2.9, and the older one, of which newer versions warn."""
+
+_RENAMED = (2, 9)
+_TIMING = "TORCH_NCCL_ENABLE_TIMING"
+
+_DTYPES = {
+    **{"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Double": "float64"},
+    **{"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Bool": "bool"},
+    **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
+}
+"""What the flight recorder calls types, and what Python does; the rest differ in capital letters alone."""
+
+_LARGER_OUTPUT = ("all_gather", "gather")
+_MESH = "mesh_"
+_UNNAMED = ("default", "dim_0", "dim_1", "dim_2", "dim_3")
+
+
+def turn_on() -> None:
+    """Have the flight recorder keep collectives, with their durations, unless somebody has said how many."""
+    if not any(name in os.environ for name in _SIZES):
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        os.environ[_SIZES[version < _RENAMED]] = str(RING)
+    os.environ.setdefault(_TIMING, "1")
+
+
+def several_ranks() -> bool:
+    """Return whether this process is one of several ranks, by torch.distributed."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of this rank: ``called_ns`` since the epoch; ``duration_ns`` on the GPU, None if not known.
+
+    ``is_settled``: what is not known by now will not be.
+    """
+
+    number: int
+    group: str
+    sequence: int
+    kind: str
+    dtype: str | None
+    bytes: int | None
+    called_ns: int
+    duration_ns: int | None
+    is_settled: bool
+
+
+class FlightRecorder:
+    """The flight recorder of this process: of NCCL's collectives if there is one, else of gloo's."""
+
+    def __init__(self) -> None:
+        self._meshes: WeakSet[Any] = WeakSet()
+        self._described: dict[str, str] = {}
+        self._backends: dict[str, str] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
+
+    def watch_meshes(self) -> None:
+        """Note each device mesh that is made: it names groups by their dimension."""
+        with suppress(ImportError, AttributeError):
+            from torch.distributed.device_mesh import DeviceMesh
+
+            made, meshes = DeviceMesh.__init__, self._meshes
+
+            @functools.wraps(made)
+            def noted(mesh: Any, *args: Any, **kwargs: Any) -> None:
+                made(mesh, *args, **kwargs)
+                with suppress(Exception):
+                    meshes.add(mesh)
+
+            DeviceMesh.__init__ = noted
+
+    def read(self) -> list[Collective]:
+        """Return all that it holds, in the order of the calls; empty if this torch has none."""
+        found = [list(self._entries(dump)) for dump in _dumps()]
+        return max(found, key=len, default=[])
+
+    def group(self, name: str, number: int) -> Group:
+        """Return a group that collectives named, with its ranks and its dimension in a device mesh."""
+        self.note_groups()
+        ranks = self._ranks.get(name) or tuple(range(distributed.get_world_size() if several_ranks() else 0))
+        said = self._described.get(name, "")
+        said = said.removeprefix(_MESH) if said.startswith(_MESH) else ""
+        dimension = self._dimensions().get(name) or (said if said not in _UNNAMED else "")
+        return Group(number, name, ranks, dimension or None, self._backends.get(name))
+
+    def note_groups(self) -> None:
+        """Note which ranks each group has, while torch knows: it forgets a group that is destroyed."""
+        world = getattr(distributed.distributed_c10d, "_world", None)
+        for group, name in list(getattr(world, "pg_names", {}).items()):
+            self._ranks[name] = tuple(sorted(world.pg_group_ranks.get(group, ()))) if world is not None else ()
+
+    def _entries(self, dump: Mapping[str, Any]) -> Iterator[Collective]:
+        for name, group in dump.get("pg_config", {}).items():
+            if name not in self._ranks and isinstance(group.get("ranks"), str):
+                self._ranks[name] = tuple(json.loads(group["ranks"]))
+        for entry in dump.get("entries", ()):
+            kind = plain_kind(entry["profiling_name"])
+            if kind is None:  # the frame around a batch, whose parts have entries of their own
+                continue
+            name, *said = entry["process_group"]
+            self._described.setdefault(name, said[0] if said else "")
+            self._backends.setdefault(name, entry["profiling_name"].partition(":")[0])
+            duration_ms = entry.get("duration_ms")
+            is_p2p = entry.get("is_p2p", False)
+            side = "output" if kind in _LARGER_OUTPUT else "input"
+            dtypes = entry.get(f"{side}_dtypes") or ()
+            yield Collective(
+                number=entry["record_id"],
+                group=name,
+                sequence=entry["p2p_seq_id" if is_p2p else "collective_seq_id"],
+                kind=kind,
+                dtype=_plain_dtype(dtypes[0]) if dtypes else None,
+                bytes=_count_bytes(entry.get(f"{side}_sizes") or (), dtypes),
+                called_ns=entry["time_created_ns"],
+                duration_ns=None if duration_ms is None else round(duration_ms * 1_000_000),
+                is_settled=bool(entry.get("retired")),
+            )
+
+    def _dimensions(self) -> dict[str, str]:
+        """Return group → the name of its dimension; of a group in several meshes the name in the first."""
+        found: dict[str, str] = {}
+        for mesh in list(self._meshes):
+            for dimension in getattr(mesh, "mesh_dim_names", None) or ():
+                with suppress(Exception):  # a mesh without groups, or of another world
+                    found.setdefault(mesh.get_group(dimension).group_name, dimension)
+        return found
+
+
+def _dumps() -> Iterator[Mapping[str, Any]]:
+    c10d = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            content = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
+        except TypeError:  # torch 2.4 knows fewer options
+            content = dump()
+        yield cast("Mapping[str, Any]", pickle.loads(content))
+
+
+def _plain_dtype(name: str) -> str:
+    return _DTYPES.get(name, name.lower())
+
+
+def _count_bytes(sizes: Any, dtypes: Any) -> int | None:
+    """Return the bytes of all tensors of one side; None for a type that this torch does not know."""
+    total = 0
+    for size, name in zip(sizes, dtypes, strict=False):
+        dtype = getattr(torch, _plain_dtype(name), None)
+        if not isinstance(dtype, torch.dtype):
+            return None
+        total += math.prod(size) * dtype.itemsize
+    return total

@@ -1,0 +1,342 @@
+"""The light record: what each of several ranks leaves of its steps, with or without a profiler.
+
+It begins with the first step at which torch.distributed has several ranks, and goes on to the end of the process. It
+waits for nothing: CUDA events and the flight recorder's collectives are read some steps later, when the GPU has passed
+them. Which steps are kept and when the file is written depends on the step's number and on its collectives, not on the
+time, so that all ranks stop for it in the same steps. Whatever fails in here ends the record, never the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter_ns, sleep, time_ns
+from typing import Any
+
+import torch
+from torch import distributed
+
+from profkit.capture.errors import say
+from profkit.capture.flight_recorder import RING, Collective, FlightRecorder, several_ranks, turn_on
+from profkit.capture.gpu_clock import GpuClock
+from profkit.capture.times import Span, mark_on_gpu
+from profkit.names import DATA, step_range
+from profkit.run.directory import LIGHT, name_of_rank
+from profkit.run.job import node_number
+from profkit.run.light_record import Collectives, LightRecord, StepRecord, group_line, header_line, step_line
+
+_ALL, _MANY = 1_000, 10_000
+_OFTEN, _SELDOM = 512, 4096
+_IN_ROW, _LATER = 32, 8
+"""All of the first 1,000 steps are kept, then 32 in a row of every 512, and after 10,000 steps of every 4,096: an hour
+of steps of 20 ms leaves some 3,000. A row is written 8 steps after its end, when its collectives are known."""
+
+_FIRST_PERIOD, _LONGEST_PERIOD = 8, 1024
+"""While all steps are kept, the file is written every so many steps, always a power of two."""
+
+_SHARE = 200
+"""Writing may take one part in so many of the steps' time."""
+
+_PATIENCE_S, _POLL_S = 0.5, 0.02
+"""How long the end of the process may wait for torch's watchdog to see the last collectives."""
+
+
+@dataclass
+class _Step:
+    """A step that was kept: the host's times, and events that the GPU may not have passed yet."""
+
+    name: str
+    start_ns: int
+    first: Any
+    end_ns: int = 0
+    last: Any = None
+    spans: list[Span] = field(default_factory=list)
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    sm_mhz: int | None = None
+    throttle: tuple[str, ...] = ()
+    is_delayed: bool = False
+    lacks_collectives: bool = False
+    """The flight recorder has dropped some of them."""
+
+    def has_passed(self) -> bool:
+        """Return whether the GPU has done all of the step."""
+        return self.last is None or bool(self.last.query())
+
+
+class LightRecorder:
+    """Writes this rank's record into ``run``, from what the session says of steps.
+
+    Args:
+        run: the run's directory.
+        first: the number of the step that is called ``step 0``; those before it are left out.
+    """
+
+    def __init__(self, run: Path, first: int = 0) -> None:
+        self._run = run
+        self._first = first
+        self._is_over = False
+        self._path: Path | None = None
+        self._number = -1
+        self._step: _Step | None = None
+        self._steps: list[_Step] = []
+        self._period = _FIRST_PERIOD
+        self._flight = FlightRecorder()
+        self._gpu_clock = GpuClock()
+        self._groups: dict[str, int] = {}
+        self._collectives: dict[int, Collective] = {}
+        self._last_read = -1
+        self._last_read_ns = 0
+        self._zero_ns = 0
+        self._epoch_ns = 0
+        self._gpu_zero: tuple[Any, int] | None = None
+        """An event, and the host's time at which the GPU passed it."""
+        self._keeps = False
+
+    def begin(self) -> None:
+        """Prepare for process groups that the script will make."""
+        turn_on()
+        self._flight.watch_meshes()
+        self._settle_before_groups_end()
+
+    def step_ended(self, spans: list[Span]) -> None:
+        """The step that ran has ended, with these phases."""
+        self._harmless(self._end_step, spans)
+
+    def step_begins(self, number: int) -> bool:
+        """Step ``number`` begins; return whether its phases are wanted."""
+        self._keeps = False
+        self._harmless(self._begin_step, number)
+        return self._keeps
+
+    def end(self) -> None:
+        """The process ends."""
+        self._harmless(self._settle)
+        self.stop()
+
+    def stop(self) -> None:
+        """Do nothing more."""
+        self._is_over = True
+        self._step, self._steps, self._gpu_zero = None, [], None
+
+    def _harmless(self, call: Callable[..., None], *args: Any) -> None:
+        if self._is_over:
+            return
+        try:
+            call(*args)
+        except Exception as error:
+            self.stop()
+            say(f"the light record of this rank ends here ({type(error).__name__}: {error})")
+
+    def _begin_step(self, number: int) -> None:
+        if number <= self._number:  # something else counts as a step from now on
+            self._steps = []
+            if self._path is not None:
+                self._open()
+        self._number = number
+        if self._path is None and several_ranks():
+            self._open()
+        if self._path is None or number < self._first or not _is_kept(number):
+            return
+        self._keeps = True
+        first = None
+        if torch.cuda.is_initialized():
+            if self._gpu_zero is None and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+                self._gpu_zero = mark_on_gpu(), perf_counter_ns()
+            first = mark_on_gpu()
+        self._step = _Step(step_range(number - self._first), perf_counter_ns(), first)
+
+    def _end_step(self, spans: list[Span]) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            self._keep(step, spans)
+        if self._steps and self._is_due():
+            began_ns = perf_counter_ns()
+            last = self._steps[-1]
+            self._write(is_last=False)
+            self._choose_period(perf_counter_ns() - began_ns, last)
+
+    def _keep(self, step: _Step, spans: list[Span]) -> None:
+        step.end_ns, step.spans = perf_counter_ns(), spans
+        if torch.cuda.is_initialized():
+            step.last = mark_on_gpu()
+            step.peak_bytes, step.reserved_bytes = _read_allocator()
+            step.sm_mhz, step.throttle = self._gpu_clock.look()
+        self._steps.append(step)
+
+    def _is_due(self) -> bool:
+        """Return whether the file is written after the step that has ended."""
+        spacing = _spacing(self._number)
+        if spacing == 1:
+            return (self._number + 1) % self._period == 0
+        return self._number % spacing == _IN_ROW + _LATER
+
+    def _open(self) -> None:
+        """Begin the file, or begin it anew."""
+        rank = distributed.get_rank()
+        self._path = self._run / name_of_rank(LIGHT, rank)
+        self._epoch_ns, self._zero_ns = time_ns(), perf_counter_ns()
+        self._groups = {}
+        record = LightRecord(
+            rank,
+            distributed.get_world_size(),
+            node=node_number(os.environ) or 0,
+            device=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+            clock_base_ns=self._epoch_ns,
+        )
+        self._path.write_text(header_line(record), encoding="utf-8")
+
+    def _choose_period(self, took_ns: int, last: _Step) -> None:
+        """Write so often that no collective is lost, and so seldom that it costs little."""
+        step_ns = max(1, last.end_ns - last.start_ns)
+        in_step = sum(1 for one in self._collectives.values() if self._is_in(one, last))
+        period = _FIRST_PERIOD
+        while period < _LONGEST_PERIOD and (took_ns * _SHARE > period * step_ns or period * 4 * max(1, in_step) < RING):
+            period *= 2
+        self._period = period
+
+    def _settle(self) -> None:
+        """Write what is left, once torch knows how long the last collectives took."""
+        if self._path is None:
+            return
+        patience = _PATIENCE_S if torch.cuda.is_initialized() else 0.0
+        while patience > 0 and not all(one.is_settled for one in self._flight.read()):
+            sleep(_POLL_S)
+            patience -= _POLL_S
+        self._write(is_last=True)
+
+    def _settle_before_groups_end(self) -> None:
+        """Write before the script destroys its process groups: with them torch forgets what it has not seen yet."""
+        destroy = distributed.destroy_process_group if distributed.is_available() else None
+        if destroy is None:
+            return
+
+        @functools.wraps(destroy)
+        def destroyed(*args: Any, **kwargs: Any) -> Any:
+            self._harmless(self._settle)
+            return destroy(*args, **kwargs)
+
+        distributed.destroy_process_group = destroyed
+
+    def _write(self, *, is_last: bool) -> None:
+        """Append the steps of which all is known, or will not be known better."""
+        found = self._flight.read()
+        if found and found[0].number > self._last_read + 1:
+            # Between what was read before and the oldest that is left the flight recorder dropped some.
+            for step in self._steps:
+                is_read = self._last_read_ns > self._on_our_clock(step.end_ns)
+                step.lacks_collectives |= not is_read and self._on_our_clock(step.start_ns) < found[0].called_ns
+        self._collectives.update((one.number, one) for one in found)
+        if found:
+            self._last_read, self._last_read_ns = found[-1].number, found[-1].called_ns
+        lines = []
+        while self._steps:
+            step = self._steps[0]
+            mine = [one for one in self._collectives.values() if self._is_in(one, step)]
+            if not is_last and not (step.has_passed() and (step.is_delayed or all(one.is_settled for one in mine))):
+                step.is_delayed = True
+                break
+            lines += self._describe(self._steps.pop(0), [] if step.lacks_collectives else mine)
+        oldest_ns = self._on_our_clock(self._steps[0].start_ns if self._steps else perf_counter_ns())
+        self._collectives = {at: one for at, one in self._collectives.items() if one.called_ns >= oldest_ns}
+        if lines and self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+
+    def _on_our_clock(self, host_ns: int) -> int:
+        """Return the time since the epoch that is ``host_ns`` on the clock of this file."""
+        return host_ns - self._zero_ns + self._epoch_ns
+
+    def _is_in(self, one: Collective, step: _Step) -> bool:
+        return self._on_our_clock(step.start_ns) <= one.called_ns < self._on_our_clock(step.end_ns)
+
+    def _describe(self, step: _Step, collectives: list[Collective]) -> list[str]:
+        """Return the step's line, behind those of groups that it is the first to use."""
+        lines = []
+        for one in collectives:
+            if one.group not in self._groups:
+                self._groups[one.group] = len(self._groups)
+                lines.append(group_line(self._flight.group(one.group, self._groups[one.group])))
+        phases = [
+            (span.phase, span.first.host_ns - step.start_ns, span.last.host_ns - step.start_ns) for span in step.spans
+        ]
+        record = StepRecord(
+            step.name,
+            step.start_ns - self._zero_ns,
+            step.end_ns - self._zero_ns,
+            phases=tuple(phases),
+            gpu_phases=self._on_gpu(step),
+            data_ns=sum(end - start for phase, start, end in phases if phase == DATA),
+            peak_bytes=step.peak_bytes,
+            reserved_bytes=step.reserved_bytes,
+            sm_mhz=step.sm_mhz,
+            throttle=step.throttle,
+            collectives=self._columns(collectives, self._on_our_clock(step.start_ns)),
+        )
+        return [*lines, step_line(record)]
+
+    def _on_gpu(self, step: _Step) -> tuple[tuple[str, int, int], ...]:
+        """Return when the GPU was in each phase, from the step's start on the host."""
+        spans = [span for span in step.spans if span.is_on_gpu]
+        if self._gpu_zero is None or step.first is None or not spans:
+            return ()
+        event, host_ns = self._gpu_zero
+        host_ns += _between(event, step.first)
+        # Events far apart are compared in single precision: go on from here.
+        self._gpu_zero = step.first, host_ns
+        lag_ns = host_ns - step.start_ns
+        return tuple(
+            (
+                span.phase,
+                lag_ns + _between(step.first, span.first.event),
+                lag_ns + _between(step.first, span.last.event),
+            )
+            for span in spans
+        )
+
+    def _columns(self, found: list[Collective], start_ns: int) -> Collectives:
+        """Return the collectives with times from ``start_ns``.
+
+        The flight recorder does not say when one began on the GPU: not before it was called, and not before the one
+        before it in its group had ended. That time stands for its start.
+        """
+        columns = Collectives()
+        ends: dict[str, int] = {}
+        for one in found:
+            called = one.called_ns - start_ns
+            begins = max(called, ends.get(one.group, called))
+            is_timed = one.duration_ns is not None
+            ends[one.group] = begins + (one.duration_ns or 0)
+            columns.group.append(self._groups[one.group])
+            columns.sequence.append(one.sequence)
+            columns.kind.append(one.kind)
+            columns.dtype.append(one.dtype)
+            columns.bytes.append(one.bytes)
+            columns.called_ns.append(called)
+            columns.start_ns.append(begins if is_timed else None)
+            columns.end_ns.append(ends[one.group] if is_timed else None)
+            columns.hidden_ns.append(None)
+        return columns
+
+
+def _is_kept(number: int) -> bool:
+    return number % _spacing(number) < _IN_ROW
+
+
+def _spacing(number: int) -> int:
+    """Return how many steps lie between the starts of two rows that are kept; 1: all are."""
+    return 1 if number < _ALL else _OFTEN if number < _MANY else _SELDOM
+
+
+def _between(first: Any, last: Any) -> int:
+    return round(first.elapsed_time(last) * 1_000_000)
+
+
+def _read_allocator() -> tuple[int, int]:
+    """Return the most that was ever allocated, and what PyTorch holds from CUDA now, in bytes."""
+    stats = torch.cuda.memory_stats_as_nested_dict()
+    return stats["allocated_bytes"]["all"]["peak"], stats["reserved_bytes"]["all"]["current"]

@@ -1,0 +1,303 @@
+"""The light record that each rank leaves: by real processes with gloo on the CPU, and by stand-ins for NCCL's."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.in_process import run_profkit
+
+torch = pytest.importorskip("torch")
+
+from profkit.capture import flight_recorder, light  # noqa: E402
+from profkit.capture.flight_recorder import FlightRecorder  # noqa: E402
+from profkit.capture.light import LightRecorder  # noqa: E402
+from profkit.capture.times import Mark, Span  # noqa: E402
+from profkit.run.directory import Run  # noqa: E402
+from profkit.run.light_record import LightRecord, read_light_record  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+RANKS = 4
+
+SCRIPT = """
+import os, sys
+sys.path[:0] = [os.getcwd()]
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=mesh.get_group("dp"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = torch.utils.data.DataLoader(torch.randn(12, 8), batch_size=1)
+losses = []
+for batch in batches:
+    output = model(batch)
+    gathered = [torch.empty(1, 8) for _ in range(2)]
+    distributed.all_gather(gathered, output.detach(), group=mesh.get_group("tp"))
+    loss = output.square().sum()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+with open(f"losses-{len(sys.argv)}-{rank}", "w") as file:
+    file.write(repr(losses))
+distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks in a mesh of two by two, recorded by torch.profiler in steps 2 and 3 of 12."""
+    folder = tmp_path_factory.mktemp("light")
+    (folder / "train.py").write_text(SCRIPT)
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    steps = ("--warmup", "2", "--steps", "2", "--nproc-per-node", str(RANKS))
+    done = run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=folder, **environment)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def records(place: Path) -> dict[int, LightRecord]:
+    return {rank: read_light_record(path) for rank, path in Run(place / "run").light_records.items()}
+
+
+def test_every_rank_leaves_all_its_steps_also_those_after_the_recording(records: dict[int, LightRecord]) -> None:
+    assert list(records) == list(range(RANKS))
+    for rank, record in records.items():
+        assert (record.rank, record.world_size, record.source) == (rank, RANKS, "light")
+        assert [step.name for step in record.steps] == [f"step {number}" for number in range(12)]
+        for step in record.steps[1:]:
+            phases = {phase for phase, start, end in step.phases if start < end}
+            assert {"data", "forward", "loss", "backward", "optimizer"} <= phases
+            assert step.data_ns is not None
+            assert step.data_ns <= step.end_ns - step.start_ns
+
+
+def test_collectives_carry_group_ranks_sequence_type_and_bytes(records: dict[int, LightRecord]) -> None:
+    for rank, record in records.items():
+        named = {group.dimension: group for group in record.groups}
+        assert named["dp"].ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
+        assert named["tp"].ranks == ((0, 1) if rank < 2 else (2, 3))
+        assert named["tp"].backend == "gloo"
+        last = record.steps[-1].collectives
+        rows = list(zip(last.group, last.kind, last.dtype, last.bytes, strict=True))
+        # 8 x 8 weights and 8 biases of the gradient; two outputs of 8.
+        expected = [
+            (named["tp"].number, "all_gather", "float32", 64),
+            (named["dp"].number, "all_reduce", "float32", 288),
+        ]
+        assert rows == expected
+        called = [time for time in last.called_ns if time is not None]
+        assert 0 < called[0] < called[1] < record.steps[-1].end_ns - record.steps[-1].start_ns
+
+
+def test_a_collective_has_the_same_sequence_number_on_all_ranks_of_its_group(records: dict[int, LightRecord]) -> None:
+    def sequences(rank: int, dimension: str) -> list[int]:
+        numbers = {group.number for group in records[rank].groups if group.dimension == dimension}
+        found = [step.collectives for step in records[rank].steps]
+        return [seq for one in found for at, seq in zip(one.group, one.sequence, strict=True) if at in numbers]
+
+    for one, other, dimension in ((0, 2, "dp"), (1, 3, "dp"), (0, 1, "tp"), (2, 3, "tp")):
+        assert sequences(one, dimension) == sequences(other, dimension)
+        assert len(set(sequences(one, dimension))) == len(sequences(one, dimension)) >= 12
+
+
+def test_a_light_record_is_small(place: Path) -> None:
+    for path in Run(place / "run").light_records.values():
+        assert path.stat().st_size < 12 * 4_000
+
+
+def test_the_program_computes_the_same_bits(place: Path) -> None:
+    import subprocess
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*launcher, "train.py", "plain"], cwd=place, env=environment, check=True, capture_output=True)
+    for rank in range(RANKS):
+        assert (place / f"losses-1-{rank}").read_text() == (place / f"losses-2-{rank}").read_text()
+
+
+class Recorder:
+    """A flight recorder of NCCL's whose ring, clock and watchdog the test moves."""
+
+    def __init__(self, ring: int) -> None:
+        self.ring = ring
+        self.entries: list[dict[str, Any]] = []
+        self.count = 0
+
+    def call(self, now_ns: int, **more: Any) -> None:
+        entry = {
+            "record_id": self.count,
+            "process_group": ("0", "mesh_fsdp"),
+            "collective_seq_id": self.count + 1,
+            "p2p_seq_id": 0,
+            "is_p2p": False,
+            "profiling_name": "nccl:_reduce_scatter_base",
+            "time_created_ns": now_ns,
+            "input_sizes": [[4, 100]],
+            "input_dtypes": ["BFloat16"],
+            "output_sizes": [[100]],
+            "output_dtypes": ["BFloat16"],
+            "retired": True,
+            "duration_ms": 0.002,
+            **more,
+        }
+        self.count += 1
+        self.entries = [*self.entries, entry][-self.ring :]
+
+    def dump(self, **_options: bool) -> bytes:
+        return pickle.dumps({"entries": self.entries, "pg_config": {"0": {"ranks": "[0, 1, 2, 3]"}}})
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder(1000)
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", made.dump, raising=False)
+    monkeypatch.setattr(c10d, "_dump_fr_trace", lambda **_: pickle.dumps({}), raising=False)
+    return made
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The host's clock, which the test moves."""
+    now = [0]
+    monkeypatch.setattr(light, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(light, "time_ns", lambda: 1_000_000)
+    monkeypatch.setattr(light, "several_ranks", lambda: True)
+    monkeypatch.setattr(light.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(light.distributed, "get_world_size", lambda: 4)
+    return now
+
+
+def _steps(record: LightRecorder, recorder: Recorder, ticks: list[int], numbers: range, calls: int = 1) -> None:
+    """Make steps of 1,000 ns, with this many collectives each."""
+    for number in numbers:
+        record.step_begins(number)
+        for call in range(calls):
+            recorder.call(1_000_000 + ticks[0] + 10 * (call + 1))
+        ticks[0] += 1000
+        record.step_ended([Span("forward", Mark(ticks[0] - 900, None), Mark(ticks[0] - 500, None))])
+
+
+def _read(place: Path) -> LightRecord:
+    return read_light_record(place / "light.rank1.jsonl")
+
+
+def test_the_durations_of_nccl_give_start_and_end(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
+    record = LightRecorder(tmp_path)
+    record.step_begins(0)
+    for at in (100, 600, 2000):
+        recorder.call(1_000_000 + at)
+    ticks[0] += 5000
+    record.step_ended([])
+    record.end()
+    (step,) = _read(tmp_path).steps
+    (group,) = _read(tmp_path).groups
+    assert (group.dimension, group.backend, group.ranks) == ("fsdp", "nccl", (0, 1, 2, 3))
+    assert step.collectives.kind == ["reduce_scatter"] * 3
+    assert step.collectives.dtype == ["bfloat16"] * 3
+    assert step.collectives.bytes == [800] * 3
+    assert step.collectives.called_ns == [100, 600, 2000]
+    # The second is called while the first runs for 2,000 ns, and begins when that has ended.
+    assert step.collectives.start_ns == [100, 2100, 4100]
+    assert step.collectives.end_ns == [2100, 4100, 6100]
+
+
+def test_a_step_waits_one_writing_for_the_durations_of_its_collectives(
+    tmp_path: Path, recorder: Recorder, ticks: list[int]
+) -> None:
+    record = LightRecorder(tmp_path)
+    _steps(record, recorder, ticks, range(7))
+    record.step_begins(7)
+    recorder.call(1_000_000 + ticks[0] + 10, retired=False, duration_ms=None)
+    ticks[0] += 1000
+    record.step_ended([])
+    assert len(_read(tmp_path).steps) == 7
+    recorder.entries[-1].update(retired=True, duration_ms=0.5)
+    record.end()
+    assert _read(tmp_path).steps[7].collectives.end_ns == [500_010]
+
+
+def test_a_step_of_which_the_ring_lost_collectives_has_none(
+    tmp_path: Path, recorder: Recorder, ticks: list[int]
+) -> None:
+    recorder.ring = 10
+    record = LightRecorder(tmp_path)
+    _steps(record, recorder, ticks, range(8), calls=4)
+    record.end()
+    assert [len(step.collectives) for step in _read(tmp_path).steps] == [0, 0, 0, 0, 0, 0, 4, 4]
+
+
+def test_after_a_thousand_steps_rows_of_32_are_kept(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
+    record = LightRecorder(tmp_path)
+    _steps(record, recorder, ticks, range(1600))
+    record.end()
+    record_read = _read(tmp_path)
+    kept = [int(str(step.name).removeprefix("step ")) for step in record_read.steps]
+    assert kept == [*range(1000), *range(1024, 1056), *range(1536, 1568)]
+    assert all(len(step.collectives) == 1 for step in record_read.steps)
+
+
+def test_counting_anew_begins_the_file_anew(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
+    record = LightRecorder(tmp_path)
+    _steps(record, recorder, ticks, range(9))
+    _steps(record, recorder, ticks, range(1, 4))
+    record.end()
+    assert [step.name for step in _read(tmp_path).steps] == ["step 1", "step 2", "step 3"]
+
+
+def test_a_failure_ends_the_record_in_one_line_and_not_the_program(
+    tmp_path: Path, recorder: Recorder, ticks: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = LightRecorder(tmp_path / "gone")
+    _steps(record, recorder, ticks, range(20))
+    record.end()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the light record of this rank ends here (FileNotFoundError" in line
+
+
+def test_a_process_alone_leaves_none(tmp_path: Path, ticks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(light, "several_ranks", lambda: False)
+    record = LightRecorder(tmp_path)
+    assert not record.step_begins(0)
+    record.step_ended([])
+    record.end()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "name"),
+    [
+        ("2.4.0", {}, "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        ("2.13.0+cpu", {}, "TORCH_FR_BUFFER_SIZE"),
+        ("2.13.0", {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, None),
+    ],
+)
+def test_the_ring_is_asked_for_by_the_name_that_torch_knows(
+    version: str, given: dict[str, str], name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(given)
+    monkeypatch.setattr(flight_recorder.torch, "__version__", version)
+    monkeypatch.setattr(flight_recorder.os, "environ", environment)
+    flight_recorder.turn_on()
+    ring = {} if name is None else {name: "2000"}
+    assert environment == {**given, **ring, "TORCH_NCCL_ENABLE_TIMING": "1"}
+
+
+def test_a_torch_without_a_flight_recorder_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d = torch._C._distributed_c10d
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        monkeypatch.delattr(c10d, name, raising=False)
+    assert FlightRecorder().read() == []
+    assert json.dumps(FlightRecorder().group("0", 0).ranks) == "[]"
