@@ -35,11 +35,11 @@ _TABLES = {
     ),
     "CUPTI_ACTIVITY_KIND_MEMCPY": (
         "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
-        " correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER"
+        " correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER, graphNodeId INTEGER"
     ),
     "CUPTI_ACTIVITY_KIND_MEMSET": (
         "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
-        " correlationId INTEGER, globalPid INTEGER, bytes INTEGER"
+        " correlationId INTEGER, globalPid INTEGER, bytes INTEGER, graphNodeId INTEGER"
     ),
 }
 

@@ -100,10 +100,10 @@ class PlacedRows:
             for thread, found in rows_by_value(threads).items():
                 if thread < 0:
                     continue
-                times = rows.launch_ns[found]
+                times = rows.placed_ns[found]
                 in_order = (times[1:] >= times[:-1]).all()
                 queue = found if in_order else found[np.argsort(times, kind="stable")]
-                self._queues.setdefault(thread, []).append((begin, rows.launch_ns[queue], evidence))
+                self._queues.setdefault(thread, []).append((begin, rows.placed_ns[queue], evidence))
                 order.append(queue)
                 begin += len(queue)
         self._linked = (begin, empty_ints())
@@ -322,7 +322,7 @@ def _place(
     for thread, members in rows_by_value(rows.launch_thread).items():
         if thread == NO_LAUNCH:
             continue
-        times = rows.launch_ns[members]
+        times = rows.placed_ns[members]
         if thread in timelines:
             own[members] = timelines[thread].innermost_at(times)
         if waiting is None or not waiting.may_help(thread):
@@ -331,7 +331,7 @@ def _place(
         asking = members if waiting.works_for_another(thread) else members[own[members] == NO_RANGE]
         if len(asking):
             process = int(rows.process[asking[0]])
-            times = rows.launch_ns[asking]
+            times = rows.placed_ns[asking]
             hosts = _follow_adopters(waiting.find_hosts(thread, process, times), adopter[own[asking]], times, timelines)
             host[asking], host_thread[asking] = hosts.range, hosts.thread
     return own, Hosts(host, host_thread)

@@ -189,7 +189,7 @@ class _Builder:
         if any(mirror.model is None for mirror in self.mirrors) and BACKWARD not in names:
             names.append(BACKWARD)
         order = np.argsort(of_row, kind="stable")
-        numbers, launches = of_row[order], np.append(work.launch_ns[order], 1 << 62)
+        numbers, launches = of_row[order], np.append(work.placed_ns[order], 1 << 62)
         low, high = np.searchsorted(numbers, number), np.searchsorted(numbers, end)
         start = np.array([launches[a:b].min() for a, b in zip(low.tolist(), high.tolist(), strict=True)], np.int64)
         process = work.process[order[np.minimum(low, len(order) - 1)]]

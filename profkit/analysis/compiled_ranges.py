@@ -31,6 +31,7 @@ from profkit.trace.columns import (
     Bools,
     Copies,
     Ints,
+    NamesWithNew,
     Ranges,
     Trace,
     Work,
@@ -73,7 +74,7 @@ def nest_compiled_launches(trace: Trace) -> Trace:
     between = [_launched_elsewhere(trace.work, in_launch[0]), _launched_elsewhere(trace.copies, in_launch[1])]
     others = take_rows(ranges, ~is_launch & ~mark_nested(parent, is_launch))
     joined = _continues(ranges, lead, parent, others, between)
-    names = _Names(trace.names)
+    names = NamesWithNew(trace.names)
     path, paths = _paths_below(ranges, lead, parent, places, names)
     _refuse_deep(trace, paths)
     new = list(_nested(ranges, lead, joined, path, paths))
@@ -116,26 +117,12 @@ def sharing_modules(name: str) -> list[str]:
     return name.removeprefix(SHARED).split(" + ")
 
 
-class _Names:
-    """The trace's names, with those added that it did not have."""
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self.strings = list(strings)
-        self._index = {name: at for at, name in enumerate(strings)}
-
-    def intern(self, name: str) -> int:
-        at = self._index.setdefault(name, len(self.strings))
-        if at == len(self.strings):
-            self.strings.append(name)
-        return at
-
-
 def _innermost(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:
     """Return each row's innermost range on its launching thread."""
     found = np.full(len(rows), NO_RANGE, dtype=np.int64)
     for thread, members in rows_by_value(rows.launch_thread).items():
         if thread in timelines:
-            found[members] = timelines[thread].innermost_at(rows.launch_ns[members])
+            found[members] = timelines[thread].innermost_at(rows.placed_ns[members])
     return found
 
 
@@ -151,7 +138,7 @@ def _launch_of(innermost: Ints, is_launch: Bools, parent: Ints) -> Ints:
 
 def _launched_elsewhere(rows: Work | Copies, in_launch: Ints) -> tuple[Ints, Ints]:
     """Return thread and moment of what was launched outside of all launch ranges."""
-    return rows.launch_thread[in_launch < 0], rows.launch_ns[in_launch < 0]
+    return rows.launch_thread[in_launch < 0], rows.placed_ns[in_launch < 0]
 
 
 def _continues(ranges: Ranges, lead: Ints, parent: Ints, others: Ranges, between: Sequence[tuple[Ints, Ints]]) -> Bools:
@@ -182,7 +169,7 @@ def _none_between(moments: Ints, ranges: Ranges, lead: Ints, rows: Ints) -> Bool
 
 
 def _paths_below(
-    ranges: Ranges, lead: Ints, parent: Ints, places: dict[int, LaunchPlace], names: _Names
+    ranges: Ranges, lead: Ints, parent: Ints, places: dict[int, LaunchPlace], names: NamesWithNew
 ) -> tuple[Ints, list[tuple[int, ...]]]:
     """Return each launch's path below the ranges around it, as a number, and those paths, as indices of names."""
     distinct, inverse = np.unique(np.stack([parent[lead], ranges.name[lead]]), axis=1, return_inverse=True)
@@ -200,7 +187,7 @@ def _paths_below(
     return np.array(number, dtype=np.int64)[inverse.reshape(-1)], list(known)
 
 
-def _open_there(name: int, places: dict[int, LaunchPlace], names: _Names) -> tuple[str, ...]:
+def _open_there(name: int, places: dict[int, LaunchPlace], names: NamesWithNew) -> tuple[str, ...]:
     """Return the names that a range stands for: its own, or the modules of a launch."""
     return places[name].path if name in places else (names.strings[name],)
 

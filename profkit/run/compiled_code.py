@@ -36,6 +36,7 @@ PREFIX = "compiled "
 SHARED = "shared: "
 SEPARATOR = " / "
 GRAPH_PREFIX = "CUDA graph "
+_MOST_NODES = 2**22
 
 NodeKind = Literal["kernel", "copy", "fill", "other"]
 """What a node of a CUDA graph does when it is replayed; ``other`` leaves no row in a trace."""
@@ -144,6 +145,10 @@ class CapturedGraph:
 
     id: str
     runs: tuple[NodeRun, ...]
+
+    def __post_init__(self) -> None:
+        if any(run.count < 0 for run in self.runs) or sum(run.count for run in self.runs) > _MOST_NODES:
+            raise ValueError(f"a CUDA graph of less than no nodes, or of more than {_MOST_NODES:,}")
 
     @staticmethod
     def of(runs: Sequence[NodeRun]) -> CapturedGraph:

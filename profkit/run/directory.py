@@ -22,7 +22,7 @@ from profkit.run.records import read_text
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
     from profkit.run.ceilings import Ceilings
-    from profkit.run.compiled_code import CompiledGraph
+    from profkit.run.compiled_code import CapturedGraph, CompiledGraph
     from profkit.run.manifest import Manifest
     from profkit.run.work import RunWork
 
@@ -44,6 +44,7 @@ _FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, LI
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
 _RANK_TRACE = re.compile(r"trace\.rank(\d+)\.json\.gz")
 _RANK_SNAPSHOT = re.compile(r"snapshot(?:\.rank(\d+))?\.pickle")
+_RANK_COMPILED = re.compile(r"compiled(?:\.rank(\d+))?\.jsonl")
 _RANK_LIGHT = re.compile(r"light(?:\.rank(\d+))?\.jsonl")
 
 
@@ -91,9 +92,7 @@ class Run:
         """
         from profkit.run.compiled_code import read_compiled_code
 
-        stem, _, suffix = COMPILED.partition(".")
-        files = [self.path / COMPILED, *sorted(self.path.glob(f"{stem}.rank*.{suffix}"))]
-        return {graph.id: graph for file in files for graph in read_compiled_code(file)}
+        return {graph.id: graph for file in self.compiled_files for graph in read_compiled_code(file)}
 
     @cached_property
     def ceilings(self) -> Ceilings | None:
@@ -105,6 +104,23 @@ class Run:
         from profkit.run.ceilings import read_ceilings
 
         return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
+
+    @cached_property
+    def captured_graphs(self) -> tuple[CapturedGraph, ...]:
+        """What was captured into CUDA graphs, by all ranks.
+
+        Raises:
+            RunError: a file cannot be read.
+        """
+        from profkit.run.compiled_code import read_captured_graphs
+
+        found = {graph.id: graph for path in self.compiled_files for graph in read_captured_graphs(path)}
+        return tuple(found.values())
+
+    @property
+    def compiled_files(self) -> list[Path]:
+        """Return what the ranks wrote about compiled code and CUDA graphs."""
+        return sorted(path for path in self.path.iterdir() if _RANK_COMPILED.fullmatch(path.name))
 
     @cached_property
     def log(self) -> str:

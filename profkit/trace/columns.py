@@ -7,6 +7,7 @@ serialized ``globalPid`` and ``globalTid``), meaningful only against each other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -38,7 +39,8 @@ class Work:
     that use them call them. ``is_graph`` marks CUDA graphs traced whole. ``sequence`` is the index in `Trace.origins`
     of the forward operator that a backward operator belongs to, or -1; ``operator`` the name of the innermost operator
     in which a kernel was launched, or -1. Kineto alone knows these two. ``compiled_launch`` is the name of the range
-    around the launch in compiled code, or -1 (`profkit.analysis.compiled_ranges`).
+    around the launch in compiled code, or -1 (`profkit.analysis.compiled_ranges`). ``graph_node`` numbers the nodes of
+    the CUDA graph that a launch replayed, in the order in which they were captured, from 0; -1 for what is no node.
     """
 
     name: Ints
@@ -54,6 +56,17 @@ class Work:
     sequence: Ints | None = None
     operator: Ints | None = None
     compiled_launch: Ints | None = None
+    graph_node: Ints | None = None
+    node_ns: Ints | None = None
+
+    @property
+    def placed_ns(self) -> Ints:
+        """When the row counts as launched, for the ranges that it lies under.
+
+        That is ``launch_ns``, but of a CUDA graph's nodes ``node_ns``: all of them were launched by one call, and each
+        has a moment of its own there (`profkit.analysis.graph_nodes`).
+        """
+        return self.launch_ns if self.node_ns is None else self.node_ns
 
     def __len__(self) -> int:
         return len(self.name)
@@ -81,6 +94,13 @@ class Copies:
     from_host: Bools
     """Whether it copies from the host's memory to a GPU's; False where the trace does not say."""
     byte_count: Ints
+    graph_node: Ints | None = None
+    node_ns: Ints | None = None
+
+    @property
+    def placed_ns(self) -> Ints:
+        """When the row counts as launched, as in `Work`."""
+        return self.launch_ns if self.node_ns is None else self.node_ns
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -287,6 +307,33 @@ def rows_by_value(values: Ints) -> dict[int, Ints]:
     order = np.argsort(values, kind="stable")
     first = np.searchsorted(values[order], distinct)
     return dict(zip(distinct.tolist(), np.split(order, first[1:]), strict=True))
+
+
+class NamesWithNew:
+    """The names of a trace, with those added that it did not have."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = list(strings)
+        self._index = {name: at for at, name in enumerate(strings)}
+
+    def intern(self, name: str) -> int:
+        """Return the index of a name, which is added if it is new."""
+        at = self._index.setdefault(name, len(self.strings))
+        if at == len(self.strings):
+            self.strings.append(name)
+        return at
+
+
+_NODE_NUMBERS = (1 << 32) - 1
+
+
+def number_in_graph(node_id: Ints) -> Ints:
+    """Return the number of each node in its CUDA graph; -1 stays.
+
+    CUPTI's id of a node is that of its graph in the upper 32 bits and, below, the node's number in the order in which
+    the nodes were made; a graph keeps them where it is made executable.
+    """
+    return np.where(node_id < 0, -1, node_id & _NODE_NUMBERS)
 
 
 def empty_ints() -> Ints:

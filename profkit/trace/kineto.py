@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import NO_LAUNCH, Bools, Calls, Copies, Ints, Origins, Ranges, Trace, Work
+from profkit.trace.columns import (
+    NO_LAUNCH,
+    Bools,
+    Calls,
+    Copies,
+    Ints,
+    Origins,
+    Ranges,
+    Trace,
+    Work,
+    number_in_graph,
+)
 from profkit.trace.exported import complete_ranges, read_exported
 from profkit.trace.kineto_events import (
     Event,
@@ -278,6 +289,7 @@ class _GpuReader:
             launch_ns=launch_ns,
             launch_thread=launch_thread,
             is_graph=np.array([parse_argument(event, "is_graph") == 1 for event in rows], dtype=np.bool_),
+            graph_node=_nodes(rows),
         )
 
     def copies(self, copies: list[Event], sets: list[Event]) -> Copies:
@@ -296,6 +308,7 @@ class _GpuReader:
             is_memset=np.arange(len(rows)) >= len(copies),
             from_host=np.array([_FROM_HOST in name_of(event) for event in rows], dtype=np.bool_),
             byte_count=integers([parse_argument(event, "bytes") or 0 for event in rows]),
+            graph_node=_nodes(rows),
         )
 
     def calls_with_work(self) -> Bools:
@@ -373,6 +386,11 @@ def _find_origins(
 
 def _columns(places: list[tuple[int, int]]) -> tuple[Ints, Ints]:
     return integers([moment for moment, _ in places]), integers([thread for _, thread in places])
+
+
+def _nodes(rows: list[Event]) -> Ints:
+    # Kineto writes 0 for what is no node, and no graph has the number 0.
+    return number_in_graph(integers([parse_argument(event, "graph node id") or -1 for event in rows]))
 
 
 def _devices(rows: list[Event]) -> Ints:

@@ -62,7 +62,7 @@ _FEW_KEYS = 10
 _REPEATED = ("name", "pid", "tid")
 _ARGUMENTS = frozenset(
     {
-        *("name", "correlation", "stream", "device", "bytes", "finished"),
+        *("name", "correlation", "stream", "device", "bytes", "finished", "graph node id"),
         *("is_graph", "domain", "payload", "end_tid"),  # in exported traces alone (`profkit.trace.exported`)
     }
 )

@@ -27,6 +27,7 @@ from profkit.trace.columns import (
     Work,
     distinct_values,
     empty_ints,
+    number_in_graph,
     rows_by_value,
 )
 from profkit.trace.nsys_ranges import NO_TIME, POSITIVE, Names, has_invisible_ranges, read_ranges
@@ -49,7 +50,7 @@ _FROM_HOST = 1
 # ENUM_DIAGNOSTIC_SEVERITY_LEVEL; 4 is verbose. An unknown level is a warning.
 _SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "error", 4: "info"}
 
-_OPTIONAL = {"status", "stream", "graph", "bytes", "kind"}
+_OPTIONAL = {"status", "stream", "graph", "node", "bytes", "kind"}
 _SMALL_IDS = 1 << 22
 _LARGEST_ID = 1 << 62
 
@@ -154,6 +155,8 @@ class _Reader:
             wanted |= {"name": (self._kernel_name_column(), -1)}
         if table == GRAPHS:
             wanted |= {"graph": ("graphId", -1)}
+        if table in (KERNELS, COPIES, SETS):
+            wanted |= {"node": ("graphNodeId", -1)}
         if table in (COPIES, SETS):
             wanted |= {"bytes": ("bytes", 0), "kind": ("copyKind", 0)}
         return wanted
@@ -224,7 +227,8 @@ class _Reader:
     def _build_work(self, found: dict[str, Columns], launches: LaunchIndex) -> Work:
         kernels, graphs = found.get(KERNELS, {}), found.get(GRAPHS, {})
         if graphs:
-            graphs = {**graphs, "name": -2 - np.clip(graphs["graph"], 0, _LARGEST_ID)}
+            none = np.full(len(graphs["start"]), -1, dtype=np.int64)
+            graphs = {**graphs, "name": -2 - np.clip(graphs["graph"], 0, _LARGEST_ID), "node": none}
         parts = [part for part in (kernels, graphs) if part]
         column = {name: _joined(parts, name) for name in ("name", "start", "end", "device", "stream", "process")}
         launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"), column["start"])
@@ -241,6 +245,7 @@ class _Reader:
             launch_ns=launch_ns,
             launch_thread=launch_thread,
             is_graph=is_graph,
+            graph_node=number_in_graph(_joined(parts, "node")),
         )
 
     def _build_copies(self, found: dict[str, Columns], launches: LaunchIndex) -> Copies:
@@ -259,6 +264,7 @@ class _Reader:
             is_memset=is_memset,
             from_host=column["kind"] == _FROM_HOST,
             byte_count=column["bytes"],
+            graph_node=number_in_graph(_joined(parts, "node")),
         )
 
     def _intern(self, *columns: Ints) -> Names:

@@ -122,7 +122,7 @@ def _renumbered(trace: Trace, names: dict[str, int], processes: int, threads: in
         columns: dict[str, Any] = {}
         for field in fields(table):
             column = getattr(table, field.name)
-            if field.name in ("start_ns", "end_ns", "launch_ns"):
+            if field.name in ("start_ns", "end_ns", "launch_ns", "node_ns") and column is not None:
                 columns[field.name] = column + shift_ns
             elif field.name == "process":
                 columns[field.name] = column + processes

@@ -317,7 +317,9 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     opened = np.flatnonzero(was_open)
     if not len(opened):
         return []
-    name, silent = trace.ranges.name[opened], _without_calls(trace)[opened]
+    name = trace.ranges.name[opened]
+    # Where a CUDA graph is replayed, ranges from its capture hold kernels without a call of their own.
+    silent = _without_calls(trace)[opened] & (attribution.work.count_places(opened) == 0)
     number = number_in_step(attribution, opened, name)
     _, alike = np.unique(name * (number.max() + 1) + number, return_inverse=True)
     count, without = np.bincount(alike), np.bincount(alike[silent], minlength=int(alike.max()) + 1)
@@ -441,8 +443,8 @@ def _without_launches(trace: Trace, members: Ints) -> Bools:
         [
             not (
                 (work.process == ranges.process[index])
-                & (work.launch_ns >= ranges.start_ns[index])
-                & (work.launch_ns < ranges.end_ns[index])
+                & (work.placed_ns >= ranges.start_ns[index])
+                & (work.placed_ns < ranges.end_ns[index])
             ).any()
             for index in members.tolist()
         ],

@@ -1,0 +1,202 @@
+"""CUDA graphs in a trace: what a replay launched comes under the ranges that were open when it was captured.
+
+A replay is one call, and no Python of the program runs in it. profkit records at the capture which ranges were open
+when each node was made (`profkit.run.compiled_code.CapturedGraph`), and opens a range around each replay, which names
+the graph. Where a graph is traced node by node, each kernel says which node it is. So the range of a replay becomes the
+ranges of the capture, nested as they were, and each kernel gets a moment of its own within them (`Work.placed_ns`).
+These moments follow each other by a nanosecond from the beginning of the replay: the modules took no Python time.
+
+What was replayed must be what was captured: the same nodes, the same of them kernels. Else the replay keeps its range,
+and a note says why.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from profkit.run.compiled_code import CapturedGraph, NodeRun, graph_range
+from profkit.trace.columns import (
+    Bools,
+    Copies,
+    Ints,
+    NamesWithNew,
+    Ranges,
+    Trace,
+    Work,
+    array_columns,
+    distinct_values,
+    rows_by_value,
+    take_rows,
+)
+
+
+def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
+    """Return the trace with the ranges of the captures in place of the replays; itself if it has no replay.
+
+    Args:
+        trace: the capture.
+        graphs: what the run knows of its CUDA graphs.
+    """
+    known = {graph_range(graph.id): graph for graph in graphs}
+    layouts = {at: _lay_out(known[name].runs) for at, name in enumerate(trace.names) if name in known}
+    replays = np.flatnonzero(np.isin(trace.ranges.name, list(layouts)))
+    if not len(replays):
+        return _note_whole(trace)
+    work_of, copies_of = (_replay_of(rows, trace.ranges, replays) for rows in (trace.work, trace.copies))
+    work_ns, copies_ns = trace.work.launch_ns.copy(), trace.copies.launch_ns.copy()
+    names = NamesWithNew(trace.names)
+    placed, new, notes = np.zeros(len(replays), dtype=np.bool_), [], list(trace.notes)
+    for name, layout in layouts.items():
+        mine = np.flatnonzero(trace.ranges.name[replays] == name)
+        fits = _which_fit(trace, replays[mine], layout, (work_of, copies_of), mine)
+        placed[mine] = fits
+        for node_ns, rows, replay_of in ((work_ns, trace.work, work_of), (copies_ns, trace.copies, copies_of)):
+            those = np.flatnonzero(np.isin(replay_of, mine[fits]))
+            begin_ns = trace.ranges.start_ns[replays[replay_of[those]]]
+            node_ns[those] = begin_ns + layout.node[_nodes(rows)[those]]
+        new.append(_opened(trace.ranges, replays[mine[fits]], layout, names))
+        if not fits.all():
+            notes.append(
+                f"{trace.names[name]}: {int((~fits).sum()):,} of {len(fits):,} replays did not run the"
+                f" {int(layout.is_kernel.sum()):,} kernels that were captured; what they ran lies under no module"
+            )
+    return _note_whole(
+        replace(
+            trace,
+            names=names.strings,
+            work=replace(trace.work, node_ns=work_ns),
+            copies=replace(trace.copies, node_ns=copies_ns),
+            ranges=_exchanged(trace.ranges, replays[placed], new),
+            notes=tuple(notes),
+        )
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """One captured graph in nanoseconds from the beginning of its replay: its ranges, outer ones first, and nodes."""
+
+    name: list[str]
+    begin: Ints
+    end: Ints
+    node: Ints
+    is_kernel: Bools
+    is_copy: Bools
+    """Which nodes are memory copies or fills."""
+    length: int
+
+
+def _lay_out(runs: Sequence[NodeRun]) -> _Layout:
+    """Return when each range opens and closes and each node is launched: one nanosecond after the other."""
+    names: list[str] = []
+    begin: list[int] = []
+    end: list[int] = []
+    node: list[int] = []
+    open_now: list[int] = []
+    now = 1
+    for run in [*runs, NodeRun(0, "other")]:
+        path = run.path
+        same = 0
+        while same < min(len(path), len(open_now)) and names[open_now[same]] == path[same]:
+            same += 1
+        while len(open_now) > same:
+            end[open_now.pop()] = now
+            now += 1
+        for name in path[same:]:
+            open_now.append(len(names))
+            names.append(name)
+            begin.append(now)
+            end.append(0)
+            now += 1
+        node.append(now)
+        now += 1
+    counts = np.array([run.count for run in runs], dtype=np.int64)
+    kinds = np.repeat(np.array([run.kind for run in runs], dtype=np.str_), counts)
+    return _Layout(
+        names,
+        np.array(begin, dtype=np.int64),
+        np.array(end, dtype=np.int64),
+        np.repeat(np.array(node[: len(runs)], dtype=np.int64), counts),
+        kinds == "kernel",
+        np.isin(kinds, ["copy", "fill"]),
+        now,
+    )
+
+
+def _nodes(rows: Work | Copies) -> Ints:
+    return np.full(len(rows), -1, dtype=np.int64) if rows.graph_node is None else rows.graph_node
+
+
+def _replay_of(rows: Work | Copies, ranges: Ranges, replays: Ints) -> Ints:
+    """Return which of the replays launched each row that is a graph's node, -1 for none."""
+    found = np.full(len(rows), -1, dtype=np.int64)
+    replays_of = rows_by_value(ranges.thread[replays])
+    for thread, mine in rows_by_value(np.where(_nodes(rows) >= 0, rows.launch_thread, -1)).items():
+        theirs = replays_of.get(thread)
+        if thread < 0 or theirs is None:
+            continue
+        theirs = theirs[np.argsort(ranges.start_ns[replays[theirs]], kind="stable")]
+        # A replay lies in no other one.
+        at = np.searchsorted(ranges.start_ns[replays[theirs]], rows.launch_ns[mine], side="right") - 1
+        inside = (at >= 0) & (rows.launch_ns[mine] < ranges.end_ns[replays[theirs[at]]])
+        found[mine[inside]] = theirs[at[inside]]
+    return found
+
+
+def _which_fit(trace: Trace, replays: Ints, layout: _Layout, replay_of: tuple[Ints, Ints], number: Ints) -> Bools:
+    """Return which replays of one graph ran the nodes that were captured: all its kernels, each once, and no others."""
+    fits = trace.ranges.end_ns[replays] - trace.ranges.start_ns[replays] > layout.length
+    expected = np.flatnonzero(layout.is_kernel)
+    work, copies = (defaultdict(lambda: np.empty(0, dtype=np.int64), rows_by_value(column)) for column in replay_of)
+    for at, one in enumerate(number.tolist()):
+        kernels, others = _nodes(trace.work)[work[one]], _nodes(trace.copies)[copies[one]]
+        fits[at] &= np.array_equal(np.sort(kernels), expected)
+        fits[at] &= bool((others < len(layout.node)).all()) and bool(layout.is_copy[others].all())
+    return fits
+
+
+def _opened(ranges: Ranges, replays: Ints, layout: _Layout, names: NamesWithNew) -> Ranges:
+    """Return the ranges of a capture as often as it was replayed."""
+    count = len(layout.name)
+    copied = take_rows(ranges, np.repeat(replays, count))
+    begin_ns = np.repeat(ranges.start_ns[replays], count)
+    return replace(
+        copied,
+        name=np.tile(np.array([names.intern(name) for name in layout.name], dtype=np.int64), len(replays)),
+        start_ns=begin_ns + np.tile(layout.begin, len(replays)),
+        end_ns=begin_ns + np.tile(layout.end, len(replays)),
+        end_thread=copied.thread,
+        is_open=np.zeros(len(copied), dtype=np.bool_),
+        payload={},
+    )
+
+
+def _exchanged(ranges: Ranges, left_out: Ints, new: Sequence[Ranges]) -> Ranges:
+    """Return the ranges without some of them, and with those of others behind."""
+    is_kept = np.ones(len(ranges), dtype=np.bool_)
+    is_kept[left_out] = False
+    kept, number = take_rows(ranges, is_kept), np.cumsum(is_kept) - 1
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in (kept, *new)]) for name in array_columns(kept)
+    }
+    payload = {int(number[at]): value for at, value in ranges.payload.items() if is_kept[at]}
+    return replace(kept, **columns, payload=payload)
+
+
+def _note_whole(trace: Trace) -> Trace:
+    """Return the trace with a note if its CUDA graphs were traced as wholes."""
+    count = int(trace.work.is_graph.sum())
+    if not count:
+        return trace
+    graphs = len(distinct_values(trace.work.name[trace.work.is_graph]))
+    note = (
+        f"{count:,} replays of {graphs:,} CUDA graphs were traced whole: each is one row, without its kernels and their"
+        " modules; profkit run --nsys --cuda-graph-trace node records them one by one"
+    )
+    # A trace that profkit exported has it already.
+    return trace if note in trace.notes else replace(trace, notes=(*trace.notes, note))

@@ -1,0 +1,154 @@
+"""CUDA graphs in a trace: what a replay launched comes under the ranges of its capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.attribution import attribute_work
+from profkit.analysis.compiled_ranges import nest_compiled_launches
+from profkit.analysis.graph_nodes import place_graph_nodes
+from profkit.analysis.kernels import summarize_kernels
+from profkit.analysis.range_tree import summarize_ranges
+from profkit.analysis.selection import KernelFilter
+from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, graph_range, launch_range
+from profkit.trace.columns import Trace
+from profkit.trace.nsys import read_nsys
+from tests.nsys_builder import NsysBuilder, process_of
+
+FORWARD, BACKWARD = ("forward", "model"), ("backward", "model")
+GRAPH = CapturedGraph.of(
+    [
+        NodeRun(1, "fill", FORWARD),
+        NodeRun(2, "kernel", (*FORWARD, "h.0")),
+        NodeRun(1, "other", FORWARD),
+        NodeRun(1, "kernel", (*FORWARD, "h.1")),
+        NodeRun(1, "kernel", (*BACKWARD, "h.1")),
+        NodeRun(1, "copy", ()),
+        NodeRun(1, "kernel", ("optimizer",)),
+    ]
+)
+KERNELS = {1: 10, 2: 20, 4: 40, 5: 50, 7: 70}
+"""Which nodes of `GRAPH` are kernels, and their times."""
+
+
+def replay(
+    capture: NsysBuilder, begin: int, kernels: dict[int, int] = KERNELS, name: str = graph_range(GRAPH.id)
+) -> None:
+    """Add a replay of `GRAPH`, 1,000 ns long, and what it ran."""
+    capture.range(name, begin, begin + 1000)
+    call = capture.call(begin + 100, name="cudaGraphLaunch_v10000", duration=800)
+    for node, duration in kernels.items():
+        capture.kernel(None, duration, start=begin + 2000 + node * 100, correlation=call, name=f"k{node}")
+        capture.rows["CUPTI_ACTIVITY_KIND_KERNEL"][-1]["graphNodeId"] = 8 << 32 | node
+    place = {"deviceId": 0, "streamId": 7, "correlationId": call, "globalPid": process_of(100), "bytes": 64}
+    capture.add("CUPTI_ACTIVITY_KIND_MEMSET", start=begin + 1900, end=begin + 1901, graphNodeId=8 << 32, **place)
+    copied = {"start": begin + 2600, "end": begin + 2603, "graphNodeId": 8 << 32 | 6, "copyKind": 8}
+    capture.add("CUPTI_ACTIVITY_KIND_MEMCPY", **copied, **place)
+
+
+def two_steps() -> NsysBuilder:
+    capture = NsysBuilder()
+    for step in range(2):
+        capture.range(f"step {step}", 10_000 * step, 10_000 * step + 9000)
+        replay(capture, 10_000 * step + 1000)
+        capture.kernel(10_000 * step + 5000, 1000, name="launched by itself")
+    return capture
+
+
+def placed(capture: NsysBuilder, folder: Path, *graphs: CapturedGraph) -> Trace:
+    return place_graph_nodes(read_nsys(capture.write(folder / "trace.sqlite")), graphs)
+
+
+def time_under(trace: Trace, name: str | None = None) -> int:
+    return summarize_kernels(attribute_work(trace), KernelFilter(name)).kernel_time_ns
+
+
+def tree(trace: Trace) -> dict[str, tuple[int, int]]:
+    """Return each path of the tree of ranges with its instances and kernel time."""
+    nodes = summarize_ranges(attribute_work(trace)).ranges
+    return {node.path: (node.instances, node.kernel_time_ns) for node in nodes}
+
+
+def test_the_nodes_of_a_replay_lie_under_the_ranges_of_their_capture(tmp_path: Path) -> None:
+    trace = placed(two_steps(), tmp_path, GRAPH)
+    below = {
+        "": 1190,
+        "/forward": 70,
+        "/forward/model": 70,
+        "/forward/model/h.0": 30,
+        "/forward/model/h.1": 40,
+        "/backward": 50,
+        "/backward/model": 50,
+        "/backward/model/h.1": 50,
+        "/optimizer": 70,
+    }
+    assert tree(trace) == {f"step {step}{path}": (1, time) for step in range(2) for path, time in below.items()}
+    assert trace.notes == ()
+    ledger = attribute_work(trace).ledger
+    assert ledger.direct_ns == ledger.total_ns == 2 * 1190
+
+
+def test_copies_and_fills_of_a_graph_lie_under_its_ranges_too(tmp_path: Path) -> None:
+    attribution = attribute_work(placed(two_steps(), tmp_path, GRAPH))
+    name = [attribution.trace.names[at] for at in attribution.trace.ranges.name[attribution.copies.innermost].tolist()]
+    assert sorted(name) == ["model", "model", "step 0", "step 1"]
+    assert attribution.trace.work.launch_ns.tolist().count(1100) == len(KERNELS)  # one call launched them all
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        {node: time for node, time in KERNELS.items() if node != 4},
+        {**KERNELS, 3: 1},
+        {**{node: time for node, time in KERNELS.items() if node != 7}, 8: 70},
+    ],
+    ids=["one is missing", "one too many", "another one"],
+)
+def test_a_replay_that_ran_other_kernels_than_were_captured_keeps_its_range(
+    tmp_path: Path, kernels: dict[int, int]
+) -> None:
+    capture = two_steps()
+    capture.range("step 2", 20_000, 29_000)
+    replay(capture, 21_000, kernels)
+    trace = placed(capture, tmp_path, GRAPH)
+    assert time_under(trace, "optimizer") == 2 * 70
+    assert time_under(trace, graph_range(GRAPH.id)) == sum(kernels.values())
+    assert "1 of 3 replays did not run the 5 kernels that were captured" in trace.notes[0]
+
+
+def test_a_replay_of_a_graph_that_nothing_is_known_of_stays_as_it_is(tmp_path: Path) -> None:
+    trace = placed(two_steps(), tmp_path)
+    assert time_under(trace, f"step 0/{graph_range(GRAPH.id)}") == 190
+    assert trace.work.node_ns is None
+
+
+def test_ranges_around_compiled_launches_at_the_capture_become_modules_too(tmp_path: Path) -> None:
+    one, two = (
+        launch_range(LaunchPlace("3f9a", line, ("model", *path))) for line, path in ((7, ["h.0"]), (9, ["h.1"]))
+    )
+    graph = CapturedGraph.of([NodeRun(2, "kernel", (one,)), NodeRun(1, "kernel", (two,)), NodeRun(1, "kernel", ())])
+    capture = NsysBuilder()
+    capture.range("forward", 0, 9000)
+    capture.range("model", 10, 8000)
+    replay(capture, 1000, {0: 1, 1: 2, 2: 4, 3: 8}, graph_range(graph.id))
+    capture.rows["CUPTI_ACTIVITY_KIND_MEMSET"] = capture.rows["CUPTI_ACTIVITY_KIND_MEMCPY"] = []
+    trace = nest_compiled_launches(placed(capture, tmp_path, graph))
+    assert {path: time for path, (_, time) in tree(trace).items()} == {
+        "forward": 15,
+        "forward/model": 15,
+        "forward/model/h.0": 3,
+        "forward/model/h.1": 4,
+    }
+
+
+def test_graphs_that_were_traced_whole_are_said_with_the_command_that_records_their_kernels(tmp_path: Path) -> None:
+    capture = NsysBuilder()
+    capture.range("step 0", 0, 9000)
+    call = capture.call(100, name="cudaGraphLaunch_v10000")
+    place = {"deviceId": 0, "streamId": 7, "correlationId": call, "globalPid": process_of(100)}
+    capture.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=200, end=300, graphId=3, graphExecId=4, **place)
+    (note,) = placed(capture, tmp_path, GRAPH).notes
+    assert "1 replays of 1 CUDA graphs were traced whole" in note
+    assert "profkit run --nsys --cuda-graph-trace node" in note
