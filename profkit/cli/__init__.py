@@ -24,6 +24,7 @@ _COMMANDS = {
     "kernels": ("profkit.cli.kernels", "Show which kernels took the time, in all or in a range."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: the names that --range accepts."),
     "efficiency": ("profkit.cli.efficiency", "Show how well the GPUs were used and what limits each range."),
+    "ranks": ("profkit.cli.ranks", "Show which rank the others wait for, why, and what communication costs."),
     "memory": ("profkit.cli.memory", "Show the peak of memory and who held it."),
     "report": ("profkit.cli.report", "Write one HTML page of a run, for a browser."),
     "whatif": ("profkit.cli.whatif", "Predict the peak under other settings, or of a changed program."),

@@ -31,9 +31,9 @@ it ran on the GPU. ``sequence`` counts the collectives of a group from 0 or 1, a
 how much of it ran while something else computed. ``kind`` is one of `KINDS` (`plain_kind` makes it from the names of
 torch and NCCL).
 
-``since`` says what the rank did between the end of the previous collective of the same group and the start of this one,
-in disjoint parts: the row of the collective, one of `CAUSES`, the phase, the module (or ""), and the time. A recorder
-without a profiler leaves it out.
+``since`` says what the rank did between the end of the previous collective and the end of this one, in disjoint parts
+that sum up to that time: the row of the collective, one of `CAUSES`, the phase, the module (or ""), and the time. A
+recorder without a profiler leaves it out.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from profkit.run.records import LARGEST_NUMBER, WrongRecord, decode, read_text
 VERSION = 1
 
 Source = Literal["light", "nsys", "kineto"]
-Cause = Literal["data", "python", "launch", "kernels", "copy", "clock", "waiting"]
+Cause = Literal["data", "python", "launch", "kernels", "copy", "clock", "communication"]
 """What a rank did: it waited for data, ran Python without calling CUDA, launched, ran kernels, copied, ran kernels on a
-slower clock, or was in a collective of another group."""
+slower clock, or did nothing but communicate, which includes waiting for other ranks."""
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -80,7 +80,7 @@ _KIND = (
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: its number in this record, torch's name of it, and its ranks in the world.
+    """A process group: its number in this record, torch's name of it, and its ranks in the world (none: all of them).
 
     ``dimension`` is the name of its dimension in a device mesh (``dp``, ``tp``), if it belongs to one.
     """

@@ -58,6 +58,8 @@ class Work:
     compiled_launch: Ints | None = None
     graph_node: Ints | None = None
     node_ns: Ints | None = None
+    collective: Ints | None = None
+    """The index in `Trace.collectives` of the collective that a kernel runs, or -1."""
 
     @property
     def placed_ns(self) -> Ints:
@@ -70,6 +72,23 @@ class Work:
 
     def __len__(self) -> int:
         return len(self.name)
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """What a trace says of one collective; None and () where it does not say.
+
+    ``kind`` is one of `profkit.run.light_record.KINDS`. ``byte_count`` is the larger of what goes in and what comes
+    out. ``sequence`` counts the collectives of a group alike on all its ranks.
+    """
+
+    kind: str
+    group: str | None = None
+    ranks: tuple[int, ...] = ()
+    dimension: str | None = None
+    dtype: str | None = None
+    byte_count: int | None = None
+    sequence: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +206,9 @@ class Trace:
     """What the reader had to leave out or assume, one sentence each; shown as warnings."""
     ranks: dict[int, int] = field(default_factory=dict)
     """Process → its rank in a distributed run, where the capture itself says so."""
+
+    collectives: tuple[CollectiveCall, ...] = ()
+    """What the capture itself says of collectives; `Work.collective` points here."""
 
     clock_base_ns: int = 0
     """What its times count from, where captures of one machine may count from different moments."""

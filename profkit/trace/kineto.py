@@ -28,6 +28,7 @@ from profkit.trace.columns import (
     number_in_graph,
 )
 from profkit.trace.exported import complete_ranges, read_exported
+from profkit.trace.kineto_collectives import CollectiveArguments
 from profkit.trace.kineto_events import (
     Event,
     HostRows,
@@ -79,7 +80,8 @@ def read_kineto(path: Path) -> Trace:
     else:
         ranges = complete_ranges(ranges, annotations, reading)
     forest = OperatorForest(operators.start_ns, operators.end_ns, operators.thread)
-    gpu = _GpuReader(reading, call_rows)
+    collectives = CollectiveArguments(header)
+    gpu = _GpuReader(reading, call_rows, collectives)
     work, copies = gpu.work(rows["kernel"]), gpu.copies(rows["memcpy"], rows["memset"])
     gpu.note_ambiguous()
     origins = None
@@ -112,6 +114,7 @@ def read_kineto(path: Path) -> Trace:
         notes=tuple(reading.notes),
         names=reading.names,
         ranks=_ranks(header, reading),
+        collectives=tuple(collectives.found),
         clock_base_ns=parse_integer(header.get("baseTimeNanoseconds")) or 0,
     )
     return trace if exported is None else exported.complete(trace)
@@ -263,8 +266,9 @@ class _GpuReader:
     file holds one process, as nearly all do. In a merged file, an id that calls of two processes carry fits neither.
     """
 
-    def __init__(self, reading: Reading, calls: HostRows) -> None:
+    def __init__(self, reading: Reading, calls: HostRows, collectives: CollectiveArguments) -> None:
         self._reading = reading
+        self._collectives = collectives
         self.correlation = integers([parse_id(event, "correlation") for event in calls.events])
         self._matched: set[int] = set()
         self._ambiguous_count = 0
@@ -290,6 +294,7 @@ class _GpuReader:
             launch_thread=launch_thread,
             is_graph=np.array([parse_argument(event, "is_graph") == 1 for event in rows], dtype=np.bool_),
             graph_node=_nodes(rows),
+            collective=integers([self._collectives.add(event) for event in rows]),
         )
 
     def copies(self, copies: list[Event], sets: list[Event]) -> Copies:

@@ -63,6 +63,9 @@ _REPEATED = ("name", "pid", "tid")
 _ARGUMENTS = frozenset(
     {
         *("name", "correlation", "stream", "device", "bytes", "finished", "graph node id"),
+        # Of collectives (`profkit.trace.kineto_collectives`).
+        *("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Seq"),
+        *("Process Group Name", "Process Group Description", "Process Group Ranks"),
         *("is_graph", "domain", "payload", "end_tid"),  # in exported traces alone (`profkit.trace.exported`)
     }
 )

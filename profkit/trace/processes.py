@@ -56,7 +56,11 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         threads = sum(_thread_count(part) for part in traces[:number])
         parts.append(_renumbered(trace, names, number * _PER_TRACE, threads, trace.clock_base_ns - first.clock_base_ns))
     offsets = np.cumsum([0, *(len(part.origins.thread) if part.origins else 0 for part in parts)]).tolist()
-    works = [_shift_origins(part.work, offset) for part, offset in zip(parts, offsets, strict=False)]
+    called = np.cumsum([0, *(len(part.collectives) for part in parts)]).tolist()
+    works = [
+        _shift_collectives(_shift_origins(part.work, offset), begin)
+        for part, offset, begin in zip(parts, offsets, called, strict=False)
+    ]
     calls = _join([part.calls for part in parts])
     begun = np.cumsum([0, *(len(part.ranges) for part in parts)]).tolist()
     payload = {
@@ -82,6 +86,7 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         has_kernel_table=any(trace.has_kernel_table for trace in traces),
         notes=_each_once(trace.notes for trace in traces),
         ranks={process: rank for part in parts for process, rank in part.ranks.items()},
+        collectives=tuple(call for part in parts for call in part.collectives),
     )
 
 
@@ -160,6 +165,11 @@ def _thread_count(trace: Trace) -> int:
 def _shift_origins(work: Work, offset: int) -> Work:
     sequence = np.full(len(work), -1, dtype=np.int64) if work.sequence is None else work.sequence
     return replace(work, sequence=np.where(sequence < 0, sequence, sequence + offset))
+
+
+def _shift_collectives(work: Work, offset: int) -> Work:
+    collective = np.full(len(work), -1, dtype=np.int64) if work.collective is None else work.collective
+    return replace(work, collective=np.where(collective < 0, collective, collective + offset))
 
 
 def _join(tables: Sequence[Table]) -> Table:

@@ -1,0 +1,142 @@
+"""All ranks of a run side by side: what `profkit ranks` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from profkit.analysis.collectives.bandwidth import GroupRow, sum_groups
+from profkit.analysis.collectives.culprit import Account, Verdict, build_account, find_culprit
+from profkit.analysis.collectives.matching import ClockFit, fit_clocks, match_collectives, sum_waits
+from profkit.run.light_record import Cause, LightRecord
+from profkit.trace.columns import Ints
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """What one rank did, per step in nanoseconds; ``step_count`` steps are compared, of a full trace not the first.
+
+    ``parts`` are its own time by cause; with ``exposed_ns``, the communication that nothing hid, they sum up to
+    ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not.
+    ``sm_mhz`` and ``throttle`` are None and () where nobody recorded them. ``parts`` of a rank that only left a light
+    record are times of phases, and do not sum up.
+    """
+
+    rank: int
+    node: int
+    device: int | None
+    source: str
+    step_count: int
+    step_ns: int
+    parts: Mapping[Cause, int]
+    exposed_ns: int | None
+    waiting_ns: int
+    peak_bytes: int | None
+    sm_mhz: int | None
+    throttle: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RanksResult:
+    """What the ranks of a run tell together; times of ``ranks`` are per step, those of ``groups`` are sums.
+
+    ``lost`` are the ranks of which nothing can be read, each with the reason.
+    """
+
+    world_size: int
+    ranks: tuple[RankSummary, ...]
+    groups: tuple[GroupRow, ...]
+    waits_ns: Ints
+    verdict: Verdict
+    clocks: ClockFit | None
+    lost: Mapping[int, str]
+    step_count: int
+
+    @property
+    def step_ns(self) -> int:
+        """Return the step time of the median rank."""
+        return int(np.median([one.step_ns for one in self.ranks])) if self.ranks else 0
+
+    @property
+    def exposed_ns(self) -> int | None:
+        """Return the communication per step that nothing hid, of the mean rank."""
+        known = [one.exposed_ns for one in self.ranks if one.exposed_ns is not None]
+        return round(sum(known) / len(known)) if known else None
+
+    @property
+    def waiting_ns(self) -> int:
+        """Return the time per step that the mean rank spent in collectives before the last rank arrived."""
+        return round(sum(one.waiting_ns for one in self.ranks) / len(self.ranks)) if self.ranks else 0
+
+
+def compare_records(records: Iterable[LightRecord], lost: Mapping[int, str] | None = None) -> RanksResult:
+    """Return the comparison of ranks; the order of ``records`` does not matter."""
+    found = sorted(records, key=lambda record: record.rank)
+    world_size = max([len(found), *(max(record.world_size, record.rank + 1) for record in found)], default=0)
+    everyone = tuple(range(world_size))
+    found = [
+        replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
+        for record in found
+    ]
+    index = {record.rank: at for at, record in enumerate(found)}
+    matched = match_collectives(found)
+    accounts = [build_account(record) for record in found]
+    waits = sum_waits(matched, len(found), index)
+    missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
+    return RanksResult(
+        world_size=world_size,
+        ranks=tuple(
+            _summarize(record, account, int(waited))
+            for record, account, waited in zip(found, accounts, waits.sum(axis=1), strict=True)
+        ),
+        groups=tuple(sum_groups(matched, world_size)),
+        waits_ns=waits,
+        verdict=find_culprit(found, accounts, matched),
+        clocks=fit_clocks(matched),
+        lost=missing | dict(lost or {}),
+        step_count=max((_count_steps(record) for record in found), default=0),
+    )
+
+
+def outliers_first(result: RanksResult) -> Sequence[RankSummary]:
+    """Return the ranks, those first whose own time is farthest from the median rank's."""
+    own = [sum(one.parts.values()) for one in result.ranks]
+    middle = float(np.median(own)) if own else 0.0
+    return [
+        one for _, one in sorted(zip(own, result.ranks, strict=True), key=lambda it: (-abs(it[0] - middle), it[1].rank))
+    ]
+
+
+def _summarize(record: LightRecord, account: Account, waiting_ns: int) -> RankSummary:
+    parts: dict[Cause, int] = {}
+    count = len(account.steps)
+    for (cause, *_), time in account.mean_parts().items() if count else ():
+        parts[cause] = parts.get(cause, 0) + round(time)
+    exposed = round(sum(account.exposed_ns) / count) if count and account.is_exact else None
+    whole = sum(parts.values()) + exposed if exposed is not None else _median_step(record)
+    throttle = dict.fromkeys(reason for step in record.steps if step.name is not None for reason in step.throttle)
+    return RankSummary(
+        rank=record.rank,
+        node=record.node,
+        device=record.device,
+        source=record.source,
+        step_count=count,
+        step_ns=whole,
+        parts=dict(sorted(parts.items())),
+        exposed_ns=exposed,
+        waiting_ns=round(waiting_ns / max(_count_steps(record), 1)),
+        peak_bytes=max((step.peak_bytes for step in record.steps if step.peak_bytes is not None), default=None),
+        sm_mhz=None if account.sm_mhz is None else round(account.sm_mhz),
+        throttle=tuple(throttle),
+    )
+
+
+def _count_steps(record: LightRecord) -> int:
+    return sum(step.name is not None for step in record.steps)
+
+
+def _median_step(record: LightRecord) -> int:
+    times = [step.end_ns - step.start_ns for step in record.steps if step.name is not None]
+    return int(np.median(times)) if times else 0

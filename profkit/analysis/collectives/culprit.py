@@ -1,0 +1,307 @@
+"""Which rank the others wait for, and why: the difference of what ranks did between the last collectives of steps.
+
+Collectives end on all ranks at once, so between the last one of a step and the last one of the next step the same time
+passes on every rank. That time is what the rank did by itself (`profkit.analysis.collectives.own_time`) and the
+communication that nothing hid. The rank that did more by itself waited less: the difference to the median rank is what
+it costs, and the parts of the difference are the cause. A light record knows no such parts: there a rank's phases, on
+the host and on the GPU, are compared, and it is late by the longest wait of each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from profkit.analysis.collectives.matching import Matched
+from profkit.names import DATA, kind_of
+from profkit.run.light_record import Cause, LightRecord, StepRecord
+
+LEAST_SHARE = 0.05
+"""A rank is called late if it costs at least this share of a step: in two DDP runs on 2 × H200 with nothing injected,
+ranks cost each other up to 3 % (apart from launches, see below)."""
+LEAST_LAUNCH_SHARE = 0.2
+"""The same where launches are the cause and a profiler recorded: it slows each process's launches by different amounts,
+which alone cost 13 % of a step in such a run."""
+LEAST_ERRORS = 3.0
+"""The mean cost must be this many standard errors above 0, so that a rank that is late by chance is not named."""
+_LEAST_SHARE_OF_ONE = 0.1
+"""With one step there is no standard error: then it must be this share of the step."""
+_CLOCK_LOSS = 0.03
+"""A clock that is lower than the median rank's by this share is held down."""
+
+Floats = npt.NDArray[np.float64]
+Parts = dict[tuple[Cause, str, str], float]
+"""(cause, phase, module) → nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one rank did in each step, per step: its own parts, and the communication that nothing hid."""
+
+    rank: int
+    steps: tuple[Parts, ...]
+    exposed_ns: tuple[float, ...]
+    is_exact: bool
+    sm_mhz: float | None = None
+
+    def own_ns(self, step: int) -> float:
+        """Return what the rank did by itself in one step."""
+        return sum(self.steps[step].values())
+
+    def mean_parts(self) -> Parts:
+        """Return each part per step."""
+        sums: Parts = {}
+        for step in self.steps:
+            for key, time in step.items():
+                sums[key] = sums.get(key, 0.0) + time
+        return {key: time / len(self.steps) for key, time in sums.items()}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank that the others wait for.
+
+    Times are per step. ``late_ns`` is how much later than the median rank it arrives, ``extra_ns`` how much longer than
+    it the cause took, ``gain_ns`` how much faster steps would be if it were like the median rank (an estimate).
+    ``share`` is the part of the collectives with a late rank in which it came last.
+    """
+
+    rank: int
+    cause: Cause
+    phase: str
+    module: str
+    late_ns: int
+    extra_ns: int
+    gain_ns: int
+    share: float
+    group: Matched
+    compared_with: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is late, or the figure that shows that nobody is: the most that a rank cost the others, and its share."""
+
+    culprit: Culprit | None
+    most_rank: int | None = None
+    most_ns: int = 0
+    step_ns: int = 0
+    differences: Mapping[Cause, int] = field(default_factory=dict)
+    """Cause → how much more than the median rank that rank took, per step."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Cost:
+    """Who may be late and who is the median rank (positions), what the former costs in each step, and usual parts."""
+
+    late: int
+    usual: int
+    each_ns: Floats
+    step_ns: float
+    ordinary: Parts
+
+
+def build_account(record: LightRecord, *, exact: bool | None = None) -> Account:
+    """Return what a rank did in its measured steps; ``exact=False`` by its phases alone, as light records say it.
+
+    Of a full trace the first step is left out unless something before it was recorded.
+    """
+    exact = any(step.since for step in record.steps) if exact is None else exact
+    named = [step for step in record.steps if step.name is not None]
+    if exact and named and len(named) > 1 and not (record.steps[0].name is None and record.steps[0].since):
+        named = named[1:]
+    steps, exposed = [], []
+    for step in named:
+        parts = _exact_parts(step) if exact else _phase_parts(step)
+        exposed.append(sum(time for (cause, *_), time in parts.items() if cause == "communication"))
+        steps.append({key: time for key, time in parts.items() if key[0] != "communication"})
+    clocks = [step.sm_mhz for step in named if step.sm_mhz]
+    return Account(record.rank, tuple(steps), tuple(exposed), exact, float(np.median(clocks)) if clocks else None)
+
+
+def _exact_parts(step: StepRecord) -> Parts:
+    parts: Parts = {}
+    for _, cause, phase, module, time in step.since:
+        parts[cause, phase, module] = parts.get((cause, phase, module), 0.0) + time
+    return parts
+
+
+def _phase_parts(step: StepRecord) -> Parts:
+    """Return what phases took on the host, and what they took longer on the GPU, less their collectives there."""
+    host: dict[str, float] = {}
+    for name, start, end in step.phases:
+        host[name] = host.get(name, 0.0) + end - start
+    parts: Parts = {("python", name, ""): time for name, time in host.items() if name != DATA}
+    parts["data", DATA, ""] = float(step.data_ns if step.data_ns is not None else host.get(DATA, 0.0))
+    calls = step.collectives
+    for name, start, end in step.gpu_phases:
+        talking = sum(
+            stop - begin
+            for begin, stop in zip(calls.start_ns, calls.end_ns, strict=True)
+            if begin is not None and stop is not None and start <= begin < end
+        )
+        key: tuple[Cause, str, str] = ("kernels", name, "")
+        parts[key] = parts.get(key, 0.0) + max(end - start - talking - host.get(name, 0.0), 0.0)
+    return parts
+
+
+def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], matched: Sequence[Matched]) -> Verdict:
+    """Return which rank the others wait for; ``accounts`` are those of ``records``, in their order.
+
+    If some ranks left full traces and others light records alone, the rank that made others wait longest decides which
+    of the two are compared.
+    """
+    exact = _usable(records, [one if one.is_exact else None for one in accounts])
+    every = _usable(records, [build_account(record, exact=False) for record in records])
+    if len(every) < 2 or not matched:
+        return Verdict(None)
+    lateness = [_lateness(record, matched) for record, _ in every]
+    latest = every[int(np.argmax([sum(one) for one in lateness]))][0].rank
+    if len(exact) > 1 and (len(exact) == len(every) or any(record.rank == latest for record, _ in exact)):
+        return _judge(exact, matched, _cost_by_accounts([account for _, account in exact]))
+    return _judge(every, matched, _cost_by_waits(every, lateness))
+
+
+def _usable(records: Sequence[LightRecord], accounts: Sequence[Account | None]) -> list[tuple[LightRecord, Account]]:
+    """Return the ranks with an account of more than half as many steps as the typical rank."""
+    known = [(record, one) for record, one in zip(records, accounts, strict=True) if one is not None and one.steps]
+    typical = float(np.median([len(one.steps) for _, one in known])) if known else 0.0
+    return [(record, one) for record, one in known if len(one.steps) * 2 > typical]
+
+
+def _cost_by_accounts(accounts: Sequence[Account]) -> _Cost:
+    """Return who did most by itself, compared with the rank that did the median amount."""
+    count = min(len(one.steps) for one in accounts)
+    own = np.array([[one.own_ns(step) for step in range(count)] for one in accounts])
+    exposed = np.array([one.exposed_ns[:count] for one in accounts])
+    order = np.argsort(own.mean(axis=1), kind="stable")
+    late, usual = int(order[-1]), int(order[(len(accounts) - 1) // 2])
+    step_ns = float((own[usual] + exposed[usual]).mean())
+    return _Cost(late, usual, exposed[usual] - exposed[late], step_ns, accounts[usual].mean_parts())
+
+
+def _cost_by_waits(ranks: Sequence[tuple[LightRecord, Account]], lateness: Sequence[list[float]]) -> _Cost:
+    """Return who made the median rank wait longest, compared with the medians of the others' phases."""
+    late = int(np.argmax([sum(one) for one in lateness]))
+    others = [account.mean_parts() for at, (_, account) in enumerate(ranks) if at != late]
+    totals = [sum(parts.values()) for parts in others]
+    middle = int(np.argsort(totals, kind="stable")[(len(totals) - 1) // 2])
+    step_ns = float(np.median([time for record, _ in ranks for time in _step_times(record)] or [0.0]))
+    return _Cost(late, middle + (middle >= late), np.array(lateness[late]), step_ns, _median_parts(others))
+
+
+def _judge(ranks: Sequence[tuple[LightRecord, Account]], matched: Sequence[Matched], cost: _Cost) -> Verdict:
+    """Return whether a rank is late, and if it is, what it did more than others."""
+    record, account = ranks[cost.late]
+    mine = account.mean_parts()
+    keys = sorted(mine.keys() | cost.ordinary.keys())
+    extra = {key: mine.get(key, 0.0) - cost.ordinary.get(key, 0.0) for key in keys}
+    by_cause: dict[Cause, float] = {}
+    for (cause, *_), time in extra.items():
+        by_cause[cause] = by_cause.get(cause, 0.0) + time
+    mean = float(cost.each_ns.mean()) if len(cost.each_ns) else 0.0
+    differences = {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])}
+    nobody = Verdict(None, record.rank, round(max(mean, 0.0)), round(cost.step_ns), differences)
+    if max(by_cause.values(), default=0.0) <= 0 or not _is_late(cost.each_ns, cost.step_ns):
+        return nobody
+    cause = max(by_cause, key=lambda one: by_cause[one])
+    if cause == "launch" and record.source != "light" and mean < LEAST_LAUNCH_SHARE * cost.step_ns:
+        return nobody
+    phase, module, extra_ns = _find_place({key: time for key, time in extra.items() if key[0] == cause})
+    if cause == "kernels" and _is_held_down([account for _, account in ranks], cost.late):
+        cause = "clock"
+    arrival = _lateness(record, matched)
+    group, share = _arrivals(matched, record.rank)
+    found = Culprit(
+        rank=record.rank,
+        cause=cause,
+        phase=phase,
+        module=module,
+        late_ns=round(max(mean, float(np.median(arrival)) if arrival else 0.0)),
+        extra_ns=round(extra_ns),
+        gain_ns=round(mean),
+        share=share,
+        group=group,
+        compared_with=ranks[cost.usual][0].rank,
+    )
+    return replace(nobody, culprit=found)
+
+
+def _is_late(cost: Floats, step_ns: float) -> bool:
+    """Return whether the cost is a share of the step that matters, and stands out from its own spread."""
+    if not len(cost) or step_ns <= 0:
+        return False
+    mean = float(cost.mean())
+    if len(cost) == 1:
+        return mean >= _LEAST_SHARE_OF_ONE * step_ns
+    error = float(cost.std(ddof=1)) / len(cost) ** 0.5
+    return mean >= LEAST_SHARE * step_ns and mean >= LEAST_ERRORS * error
+
+
+def _lateness(record: LightRecord, matched: Sequence[Matched]) -> list[float]:
+    """Return for each measured step the longest time that the median other rank waited for this one."""
+    measured = {number: 0.0 for number, step in enumerate(record.steps) if step.name is not None}
+    for one in matched:
+        if record.rank not in one.ranks:
+            continue
+        here = one.ranks.index(record.rank)
+        others = np.delete(one.wait_ns, here, axis=0)
+        waited = np.where(one.last == here, np.median(others, axis=0), 0.0)
+        for step, time in zip(one.step[here].tolist(), waited.tolist(), strict=True):
+            if step in measured:
+                measured[step] = max(measured[step], time)
+    return list(measured.values())
+
+
+def _step_times(record: LightRecord) -> list[float]:
+    starts = [step.start_ns for step in record.steps if step.name is not None]
+    times = [float(after - before) for before, after in itertools.pairwise(starts)]
+    return times or [float(step.end_ns - step.start_ns) for step in record.steps if step.name is not None]
+
+
+def _median_parts(parts: Sequence[Parts]) -> Parts:
+    keys = {key for one in parts for key in one}
+    return {key: float(np.median([one.get(key, 0.0) for one in parts])) for key in keys}
+
+
+def _find_place(extra: Parts) -> tuple[str, str, float]:
+    """Return the phase with the most of the extra time, the module (or kind) with half of it, and the phase's time."""
+    by_phase: dict[str, float] = {}
+    for (_, phase, _), time in sorted(extra.items()):
+        by_phase[phase] = by_phase.get(phase, 0.0) + time
+    phase = max(by_phase, key=lambda one: by_phase[one])
+    for name in (str, kind_of):
+        by_module: dict[str, float] = {}
+        for (_, there, module), time in sorted(extra.items()):
+            if there == phase and module:
+                by_module[name(module)] = by_module.get(name(module), 0.0) + time
+        module = max(by_module, key=lambda one: by_module[one], default="")
+        if module and by_module[module] * 2 >= by_phase[phase]:
+            return phase, module, by_phase[phase]
+    return phase, "", by_phase[phase]
+
+
+def _is_held_down(accounts: Sequence[Account], late: int) -> bool:
+    """Return whether the GPU of a rank ran on a lower clock than those of the others."""
+    mine = accounts[late].sm_mhz
+    others = [one.sm_mhz for at, one in enumerate(accounts) if at != late and one.sm_mhz is not None]
+    return mine is not None and bool(others) and mine <= float(np.median(others)) * (1 - _CLOCK_LOSS)
+
+
+def _arrivals(matched: Sequence[Matched], rank: int) -> tuple[Matched, float]:
+    """Return the group whose ranks waited longest for this one, and in what share of those that waited it was last."""
+    waited, last, late = -1, 0, 0
+    group = matched[0]
+    for one in matched:
+        if rank not in one.ranks:
+            continue
+        mine = one.last == one.ranks.index(rank)
+        last, late = last + int(mine.sum()), late + int((one.last >= 0).sum())
+        total = int(one.wait_ns[:, mine].sum())
+        if total > waited:
+            waited, group = total, one
+    return group, last / late if late else 0.0

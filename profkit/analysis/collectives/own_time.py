@@ -1,0 +1,240 @@
+"""What one rank did at any time, as disjoint pieces, each with a cause and a place in the program.
+
+At each moment the first that applies counts: a kernel computed; only collectives ran; only copies ran; the rank was
+idle: it waited for data, the host launched (or waited for the GPU), or the host ran without calling CUDA. So the pieces
+sum up to the whole time. Without a GPU, operators count as kernels, and torch's ranges around collectives (``gloo:…``)
+as collectives.
+
+A kernel's place is where it was launched; that of idle time is where the host was then.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.efficiency.data_waits import is_data_wait
+from profkit.analysis.efficiency.gpu_time import GpuTime, build_gpu_times, communication_rows, threads_by_device
+from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, intersect, subtract, unite, unite_all
+from profkit.analysis.nesting import NO_RANGE
+from profkit.names import BACKWARD, DATA, PHASES
+from profkit.run.light_record import CAUSES, Cause
+from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints
+
+_ON_THE_HOST = re.compile(r"(gloo|mpi|ucc):\w+")
+_NCCL = "nccl"
+
+Place = tuple[str, str]
+"""The phase and the innermost module; "" where there is none."""
+
+_NOWHERE, _LOADING = ("", ""), (DATA, "")
+_LOADING_NUMBER = 1
+_EVER = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class OwnTime:
+    """Disjoint pieces in order of time; ``cause`` points into `CAUSES`, ``place`` into ``places``."""
+
+    start_ns: Ints
+    end_ns: Ints
+    cause: Ints
+    place: Ints
+    places: list[Place]
+
+    def sum_between(self, edges_ns: Ints) -> list[tuple[int, Cause, str, str, int]]:
+        """Return the sums between each two edges: which (0 for what lies before the first), cause, place and time.
+
+        ``edges_ns`` are sorted; what lies after the last is left out.
+        """
+        first, last = (
+            np.searchsorted(edges_ns, self.start_ns, side="right"),
+            np.searchsorted(edges_ns, self.end_ns, side="left"),
+        )
+        count = last - first + 1
+        piece = np.repeat(np.arange(len(self.start_ns)), count)
+        cell = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+        bounds = np.concatenate([[-_EVER], edges_ns, [_EVER]])
+        time = np.minimum(self.end_ns[piece], bounds[cell + 1]) - np.maximum(self.start_ns[piece], bounds[cell])
+        key = (cell * len(CAUSES) + self.cause[piece]) * len(self.places) + self.place[piece]
+        kept = (cell < len(edges_ns)) & (time > 0)
+        keys, inverse = np.unique(key[kept], return_inverse=True)
+        sums = np.zeros(len(keys), dtype=np.int64)
+        np.add.at(sums, inverse, time[kept])
+        found = []
+        for number, total in zip(keys.tolist(), sums.tolist(), strict=True):
+            rest, place = divmod(number, len(self.places))
+            found.append((rest // len(CAUSES), CAUSES[rest % len(CAUSES)], *self.places[place], total))
+        return found
+
+
+def collective_ranges(trace: Trace) -> Ints:
+    """Return the ranges that are collectives which run on the host, such as gloo's, in order of their start."""
+    names = [i for i in distinct_values(trace.ranges.name).tolist() if _ON_THE_HOST.fullmatch(trace.names[i])]
+    rows = np.flatnonzero(np.isin(trace.ranges.name, names))
+    return rows[np.argsort(trace.ranges.start_ns[rows], kind="stable")]
+
+
+def divide_own_time(attribution: Attribution) -> OwnTime:
+    """Return what a rank did from the first to the last thing recorded; the trace holds that rank alone."""
+    trace = attribution.trace
+    places, of_range = _find_places(attribution)
+    time, computing, kernel_place = _busy_time(attribution, of_range)
+    tables = (trace.work, trace.copies, trace.calls, trace.ranges)
+    begin = min((int(table.start_ns.min()) for table in tables if len(table)), default=0)
+    end = max((int(table.end_ns.max()) for table in tables if len(table)), default=0)
+    waits = is_data_wait(trace)
+    waiting = unite(trace.ranges.start_ns[waits], trace.ranges.end_ns[waits])
+    idle = subtract(Stretches(np.array([begin]), np.array([end])), time.busy) if begin < end else NOTHING
+    data = intersect(idle, waiting)
+    rest = subtract(idle, waiting)
+    calling = unite_all([time.launching, time.synchronising])
+    host = _HostPlaces(attribution, of_range, places)
+    pieces: list[tuple[Ints, Ints, Cause, Ints]] = [(computing.start_ns, computing.end_ns, "kernels", kernel_place)]
+    talking = time.exposed_communication
+    pieces.append((talking.start_ns, talking.end_ns, "communication", np.zeros(len(talking), dtype=np.int64)))
+    pieces.append((data.start_ns, data.end_ns, "data", np.full(len(data), _LOADING_NUMBER)))
+    elsewhere: dict[Cause, Stretches] = {
+        "copy": time.exposed_copies,
+        "launch": intersect(rest, calling),
+        "python": subtract(rest, calling),
+    }
+    for cause, when in elsewhere.items():
+        start_ns, end_ns = host.cut(when)
+        pieces.append((start_ns, end_ns, cause, host.at(start_ns)))
+    number = {cause: np.int64(index) for index, cause in enumerate(CAUSES)}
+    columns = [(start, end, np.full(len(start), number[cause]), place) for start, end, cause, place in pieces]
+    start_ns, end_ns, causes, place = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.argsort(start_ns, kind="stable")
+    return OwnTime(start_ns[order], end_ns[order], causes[order], place[order], places)
+
+
+def _busy_time(attribution: Attribution, of_range: Ints) -> tuple[GpuTime, Stretches, Ints]:
+    """Return the rank's time on its device, the pieces of its kernels, none of which overlap, and their places."""
+    trace = attribution.trace
+    work = trace.work
+    if trace.measure == "gpu-kernel":
+        times = list(build_gpu_times(trace).values())
+        time = times[0] if len(times) == 1 else _join_times(times)
+        rows = np.flatnonzero(~communication_rows(trace))
+    else:
+        time, rows = _host_time(trace), np.arange(len(work))
+    rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
+    _, start_ns, end_ns = disjoint_pieces(np.zeros(len(rows), dtype=np.int64), work.start_ns[rows], work.end_ns[rows])
+    innermost = attribution.work.innermost[rows]
+    place = np.where(innermost == NO_RANGE, 0, of_range[innermost])
+    kept = start_ns < end_ns
+    return time, Stretches(start_ns[kept], end_ns[kept]), place[kept]
+
+
+def _join_times(times: list[GpuTime]) -> GpuTime:
+    """Return the time of several GPUs of one rank as that of one: it computes while any of them does."""
+    busy, computing, copying = (
+        unite_all([getattr(time, name) for time in times]) for name in ("busy", "computing", "exposed_copies")
+    )
+    talking = subtract(unite_all([time.exposed_communication for time in times]), computing)
+    return GpuTime(
+        busy=busy,
+        computing=computing,
+        exposed_communication=talking,
+        exposed_copies=subtract(subtract(copying, computing), talking),
+        launching=subtract(unite_all([time.launching for time in times]), busy),
+        synchronising=subtract(unite_all([time.synchronising for time in times]), busy),
+        overlapped_communication=NOTHING,
+        overlapped_copies=NOTHING,
+        starts_ns=empty_ints(),
+        reach_ns=empty_ints(),
+    )
+
+
+def _host_time(trace: Trace) -> GpuTime:
+    """Return the time of a rank without a GPU: its operators compute, and nothing is launched."""
+    computing = unite(trace.work.start_ns, trace.work.end_ns)
+    rows = collective_ranges(trace)
+    communicating = unite(trace.ranges.start_ns[rows], trace.ranges.end_ns[rows])
+    return GpuTime(
+        busy=unite_all([computing, communicating]),
+        computing=computing,
+        exposed_communication=subtract(communicating, computing),
+        exposed_copies=NOTHING,
+        launching=NOTHING,
+        synchronising=NOTHING,
+        overlapped_communication=intersect(communicating, computing),
+        overlapped_copies=NOTHING,
+        starts_ns=empty_ints(),
+        reach_ns=empty_ints(),
+    )
+
+
+def _find_places(attribution: Attribution) -> tuple[list[Place], Ints]:
+    """Return all places, that of no phase first and that of waiting for data second, and each range's."""
+    trace = attribution.trace
+    places: list[Place] = [_NOWHERE, _LOADING]
+    numbers = {_NOWHERE: 0, _LOADING: 1}
+    found = [-1] * len(trace.ranges)
+    parents, names = attribution.parent.tolist(), trace.ranges.name.tolist()
+    passed_over = {i for i, name in enumerate(trace.names) if _NCCL in name.lower() or _ON_THE_HOST.fullmatch(name)}
+    for index in range(len(found)):
+        chain, at = [], index
+        while at != NO_RANGE and found[at] < 0:
+            chain.append(at)
+            at = parents[at]
+        place = _NOWHERE if at == NO_RANGE else places[found[at]]
+        for one in reversed(chain):
+            name = trace.names[names[one]]
+            if name in PHASES or name == DATA:
+                place = (name, "")
+            elif place[0] and names[one] not in passed_over:
+                place = (place[0], name)
+            if place not in numbers:
+                numbers[place] = len(places)
+                places.append(place)
+            found[one] = numbers[place]
+    return places, np.array(found, dtype=np.int64)
+
+
+class _HostPlaces:
+    """Where the host was at any time: on the thread of the steps, or within ``backward`` on the autograd engine's."""
+
+    def __init__(self, attribution: Attribution, of_range: Ints, places: list[Place]) -> None:
+        trace = attribution.trace
+        launching = {thread for threads in threads_by_device(trace).values() for thread in threads}
+        threads = [thread for thread in attribution.timelines if thread in launching]
+        phases = {number for number, (phase, _) in enumerate(places) if phase}
+
+        def time_in_phases(thread: int) -> int:
+            mine = (trace.ranges.thread == thread) & np.isin(of_range, list(phases))
+            return int((trace.ranges.end_ns[mine] - trace.ranges.start_ns[mine]).sum())
+
+        # The thread of the steps has whole phases open, the autograd engine's modules alone.
+        threads.sort(key=lambda thread: (thread not in trace.main_threads, -time_in_phases(thread)))
+        self._timelines = [attribution.timelines[thread] for thread in threads]
+        self._of_range = np.append(of_range, 0)
+        self._backward = [number for number, (phase, _) in enumerate(places) if phase == BACKWARD]
+        edges = [timeline.time_ns for timeline in self._timelines]
+        self._edges = np.sort(np.concatenate(edges)) if edges else empty_ints()
+
+    def at(self, time_ns: Ints) -> Ints:
+        """Return the place at each time."""
+        found = np.zeros(len(time_ns), dtype=np.int64)
+        for number, timeline in enumerate(self._timelines):
+            here = self._of_range[timeline.innermost_at(time_ns)]
+            inner = np.isin(found, self._backward) & np.isin(here, self._backward)
+            found = np.where((found == 0) | (inner & (number > 0)), here, found)
+        return found
+
+    def cut(self, when: Stretches) -> tuple[Ints, Ints]:
+        """Return the stretches cut wherever the host's place may change."""
+        first = np.searchsorted(self._edges, when.start_ns, side="right")
+        last = np.searchsorted(self._edges, when.end_ns, side="left")
+        count = last - first + 1
+        number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        at = np.repeat(first, count) + number
+        edges = np.concatenate([[-_EVER], self._edges, [_EVER]])
+        start_ns = np.maximum(np.repeat(when.start_ns, count), edges[at])
+        end_ns = np.minimum(np.repeat(when.end_ns, count), edges[at + 1])
+        kept = start_ns < end_ns
+        return start_ns[kept], end_ns[kept]

@@ -1,0 +1,230 @@
+"""One rank's full trace reduced to the form of a light record, so that one analysis compares ranks from either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from profkit.analysis.attribution import Attribution
+from profkit.analysis.categories import categorize
+from profkit.analysis.collectives.own_time import OwnTime, collective_ranges, divide_own_time
+from profkit.analysis.efficiency.data_waits import is_data_wait
+from profkit.analysis.efficiency.gpu_time import communication_rows
+from profkit.analysis.intervals import Stretches, unite
+from profkit.analysis.nesting import NO_RANGE
+from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.steps import measured_ranges
+from profkit.names import DATA, PHASES, STEP
+from profkit.run.light_record import CAUSES, Cause, Collectives, Group, LightRecord, StepRecord, plain_kind
+from profkit.trace.columns import CollectiveCall, Ints, distinct_values, empty_ints
+
+
+@dataclass(frozen=True, eq=False)
+class _Calls:
+    """The collectives of a rank in the order in which they were called."""
+
+    called_ns: Ints
+    start_ns: Ints
+    end_ns: Ints
+    hidden_ns: Ints
+    group: Ints
+    facts: list[CollectiveCall]
+
+    def __len__(self) -> int:
+        return len(self.called_ns)
+
+
+def reduce_rank(opened: OpenedTrace, rank: int, world_size: int = 0, light: LightRecord | None = None) -> LightRecord:
+    """Return what a rank's trace says, as a light record.
+
+    Args:
+        opened: the trace, limited to that rank.
+        rank: its number.
+        world_size: how many ranks there are, 0 if unknown.
+        light: what the rank wrote itself; it completes what a trace does not say: process groups, bytes, clocks.
+
+    Raises:
+        TraceError: the trace's times are impossible.
+    """
+    attribution = opened.attribution
+    trace = attribution.trace
+    own = divide_own_time(attribution)
+    calls, groups = _find_calls(attribution)
+    steps = measured_ranges(attribution).get(STEP, empty_ints())
+    steps = steps[np.argsort(trace.ranges.start_ns[steps], kind="stable")]
+    record = LightRecord(
+        rank=rank,
+        world_size=world_size,
+        node=0 if light is None else light.node,
+        device=None if trace.measure != "gpu-kernel" or not len(trace.work) else int(trace.work.device[0]),
+        source=trace.source,
+        clock_base_ns=trace.clock_base_ns,
+        groups=groups,
+        steps=tuple(_build_steps(attribution, own, calls, steps)),
+    )
+    return record if light is None else _complete(record, light)
+
+
+def _find_calls(attribution: Attribution) -> tuple[_Calls, tuple[Group, ...]]:
+    trace = attribution.trace
+    work = trace.work
+    computing = ~communication_rows(trace)
+    if trace.measure == "gpu-kernel":
+        rows = np.flatnonzero(~computing)
+        rows = rows[np.lexsort((work.start_ns[rows], work.launch_ns[rows]))]
+        columns = (work.launch_ns[rows], work.start_ns[rows], work.end_ns[rows])
+        facts, keys = [], []
+        for row in rows.tolist():
+            index = -1 if work.collective is None else int(work.collective[row])
+            fact = trace.collectives[index] if index >= 0 else _guess(attribution, row)
+            facts.append(fact)
+            keys.append((fact.group, fact.ranks) if fact.group is not None else (f"stream {work.stream[row]}", ()))
+        busy = unite(work.start_ns[computing], work.end_ns[computing])
+    else:
+        rows = collective_ranges(trace)
+        columns = (trace.ranges.start_ns[rows], trace.ranges.start_ns[rows], trace.ranges.end_ns[rows])
+        names = [trace.names[name] for name in trace.ranges.name[rows].tolist()]
+        facts = [CollectiveCall(plain_kind(name) or "barrier") for name in names]
+        keys = [(name.partition(":")[0], ()) for name in names]
+        busy = unite(work.start_ns, work.end_ns)
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    dimension = dict(zip(keys, (fact.dimension for fact in facts), strict=True))
+    groups = tuple(
+        Group(number, key[0], key[1], dimension[key], None if trace.measure == "gpu-kernel" else key[0])
+        for key, number in numbers.items()
+    )
+    group = np.array([numbers[key] for key in keys], dtype=np.int64)
+    return _Calls(*columns, busy.within(columns[1], columns[2]), group, facts), groups
+
+
+def _guess(attribution: Attribution, row: int) -> CollectiveCall:
+    """Return what the name of NCCL's range around the launch says of a kernel, else its own name."""
+    trace = attribution.trace
+    around = int(attribution.work.innermost[row])
+    named = None if around == NO_RANGE else plain_kind(trace.names[int(trace.ranges.name[around])])
+    return CollectiveCall(named or plain_kind(trace.names[int(trace.work.name[row])]) or "send")
+
+
+def _build_steps(attribution: Attribution, own: OwnTime, calls: _Calls, steps: Ints) -> list[StepRecord]:
+    """Return the steps, and what ran before the first and after the last as steps without a name."""
+    trace = attribution.trace
+    begin, end = (int(own.start_ns[0]), int(own.end_ns[-1])) if len(own.start_ns) else (0, 0)
+    starts, ends = trace.ranges.start_ns[steps].tolist(), trace.ranges.end_ns[steps].tolist()
+    names: list[str | None] = [trace.names[name] for name in trace.ranges.name[steps].tolist()]
+    spans = list(zip(names, starts, ends, strict=True))
+    # What is called after a step and before the next one belongs to the step; what follows the last one does not.
+    edges = [*starts, ends[-1]] if spans else []
+    spans = [(None, begin, starts[0]), *spans, (None, ends[-1], end)] if spans else [(None, begin, end)]
+    step_of = np.searchsorted(np.array(edges, dtype=np.int64), calls.called_ns, side="right")
+    since = _since_by_call(own, calls)
+    sequence = _number(calls, step_of)
+    rows_of = [np.flatnonzero(step_of == number) for number in range(len(spans))]
+    found = []
+    for (name, start, stop), rows in zip(spans, rows_of, strict=True):
+        if name is None and not len(rows):
+            continue
+        position = {row: at for at, row in enumerate(rows.tolist())}
+        found.append(
+            replace(
+                _describe_step(attribution, own, start, stop),
+                name=name,
+                collectives=_columns(calls, sequence, rows, start),
+                since=tuple((position[row], *rest) for row in rows.tolist() for rest in since.get(row, ())),
+            )
+        )
+    return found
+
+
+def _since_by_call(own: OwnTime, calls: _Calls) -> dict[int, list[tuple[Cause, str, str, int]]]:
+    """Return what the rank did up to the end of each collective, since the one that ended before it."""
+    order = np.argsort(calls.end_ns, kind="stable")
+    found: dict[int, list[tuple[Cause, str, str, int]]] = {}
+    for cell, cause, phase, module, time in own.sum_between(calls.end_ns[order]):
+        found.setdefault(int(order[cell]), []).append((cause, phase, module, time))
+    return found
+
+
+def _number(calls: _Calls, step_of: Ints) -> list[int]:
+    """Return the sequence numbers; where the trace has none, counted from the first of a measured step."""
+    numbers = [0] * len(calls)
+    for group in distinct_values(calls.group).tolist():
+        rows = np.flatnonzero(calls.group == group)
+        known = [calls.facts[row].sequence for row in rows.tolist()]
+        first = int((step_of[rows] == 0).sum()) if (step_of[rows] > 0).any() else 0
+        for at, (row, number) in enumerate(zip(rows.tolist(), known, strict=True)):
+            numbers[row] = at - first if None in known or number is None else number
+    return numbers
+
+
+def _columns(calls: _Calls, sequence: list[int], rows: Ints, begin: int) -> Collectives:
+    facts = [calls.facts[row] for row in rows.tolist()]
+    return Collectives(
+        group=calls.group[rows].tolist(),
+        sequence=[sequence[row] for row in rows.tolist()],
+        kind=[fact.kind for fact in facts],
+        dtype=[fact.dtype for fact in facts],
+        bytes=[fact.byte_count for fact in facts],
+        called_ns=(calls.called_ns[rows] - begin).tolist(),
+        start_ns=(calls.start_ns[rows] - begin).tolist(),
+        end_ns=(calls.end_ns[rows] - begin).tolist(),
+        hidden_ns=calls.hidden_ns[rows].tolist(),
+    )
+
+
+def _describe_step(attribution: Attribution, own: OwnTime, begin: int, end: int) -> StepRecord:
+    """Return the phases of a step, and what its kernels took by category."""
+    trace = attribution.trace
+    ranges, work = trace.ranges, trace.work
+    inside = (ranges.start_ns >= begin) & (ranges.end_ns <= end)
+    wanted = {i for i in distinct_values(ranges.name[inside]).tolist() if trace.names[i] in (*PHASES, DATA)}
+    rows = np.flatnonzero(inside & np.isin(ranges.name, list(wanted)))
+    phases = sorted(
+        (int(ranges.start_ns[row]) - begin, int(ranges.end_ns[row]) - begin, trace.names[int(ranges.name[row])])
+        for row in rows.tolist()
+    )
+    waits = is_data_wait(trace)
+    window = np.array([begin]), np.array([end])
+    launched = (own.cause == CAUSES.index("launch")) & (own.start_ns < end) & (own.end_ns > begin)
+    idle = Stretches(own.start_ns[launched], own.end_ns[launched])
+    kernels: dict[str, int] = {}
+    here = (work.launch_ns >= begin) & (work.launch_ns < end)
+    for name in distinct_values(work.name[here]).tolist():
+        category = categorize(trace.names[name], trace.measure).name
+        kernels[category] = kernels.get(category, 0) + int(work.duration_ns[here & (work.name == name)].sum())
+    return StepRecord(
+        None,
+        begin,
+        end,
+        phases=tuple((name, start, stop) for start, stop, name in phases),
+        data_ns=int(unite(ranges.start_ns[waits], ranges.end_ns[waits]).within(*window)[0]),
+        launch_wait_ns=int(idle.within(*window)[0]),
+        kernel_ns=dict(sorted(kernels.items())),
+    )
+
+
+def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
+    """Return the record with what the rank wrote itself: memory, clocks, and the groups and sizes of collectives.
+
+    Groups and sizes are taken over where the trace has none, and both have the same kinds of collectives in every step.
+    """
+    written = {step.name: step for step in light.steps if step.name is not None}
+    shared = [step.name for step in record.steps if step.name in written and len(step.collectives)]
+    mine = {step.name: step.collectives for step in record.steps}
+    fits = all(mine[name].kind == written[name].collectives.kind for name in shared)
+    is_named = any(count is not None for name in shared for count in mine[name].bytes)
+    first = len(record.groups)
+    groups = tuple(replace(group, number=group.number + first) for group in light.groups)
+    steps = []
+    for step in record.steps:
+        theirs = None if step.name is None else written.get(step.name)
+        if theirs is None:
+            steps.append(step)
+            continue
+        known = {name: getattr(theirs, name) for name in ("peak_bytes", "reserved_bytes", "sm_mhz", "throttle")}
+        calls = step.collectives
+        if fits and not is_named:
+            taken = {name: getattr(theirs.collectives, name) for name in ("sequence", "dtype", "bytes")}
+            calls = replace(calls, **taken, group=[number + first for number in theirs.collectives.group])
+        steps.append(replace(step, **known, collectives=calls))
+    return replace(record, node=light.node, groups=(*record.groups, *groups), steps=tuple(steps))

@@ -1,0 +1,237 @@
+"""The document of ``profkit ranks``: who is late and why, collectives by group, who waits for whom, and each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from profkit.analysis.collectives.comparison import RanksResult, RankSummary, outliers_first
+from profkit.analysis.collectives.culprit import LEAST_SHARE, Culprit
+from profkit.findings import Finding
+from profkit.report.document import Column, Document, Lines, Table
+from profkit.report.units import BYTES, COUNT, NS, TEXT, Unit, format_bytes, format_count, format_ns, format_share
+
+_PLAIN = Unit(str)
+_RATE = Unit(lambda value: f"{value / 1e9:.1f}")
+_MOST_RANKS_SHOWN = 16
+_WIDEST_MATRIX = 8
+
+_CAUSES = {
+    "data": "waiting for data",
+    "python": "running Python without calling CUDA",
+    "launch": "idle while Python prepared kernels",
+    "kernels": "in kernels",
+    "copy": "copying",
+    "clock": "in kernels, on a lower clock",
+}
+_PARTS = ("kernels", "copy", "data", "launch", "python")
+
+
+def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MOST_RANKS_SHOWN) -> Document:
+    """Return the document; ``top`` limits the ranks that people see."""
+    ranks = _rank_table(result, top)
+    parts: list[Table | Lines] = [
+        Lines(describe_ranks(result), "head"),
+        *([_group_table(result)] if result.groups else []),
+        wait_table(result),
+        ranks,
+        Lines(_notes(result)),
+    ]
+    findings = [Finding("lost-rank", f"rank {rank}: {reason}") for rank, reason in sorted(result.lost.items())]
+    return Document("ranks", {"run": run, **ranks_data(result)}, parts, ranks, findings)
+
+
+def ranks_data(result: RanksResult) -> dict[str, Any]:
+    """Return the result as JSON holds it."""
+    verdict = result.verdict
+    return {
+        "world_size": result.world_size,
+        "steps": result.step_count,
+        "step_ns": result.step_ns,
+        "exposed_communication_ns": result.exposed_ns,
+        "waiting_ns": result.waiting_ns,
+        "culprit": None if verdict.culprit is None else _culprit_data(verdict.culprit),
+        "latest": None
+        if verdict.most_rank is None
+        else {
+            "rank": verdict.most_rank,
+            "cost_ns": verdict.most_ns,
+            "differences": [{"cause": cause, "time_ns": time} for cause, time in verdict.differences.items()],
+        },
+        "groups": [asdict(row) for row in result.groups],
+        "ranks": [_rank_data(one) for one in result.ranks],
+        "waits": result.waits_ns.tolist(),
+        "clocks": None if result.clocks is None else asdict(result.clocks),
+        "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
+    }
+
+
+def describe_ranks(result: RanksResult) -> list[str]:
+    """Return what the ranks say together, in sentences: the step, who is late, why, and what it costs."""
+    step = f"{result.world_size} ranks, {format_count(result.step_count, 'step')} of {format_ns(result.step_ns)}"
+    if result.exposed_ns is not None:
+        step += f"; communication not hidden behind computing: {format_ns(result.exposed_ns)}"
+    lines = [f"{step}; waiting in collectives: {format_ns(result.waiting_ns)} (hidden or not)"]
+    verdict = result.verdict
+    if verdict.culprit is not None:
+        return lines + _accuse(verdict.culprit, result)
+    if verdict.most_rank is None:
+        return [*lines, "Who is late is unknown: no two ranks recorded the same collectives in a step"]
+    share = verdict.most_ns / verdict.step_ns if verdict.step_ns else 0.0
+    return [
+        *lines,
+        f"No rank is late: rank {verdict.most_rank} costs the others most, {format_ns(verdict.most_ns)} a step"
+        f" ({format_share(share)} of it; a rank is called late from {format_share(LEAST_SHARE)} on, if it stands out"
+        " from the spread of the steps)",
+    ]
+
+
+def wait_table(result: RanksResult) -> Table:
+    """Return who waited for whom, per step; of many ranks, those that were waited for most."""
+    steps = max(result.step_count, 1)
+    numbers = [one.rank for one in result.ranks]
+    waits = result.waits_ns
+    if len(numbers) <= _WIDEST_MATRIX:
+        columns = [Column("rank", "rank", _PLAIN), *(Column(f"for_{n}_ns", f"for rank {n}", NS) for n in numbers)]
+        rows = [
+            {"rank": rank, **{f"for_{n}_ns": round(int(waits[at, to]) / steps) for to, n in enumerate(numbers)}}
+            for at, rank in enumerate(numbers)
+        ]
+        return Table(columns, rows, title="Waiting in collectives, per step")
+    caused = waits.sum(axis=0)
+    order = sorted(range(len(numbers)), key=lambda at: (-int(caused[at]), at))[:_WIDEST_MATRIX]
+    rows = [
+        {
+            "rank": numbers[at],
+            "caused_ns": round(int(caused[at]) / steps / max(len(numbers) - 1, 1)),
+            "most_for": numbers[int(waits[:, at].argmax())],
+        }
+        for at in order
+    ]
+    columns = [
+        Column("rank", "rank", _PLAIN),
+        Column("caused_ns", "others wait for it (mean)", NS),
+        Column("most_for", "longest: rank", _PLAIN),
+    ]
+    return Table(columns, rows, title="Waiting in collectives, per step")
+
+
+def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
+    group = culprit.group.group.dimension
+    where = f"of group {group}" if group else "of its group" if len(culprit.group.ranks) < result.world_size else ""
+    place = f", in {culprit.phase}" if culprit.phase and culprit.cause != "data" else ""
+    place += f" ({culprit.module})" if culprit.module else ""
+    without = max(result.verdict.step_ns - culprit.gain_ns, 0)
+    return [
+        f"Rank {culprit.rank} is late: it arrives last in {format_share(culprit.share)} of the collectives"
+        f"{' ' * bool(where)}{where} in which anybody waits, by {format_ns(culprit.late_ns)} a step",
+        f"Its extra time: {format_ns(culprit.extra_ns)} a step more than rank {culprit.compared_with} (the median rank)"
+        f" {_CAUSES[culprit.cause]}{place}",
+        f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"
+        " (estimate: each collective starts when the median rank is there)",
+    ]
+
+
+def _group_table(result: RanksResult) -> Table:
+    columns = (
+        Column("group", "group", TEXT),
+        Column("kind", "collective", TEXT),
+        Column("dtype", "dtype", TEXT, wide=True),
+        Column("count", "times", COUNT),
+        Column("each_bytes", "size", BYTES),
+        Column("each_wire_ns", "at the wire", NS),
+        Column("algorithm_bandwidth", "alg GB/s", _RATE),
+        Column("bus_bandwidth", "bus GB/s", _RATE),
+        Column("hidden_ns", "hidden", NS, wide=True),
+        Column("exposed_ns", "not hidden", NS, wide=True),
+        Column("waiting_ns", "waiting", NS),
+    )
+    rows = [
+        {
+            **asdict(row),
+            "each_bytes": None if row.byte_count is None else round(row.byte_count / row.count),
+            "each_wire_ns": None if row.wire_ns is None else round(row.wire_ns / row.count),
+        }
+        for row in result.groups
+    ]
+    return Table(columns, rows, title="Collectives")
+
+
+def _rank_table(result: RanksResult, top: int | None) -> Table:
+    ranks = outliers_first(result)
+    shown = ranks if top is None else ranks[:top]
+    nodes = len({one.node for one in ranks}) > 1
+    has_clock = any(one.sm_mhz is not None for one in ranks)
+    has_peak = any(one.peak_bytes is not None for one in ranks)
+    columns = [
+        Column("rank", "rank", _PLAIN),
+        *([Column("node", "node", _PLAIN)] if nodes else []),
+        Column("step_ns", "step", NS),
+        Column("kernels_ns", "computing", NS),
+        Column("exposed_ns", "not hidden", NS),
+        Column("waiting_ns", "waiting", NS),
+        Column("data_ns", "data", NS),
+        Column("launch_ns", "launching", NS),
+        Column("python_ns", "Python", NS),
+        Column("copy_ns", "copying", NS, wide=True),
+        *([Column("peak_bytes", "peak", BYTES)] if has_peak else []),
+        *([Column("sm_mhz", "MHz", COUNT)] if has_clock else []),
+    ]
+    rest = f"{len(ranks) - len(shown)} more ranks" if len(shown) < len(ranks) else ""
+    title = f"Ranks, per step, the most unusual first{f' ({rest}: --top)' if rest else ''}"
+    return Table(columns, [_rank_data(one) for one in shown], title=title)
+
+
+def _rank_data(one: RankSummary) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "node": one.node,
+        "device": one.device,
+        "source": one.source,
+        "steps": one.step_count,
+        "step_ns": one.step_ns,
+        **{f"{cause}_ns": one.parts.get(cause, 0) for cause in _PARTS},  # type: ignore[call-overload]
+        "exposed_ns": one.exposed_ns,
+        "waiting_ns": one.waiting_ns,
+        "peak_bytes": one.peak_bytes,
+        "sm_mhz": one.sm_mhz,
+        "throttle": list(one.throttle),
+    }
+
+
+def _culprit_data(one: Culprit) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "cause": one.cause,
+        "phase": one.phase,
+        "module": one.module,
+        "late_ns": one.late_ns,
+        "share": one.share,
+        "extra_ns": one.extra_ns,
+        "gain_ns": one.gain_ns,
+        "group": {"name": one.group.group.name, "dimension": one.group.group.dimension, "ranks": list(one.group.ranks)},
+        "compared_with": one.compared_with,
+    }
+
+
+def _notes(result: RanksResult) -> Sequence[str]:
+    lines = []
+    if all(one.exposed_ns is not None for one in result.ranks):
+        lines.append("step = computing + copying + data + launching + Python + communication not hidden, for each rank")
+    else:
+        lines.append(
+            "ranks with a light record alone: computing is what phases took on the GPU beyond their Python time"
+        )
+    lines.append("waiting: from a rank's own arrival to that of the last rank, hidden behind computing or not")
+    if result.clocks is not None:
+        lines.append(
+            f"clocks: shifted by at most {format_ns(result.clocks.largest_offset_ns)}, the ends of"
+            f" {result.clocks.count:,} collectives agree to {format_ns(result.clocks.residual_ns)} (median); no figure"
+            " above depends on it"
+        )
+    peaks = [one.peak_bytes for one in result.ranks if one.peak_bytes is not None]
+    if len(peaks) > 1 and max(peaks) > min(peaks):
+        lines.append(f"peak memory differs by {format_bytes(max(peaks) - min(peaks))} between ranks")
+    lines.append("--rank N of kernels, efficiency and memory shows one rank")
+    return lines

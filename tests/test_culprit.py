@@ -1,0 +1,233 @@
+"""Who is late and why: delays that were put into simulated ranks are found by rank, cause, phase and size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from profkit.analysis.collectives.bandwidth import bus_factor
+from profkit.analysis.collectives.comparison import RanksResult, compare_records
+from profkit.cli import cli
+from profkit.errors import CaptureError, RunError, UsageError
+from profkit.joining import read_ranks
+from tests.rank_builder import (
+    BYTES,
+    MS,
+    PLACES,
+    WIRE_NS,
+    Delay,
+    light_records,
+    simulate,
+    start_run,
+    write_kineto_run,
+    write_light_run,
+    write_nsys,
+)
+
+CAUSE = {
+    "data": ("data", "data", ""),
+    "forward": ("python", "forward", "layers.1"),
+    "backward": ("python", "backward", "layers.1"),
+    "optimizer": ("python", "optimizer", ""),
+    "kernels": ("kernels", "forward", "layers.1"),
+    "launch": ("launch", "forward", "layers.1"),
+}
+
+
+def _assert_found(result: RanksResult, rank: int, place: str, time_ns: int, *, with_module: bool = True) -> None:
+    found = result.verdict.culprit
+    assert found is not None
+    cause, phase, module = CAUSE[place]
+    if not with_module:
+        # A light record cannot tell Python from launches, and knows no modules.
+        cause, module = "python" if cause == "launch" else cause, ""
+    assert (found.rank, found.cause, found.phase, found.module) == (rank, cause, phase, module)
+    assert found.late_ns == pytest.approx(time_ns, rel=0.02)
+    assert found.extra_ns == pytest.approx(time_ns, rel=0.02)
+    assert found.share == 1.0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_delay_is_named_from_a_report_of_nsys(tmp_path: Path, place: str) -> None:
+    trace = write_nsys(tmp_path / "trace.sqlite", simulate(3, delays=[Delay(1, place, 30 * MS)]))
+    _assert_found(read_ranks(trace), 1, place, 30 * MS)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_delay_is_named_from_traces_of_torch_profiler_whose_clocks_differ(tmp_path: Path, place: str) -> None:
+    run = write_kineto_run(tmp_path / "run", simulate(2, delays=[Delay(1, place, 12 * MS)]), shift_ns=-(10**9))
+    result = read_ranks(run, workers=1)
+    _assert_found(result, 1, place, 12 * MS)
+    assert result.clocks is not None
+    assert result.clocks.largest_offset_ns >= 10**9 > 1000 >= result.clocks.residual_ns
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_delay_is_named_from_light_records_alone(place: str) -> None:
+    records = light_records(simulate(4, delays=[Delay(2, place, 8 * MS)]))
+    _assert_found(compare_records(records), 2, place, 8 * MS, with_module=False)
+
+
+def test_nobody_is_named_where_nobody_is_late(tmp_path: Path) -> None:
+    lines = simulate(4)
+    for result in (
+        read_ranks(write_nsys(tmp_path / "trace.sqlite", lines)),
+        read_ranks(write_kineto_run(tmp_path / "run", lines), workers=1),
+        compare_records(light_records(lines)),
+    ):
+        assert result.verdict.culprit is None
+        assert result.verdict.most_rank is not None
+        assert result.verdict.most_ns < 50_000
+
+
+def test_a_rank_that_is_late_once_by_chance_is_not_named() -> None:
+    lines = simulate(3, 12, [Delay(1, "forward", 20 * MS, every=12)])
+    assert compare_records(light_records(lines)).verdict.culprit is None
+
+
+def test_a_lower_clock_is_named_where_kernels_are_slower() -> None:
+    records = light_records(simulate(3, delays=[Delay(0, "kernels", 8 * MS)]))
+    slow = tuple(replace(step, sm_mhz=1200, throttle=("power cap",)) for step in records[0].steps)
+    result = compare_records([replace(records[0], steps=slow), *records[1:]])
+    assert result.verdict.culprit is not None
+    assert (result.verdict.culprit.rank, result.verdict.culprit.cause) == (0, "clock")
+
+
+def test_own_time_and_communication_sum_up_to_the_step_of_every_rank(tmp_path: Path) -> None:
+    result = read_ranks(write_nsys(tmp_path / "trace.sqlite", simulate(3, delays=[Delay(1, "data", 30 * MS)])))
+    for one in result.ranks:
+        assert one.exposed_ns is not None
+        assert sum(one.parts.values()) + one.exposed_ns == one.step_ns
+    # The same time passes on all of them between two collectives that end together.
+    assert len({one.step_ns for one in result.ranks}) == 1
+
+
+def test_waits_stand_in_the_row_of_who_waited_and_the_column_of_whom_they_waited_for(tmp_path: Path) -> None:
+    result = read_ranks(write_nsys(tmp_path / "trace.sqlite", simulate(2, 4, [Delay(1, "data", 10 * MS)])))
+    assert result.waits_ns[0, 1] == pytest.approx(40 * MS, rel=0.01)
+    assert result.waits_ns[1].tolist() == [0, 0]
+
+
+def test_bandwidth_counts_from_the_last_arrival(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", simulate(4, delays=[Delay(1, "data", 30 * MS)]))
+    (row,) = read_ranks(run, workers=1).groups
+    assert (row.count, row.kind, row.dtype, row.rank_count) == (5, "all_reduce", "float32", 4)
+    assert row.byte_count == 5 * BYTES
+    assert row.wire_ns == 5 * WIRE_NS
+    assert row.algorithm_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9)
+    assert row.bus_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9 * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("all_to_all", 0.875), ("broadcast", 1.0)],
+)
+def test_the_bus_carries_what_nccl_tests_say(kind: str, factor: float) -> None:
+    assert bus_factor(kind, 8) == factor
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 256, 1024])
+def test_one_late_rank_among_many_is_found(ranks: int) -> None:
+    records = light_records(simulate(ranks, 4, [Delay(ranks // 3, "backward", 15 * MS)]))
+    result = compare_records(records)
+    _assert_found(result, ranks // 3, "backward", 15 * MS, with_module=False)
+    assert result.waits_ns.shape == (ranks, ranks)
+    assert np.count_nonzero(result.waits_ns.sum(axis=0)) == 1
+
+
+def test_the_order_of_records_does_not_matter() -> None:
+    records = light_records(simulate(8, delays=[Delay(5, "data", 9 * MS)]))
+    forth, back = compare_records(records), compare_records(records[::-1])
+    assert (forth.ranks, forth.groups, forth.verdict.differences) == (back.ranks, back.groups, back.verdict.differences)
+
+
+def test_a_lost_rank_and_a_cut_file_are_named_and_the_others_compared(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", simulate(6, delays=[Delay(1, "data", 20 * MS)]))
+    (run / "trace.rank3.json.gz").unlink()
+    cut = run / "trace.rank4.json.gz"
+    cut.write_bytes(cut.read_bytes()[:-200])
+    result = read_ranks(run, workers=1)
+    assert sorted(result.lost) == [3, 4]
+    assert "no record" in result.lost[3]
+    assert "trace.rank4.json.gz" in result.lost[4]
+    assert [one.rank for one in result.ranks] == [0, 1, 2, 5]
+    _assert_found(result, 1, "data", 20 * MS)
+
+
+def test_a_light_record_stands_in_for_a_trace_that_cannot_be_read(tmp_path: Path) -> None:
+    lines = simulate(3, delays=[Delay(1, "data", 20 * MS)])
+    run = write_light_run(write_kineto_run(tmp_path / "run", lines), light_records(lines))
+    (run / "trace.rank2.json.gz").write_bytes(b"")
+    result = read_ranks(run, workers=1)
+    assert [one.source for one in result.ranks] == ["kineto", "kineto", "light"]
+    assert "trace.rank2" in result.lost[2]
+
+
+def test_nodes_in_directories_of_their_own_are_read_as_one_run(tmp_path: Path) -> None:
+    records = light_records(simulate(4, delays=[Delay(3, "data", 9 * MS)]))
+    for node in (0, 1):
+        write_light_run(tmp_path / f"node{node}", [replace(one, node=node) for one in records[2 * node :][:2]])
+    result = read_ranks(tmp_path)
+    assert [(one.rank, one.node) for one in result.ranks] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    _assert_found(result, 3, "data", 9 * MS, with_module=False)
+
+
+def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", simulate(3, 3, [Delay(2, "forward", 9 * MS)]))
+    outputs = []
+    for workers in ("1", "2"):
+        done = CliRunner().invoke(cli, ["ranks", str(run), "--format", "json", "--workers", workers])
+        assert done.exit_code == 0, done.output
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+    found = json.loads(outputs[0])
+    assert found["culprit"]["rank"] == 2
+    assert found["culprit"]["cause"] == "python"
+    assert found["waits"][0][2] > 0
+    assert [one["rank"] for one in found["ranks"]] == [2, 0, 1] or len(found["ranks"]) == 3
+
+
+def test_what_people_read_names_rank_cause_phase_and_module(tmp_path: Path) -> None:
+    trace = write_nsys(tmp_path / "trace.sqlite", simulate(2, delays=[Delay(1, "forward", 30 * MS)]))
+    done = CliRunner().invoke(cli, ["ranks", str(trace)])
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.stdout.split())
+    assert "Rank 1 is late: it arrives last in 100.0% of the collectives in which anybody waits, by 30.0" in text
+    assert "running Python without calling CUDA, in forward (layers.1)" in text
+    assert "estimate" in text
+
+
+def test_one_rank_alone_cannot_be_compared(tmp_path: Path) -> None:
+    trace = write_nsys(tmp_path / "trace.sqlite", simulate(1))
+    with pytest.raises(UsageError, match="holds one rank"):
+        read_ranks(trace)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="none in it"):
+        read_ranks(tmp_path)
+
+
+def test_two_nodes_that_both_have_rank_0_are_not_mixed_up(tmp_path: Path) -> None:
+    for node in ("a", "b"):
+        write_kineto_run(tmp_path / node, simulate(2, 2))
+    with pytest.raises(UsageError, match="two traces hold rank 0"):
+        read_ranks(tmp_path, workers=1)
+
+
+def test_a_run_whose_only_traces_are_damaged_says_so(tmp_path: Path) -> None:
+    start_run(tmp_path / "run")
+    (tmp_path / "run" / "trace.sqlite").write_bytes(b"")
+    with pytest.raises(CaptureError, match="empty"):
+        read_ranks(tmp_path / "run")
+
+
+def test_in_real_runs_without_a_delay_nobody_is_named(captures: Path) -> None:
+    result = read_ranks(captures / "ddp.nsys2025.sqlite")
+    assert result.verdict.culprit is None
+    assert result.verdict.most_rank == 1
