@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
+from profkit.analysis.compilations import IN_RECORDED_STEPS, find_compilations
 from profkit.analysis.kernels import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.ranks import Ranks
@@ -110,9 +111,11 @@ class OpenedTrace:
         """
         wanted = KernelFilter(range, exclude, instance, process, device, self.rank)
         code = None if not explain else {} if self.run is None else self.run.compiled_code
-        return summarize_kernels(
+        result = summarize_kernels(
             self.attribution, wanted, self.ranks, by=by, per_instance=per_instance, compiled_code=code
         )
+        found = [one for one in find_compilations(self.run) if one.code in IN_RECORDED_STEPS] if range is None else ()
+        return replace(result, warnings=(*result.warnings, *found))
 
     def phases(self, within: str = "") -> list[KernelsResult]:
         """Return a result per standard phase (forward, loss, …) that the trace has, without those in ``warmup``.

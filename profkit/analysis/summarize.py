@@ -11,6 +11,7 @@ from profkit.analysis.attribution import Attribution, mark_members
 from profkit.analysis.categories import categorize
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.provenance import find_condition
+from profkit.analysis.compilations import find_compilations, read_run_compilations
 from profkit.analysis.efficiency.data_waits import DataWait
 from profkit.analysis.efficiency.facts import read_run_facts
 from profkit.analysis.efficiency.gpu_steps import divide_idle_time, sum_steps
@@ -83,6 +84,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     if capture.snapshot is not None:
         summary, found = _add_memory(summary, capture.snapshot, manifest)
         findings += found
+    findings += find_compilations(capture.run)
+    summary = replace(summary, compilations=read_run_compilations(capture.run))
     # That the unprofiled time is unknown stands in the line of the step time.
     kept = {one.message: one for one in findings if one.verdict != "note" and one.code != "no-clean-twin"}
     return replace(summary, findings=tuple(kept.values()))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from profkit.analysis.attribution import Ledger
+from profkit.analysis.compilations import Compilations
 from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.gpu_steps import IdleCauses
 from profkit.analysis.efficiency.gpu_time import GpuParts
@@ -217,6 +218,8 @@ class Summary:
     has_trace: bool = False
     ledger: Ledger | None = None
     findings: tuple[Finding, ...] = ()
+    compilations: Compilations | None = None
+    """What torch.compile did, None if that is not known."""
 
     @property
     def has_failed(self) -> bool:

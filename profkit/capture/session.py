@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from profkit.annotation import annotate, observe_ranges
+from profkit.capture.compilations import Compilations
 from profkit.capture.conditions import read_conditions
 from profkit.capture.data_loading import is_loader_worker
 from profkit.capture.errors import describe_error, is_out_of_memory, say
@@ -31,7 +32,7 @@ from profkit.capture.recorders import ScriptsProfiler, number_in_environment, re
 from profkit.capture.times import StepCollector, sum_times
 from profkit.errors import ProfkitError
 from profkit.names import WARMUP
-from profkit.run.directory import KINETO_TRACE, WORK, name_of_rank
+from profkit.run.directory import COMPILED, KINETO_TRACE, WORK, name_of_rank
 from profkit.run.manifest import Process
 from profkit.run.recording import (
     COMPLETE,
@@ -99,6 +100,10 @@ class Session:
         self._light: LightRecorder | None = None
         if order.recorder in ("none", "kineto", "nsys"):
             self._light = LightRecorder(self.run, order.warmup_steps if order.own_steps else 0)
+        self._compilations: Compilations | None = None
+        if order.recorder in ("kineto", "nsys"):
+            compiled = self.run / name_of_rank(COMPILED, self._rank or 0)
+            self._compilations = Compilations(compiled, lambda: self.hooks.is_recording)
         self._failure: str | None = None
         self._warmup_range = ExitStack()
         self._counter: WorkCounter | None = None
@@ -156,6 +161,9 @@ class Session:
         self._begun = number
         if self.memory is not None:
             self._note_in_memory(number)
+        if self._compilations is not None:
+            is_recorded = number >= self._first and number != self._end
+            self._compilations.step_begins(self._number_in_range(number), is_recorded=is_recorded)
         if number == self._end:
             self._finish(COMPLETE)
             if self.order.stop:
@@ -295,11 +303,16 @@ class Session:
             self._light.step_ended(spans)
 
     def _note_in_memory(self, number: int) -> None:
-        """Note the step in the file of owners, by the number that its range has: a warm-up step of its own has none."""
+        """Note the step in the file of owners."""
         assert self.memory is not None
+        shown = self._number_in_range(number)
+        if shown is not None:
+            self.memory.boundary(shown + self._memory_lead)
+
+    def _number_in_range(self, number: int) -> int | None:
+        """Return the number that the step's range has; None for a warm-up step of a target with steps of its own."""
         first = self._first if self.order.own_steps else 0
-        if number >= first:
-            self.memory.boundary(number - first + self._memory_lead)
+        return number - first if number >= first else None
 
     def _begin_recording(self) -> None:
         self.hooks.steps.settle()
@@ -341,6 +354,8 @@ class Session:
 
     def _finish(self, state: str) -> None:
         self._is_over = True
+        if self._compilations is not None:
+            self._compilations.look()
         if self._scripts_profiler is not None:
             self._scripts_profiler.before_start = None
         self._samples.end()

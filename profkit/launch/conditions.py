@@ -212,15 +212,21 @@ class GpuWatch:
         return warn_of_gpus(*(used_gpus(state, uuids, self._environment) for state in (self._before, self._after)))
 
 
-def warn_of_run(manifest: Manifest) -> list[str]:
-    """Return warnings about the times in a run's manifest."""
+def warn_of_run(manifest: Manifest, *, knows_compilations: bool = False) -> list[str]:
+    """Return warnings about the times in a run's manifest.
+
+    Args:
+        manifest: the run's.
+        knows_compilations: whether the run's own records say what was compiled in recorded steps, and why.
+    """
     found = []
     profiled = manifest.profiled or Samples()
     for timed, where in ((manifest.clean, "unprofiled"), (manifest.attached, "unrecorded")):
         if timed is not None:
             found += warn_of_times(timed.steps, timed.during, where)
             found += warn_of_gain(timed.steps, profiled.steps, where)
-    found += warn_of_counted(profiled.during, "recorded")
+    said = {"compiled_graphs"} if knows_compilations else set()
+    found += warn_of_counted({name: n for name, n in profiled.during.items() if name not in said}, "recorded")
     return found + warn_of_full_queue(manifest.loading)
 
 

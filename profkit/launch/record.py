@@ -34,7 +34,8 @@ from profkit.launch.passes import (
 )
 from profkit.launch.processes import Stopped, run_child, uninterrupted
 from profkit.launch.side_effects import why_not_twice
-from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
+from profkit.run.compiled_code import read_compilations
+from profkit.run.directory import COMPILED, LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.manifest import Manifest, MemoryPass, RangesLeftOut, write_manifest
 from profkit.run.recording import (
     PARTIAL,
@@ -269,7 +270,7 @@ class _Recording:
             *missing,
             *(f"{one[0]} failed: {one[1]}" for one in ranks),
             *disturbed,
-            *warn_of_run(manifest),
+            *warn_of_run(manifest, knows_compilations=_knows_compilations(self._run)),
         )
         manifest = replace(manifest, warnings=warnings)
         if reason is not None or has_failed:
@@ -416,6 +417,12 @@ def _clear_unexported(run: Path) -> None:
     if not (run / NSYS_EXPORT).exists():
         for left in (run / NSYS_REPORT, (run / NSYS_REPORT).with_suffix(".qdstrm")):
             left.unlink(missing_ok=True)
+
+
+def _knows_compilations(run: Path) -> bool:
+    with suppress(RunError):  # a full disk may have left half a line
+        return bool(read_compilations(run / COMPILED))
+    return False
 
 
 def _mark_failed(run: Path, manifest: Manifest) -> None:

@@ -37,6 +37,8 @@ SHARED = "shared: "
 SEPARATOR = " / "
 GRAPH_PREFIX = "CUDA graph "
 _MOST_NODES = 2**22
+COMPILING = "compiling"
+"""The range around torch.compile's own work begins so: kernels in it were run to choose among them."""
 
 NodeKind = Literal["kernel", "copy", "fill", "other"]
 """What a node of a CUDA graph does when it is replayed; ``other`` leaves no row in a trace."""
@@ -157,6 +159,52 @@ class CapturedGraph:
         return CapturedGraph(sha256(content.encode()).hexdigest()[:10], tuple(runs))
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """One time that torch.compile worked for a function: ``what`` it made code of, and how long that took.
+
+    ``id`` is unique within a run. ``compile_id`` is Dynamo's: ``1/0`` is the first code for function 1, ``1/1`` what
+    it compiled for the same function again. ``line`` is the program's, as ``file:line function``, None of a backward
+    pass. ``step`` is the number in the range of the step in which it happened, None before the first;
+    ``is_recorded`` says whether the trace shows that step. ``reason`` is why the function was compiled again, as far as
+    torch says; ``failure`` why no code was made of it, and ``failed_line`` where; ``cudagraphs_skipped`` why its code
+    runs without CUDA graphs though they were asked for.
+    """
+
+    id: str
+    pid: int
+    compile_id: str | None
+    what: Literal["forward", "backward", "at run time"]
+    line: str | None
+    step: int | None
+    is_recorded: bool
+    is_again: bool
+    duration_ns: int | None
+    reason: str | None = None
+    failure: str | None = None
+    failed_line: str | None = None
+    cudagraphs_skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place at which torch.compile ended a graph and left the next operation to Python.
+
+    ``reason`` is the first line of what torch says, ``explanation`` and ``hint`` are what follows, if anything does.
+    ``lines`` are the program's, innermost first, as ``file:line function``. The rest is as in `Compilation`.
+    """
+
+    id: str
+    pid: int
+    compile_id: str | None
+    reason: str
+    explanation: str | None
+    hint: str | None
+    lines: tuple[str, ...]
+    step: int | None
+    is_recorded: bool
+
+
 def graph_range(id: str) -> str:
     """Return the name of the range around a replay of a captured graph."""
     return GRAPH_PREFIX + id
@@ -179,7 +227,7 @@ def read_launch_range(name: str) -> LaunchPlace | None:
     return LaunchPlace(graph, int(line), tuple(path), tuple(shared))
 
 
-def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph]) -> None:
+def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph | Compilation | GraphBreak]) -> None:
     """Add records to the file, each in one write.
 
     Raises:
@@ -208,7 +256,25 @@ def read_captured_graphs(path: Path) -> tuple[CapturedGraph, ...]:
     return _read(path, CapturedGraph)
 
 
-Record = TypeVar("Record", CompiledGraph, CapturedGraph)
+def read_compilations(path: Path) -> tuple[Compilation, ...]:
+    """Return what torch.compile did in a run, in order.
+
+    Raises:
+        RunError: it cannot be read, or a line other than the last is damaged.
+    """
+    return _read(path, Compilation)
+
+
+def read_graph_breaks(path: Path) -> tuple[GraphBreak, ...]:
+    """Return where graphs were broken in a run, in order.
+
+    Raises:
+        RunError: it cannot be read, or a line other than the last is damaged.
+    """
+    return _read(path, GraphBreak)
+
+
+Record = TypeVar("Record", CompiledGraph, CapturedGraph, Compilation, GraphBreak)
 
 
 def _read(path: Path, kind: type[Record]) -> tuple[Record, ...]:
@@ -233,4 +299,9 @@ def _read(path: Path, kind: type[Record]) -> tuple[Record, ...]:
     return tuple(found.values())
 
 
-_KINDS: dict[type, str] = {CompiledGraph: "graph", CapturedGraph: "cuda_graph"}
+_KINDS: dict[type, str] = {
+    CompiledGraph: "graph",
+    CapturedGraph: "cuda_graph",
+    Compilation: "compilation",
+    GraphBreak: "graph_break",
+}

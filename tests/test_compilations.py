@@ -1,0 +1,199 @@
+"""What torch.compile did in a run: recorded from Dynamo's own records, and said where a person can act on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config, reset
+
+from profkit.analysis.compilations import find_compilations, read_run_compilations, sum_compilations
+from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture.compilations import Compilations, program_line
+from profkit.findings import Finding
+from profkit.run.compiled_code import (
+    Compilation,
+    GraphBreak,
+    append_records,
+    read_compilations,
+    read_graph_breaks,
+)
+from profkit.run.directory import COMPILED, MANIFEST, Run
+from profkit.run.manifest import Manifest, Process, write_manifest
+from profkit.run.recording import COMPLETE
+
+
+class Broken(nn.Module):  # type: ignore[misc]
+    """Two breaks of its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        print(end="")
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x.sin()
+
+
+class Names(RangeObserver):
+    """The names of the ranges that open."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def opening(self, name: str) -> None:
+        self.names.append(name)
+
+
+@pytest.fixture
+def names() -> Iterator[Names]:
+    observer = Names()
+    observe_ranges(observer)
+    yield observer
+    ignore_ranges(observer)
+    reset()
+
+
+def _train(called: Any, size: int) -> None:
+    called(torch.randn(size, 4)).sum().backward()
+
+
+def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(tmp_path: Path, names: Names) -> None:
+    reset()
+    model = torch.compile(Broken(), backend="aot_eager")
+    path, is_recording = tmp_path / COMPILED, False
+    watched = Compilations(path, lambda: is_recording)
+    for step, size in enumerate((2, 2, 3)):
+        is_recording = step > 0
+        watched.step_begins(step, is_recorded=is_recording)
+        _train(model, size)
+    watched.look()
+    watched.look()
+
+    compiled = read_compilations(path)
+    first = [one for one in compiled if one.step == 0]
+    again = [one for one in compiled if one.step == 2]
+    assert len(first) + len(again) == len(compiled)
+    assert not any(one.is_again or one.is_recorded for one in first)
+    assert all(one.is_again and one.is_recorded for one in again)
+    assert {one.what for one in compiled} == {"forward", "backward"}
+    assert all(one.duration_ns for one in compiled)
+    assert {one.reason for one in again if one.what == "forward"} <= {
+        "tensor 'x' size mismatch at index 0. expected 2, actual 3",
+        "tensor '___stack0' size mismatch at index 0. expected 2, actual 3",
+        None,
+    }
+    assert any(one.reason for one in again)
+    here = f"{program_line(__file__, None, None).partition(':')[0]}:"
+    assert all(one.line is not None and one.line.startswith(here) for one in again if one.what == "forward")
+
+    breaks = read_graph_breaks(path)
+    assert {one.step for one in breaks} == {0, 2}
+    places = {one.lines[0] for one in breaks}
+    assert len(places) == 2
+    assert all(place.startswith(here) and place.endswith(" forward") for place in places)
+    assert any("graph_break" in one.reason for one in breaks)
+    assert {name for name in names.names if name.startswith("compiling")} == {"compiling Broken.forward"} | {
+        name for name in names.names if name in ("compiling forward", "compiling backward")
+    }
+
+
+def test_a_function_beyond_the_recompile_limit_is_named(tmp_path: Path) -> None:
+    reset()
+    path = tmp_path / COMPILED
+    watched = Compilations(path, lambda: False)
+    watched.step_begins(0, is_recorded=False)
+
+    def scaled(x: Tensor, by: str) -> Tensor:
+        return x * len(by)
+
+    compiled = torch.compile(scaled, backend="eager")
+    with config.patch(recompile_limit=2):
+        for by in ("a", "bb", "ccc", "dddd"):
+            compiled(torch.ones(2), by)
+    watched.look()
+    reset()
+    beyond = [one for one in read_compilations(path) if one.failure is not None]
+    assert beyond
+    assert "recompile limit" in (beyond[0].failure or "")
+    assert (beyond[0].line or "").endswith(" scaled")
+
+
+def test_a_torch_whose_records_changed_ends_the_watch_and_not_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._dynamo.utils, "get_compilation_metrics", lambda: 1 / 0)
+    watched = Compilations(tmp_path / COMPILED, lambda: False)
+    watched.step_begins(0, is_recorded=False)
+    watched.look()
+    assert not (tmp_path / COMPILED).exists()
+
+
+_FORWARD = Compilation("1-1", 1, "0/0", "forward", "model.py:3 forward", 0, False, False, 2_000_000_000)
+_AGAIN = replace(
+    _FORWARD,
+    id="1-2",
+    compile_id="0/1",
+    step=5,
+    is_recorded=True,
+    is_again=True,
+    duration_ns=500_000_000,
+    reason="tensor 'x' size mismatch at index 0. expected 8, actual 12",
+)
+_BREAK = GraphBreak("1-3", 1, "0/0", "Tensor.item()", None, None, ("model.py:9 forward",), 0, False)
+
+
+def _findings(tmp_path: Path, *records: Compilation | GraphBreak) -> tuple[Finding, ...]:
+    process = Process(process="1", pid=1, rank=None, local_rank=None, state=COMPLETE)
+    write_manifest(tmp_path / MANIFEST, Manifest(processes=(process,)))
+    append_records(tmp_path / COMPILED, records)
+    return find_compilations(Run(tmp_path))
+
+
+def test_a_recompilation_in_a_recorded_step_is_said_with_its_time_line_and_reason(tmp_path: Path) -> None:
+    (finding,) = _findings(tmp_path, _FORWARD, _AGAIN, replace(_AGAIN, id="1-4", what="backward", line=None))
+    assert finding.code == "recompiled"
+    assert finding.message.startswith(
+        "torch.compile compiled again, 1.00 s of recorded step 5: model.py:3 forward; a backward pass (tensor 'x' size"
+    )
+    assert "dynamic=True" in finding.message
+
+
+def test_what_another_process_compiled_in_an_earlier_run_is_left_out(tmp_path: Path) -> None:
+    assert _findings(tmp_path, _FORWARD, replace(_AGAIN, pid=2)) == ()
+
+
+def test_a_first_compilation_in_a_recorded_step_asks_for_more_warm_up(tmp_path: Path) -> None:
+    (finding,) = _findings(tmp_path, replace(_FORWARD, step=5, is_recorded=True))
+    assert finding.code == "compiled"
+    assert finding.message.endswith("raise --warmup")
+
+
+def test_a_line_that_breaks_graphs_is_said_once_however_often_it_was_met(tmp_path: Path) -> None:
+    (finding,) = _findings(tmp_path, _BREAK, replace(_BREAK, id="1-5", step=5, is_recorded=True))
+    assert finding.message == "graphs break at 1 place, and Python runs between: model.py:9 forward: Tensor.item()"
+    known = read_run_compilations(Run(tmp_path))
+    assert known is not None
+    assert [(one.times, one.in_recorded_steps) for one in known.breaks] == [(2, 1)]
+
+
+def test_what_was_not_compiled_and_what_runs_without_cuda_graphs_is_said(tmp_path: Path) -> None:
+    refused = replace(_FORWARD, failure="Unsupported: generator", failed_line="model.py:7 walk")
+    skipped = replace(_FORWARD, id="1-9", cudagraphs_skipped="mutated inputs (1 instances)")
+    assert [one.message for one in _findings(tmp_path, refused, skipped)] == [
+        "model.py:7 walk runs without torch.compile: Unsupported: generator",
+        "model.py:3 forward runs without CUDA graphs: mutated inputs (1 instances)",
+    ]
+
+
+def test_the_time_before_recorded_steps_is_kept_apart() -> None:
+    found = sum_compilations([_FORWARD, _AGAIN], [])
+    assert (found.before_ns, found.before_count, found.recorded_ns) == (2_000_000_000, 1, 500_000_000)
