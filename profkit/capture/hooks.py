@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -261,7 +262,7 @@ class Hooks(RangeObserver):
                     around = opened.call
             elif name is None and not self._knows_owners:
                 return None
-            call = Call(name, around, self, owner)
+            call = Call(name, around, self, owner, None if part is None else part.reference)
             hook, carrier = around or self._no_call, opened.carrier
             for value in args:
                 mark_nodes(value, hook, carrier)
@@ -308,12 +309,12 @@ class Hooks(RangeObserver):
         self._boundaries.work_begins()
         self._make_boundary(self.steps.call_begins(module))
         is_loss = is_loss_module(module)
-        call, name = Call(None, opened.call, self), None
+        call, name = Call(None, opened.call, self, None, ref(module)), None
         if self.is_recording:
             part = self.names.part(module)
             if part is None:
                 part = self.names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
-            call, name = Call(part.range, opened.call, self, part.owner), part.name
+            call, name = Call(part.range, opened.call, self, part.owner, part.reference), part.name
             self.autocast_dtypes |= autocast_dtypes()
         opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss))
@@ -323,6 +324,11 @@ class Hooks(RangeObserver):
             mark_nodes((args, kwargs), call.around or self._no_call, opened.carrier)
         opened.open(call, call.name, call)
         return call
+
+    def name_model(self, model: nn.Module) -> None:
+        """Name a model and its modules, unless it has a name."""
+        if self.names.part(model) is None:
+            self.names.name_root(model, self.steps.name_of(model))
 
     @_harmless
     def replicas_begin(self, model: nn.Module, replicas: Sequence[nn.Module]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol
+from weakref import ref
 
+from torch import nn
 from torch.autograd import profiler
 
 from profkit.annotation import Range, RangeObserver, observers_but
@@ -23,17 +25,26 @@ class Call:
         around: the call around it.
         hooks: what opens the ranges of its backward work.
         owner: what the memory of the called module is named.
+        module: the called module.
     """
 
-    __slots__ = ("around", "depth", "hooks", "name", "owner", "range")
+    __slots__ = ("around", "depth", "hooks", "module", "name", "owner", "range")
 
-    def __init__(self, name: str | None, around: Call | None, hooks: BackwardHooks, owner: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        around: Call | None,
+        hooks: BackwardHooks,
+        owner: str | None = None,
+        module: ref[nn.Module] | None = None,
+    ) -> None:
         self.name = name
         self.range = None if name is None else _ranges[name]
         self.around = around
         self.depth: int = 0 if around is None else around.depth + 1
         self.hooks = hooks
         self.owner = owner
+        self.module = module
 
     def __call__(self, _gradient: Any) -> None:
         hooks = self.hooks
@@ -263,6 +274,11 @@ class OpenRanges:
             self._tell(BACKWARD, None)
         elif self._runs_for is not None:
             self._changed()
+
+    @property
+    def running_call(self) -> Call | None:
+        """The call whose forward or backward runs on this thread now, or None."""
+        return self.call or self.backward_call
 
     @property
     def backward_call(self) -> Call | None:

@@ -20,6 +20,7 @@ import torch
 
 from profkit.annotation import annotate, observe_ranges
 from profkit.capture.compilations import Compilations
+from profkit.capture.compiled.watch import CompiledCode
 from profkit.capture.conditions import read_conditions
 from profkit.capture.data_loading import is_loader_worker
 from profkit.capture.errors import describe_error, is_out_of_memory, say
@@ -87,6 +88,7 @@ class Session:
         self._rank = number_in_environment("RANK")
         self._pid = os.getpid()
         self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
+        self._compiled = CompiledCode(self.hooks, self.run / name_of_rank(COMPILED, self._rank or 0))
         self._first = order.warmup_steps
         self._end = None if order.steps is None else order.warmup_steps + order.steps
         self._begun = -1
@@ -116,6 +118,7 @@ class Session:
         self.hooks.install()
         if self._light is not None:
             self._light.begin()
+        self._compiled.install()
         if self.order.own_steps:
             observe_ranges(OwnSteps(self))
         if self.memory is not None:

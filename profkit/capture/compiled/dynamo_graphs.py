@@ -1,0 +1,158 @@
+"""Which program a compiled graph is of: the function that Dynamo traced, its modules, and its operators in order.
+
+Inductor knows modules only by where Dynamo found them: ``L['self'].h.0``. Dynamo has the objects at hand; by them a
+module gets its dotted name within the compiled module, or its place in another model. Operators in order tell two
+graphs apart that are compiled to the same code.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+
+from profkit.capture.compiled.origins import line_of, modules_of
+
+_GETATTR = re.compile(r"getattr\(([^()]*), '(\w+)'\)")
+_STEP = re.compile(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]")
+_STEPS = re.compile(f"(?:{_STEP.pattern})+")
+_VARIABLE = re.compile(r"L\['(\w+)'\]")
+
+Operator = tuple[tuple[str, ...], str]
+"""The modules around an operator, as `Origin.modules` has them, and its line."""
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """A module in a graph. ``path`` is its dotted name within ``root``, the module on whose behalf the graph runs."""
+
+    path: str
+    is_in_root: bool
+    module: ref[nn.Module]
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """What Dynamo knew of one graph.
+
+    ``root`` is the module whose method was compiled, None for another function; ``shape`` the names and classes of its
+    modules: the same graph serves all modules of that shape.
+    """
+
+    name: str
+    root: ref[nn.Module] | None
+    shape: int
+    operators: tuple[Operator, ...]
+    modules: dict[str, TracedModule]
+
+
+class TracedGraphs:
+    """Notes every graph that Dynamo hands to its backend; `current` is the one that is compiled now."""
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        # A graph's backward is compiled or loaded later, in the same context.
+        self._by_context: WeakKeyDictionary[Any, TracedGraph] = WeakKeyDictionary()
+
+    def watch_output_graph(self, module: Any) -> None:
+        """Watch ``torch._dynamo.output_graph``."""
+        plain = module.OutputGraph.call_user_compiler
+
+        @functools.wraps(plain)
+        def watched(output: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note(output, gm)
+            return plain(output, gm, *args, **kwargs)
+
+        module.OutputGraph.call_user_compiler = watched
+
+    def current(self) -> TracedGraph | None:
+        """Return the graph that is compiled or loaded on this thread; None if Dynamo traced none."""
+        from torch._guards import TracingContext
+
+        context = TracingContext.try_get()
+        return None if context is None else self._by_context.get(context)
+
+    def _note(self, output: Any, gm: Any) -> None:
+        try:
+            self._by_context[output.tracing_context] = _traced(output, gm)
+        except Exception as error:
+            self._failed(error)
+
+
+def _traced(output: Any, gm: Any) -> TracedGraph:
+    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    operators = tuple((modules_of(node.meta), line_of(node.meta.get("stack_trace"))) for node in calls)
+    local, global_ = output.local_scope, output.global_scope
+    code = output.root_tx.f_code
+    sources = dict.fromkeys(source for modules, _ in operators for source in modules)
+    root = _root(local, code.co_varnames[:1], sources)
+    found: dict[str, TracedModule] = {}
+    paths = {} if root is None else {id(module): path for path, module in root.named_modules()}
+    for source in sources:
+        module = _find(source, {"L": local, "G": global_})
+        if isinstance(module, nn.Module):
+            path = paths.get(id(module))
+            found[source] = TracedModule(source if path is None else path, path is not None, ref(module))
+    if root is None:
+        _name_in_their_models(found)
+    name = f"{getattr(code, 'co_qualname', code.co_name)} {code.co_filename}:{code.co_firstlineno}"
+    return TracedGraph(
+        name, None if root is None else ref(root), _no_shape if root is None else shape_of(root), operators, found
+    )
+
+
+_no_shape = 0
+
+
+def shape_of(module: nn.Module) -> int:
+    """Return a number that modules have in common whose parts have the same names and classes."""
+    return hash(tuple((path, type(part)) for path, part in module.named_modules()))
+
+
+def _find(source: str, scopes: dict[str, dict[str, Any]]) -> Any:
+    """Return what Dynamo found at ``source``: ``L['self'].h.0``, ``getattr(G['m'].h, '0')``; None if nothing is."""
+    while "getattr(" in source and (flat := _GETATTR.sub(r"\1.\2", source)) != source:
+        source = flat
+    scope, rest = scopes.get(source[:1]), source[1:]
+    if scope is None or not _STEPS.fullmatch(rest):
+        return None
+    found: Any = scope
+    try:
+        for attribute, key, index in _STEP.findall(rest):
+            if key or index:
+                found = found[key or int(index)]
+            elif isinstance(found, nn.Module) and attribute in found._modules:
+                found = found._modules[attribute]
+            else:
+                found = getattr(found, attribute)
+    except Exception:
+        return None
+    return found
+
+
+def _root(local: dict[str, Any], first: tuple[str, ...], sources: dict[str, None]) -> nn.Module | None:
+    """Return the module on whose behalf a function runs: its ``self``, whatever it is called."""
+    variables = [match[1] for source in sources if (match := _VARIABLE.match(source))]
+    for name in (*first, *dict.fromkeys(variables)):
+        if isinstance(local.get(name), nn.Module):
+            module: nn.Module = local[name]
+            return module
+    return None
+
+
+def _name_in_their_models(found: dict[str, TracedModule]) -> None:
+    """Name modules within the outermost module that the graph calls them in, where all lie in one."""
+    outer = next(iter(found.values()), None)
+    model = None if outer is None else outer.module()
+    if model is None:
+        return
+    paths = {id(module): path for path, module in model.named_modules()}
+    for source, one in found.items():
+        path = paths.get(id(one.module()))
+        if path is not None:
+            found[source] = TracedModule(path, one.is_in_root, one.module)

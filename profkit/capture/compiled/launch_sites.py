@@ -1,0 +1,138 @@
+"""Where a generated file launches: read from its text, which stays as it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_NAMESPACES = ("extern_kernels", "aten", "torch.ops", "inductor_ops", "_quantized")
+_PARTITION = re.compile(r"partition_\d+")
+# They give a tensor another shape, or memory: nothing is launched.
+_NO_LAUNCH = re.compile(r".*\b(_reinterpret_tensor|_alloc_from_pool|set_source_tensor|as_strided)(\.\w+)?")
+
+
+@dataclass(frozen=True)
+class LaunchSite:
+    """One call in a generated file that launches.
+
+    ``kernel`` is the name under which Inductor recorded it; ``called`` the expression that is called.
+    """
+
+    line: int
+    kernel: str
+    called: str
+    is_extern: bool
+
+
+@dataclass(frozen=True)
+class GeneratedFile:
+    """The launches of a generated file in the order in which they run, and what else its functions need.
+
+    ``values`` are the dotted names that occur other than as what is called: they may not be replaced.
+    """
+
+    sites: tuple[LaunchSite, ...]
+    values: frozenset[str]
+
+
+def read_launches(text: str) -> GeneratedFile:
+    """Return what a generated file launches.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    tree = ast.parse(text)
+    kernels = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and _dotted(getattr(node.value, "func", None)).startswith("async_compile.")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    functions = dict(_functions(tree.body))
+    call = functions.get("call")
+    if call is None:
+        return GeneratedFile((), frozenset())
+    reader = _Reader(kernels, functions)
+    reader.read(call)
+    for function in functions.values():  # what no call reaches: control flow has functions of its own
+        reader.read(function)
+    return GeneratedFile(tuple(reader.sites), frozenset(reader.values))
+
+
+def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module"):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef) and node.name == "Runner":
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "call":
+                    yield "call", method
+
+
+class _Reader(ast.NodeVisitor):
+    def __init__(self, kernels: set[str], functions: dict[str, ast.FunctionDef]) -> None:
+        self._kernels = kernels
+        self._functions = functions
+        self._seen: set[str] = set()
+        self.sites: list[LaunchSite] = []
+        self.values: set[str] = set()
+
+    def read(self, function: ast.FunctionDef) -> None:
+        if function.name not in self._seen:
+            self._seen.add(function.name)
+            for statement in function.body:
+                self.visit(statement)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        for part in (*node.args, *node.keywords):
+            self.visit(part)
+        called = _dotted(node.func)
+        if not called:
+            self.visit(node.func)
+        site = self._site(node.lineno, called)
+        if site is not None:
+            self.sites.append(site)
+            return
+        inner = self._functions.get(_partition(node.func) or called)
+        if inner is not None:
+            self.read(inner)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = _dotted(node)
+        if name:
+            self.values.add(name)
+        else:
+            self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.values.add(node.id)
+
+    def _site(self, line: int, called: str) -> LaunchSite | None:
+        first, _, rest = called.partition(".")
+        if first in self._kernels and rest in ("", "run", first):
+            return LaunchSite(line, first, called, is_extern=False)
+        is_library = any(called.startswith(f"{name}.") for name in _NAMESPACES)
+        if is_library and not _NO_LAUNCH.fullmatch(called):
+            return LaunchSite(line, called, called, is_extern=True)
+        return None
+
+
+def _partition(called: ast.expr) -> str | None:
+    """Return the function that ``self.partitions[N]`` calls."""
+    if isinstance(called, ast.Subscript) and _dotted(called.value) == "self.partitions":
+        index = called.slice
+        return f"partition_{index.value!r}" if isinstance(index, ast.Constant) else None
+    return None
+
+
+def _dotted(node: ast.AST | None) -> str:
+    """Return ``a.b.c`` of an expression that is nothing but names, "" for another."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        around = _dotted(node.value)
+        return f"{around}.{node.attr}" if around else ""
+    return ""

@@ -1,0 +1,267 @@
+"""What a launch in generated code comes from, taken while Inductor generates it.
+
+Inductor tells of every launch that it writes to a function for its own debugging. That function is wrapped: it returns
+what it did before, and no setting of Inductor's is changed, so that the code and the keys of its caches stay as they
+are. What Inductor does not tell of is taken where it writes the call of a library.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from profkit.capture.node_work import NodeWork, work_of_launches
+from profkit.names import OPTIMIZER
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an operator of a graph was called.
+
+    ``modules`` are those that were being called, outermost first, as Dynamo writes down where it found them
+    (``L['self'].h.0``); the module that was compiled is not among them. ``line`` is ``file:line function``, "" where
+    it is not known.
+    """
+
+    modules: tuple[str, ...]
+    line: str
+    operator: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One launch that Inductor wrote: its kernel's name as in the code, and the operators it computes, in order.
+
+    ``buffers`` says of each buffer that it writes which one operator's result that is.
+    """
+
+    kernel: str
+    is_extern: bool
+    origins: tuple[Origin, ...]
+    buffers: dict[str, Origin] = field(default_factory=dict)
+    work: NodeWork | None = None
+    """Its matrix products; None where they are not known."""
+
+
+@dataclass
+class _Written:
+    """What Inductor has written of a graph until now: each launch's record, and its operators."""
+
+    records: list[Record] = field(default_factory=list)
+    nodes: list[set[Any]] = field(default_factory=list)
+    are_calls: list[bool] = field(default_factory=list)
+
+
+class CodeGeneration:
+    """Records the launches of every graph that Inductor generates code for; `take` gives them.
+
+    Args:
+        failed: is called with an error of the recording's own, which never reaches Inductor.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._written: WeakKeyDictionary[Any, _Written] = WeakKeyDictionary()
+
+    def watch_debug(self, module: Any) -> None:
+        """Watch ``torch._inductor.debug``; whoever imported the function by name before is watched too."""
+        name = "set_kernel_post_grad_provenance_tracing"
+        plain = getattr(module, name, None)
+        if plain is None:
+            return
+
+        @functools.wraps(plain)
+        def watched(node_schedule: Any, kernel_name: str, is_extern: bool = False, *args: Any, **kwargs: Any) -> Any:
+            self._note(_ir_nodes(node_schedule), kernel_name, is_extern=is_extern)
+            return plain(node_schedule, kernel_name, is_extern, *args, **kwargs)
+
+        for where in (module, *map(sys.modules.get, ("torch._inductor.codegen.cpp", "torch._inductor.codegen.triton"))):
+            if where is not None and getattr(where, name, None) is plain:
+                setattr(where, name, watched)
+
+    def watch_scheduler(self, module: Any) -> None:
+        """Watch ``torch._inductor.scheduler``: the calls of libraries that its debugging is not told of."""
+        plain = module.Scheduler.codegen_extern_call
+
+        @functools.wraps(plain)
+        def watched(scheduler: Any, scheduler_node: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._count()
+            result = plain(scheduler, scheduler_node, *args, **kwargs)
+            if self._count() == before:
+                node = getattr(scheduler_node, "node", None)
+                name = getattr(node, "python_kernel_name", None)
+                if name:
+                    self._note([node], str(name), is_extern=True)
+            return result
+
+        module.Scheduler.codegen_extern_call = watched
+
+    def take(self) -> tuple[tuple[Record, ...], bool] | None:
+        """Return the records of the graph that Inductor compiles now, and whether it is a backward pass.
+
+        None: no graph was compiled here, its code was found in a cache.
+        """
+        graph = _current_graph()
+        written = None if graph is None else self._written.pop(graph, None)
+        if written is None:
+            return None
+        is_backward = bool(getattr(graph, "is_backward", False))
+        return _with_work(written, is_backward=is_backward), is_backward
+
+    def _count(self) -> int:
+        graph = _current_graph()
+        return len(self._written[graph].records) if graph in self._written else 0
+
+    def _note(self, ir_nodes: list[Any], kernel: str, *, is_extern: bool) -> None:
+        try:
+            graph = _current_graph()
+            if graph is None:
+                return
+            written = self._written.setdefault(graph, _Written())
+            owners = {node.get_name(): owner for node in ir_nodes if (owner := _owner(node)) is not None}
+            computed = owners.values() if is_extern else [one for node in ir_nodes for one in _computed(node)]
+            origins = tuple(map(origin_of, _in_order(computed)))
+            buffers = {name: origin_of(owner) for name, owner in owners.items()}
+            written.records.append(Record(kernel, is_extern, origins, buffers))
+            written.nodes.append(
+                {one for node in ir_nodes for one in getattr(node, "origins", ())} | {*owners.values()}
+            )
+            written.are_calls.append(is_extern or any(map(_is_template, ir_nodes)))
+        except Exception as error:
+            self._failed(error)
+
+
+def origin_of(node: Any) -> Origin:
+    """Return what an operator of a graph comes from: in a backward pass, the operator whose gradient it computes."""
+    meta = node.meta
+    return Origin(modules_of(meta), line_of(meta.get("stack_trace")), _operator(node.target))
+
+
+def modules_of(meta: dict[str, Any]) -> tuple[str, ...]:
+    """Return the modules that were being called where a node was made, outermost first; an optimizer's are one."""
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    if not stack and _OPTIMIZERS in (meta.get("stack_trace") or ""):
+        return (OPTIMIZER,)
+    return tuple(entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values())
+
+
+def line_of(stack_trace: str | None) -> str:
+    """Return the innermost line of a stack that is not PyTorch's own, as ``file:line function``."""
+    frames = []
+    for line in (stack_trace or "").splitlines():
+        parts = line.strip().split('"')
+        if len(parts) == 3 and parts[0] == "File " and parts[2].startswith(", line "):
+            number, _, function = parts[2].removeprefix(", line ").partition(", in ")
+            frames.append((parts[1], number, function))
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    if not own:
+        return ""
+    file, number, function = own[-1]
+    here = os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{number} {function}".rstrip()
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OPTIMIZERS = f"{_TORCH}optim{os.sep}"
+
+# They compute nothing: they make no kernel by themselves, and are drawn into that of whoever reads their result.
+_VIEWS = frozenset(
+    {
+        "split_with_sizes",
+        "unbind",
+        "slice",
+        "view_as_real",
+        "_unsafe_view",
+        "view_as_complex",
+        "select",
+        "expand",
+        "split",
+        "squeeze",
+        "permute",
+        "unsqueeze",
+        "diagonal",
+        "view",
+        "detach",
+        "as_strided",
+        "unfold",
+        "alias",
+        "reshape",
+        "transpose",
+        "t",
+    }
+)
+
+
+def _is_view(node: Any) -> bool:
+    operator = getattr(node.target, "overloadpacket", None)
+    return getattr(operator, "__name__", "") in _VIEWS
+
+
+def _computed(ir_node: Any) -> Iterable[Any]:
+    """Return the operators that a node of a fused kernel computes: its own, and those drawn into it."""
+    origins = [node for node in getattr(ir_node, "origins", ()) if node.op == "call_function" and not _is_view(node)]
+    owner = _owner(ir_node)
+    return origins or ([] if owner is None else [owner])
+
+
+def _owner(ir_node: Any) -> Any | None:
+    """Return the operator whose result a node is; else the last of those that it computes."""
+    owner = getattr(ir_node, "origin_node", None)
+    if owner is not None:
+        return owner
+    origins = [node for node in getattr(ir_node, "origins", ()) if node.op == "call_function"]
+    return _in_order(origins)[-1] if origins else None
+
+
+def _in_order(nodes: Iterable[Any]) -> list[Any]:
+    """Return the nodes of a graph in its order, each once."""
+    found = set(nodes)
+    if len(found) < 2 or hasattr(next(iter(found)), "_sort_key"):
+        return sorted(found)  # nodes of one graph compare by their place in it
+    return [node for node in next(iter(found)).graph.nodes if node in found]
+
+
+def _operator(target: Any) -> str:
+    return str(getattr(target, "overloadpacket", None) or getattr(target, "__name__", target))
+
+
+def _is_template(ir_node: Any) -> bool:
+    return "Template" in type(ir_node).__name__
+
+
+def _ir_nodes(schedule: Any) -> list[Any]:
+    """Return the nodes of Inductor's program that a launch computes, from what its debugging is told."""
+    if not isinstance(schedule, Sequence):
+        return [schedule]
+    return [node for one in schedule for node in _of_scheduled(one)]
+
+
+def _of_scheduled(one: Any) -> list[Any]:
+    parts = getattr(one, "snodes", None)
+    if parts:
+        return [node for part in parts for node in _of_scheduled(part)]
+    node = getattr(one, "node", None)
+    return [] if node is None else [node]
+
+
+def _current_graph() -> Any | None:
+    """Return the graph that Inductor compiles on this thread, the outermost one; None if it compiles none."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    graph: Any = getattr(getattr(virtualized, "V", None), "graph", None)
+    if not hasattr(graph, "wrapper_code"):
+        return None
+    while getattr(graph, "parent", None) is not None:
+        graph = graph.parent
+    return graph
+
+
+def _with_work(written: _Written, *, is_backward: bool) -> tuple[Record, ...]:
+    works = work_of_launches(written.nodes, written.are_calls, is_backward=is_backward)
+    return tuple(replace(record, work=work) for record, work in zip(written.records, works, strict=True))

@@ -1,0 +1,111 @@
+"""Where each launch of a loaded graph stands among the ranges of modules, as the eager program would have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from profkit.capture.compiled.dynamo_graphs import TracedGraph, shape_of
+from profkit.capture.hooks import Hooks
+from profkit.capture.module_names import Part, unwrap
+from profkit.capture.open_ranges import Call, OpenRanges
+from profkit.names import OPTIMIZER
+from profkit.run.compiled_code import LaunchPlace
+
+Modules = tuple[str, ...]
+"""The modules around an operator as `Origin.modules` has them."""
+
+
+@dataclass(frozen=True)
+class LoadedGraph:
+    """A graph's code that a process has loaded: what its launches compute for, by their lines in the file."""
+
+    id: str
+    traced: TracedGraph | None
+    owners: dict[int, tuple[Modules, ...]]
+
+
+def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks) -> dict[int, LaunchPlace]:
+    """Return the place of each launch of ``graph``, which runs within what is open on this thread."""
+    call = opened.running_call
+    around = _names_around(call, hooks)
+    if call is None and opened.has_range(OPTIMIZER):
+        around = (OPTIMIZER,)
+    running = _running_module(graph.traced, call)
+    paths: dict[Modules, tuple[str, ...]] = {(): around}
+    for modules in {modules for owners in graph.owners.values() for modules in owners}:
+        paths[modules] = _path(modules, around, running, graph.traced, hooks)
+    return {line: _place(graph.id, line, [paths[one] for one in owners]) for line, owners in graph.owners.items()}
+
+
+def _place(graph: str, line: int, paths: Sequence[tuple[str, ...]]) -> LaunchPlace:
+    several = list(dict.fromkeys(path for path in paths if path))
+    if len(several) < 2:
+        return LaunchPlace(graph, line, several[0] if several else ())
+    common = several[0]
+    for path in several[1:]:
+        same = [a == b for a, b in zip(common, path, strict=False)]
+        common = common[: same.index(False) if False in same else len(same)]
+    return LaunchPlace(graph, line, common, tuple(dict.fromkeys(path[-1] for path in several)))
+
+
+def _names_around(call: Call | None, hooks: Hooks) -> tuple[str, ...]:
+    names: list[str] = []
+    while call is not None:
+        name = call.name
+        module = None if name is not None or call.module is None else call.module()
+        if module is not None:  # the call began before anything was recorded
+            if call.around is None:
+                hooks.name_model(module)
+            part = hooks.names.part(module)
+            name = None if part is None else part.range
+        if name is not None:
+            names.append(name)
+        call = call.around
+    return tuple(reversed(names))
+
+
+def _running_module(traced: TracedGraph | None, call: Call | None) -> nn.Module | None:
+    """Return the module on whose behalf a graph runs; None if it is of another function, or cannot be told."""
+    if traced is None or traced.root is None:
+        return None
+    root = traced.root()
+    if call is None and root is not None:  # a function was compiled that calls no module, but uses one
+        return root
+    while call is not None:
+        module = None if call.module is None else call.module()
+        for one in () if module is None else dict.fromkeys((module, unwrap(module))):
+            if one is root or shape_of(one) == traced.shape:
+                return one
+        call = call.around
+    return None
+
+
+def _path(
+    modules: Modules, around: tuple[str, ...], running: nn.Module | None, traced: TracedGraph | None, hooks: Hooks
+) -> tuple[str, ...]:
+    """Return the names of the ranges that would be open in the eager program, ``around`` first."""
+    if modules == (OPTIMIZER,):
+        return around if OPTIMIZER in around else (*around, OPTIMIZER)
+    path = list(around)
+    for source in modules:
+        part = _part(source, running, traced, hooks)
+        if part is not None and part.range is not None and part.range not in path:
+            path.append(part.range)
+    return tuple(path)
+
+
+def _part(source: str, running: nn.Module | None, traced: TracedGraph | None, hooks: Hooks) -> Part | None:
+    one = None if traced is None else traced.modules.get(source)
+    if traced is None or one is None:
+        return None
+    if one.is_in_root:
+        return None if running is None else hooks.names.part(running.get_submodule(one.path))
+    module = one.module()
+    if module is None:
+        return None
+    if one.path == "":
+        hooks.name_model(module)
+    return hooks.names.part(module)

@@ -1,0 +1,103 @@
+"""Stands in the way of each launch of a generated file, without a change to the file.
+
+What the file's functions launch by a global name is replaced in the loaded module: the functions of ``extern_kernels``,
+``torch.ops`` and the kernels themselves. Everything else that is looked up under these names is what it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
+
+from profkit.capture.compiled.launch_sites import GeneratedFile
+
+Around = Callable[[Callable[..., Any], int, tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call of a launch at a line of the generated file, with what belongs around it."""
+
+
+class Switch(Protocol):
+    """Says whether launches matter now."""
+
+    is_recording: bool
+
+
+def stand_in(module: ModuleType, file: GeneratedFile, switch: Switch, around: Around) -> None:
+    """Have ``around`` make all launches of a loaded file while ``switch.is_recording``."""
+    names: dict[str, Any] = vars(module)
+    tree: dict[str, Any] = {}
+    for called in {site.called for site in file.sites}:
+        if called not in file.values:
+            branch = tree
+            for part in called.split("."):
+                branch = branch.setdefault(part, {})
+            branch[""] = {}
+    for name, branch in tree.items():
+        if name in names:
+            target, names[name] = names[name], _proxy(names[name], branch, switch, around)
+            for first, attribute in (value.split(".")[:2] for value in file.values if "." in value):
+                if first == name:  # looked up as fast as before
+                    names[name].__dict__.setdefault(attribute, getattr(target, attribute))
+
+
+class _Names:
+    """Looks like the object whose place it takes, but for the functions that launch."""
+
+    def __init__(self, target: Any) -> None:
+        self.__dict__["_profkit_target"] = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_profkit_target"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_profkit_target"], name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_profkit_target"](*args, **kwargs)
+
+
+class _Launches(_Names):
+    """A name that is called and has further names under it: ``aten.copy_`` and ``aten.copy_.default``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_profkit_call"](*args, **kwargs)
+
+
+def _proxy(target: Any, branch: dict[str, Any], switch: Switch, around: Around) -> Any:
+    parts = {name: below for name, below in branch.items() if name}
+    if not parts:
+        return _launch(target, switch, around)
+    proxy = (_Launches if "" in branch else _Names)(target)
+    own = proxy.__dict__
+    if "" in branch:
+        own["_profkit_call"] = _launch(target, switch, around)
+    for name, below in parts.items():
+        if name == "run" and len(below) == 1:
+            own[name] = _run(target, switch, around)
+        else:
+            own[name] = _proxy(getattr(target, name), below, switch, around)
+    return proxy
+
+
+def _launch(function: Callable[..., Any], switch: Switch, around: Around) -> Callable[..., Any]:
+    frame = sys._getframe
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        if not switch.is_recording:
+            return function(*args, **kwargs)
+        return around(function, frame(1).f_lineno, args, kwargs)
+
+    return launch
+
+
+def _run(kernel: Any, switch: Switch, around: Around) -> Callable[..., Any]:
+    """As `_launch`; a kernel may replace its own ``run`` once it has chosen how to run."""
+    frame = sys._getframe
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not switch.is_recording:
+            return kernel.run(*args, **kwargs)
+        return around(kernel.run, frame(1).f_lineno, args, kwargs)
+
+    return run

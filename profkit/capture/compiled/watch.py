@@ -1,0 +1,265 @@
+"""Follows code that torch.compile generates, from the program's operators to the launches in a trace.
+
+While Inductor generates code, `origins` records what each launch computes. When the code is loaded, freshly made or
+from a cache, that is written to the run's ``compiled.jsonl``, and each launch gets a range while the hooks record.
+Nothing here changes what is compiled, what is cached under which key, or what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from hashlib import sha256
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from profkit.annotation import Range, observers_but
+from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedGraphs
+from profkit.capture.compiled.launch_sites import LaunchSite, read_launches
+from profkit.capture.compiled.origins import CodeGeneration, Origin, Record
+from profkit.capture.compiled.places import LoadedGraph, places_in
+from profkit.capture.compiled.proxies import stand_in
+from profkit.capture.compiled.sidecar import Known, Sidecars
+from profkit.capture.hooks import Hooks
+from profkit.capture.open_ranges import Call, OpenRanges
+from profkit.names import OPTIMIZER
+from profkit.run.compiled_code import CompiledGraph, Launch, append_records, launch_range
+
+
+class CompiledCode:
+    """Follows this process's compiled code from `install` on.
+
+    Args:
+        hooks: they know the modules' names, what is open on each thread, and whether anything records.
+        records: the file of the run to append to; None: nothing is written.
+    """
+
+    def __init__(self, hooks: Hooks, records: Path | None) -> None:
+        self._hooks = hooks
+        self._records = records
+        self._generation = CodeGeneration(self._failed)
+        self._traced = TracedGraphs(self._failed)
+        self._sidecars = Sidecars()
+        self._written: set[str] = set()
+        self._shown_to = observers_but(hooks)
+        self.failure: str | None = None
+        """Why compiled code has no modules, where something here failed."""
+
+    def install(self) -> None:
+        """Watch Inductor and Dynamo as soon as they are imported; nothing is imported here."""
+        when_imported(
+            {
+                "torch._inductor.debug": self._generation.watch_debug,
+                "torch._inductor.scheduler": self._generation.watch_scheduler,
+                "torch._inductor.codecache": self._watch_code_cache,
+                "torch._dynamo.output_graph": self._traced.watch_output_graph,
+            }
+        )
+
+    def _watch_code_cache(self, codecache: Any) -> None:
+        plain = codecache.PyCodeCache.load_by_key_path.__func__
+
+        @functools.wraps(plain)
+        def watched(cls: Any, key: str, path: str, linemap: Any = None, attrs: Any = None) -> Any:
+            module = plain(cls, key, path, linemap, attrs)
+            if attrs is not None and hasattr(module, "call"):  # the code of a graph, not that of one kernel
+                try:
+                    self._loaded(module, Path(path))
+                except Exception as error:
+                    self._failed(error)
+            return module
+
+        codecache.PyCodeCache.load_by_key_path = classmethod(watched)
+
+    def _loaded(self, module: ModuleType, path: Path) -> None:
+        traced = self._traced.current()
+        operators = () if traced is None else traced.operators
+        taken = self._generation.take()
+        if taken is not None:
+            known: Known | None = Known(*taken, operators)
+            self._sidecars.keep(path, Known(*taken, operators))
+        else:
+            known = self._sidecars.find(path, operators)
+        file = read_launches(path.read_text())
+        matched = match(file.sites, () if known is None else known.records)
+        graph = _describe(path, traced, known, matched)
+        if self._records is not None and graph.id not in self._written:
+            self._written.add(graph.id)
+            append_records(self._records, [graph])
+        loaded[graph.id] = {launch.line: launch for launch in graph.launches}
+        owners = {
+            site.line: tuple(dict.fromkeys(one.modules for one in record.origins if one.modules or one.line))
+            for site, record in matched
+            if record is not None
+        }
+        place = LoadedGraph(graph.id, traced, {site.line: owners.get(site.line, ()) for site in file.sites})
+        stand_in(module, file, self._hooks, _Ranges(place, self._hooks, self._shown_to, self._failed).around)
+
+    def _failed(self, error: Exception) -> None:
+        self.failure = self.failure or f"{type(error).__name__}: {error}"
+
+
+loaded: dict[str, dict[int, Launch]] = {}
+
+
+def launch_at(graph: str, line: int) -> Launch | None:
+    """Return a launch of a graph that this process has loaded, by the graph's id and the line; None if it has none."""
+    return loaded.get(graph, {}).get(line)
+
+
+class _Ranges:
+    """The ranges around one graph's launches."""
+
+    def __init__(
+        self,
+        graph: LoadedGraph,
+        hooks: Hooks,
+        shown_to: Any,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._graph = graph
+        self._hooks = hooks
+        self._shown_to = shown_to
+        self._failed = failed
+        self._last: tuple[Call | None, dict[int, Range]] = None, {}
+        self._known: dict[Any, dict[int, Range]] = {}
+
+    def around(self, function: Callable[..., Any], line: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call of a launch within its range."""
+        one = self._range(line)
+        if one is None:
+            return function(*args, **kwargs)
+        token = one.open(self._shown_to)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            one.close(token, self._shown_to)
+
+    def _range(self, line: int) -> Range | None:
+        try:
+            opened = self._hooks.on_thread.ranges
+            call = opened.running_call
+            last, ranges = self._last
+            if call is None or last is not call:
+                ranges = self._ranges_in(opened, call)
+                self._last = call, ranges
+            return ranges.get(line)
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    def _ranges_in(self, opened: OpenRanges, call: Call | None) -> dict[int, Range]:
+        key: list[object] = [call is None and opened.has_range(OPTIMIZER)]
+        while call is not None:
+            key += [call.name, call.module]
+            call = call.around
+        ranges = self._known.get(tuple(key))
+        if ranges is None:
+            places = places_in(self._graph, opened, self._hooks)
+            ranges = {line: Range(launch_range(place), None) for line, place in places.items()}
+            self._known[tuple(key)] = ranges
+        return ranges
+
+
+def match(sites: Iterable[LaunchSite], records: Iterable[Record]) -> list[tuple[LaunchSite, Record | None]]:
+    """Return each launch of a file with what was recorded of it: the n-th of a kernel's name is its n-th record.
+
+    Where a name stands in the file more or less often than it was recorded, nothing is said of its launches.
+    """
+    sites = list(sites)
+    recorded: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        recorded[_plain(record.kernel)].append(record)
+    times = Counter(_plain(site.kernel) for site in sites)
+    in_order = {name: iter(found) for name, found in recorded.items() if len(found) == times[name]}
+    return [(site, next(in_order[name], None) if (name := _plain(site.kernel)) in in_order else None) for site in sites]
+
+
+def _plain(kernel: str) -> str:
+    return kernel.removeprefix("torch.ops.").removesuffix(".default")
+
+
+def _describe(
+    path: Path, traced: TracedGraph | None, known: Known | None, matched: list[tuple[LaunchSite, Record | None]]
+) -> CompiledGraph:
+    graph = CompiledGraph(
+        id="",
+        code=path.stem,
+        torch=torch.__version__,
+        name="" if traced is None else traced.name,
+        is_backward=known is not None and known.is_backward,
+        launches=tuple(_launch(site, record, traced) for site, record in matched),
+    )
+    return replace(graph, id=sha256(json.dumps(asdict(graph)).encode()).hexdigest()[:10])
+
+
+def _launch(site: LaunchSite, record: Record | None, traced: TracedGraph | None) -> Launch:
+    if record is None:
+        return Launch(site.line, site.kernel, site.is_extern)
+    origins, work = record.origins, record.work
+    return Launch(
+        line=site.line,
+        kernel=site.kernel,
+        is_extern=site.is_extern,
+        modules=tuple(dict.fromkeys(_name(one, traced) for one in origins if one.modules or one.line)),
+        lines=tuple(dict.fromkeys(one.line for one in origins if one.line)),
+        operators=tuple(dict.fromkeys(one.operator for one in origins)),
+        flops=None if work is None else work.flops,
+        dtype=None if work is None else work.dtype,
+        masked_flops=0 if work is None else work.masked_flops,
+        recomputed_flops=0 if work is None else work.recomputed_flops,
+    )
+
+
+def _name(origin: Origin, traced: TracedGraph | None) -> str:
+    innermost = next(iter(reversed(origin.modules)), "")
+    one = None if traced is None else traced.modules.get(innermost)
+    return innermost if one is None else one.path
+
+
+def when_imported(watchers: dict[str, Callable[[Any], None]]) -> None:
+    """Call each watcher with its module: now if it is imported, else right after its import."""
+    for name, watch in watchers.items():
+        if name in sys.modules:
+            watch(sys.modules[name])
+    missing = {name: watch for name, watch in watchers.items() if name not in sys.modules}
+    if missing:
+        sys.meta_path.insert(0, _Importer(missing))
+
+
+class _Importer:
+    """A finder that finds what the others find, and shows certain modules once they have been imported."""
+
+    def __init__(self, watchers: dict[str, Callable[[Any], None]]) -> None:
+        self._watchers = watchers
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._watchers:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next((one for finder in others if (one := finder.find_spec(name, path, target)) is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._show_after(spec.loader, name)
+        return spec
+
+    def _show_after(self, loader: Any, name: str) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            watch = self._watchers.pop(name, None)
+            if watch is not None:
+                watch(module)
+            if not self._watchers and self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        loader.exec_module = exec_module

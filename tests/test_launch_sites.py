@@ -1,0 +1,153 @@
+"""What a generated file launches, which record belongs to which launch, and whose names a shared file has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from profkit.capture.compiled.launch_sites import read_launches
+from profkit.capture.compiled.origins import Origin, Record
+from profkit.capture.compiled.proxies import stand_in
+from profkit.capture.compiled.sidecar import Known, Sidecars, translate
+from profkit.capture.compiled.watch import match
+
+CODE = '''
+import torch
+from torch._inductor.select_algorithm import extern_kernels
+aten = torch.ops.aten
+triton_poi_0 = async_compile.triton('triton_poi_0', """
+def triton_poi_0(in_ptr0): extern_kernels.not_a_launch()
+""")
+cpp_fused_1 = async_compile.cpp_pybinding(['float*'], "")
+
+def partition_0(args):
+    extern_kernels.mm(a, reinterpret_tensor(b, (1,), (1,), 0), out=buf0)
+    triton_poi_0.run(buf0, 8, stream=stream0)
+
+class Runner:
+    def __init__(self, partitions):
+        self.partitions = partitions
+
+    def recursively_apply_fns(self, fns):
+        self.partitions = [fn(one) for fn, one in zip(fns, self.partitions)]
+
+    def call(self, args):
+        buf1 = torch.ops.aten.sort.default(args[0], torch.float32)
+        (buf2,) = self.partitions[0](args)
+        cpp_fused_1(buf2)
+        extern_kernels.mm(a, b, out=buf0)
+
+def benchmark_compiled_module(times=10):
+    extern_kernels.mm(a, b)
+'''
+
+
+def _launches(text: str) -> list[tuple[int, str]]:
+    return [(site.line, site.kernel) for site in read_launches(text).sites]
+
+
+def test_launches_are_read_in_the_order_in_which_they_run() -> None:
+    file = read_launches(CODE)
+    assert [(site.kernel, site.called, site.is_extern) for site in file.sites] == [
+        ("torch.ops.aten.sort.default", "torch.ops.aten.sort.default", True),
+        ("extern_kernels.mm", "extern_kernels.mm", True),
+        ("triton_poi_0", "triton_poi_0.run", False),
+        ("cpp_fused_1", "cpp_fused_1", False),
+        ("extern_kernels.mm", "extern_kernels.mm", True),
+    ]
+    lines = CODE.splitlines()
+    assert all(site.called in lines[site.line - 1] for site in file.sites)
+    assert "torch.float32" in file.values
+
+
+def test_a_file_without_a_graphs_function_launches_nothing() -> None:
+    assert _launches("x = 1\ndef kernel():\n    extern_kernels.mm()\n") == []
+
+
+def _record(kernel: str, module: str = "") -> Record:
+    return Record(kernel, is_extern=False, origins=(Origin((module,), "model.py:1 forward", "aten.mm"),))
+
+
+def test_a_launch_has_the_record_of_its_name_and_turn() -> None:
+    sites = read_launches(CODE).sites
+    records = [
+        _record("aten.sort", "s"),
+        _record("extern_kernels.mm", "first"),
+        _record("triton_poi_0", "t"),
+        _record("extern_kernels.mm", "second"),
+    ]
+    found = [None if record is None else record.origins[0].modules[0] for _, record in match(sites, records)]
+    assert found == ["s", "first", "t", None, "second"]
+
+
+def test_of_a_name_that_stands_in_the_file_more_often_than_recorded_nothing_is_said() -> None:
+    found = match(read_launches(CODE).sites, [_record("extern_kernels.mm"), _record("triton_poi_0")])
+    assert [site.kernel for site, record in found if record is not None] == ["triton_poi_0"]
+
+
+FIRST = ((("L['self'].a",), "m.py:1 f"), (("L['self'].a",), "m.py:2 f"), (("L['self'].b",), "m.py:1 f"))
+KNOWN = Known((_record("mm", "L['self'].b"),), False, FIRST)
+
+
+def test_a_file_that_two_models_share_says_of_each_its_own_modules() -> None:
+    other = ((("L['self'].x",), "n.py:7 f"), (("L['self'].x",), "n.py:8 f"), (("L['self'].y",), "n.py:7 f"))
+    known = Known((_record("mm", "L['self'].b"),), False, (*FIRST[:2], (("L['self'].b",), "model.py:1 forward")))
+    now = (*other[:2], (("L['self'].y",), "n.py:9 g"))
+    found = translate(known, now)
+    assert found is not None
+    assert found.records[0].origins == (Origin(("L['self'].y",), "n.py:9 g", "aten.mm"),)
+    assert translate(KNOWN, FIRST) is KNOWN
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        FIRST[:2],
+        (FIRST[0], FIRST[1], (("L['self'].a",), "m.py:1 f"), FIRST[0]),
+        ((("L['self'].x",), "1"), (("L['self'].z",), "2"), (("L['self'].y",), "1")),
+    ],
+)
+def test_operators_that_do_not_correspond_are_not_translated(other: Any) -> None:
+    assert translate(KNOWN, other) is None
+
+
+def test_what_is_known_of_a_file_is_found_by_another_process(tmp_path: Path) -> None:
+    code = tmp_path / "cxyz.py"
+    Sidecars().keep(code, KNOWN)
+    assert Sidecars().find(code, FIRST) == KNOWN
+    assert Sidecars().find(tmp_path / "other.py", FIRST) is None
+    next(tmp_path.glob("*.json")).write_text("{")
+    assert Sidecars().find(code, FIRST) is None
+
+
+def test_launches_pass_a_proxy_and_everything_else_is_what_it_was() -> None:
+    calls: list[tuple[str, int]] = []
+    namespace = SimpleNamespace(mm=lambda *_: calls.append(("mm", 0)) or "product", other="other")
+    kernel = SimpleNamespace(run=lambda x: x + 1, config="config")
+    module = ModuleType("generated")
+    text = (
+        "async_compile = make = lambda *_: None\n"
+        "def call(args):\n    return extern_kernels.mm(), triton_0.run(1), extern_kernels.other, triton_0.config\n"
+    )
+    exec(compile(text, "generated", "exec"), vars(module))
+    vars(module).update(extern_kernels=namespace, triton_0=kernel)
+    switch = SimpleNamespace(is_recording=False)
+    around: list[int] = []
+
+    def launch(function: Any, line: int, args: Any, kwargs: Any) -> Any:
+        around.append(line)
+        return function(*args, **kwargs)
+
+    file = read_launches("triton_0 = async_compile.triton('')\n" + text)
+    stand_in(module, file, switch, launch)
+    expected = ("product", 2, "other", "config")
+    assert vars(module)["call"]([]) == expected
+    assert around == []
+    switch.is_recording = True
+    assert vars(module)["call"]([]) == expected
+    assert around == [3, 3]
+    kernel.run = lambda x: x + 10  # as a kernel does that has chosen how to run
+    assert vars(module)["call"]([])[1] == 11
