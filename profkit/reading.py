@@ -55,6 +55,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     """
     from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
     from profkit.analysis.compiled_ranges import explain_no_modules, nest_compiled_launches
+    from profkit.analysis.compiled_sources import name_compiled_kernels
     from profkit.analysis.graph_nodes import place_graph_nodes
     from profkit.analysis.opened_trace import OpenedTrace
     from profkit.analysis.ranks import find_ranks
@@ -69,6 +70,8 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     else:
         trace, known, rank_of_pid = _read_trace(path), UNKNOWN_RUN, {}
     trace = nest_compiled_launches(place_graph_nodes(trace, () if run is None else run.captured_graphs))
+    if run is not None:
+        trace = name_compiled_kernels(trace, run)
     if run is not None and trace.work.compiled_launch is None and (why := explain_no_modules(run.manifest)) is not None:
         trace = replace(trace, notes=(*trace.notes, why))
     if run is not None and run.manifest.first_step is not None:

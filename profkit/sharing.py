@@ -30,7 +30,7 @@ from profkit.trace.scrub import TAKEN, ScrubResult, Taken, clean_text, holds_a_p
 _GZIP = b"\x1f\x8b"
 
 # JSON that profkit wrote itself into a run.
-_RUN_FILES = ("work.", "ceilings.", "ledger.")
+_RUN_FILES = ("work.", "ceilings.", "ledger.", "compiled.")
 _COMMAND_LINES = {"command", "argv"}
 _NOT_SHARED = {NSYS_REPORT: "the report, which holds the environment", LOG: "the profiler's log"}
 

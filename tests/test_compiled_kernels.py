@@ -11,9 +11,10 @@ import pytest
 
 from profkit import read_trace
 from profkit.run.compiled_code import CompiledGraph, Launch, append_records
+from tests import kineto_builder as kineto
 from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
-from tests.test_compiled_ranges import ATTENTION, MLP, whole_run
+from tests.test_compiled_ranges import ATTENTION, MLP, place, whole_run
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -141,3 +142,45 @@ def test_a_compiled_run_with_launch_ranges_says_nothing_of_it(run_directory: Pat
     manifest = {"status": "complete", "versions": {"torch": "2.11"}, "conditions": {"compiled": {"graphs": 2}}}
     (run_directory / "manifest.json").write_text(json.dumps(manifest))
     assert "compiled" not in run_command("ranges", run_directory).stderr
+
+
+def cpu_run(folder: Path) -> Path:
+    """Write a run whose compiled code ran on the CPU: a library's product and a fused kernel in C++."""
+    annotation, graph = "user_annotation", "## Call CompiledFxGraph"
+    events = [
+        kineto.row(annotation, "step 0", 0, 100),
+        kineto.row(annotation, "forward", 1, 90),
+        kineto.row(annotation, "model", 2, 80),
+        kineto.row("cpu_op", graph, 5, 70),
+        kineto.row(annotation, place(10, "model", "h.0", ATTENTION), 10, 20),
+        kineto.row("cpu_op", "aten::mm", 12, 15),
+        kineto.row(annotation, place(12, "model", "h.0", shared=(ATTENTION, MLP)), 40, 10),
+        kineto.row(annotation, place(13, "model", "h.0", MLP), 55, 10),
+    ]
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"status": "complete"}))
+    append_records(folder / "compiled.jsonl", [FORWARD])
+    kineto.written(folder, events, "trace.json.gz")
+    return folder
+
+
+def test_fused_kernels_of_the_cpu_are_work_of_their_modules(tmp_path: Path) -> None:
+    opened = read_trace(cpu_run(tmp_path / "run"))
+    assert {row.name: row.total_ns for row in opened.kernels().kernels} == {
+        "aten::mm": 15_000,
+        "triton_poi_0": 10_000,  # as the run's file calls line 12
+        "compiled kernel": 10_000,  # which it does not know
+        "## Call CompiledFxGraph": 35_000,  # what is left of 70 µs
+    }
+    assert {row.name: row.total_ns for row in opened.kernels(by="module").kernels} == {
+        ATTENTION: 15_000,
+        "shared: h.0.attn + h.0.mlp": 10_000,
+        MLP: 10_000,
+        "model": 35_000,
+    }
+
+
+def test_a_shared_copy_of_a_run_says_what_its_compiled_kernels_compute(run_directory: Path, tmp_path: Path) -> None:
+    assert run_command("scrub", run_directory, "-o", tmp_path / "copy").returncode == 0
+    found, copied = (read_trace(path).kernels(explain=True).sources for path in (run_directory, tmp_path / "copy"))
+    assert copied == found

@@ -12,8 +12,9 @@ from profkit.analysis.compiled_ranges import is_shared, sharing_modules
 from profkit.analysis.nesting import ancestors
 from profkit.analysis.range_paths import build_nodes
 from profkit.names import kind_of
-from profkit.run.compiled_code import CompiledGraph, Launch, read_launch_range
-from profkit.trace.columns import Bools, Ints, distinct_values
+from profkit.run.compiled_code import COMPILED_KERNEL, CompiledGraph, Launch, read_launch_range
+from profkit.run.directory import Run
+from profkit.trace.columns import Bools, Ints, NamesWithNew, Trace, distinct_values
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,25 @@ class KernelSource:
     total_ns: int
 
 
+def name_compiled_kernels(trace: Trace, run: Run) -> Trace:
+    """Return the trace with the names of the CPU's compiled kernels, which only the run's file knows.
+
+    Raises:
+        RunError: that file cannot be read.
+    """
+    launched_in, names = trace.work.compiled_launch, NamesWithNew(trace.names)
+    if launched_in is None or COMPILED_KERNEL not in trace.names:
+        return trace
+    launches = _by_place(run.compiled_code)
+    name = trace.work.name.copy()
+    unnamed = name == trace.names.index(COMPILED_KERNEL)
+    for launch in distinct_values(launched_in[unnamed]).tolist():
+        known = launches.get(_place(trace.names[launch]))
+        if known is not None:
+            name[unnamed & (launched_in == launch)] = names.intern(known.kernel)
+    return replace(trace, names=names.strings, work=replace(trace.work, name=name))
+
+
 def find_sources(
     attribution: Attribution, rows: Bools, graphs: Mapping[str, CompiledGraph]
 ) -> tuple[KernelSource, ...]:
@@ -58,7 +78,7 @@ def find_sources(
     count, total = (np.zeros(pairs.shape[1], dtype=np.int64) for _ in range(2))
     np.add.at(count, of_row.reshape(-1), 1)
     np.add.at(total, of_row.reshape(-1), work.duration_ns[chosen])
-    launches = {(graph.id, one.line): one for graph in graphs.values() for one in graph.launches}
+    launches = _by_place(graphs)
     sums: dict[KernelSource, list[int]] = {}
     for kernel, launch, times, time_ns in zip(*pairs.tolist(), count.tolist(), total.tolist(), strict=True):
         one = sums.setdefault(_source(trace.names[kernel], trace.names[launch], launches), [0, 0, 0])
@@ -67,12 +87,23 @@ def find_sources(
     return tuple(sorted(found, key=lambda one: (-one.total_ns, one.kernel, one.modules)))
 
 
+def _by_place(code: Mapping[str, CompiledGraph]) -> dict[tuple[str, int], Launch]:
+    return {(graph.id, one.line): one for graph in code.values() for one in graph.launches}
+
+
+def _place(launch_range: str) -> tuple[str, int]:
+    """Return graph and line of a range that is known to be one around a launch."""
+    place = read_launch_range(launch_range)
+    assert place is not None
+    return place.graph, place.line
+
+
 def _source(kernel: str, launch_range: str, launches: Mapping[tuple[str, int], Launch]) -> KernelSource:
     """Return the source of one place without its sums."""
     place = read_launch_range(launch_range)
     assert place is not None  # compiled_launch names no other ranges
     modules = tuple(dict.fromkeys(map(kind_of, place.shared or place.path[-1:])))
-    one = launches.get((place.graph, place.line))
+    one = launches.get(_place(launch_range))
     if one is None:
         return KernelSource(kernel, modules, None, None, None, None, 0, 0, 0)
     return KernelSource(kernel, modules, one.kernel, one.is_extern, one.operators, one.lines, 0, 0, 0)

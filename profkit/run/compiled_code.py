@@ -36,6 +36,8 @@ PREFIX = "compiled "
 SHARED = "shared: "
 SEPARATOR = " / "
 GRAPH_PREFIX = "CUDA graph "
+COMPILED_KERNEL = "compiled kernel"
+"""What a launch on the CPU that calls no operator of torch is named in torch.profiler's trace: compiled C++."""
 _MOST_NODES = 2**22
 COMPILING = "compiling"
 """The range around torch.compile's own work begins so: kernels in it were run to choose among them."""

@@ -1,8 +1,9 @@
 """Traces of torch.profiler (Kineto), as Chrome JSON, plain or gzipped, from profkit or from anyone's script.
 
 What counts: rows of category ``kernel`` on a GPU, and ``gpu_mem*``; without any kernel, the CPU's ``cpu_op``
-rows by self time. Ranges are ``user_annotation`` rows, never ``gpu_user_annotation``, which is Kineto's own guess at
-the same ranges on the GPU. PyTorch 1.8 to 1.11 wrote ``Kernel``, ``Memcpy``, ``Memset``, ``Runtime`` and ``Operator``.
+rows by self time, and launches of compiled code that call no operator. Ranges are ``user_annotation`` rows, never
+``gpu_user_annotation``, which is Kineto's own guess at the same ranges on the GPU. PyTorch 1.8 to 1.11 wrote
+``Kernel``, ``Memcpy``, ``Memset``, ``Runtime`` and ``Operator``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from profkit.errors import TraceError
+from profkit.run.compiled_code import COMPILED_KERNEL, read_launch_range
 from profkit.trace.columns import (
     NO_LAUNCH,
     Bools,
@@ -25,7 +27,9 @@ from profkit.trace.columns import (
     Ranges,
     Trace,
     Work,
+    empty_ints,
     number_in_graph,
+    rows_by_value,
 )
 from profkit.trace.exported import complete_ranges, read_exported
 from profkit.trace.kineto_collectives import CollectiveArguments
@@ -79,6 +83,8 @@ def read_kineto(path: Path) -> Trace:
         ranges = _end_with_capture(ranges, (operators, call_rows))
     else:
         ranges = complete_ranges(ranges, annotations, reading)
+    if not on_gpu and exported is None:
+        operators = _with_compiled_kernels(reading, operators, annotations)
     forest = OperatorForest(operators.start_ns, operators.end_ns, operators.thread)
     collectives = CollectiveArguments(header)
     gpu = _GpuReader(reading, call_rows, collectives)
@@ -165,6 +171,37 @@ def _build_calls(rows: HostRows, gpu: _GpuReader) -> Calls:
         correlation=gpu.correlation,
         has_work=gpu.calls_with_work(),
         failed=np.zeros(len(rows.events), dtype=np.bool_),  # Kineto does not keep what a call returned
+    )
+
+
+def _with_compiled_kernels(reading: Reading, operators: HostRows, annotations: HostRows) -> HostRows:
+    """Return the operators and, as further ones, the launches of compiled code in which none of them began."""
+    is_launch = np.array([read_launch_range(name) is not None for name in reading.names] or [False], dtype=np.bool_)
+    chosen = []
+    for thread, there in rows_by_value(annotations.thread).items():
+        rows = there[is_launch[annotations.name[there]] & ~annotations.is_open[there]]
+        starts = operators.start_ns[operators.thread == thread]
+        begun = np.searchsorted(starts, annotations.start_ns[rows])
+        chosen.append(rows[begun == np.searchsorted(starts, annotations.end_ns[rows])])
+    kernels = np.concatenate(chosen) if chosen else empty_ints()
+    if not len(kernels):
+        return operators
+    order = np.argsort(np.concatenate([operators.start_ns, annotations.start_ns[kernels]]), kind="stable")
+
+    def joined(name: str) -> Ints:
+        column: Ints = np.concatenate([getattr(operators, name), getattr(annotations, name)[kernels]])[order]
+        return column
+
+    events = [*operators.events, *(annotations.events[row] for row in kernels.tolist())]
+    name = np.concatenate([operators.name, np.full(len(kernels), reading.intern(COMPILED_KERNEL))])[order]
+    return HostRows(
+        [events[row] for row in order.tolist()],
+        name,
+        joined("start_ns"),
+        joined("end_ns"),
+        joined("process"),
+        joined("thread"),
+        np.concatenate([operators.is_open, annotations.is_open[kernels]])[order],
     )
 
 
