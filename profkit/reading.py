@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from profkit.analysis.compare.comparison import CaptureComparison
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
     from profkit.analysis.opened_trace import OpenedTrace
+    from profkit.run.compiled_code import CompiledGraph
     from profkit.trace.columns import Trace
 
 Kind = Literal["export", "chrome", "snapshot"]
@@ -104,14 +105,17 @@ def open_snapshot(
     from profkit.snapshot.reader import read_snapshot
 
     path, recorded = Path(path), None
+    compiled: tuple[CompiledGraph, ...] = ()
     if path.is_dir():
-        path = Run(path).find_snapshot(rank)
+        run = Run(path)
+        path = run.find_snapshot(rank)
+        compiled = tuple(run.compiled_code.values())
         recorded = read_owners(owners_of(path)) if owners_of(path).exists() else None
     elif rank is not None:
         raise UsageError(f"rank {rank}: {path} is one snapshot; name the run's directory")
     elif path.is_file() and _is_trace(path):
         raise SnapshotError(f"{path}: this is a trace: profkit kernels {path}")
-    return OpenedSnapshot(read_snapshot(path), recorded, phases)
+    return OpenedSnapshot(read_snapshot(path), recorded, phases, compiled)
 
 
 def open_capture(path: str | Path) -> OpenedCapture:

@@ -30,6 +30,7 @@ _MANY_COLUMNS = 6
 
 _WORDS = {
     "identity": "known tensor",
+    "code": "recorded with the compiled code",
     "metadata": "recorded with the allocation",
     "range": "ranges open at that time",
     "none": "unknown",

@@ -2,8 +2,9 @@
 
 Evidence, the strongest first: ``identity`` (the run recorded whose tensor it is), ``metadata`` (the program marked the
 allocation as of this kind; today's marks only name a module, which proves no kind), ``stack`` (these lines allocate
-only one kind of thing), ``lifetime`` (a guess from the phases in which it was allocated and freed, or from lines that
-mostly allocate this kind), ``none``. A guess stays a guess where the name of the module is known.
+only one kind of thing, or they are compiled code's, which frees again what they allocate), ``lifetime`` (a guess from
+the phases in which it was allocated and freed, or from lines that mostly allocate this kind), ``none``. A guess stays a
+guess where the name of the module is known.
 
 The guess: memory allocated in the forward pass and freed in the backward pass was saved for backward (activations); if
 freed earlier, it was a temporary. Memory allocated in the backward pass and freed within it was a temporary; what
@@ -21,6 +22,7 @@ from itertools import compress, repeat
 import numpy as np
 
 from profkit.allocator.history import History
+from profkit.analysis.memory.generated_memory import GeneratedMemory
 from profkit.analysis.memory.owners import Owner, read_metadata
 from profkit.analysis.memory.phases import Timeline
 from profkit.analysis.memory.stacks import StackBook, StackFacts
@@ -69,11 +71,19 @@ Named = tuple[str, str]
 class Classifier:
     """Finds the category of one device's allocations, one by one."""
 
-    def __init__(self, history: History, timeline: Timeline, stacks: StackBook, owners: dict[int, Owner]) -> None:
+    def __init__(
+        self,
+        history: History,
+        timeline: Timeline,
+        stacks: StackBook,
+        owners: dict[int, Owner],
+        generated: GeneratedMemory,
+    ) -> None:
         self._history = history
         self._timeline = timeline
         self._stacks = stacks
         self._owners = owners
+        self._generated = generated
         self._by_stack: dict[int, str | None] = {}
 
     def claim_of(self, row: int) -> Claim:
@@ -85,6 +95,8 @@ class Classifier:
         name = text or (owner.name if owner else None)
         number = self._stacks.number_of(row)
         category = self._category_of_stack(number)
+        if category is None and self._is_freed_by_its_code(row):
+            category = "temporaries"
         if category is not None:
             return Claim(category, "stack", name)
         category = self._category_of_life(row, self._stacks.facts[number])
@@ -98,6 +110,11 @@ class Classifier:
         if owner is None or owner.role not in _OF_ONE_TENSOR or not owner.name:
             return None
         return ROLES[owner.role], owner.name
+
+    def _is_freed_by_its_code(self, row: int) -> bool:
+        """Return whether compiled code made an allocation whose buffer it deletes, so that it needs it for itself."""
+        held = self._generated.held(row)
+        return held is not None and held.is_freed_in_call
 
     def _category_of_stack(self, number: int) -> str | None:
         if number not in self._by_stack:

@@ -23,6 +23,7 @@ from profkit.analysis.memory.parts import (
     sum_by_module,
     sum_by_phase,
 )
+from profkit.analysis.memory.stacks import sum_by_stack
 from profkit.names import kind_of
 from profkit.snapshot.columns import INACTIVE
 
@@ -129,7 +130,7 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
     total = int(curves.allocated[moment])
     rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
     live = np.array(rows, dtype=np.int64)
-    by_module, by_phase = _by_place(memory, chosen, total, rest)
+    by_module, by_phase = _by_place(memory, moment, chosen, total, rest)
     ordered = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))
     return Composition(
         what=what,
@@ -140,11 +141,11 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
         requested_bytes=int(replay.requested_bytes[live].sum()),
         reserved_bytes=int(curves.reserved[moment]),
         by_category=_by_category(memory, chosen, total, rest),
-        by_stack=_by_stack(memory, chosen, total, rest),
+        by_stack=_by_stack(memory, moment, chosen, total, rest),
         by_module=by_module,
         by_phase=by_phase,
-        largest=tuple(_large_row(memory, *one) for one in ordered[:LARGEST_COUNT]),
-        largest_groups=_largest_groups(memory, ordered),
+        largest=tuple(_large_row(memory, moment, *one) for one in ordered[:LARGEST_COUNT]),
+        largest_groups=_largest_groups(memory, moment, ordered),
         evidence=_by_evidence(memory, chosen),
     )
 
@@ -175,11 +176,14 @@ def _by_category(
 
 
 def _by_stack(
-    memory: DeviceMemory, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
+    memory: DeviceMemory, moment: int, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
 ) -> tuple[StackRow, ...]:
     found = [
         StackRow(size, _share(size, total), count, stack.user_first, stack.label)
-        for stack, size, count in memory.stacks.sum_by_stack([row for row, _ in chosen])
+        for stack, size, count in sum_by_stack(
+            (memory.stack_of(row, moment) for row, _ in chosen),
+            (int(memory.history.replay.size_bytes[row]) for row, _ in chosen),
+        )
     ]
     found.sort(key=lambda one: (-one.bytes, one.label))
     if rest[1]:
@@ -188,13 +192,14 @@ def _by_stack(
 
 
 def _by_place(
-    memory: DeviceMemory, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
+    memory: DeviceMemory, moment: int, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
 ) -> tuple[tuple[PartRow, ...], tuple[PartRow, ...]]:
     """Return what was allocated by module, and by phase."""
     replay = memory.history.replay
     pieces = []
     for row, claim in chosen:
-        pieces.append(Piece(int(replay.size_bytes[row]), claim.category, memory.place_of(row), _phase_of(memory, row)))
+        place = memory.place_of(row, moment)
+        pieces.append(Piece(int(replay.size_bytes[row]), claim.category, place, _phase_of(memory, row)))
     others = (other_row(NOT_SELECTED, *rest, total),) if rest[1] else ()
     by_module = sum_by_module(pieces, total, memory.places.modules)
     return by_module + others, sum_by_phase(pieces, total) + others
@@ -209,14 +214,14 @@ def _phase_of(memory: DeviceMemory, row: int) -> str:
     return memory.phase_of(row) or (IN_NO_PHASE if gap is None else f"({gap})")
 
 
-def _largest_groups(memory: DeviceMemory, ordered: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
+def _largest_groups(memory: DeviceMemory, moment: int, ordered: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
     """Return the largest allocations with equal ones as one row; ``ordered`` are all, the largest first.
 
     Owners that differ only in a number are equal: ``h.*.mlp.weight`` for ``h.0.mlp.weight`` and ``h.1.mlp.weight``.
     """
     groups: dict[LargeRow, list[LargeRow]] = {}
     for row, claim in ordered:
-        one = _large_row(memory, row, claim)
+        one = _large_row(memory, moment, row, claim)
         if len(groups) >= LARGEST_COUNT and one.bytes < next(reversed(groups)).bytes:
             break
         kind = replace(one, owner=None if one.owner is None else kind_of(one.owner))
@@ -228,19 +233,27 @@ def _largest_groups(memory: DeviceMemory, ordered: list[tuple[int, Claim]]) -> t
     return tuple(sorted(found, key=lambda one: (-one.bytes, -one.count))[:LARGEST_COUNT])
 
 
-def _large_row(memory: DeviceMemory, row: int, claim: Claim) -> LargeRow:
-    replay, stack = memory.history.replay, memory.stacks.of(row)
+def _large_row(memory: DeviceMemory, moment: int, row: int, claim: Claim) -> LargeRow:
+    replay, stack = memory.history.replay, memory.stack_of(row, moment)
     birth = int(replay.birth[row])
     return LargeRow(
         bytes=int(replay.size_bytes[row]),
         requested_bytes=int(replay.requested_bytes[row]),
         category=claim.category,
         phase=memory.phase_of(row),
-        owner=claim.owner,
+        owner=_owner_of(memory, moment, row, claim),
         stack=stack.user_first,
         label=stack.label,
         is_from_before=birth < 0,
     )
+
+
+def _owner_of(memory: DeviceMemory, moment: int, row: int, claim: Claim) -> str | None:
+    """Return the name of an allocation's tensor, or of the module that holds it in compiled code."""
+    place = memory.place_of(row, moment)
+    if place.evidence != "code":
+        return claim.owner
+    return place.shared or place.modules[0][0] or None
 
 
 def _by_evidence(memory: DeviceMemory, chosen: list[tuple[int, Claim]]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,12 +10,14 @@ import numpy as np
 
 from profkit.allocator.history import History, replay_history
 from profkit.analysis.memory.categories import Classifier
+from profkit.analysis.memory.generated_memory import GeneratedMemory
 from profkit.analysis.memory.owners import Owner, match_owners
 from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
 from profkit.analysis.memory.places import Place, Places
-from profkit.analysis.memory.stacks import StackBook
+from profkit.analysis.memory.stacks import StackBook, StackFacts, format_frame
+from profkit.run.compiled_code import CompiledGraph
 from profkit.run.owners import Owners
-from profkit.snapshot.columns import Device, Settings
+from profkit.snapshot.columns import OOM, Device, Settings
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class DeviceMemory:
         recorded: Owners | None = None,
         named: Mapping[str, str] | None = None,
         *,
+        compiled: Iterable[CompiledGraph] = (),
         is_only_device: bool = True,
     ) -> None:
         """Replay a device.
@@ -57,10 +60,12 @@ class DeviceMemory:
             settings: the allocator's.
             recorded: the run's ledger.
             named: phase name → glob on the names of annotations.
+            compiled: what the run knows of its compiled code.
             is_only_device: whether the process used no other device.
         """
         self.device = device
         self._is_only_device = is_only_device
+        self._compiled = compiled
         self.recorded = recorded
         self.history: History = replay_history(device, settings)
         steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
@@ -72,9 +77,14 @@ class DeviceMemory:
         return StackBook(self.device, self.history.replay)
 
     @cached_property
+    def generated(self) -> GeneratedMemory:
+        """Finds who holds what compiled code allocated."""
+        return GeneratedMemory(self._compiled, self.history.replay, self.stacks, ends_failing=self._ends_failing)
+
+    @cached_property
     def classifier(self) -> Classifier:
         """Finds the category of an allocation."""
-        return Classifier(self.history, self.timeline, self.stacks, self._owners[0])
+        return Classifier(self.history, self.timeline, self.stacks, self._owners[0], self.generated)
 
     @cached_property
     def places(self) -> Places:
@@ -87,9 +97,28 @@ class DeviceMemory:
             is_only_device=self._is_only_device,
         )
 
-    def place_of(self, row: int) -> Place:
-        """Return the module that an allocation (a row of the replay) belongs to."""
-        return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row))
+    def place_of(self, row: int, moment: int | None = None) -> Place:
+        """Return the module that an allocation (a row of the replay) belongs to, by default when it is made.
+
+        Compiled code hands memory on from module to module: it belongs to the one that holds it at the moment.
+        """
+        held = self.generated.held(row, moment)
+        return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row), held)
+
+    def stack_of(self, row: int, moment: int) -> StackFacts:
+        """Return the stack that asked for an allocation; of compiled code the line whose result it holds then."""
+        facts, held = self.stacks.of(row), self.generated.held(row, moment)
+        if held is None or held.source is None or (held.is_first and facts.own):
+            return facts
+        for other in self.generated.same_call(row):
+            like = self.stacks.of(other)
+            if like.own and format_frame(like.own[0]).endswith(held.source):
+                return like
+        place, _, function = held.source.rpartition(" ")
+        file, _, line = place.rpartition(":")
+        return self._lines.setdefault(
+            held.source, StackFacts((*facts.python[:1], (function, file, int(line) if line.isdecimal() else 0)))
+        )
 
     def phase_of(self, row: int) -> str | None:
         """Return the phase in which an allocation was made; None outside all phases and before the first event."""
@@ -133,6 +162,15 @@ class DeviceMemory:
     def _mentions(self, row: int, text: str) -> bool:
         owner = self.classifier.claim_of(row).owner or ""
         return text in owner or any(text in frame for frame in self.stacks.of(row).user_first)
+
+    @cached_property
+    def _ends_failing(self) -> bool:
+        actions = self.device.events.action
+        return bool(len(actions)) and int(actions[-1]) == OOM
+
+    @cached_property
+    def _lines(self) -> dict[str, StackFacts]:
+        return {}
 
     @cached_property
     def _owners(self) -> tuple[dict[int, Owner], int]:

@@ -13,6 +13,7 @@ from profkit.analysis.memory.oom import judge_oom, last_failure
 from profkit.analysis.memory.owners import check_with_allocator, find_capacity
 from profkit.analysis.memory.result import MemoryResult, describe_history, find_warnings, sum_up
 from profkit.errors import SnapshotError, UsageError
+from profkit.run.compiled_code import CompiledGraph
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Snapshot
 
@@ -35,11 +36,17 @@ class OpenedSnapshot:
         snapshot: Snapshot,
         recorded: Owners | None = None,
         phases: Mapping[str, str] | None = None,
+        compiled: Sequence[CompiledGraph] = (),
     ) -> None:
         self.snapshot = snapshot
         self.devices: dict[int, DeviceMemory] = {
             device.index: DeviceMemory(
-                device, snapshot.settings, recorded, phases, is_only_device=len(snapshot.devices) == 1
+                device,
+                snapshot.settings,
+                recorded,
+                phases,
+                compiled=compiled,
+                is_only_device=len(snapshot.devices) == 1,
             )
             for device in snapshot.devices
         }

@@ -157,7 +157,9 @@ def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
     """Yield where a piece's bytes stand, how many, and whether the allocation counts there."""
     modules = piece.place.modules
     if len(modules) <= 1:
-        yield _place(piece, modules[0][0] if modules else None), piece.bytes, 1
+        path = _place(piece, modules[0][0] if modules else None)
+        shared = (piece.place.shared,) if piece.place.shared and _is_module(path) else ()
+        yield path + shared, piece.bytes, 1
         return
     paths = [(OUTSIDE_MODULES, piece.phase) if module == OUTSIDE else path_of(module) for module, _ in modules]
     same = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))

@@ -1,9 +1,10 @@
 """Where in the program memory was allocated: in which module, and in which phase of the step.
 
 The module of an allocation, the best evidence first: ``identity``, the name of the tensor that the run recorded (the
-parameter ``h.0.mlp.weight`` belongs to the module ``h.0.mlp``); ``metadata``, what profkit's hooks wrote into the
-event; ``range``, profkit's ranges that were open at that time, where torch is too old for such a text; ``none``. What
-autograd saved is the exception: its text says which module made it, and its name counts only without a text.
+parameter ``h.0.mlp.weight`` belongs to the module ``h.0.mlp``); ``code``, what the run knows of the compiled code that
+asked for it, below the module that was compiled; ``metadata``, what profkit's hooks wrote into the event; ``range``,
+profkit's ranges that were open at that time, where torch is too old for such a text; ``none``. What autograd saved is
+the exception: code or text says which module made it, and its name counts only without them.
 
 Ranges in a snapshot do not say on which thread they were open. Where several devices' autograd threads ran at a time
 they cannot be told apart, and older torch keeps the ranges of one thread alone. There ranges prove nothing of the
@@ -16,19 +17,21 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
+from profkit.analysis.memory.generated_memory import Held
 from profkit.analysis.memory.owners import Owner, Part, read_text
 from profkit.analysis.memory.phases import Timeline
 from profkit.names import BACKWARD, MODEL, RECOMPUTE
+from profkit.run.compiled_code import SHARED
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Annotation
 
 OUTSIDE = ""
 """The module of what was allocated outside all modules."""
 
-PLACE_EVIDENCE = ("identity", "metadata", "range", "none")
+PLACE_EVIDENCE = ("identity", "code", "metadata", "range", "none")
 
 # How many parts of its name a tensor's role adds to its module's.
 _OWN_PARTS = {"parameter": 1, "gradient": 1, "buffer": 1, "optimizer_state": 2}
@@ -47,6 +50,8 @@ class Place:
 
     modules: tuple[tuple[str, int | None], ...]
     evidence: str
+    shared: str | None = None
+    """Within the one module, the line of its own for what several modules share."""
 
 
 class Places:
@@ -75,19 +80,27 @@ class Places:
         self._raw_at = raw_at
         self._is_only_device = is_only_device
 
-    def place_of(self, row: int, birth: int, owner: Owner | None) -> Place:
-        """Return the module of an allocation that the event ``birth`` began."""
+    def place_of(self, row: int, birth: int, owner: Owner | None, held: Held | None) -> Place:
+        """Return the module of an allocation that the event ``birth`` began and, in compiled code, ``held`` holds."""
         if owner is not None and owner.role in _OWN_PARTS:
             return Place(_modules_of(owner.parts, _OWN_PARTS[owner.role]), "identity")
         if owner is not None and owner.role == "input":
             return Place(((OUTSIDE, None),), "identity")
+        module, evidence = self._running_module(row, birth, owner)
+        if module is None:
+            return Place((), "none")
+        if held is not None:
+            return _place_in_code(held, module)
+        return Place(((module, None),), evidence)
+
+    def _running_module(self, row: int, birth: int, owner: Owner | None) -> tuple[str | None, str]:
+        """Return the innermost module that ran when an allocation was made, and how it is known."""
         text = read_text(self._raw_at(row))
         if text is not None:
-            return Place(((text.module, None),), "metadata")
+            return text.module, "metadata"
         if owner is not None and owner.role == "saved" and owner.name:
-            return Place(((owner.name, None),), "identity")
-        module = self._open_module(birth)
-        return Place((), "none") if module is None else Place(((module, None),), "range")
+            return owner.name, "identity"
+        return self._open_module(birth), "range"
 
     def phase_of(self, row: int, birth: int) -> str | None:
         """Return the phase in which an allocation was made; None outside all phases and before the first event."""
@@ -148,6 +161,24 @@ class Places:
         tops = {name.partition(".")[0] for name in self.modules} | {MODEL}
         named = (one for one in self._annotations if one.name.partition(".")[0] in tops)
         return [one for one in named if one.end_us != one.start_us]
+
+
+def _place_in_code(held: Held, compiled: str) -> Place:
+    """Return the place of what compiled code allocated; ``compiled`` is the module that was compiled."""
+    names = [_below(compiled, module) for module in held.modules]
+    if len(names) <= 1:
+        return Place(((names[0] if names else compiled, None),), "code")
+    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*(name.split(".") for name in names), strict=False))
+    ancestor = ".".join(parts[0] for parts in same) or compiled
+    shared = SHARED + " + ".join(names) if held.is_decided else f"one of: {', '.join(names)}"
+    return Place(((ancestor, None),), "code", shared)
+
+
+def _below(compiled: str, module: str) -> str:
+    """Return the name of a module that is known by its name within the one that was compiled."""
+    if not module or compiled in (OUTSIDE, MODEL):
+        return module or compiled
+    return compiled + module if compiled.endswith("/") else f"{compiled}.{module}"
 
 
 def _modules_of(parts: tuple[Part, ...], own_parts: int) -> tuple[tuple[str, int | None], ...]:

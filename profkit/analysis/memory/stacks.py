@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -48,6 +48,7 @@ _STANDARD = re.compile(r"^(?>.*/lib/python3)(?!.*-packages/)|^<frozen")
 # (torch/_inductor/codecache.py, code_hash), and FX numbers or names the code that it evaluates
 # (torch/fx/graph_module.py).
 _GENERATED = re.compile(r"(?:^|/)(?:c[a-z2-7]{51}|fx_generated_[^/]*)\.py$|^<eval_with_key>")
+_INDUCTORS = re.compile(r"(?:^|/)(c[a-z2-7]{51})\.py$")
 _LONGEST_NUMBER = 10
 # Frames around a compiled call, and around every call that torch.compile does not compile.
 _COMPILER = ("torch/_dynamo/", "torch/_inductor/")
@@ -88,6 +89,12 @@ class StackFacts:
     def is_compiled(self) -> bool:
         """Whether code that torch.compile wrote asked for the memory."""
         return any(_GENERATED.search(file) for _, file, _ in self.python)
+
+    @cached_property
+    def generated(self) -> tuple[tuple[str, int], ...]:
+        """The lines of Inductor's files: (the file's name without its suffix, line), innermost first."""
+        found = ((_INDUCTORS.search(file), line) for _, file, line in self.python)
+        return tuple((match[1], line) for match, line in found if match)
 
     @cached_property
     def shown(self) -> Stack:
@@ -167,18 +174,7 @@ class StackBook:
 
     def sum_by_stack(self, rows: Sequence[int]) -> list[tuple[StackFacts, int, int]]:
         """Return the stacks of some allocations, each with their bytes and count; stacks that look alike are one."""
-        sums: dict[int, tuple[int, int]] = {}
-        for row, size in zip(rows, self._replay.size_bytes[rows].tolist(), strict=True):
-            number = self.number_of(row)
-            total, count = sums.get(number, (0, 0))
-            sums[number] = total + size, count + 1
-        groups: dict[tuple[Stack, bool], tuple[StackFacts, int, int]] = {}
-        for number, (size, some) in sums.items():
-            facts = self.facts[number]
-            key = facts.shown, facts.is_compiled
-            stack, total, count = groups.get(key, (facts, 0, 0))
-            groups[key] = stack, total + size, count + some
-        return list(groups.values())
+        return sum_by_stack(map(self.of, rows), self._replay.size_bytes[rows].tolist())
 
     def raw_of(self, row: int) -> dict[str, Any]:
         """Return the pickle's own record of an allocation: its event, or its block at the dump; empty if neither."""
@@ -208,6 +204,20 @@ class StackBook:
             number = self._by_frames[stack] = len(self.facts)
             self.facts.append(StackFacts(stack))
         return number
+
+
+def sum_by_stack(stacks: Iterable[StackFacts], sizes: Iterable[int]) -> list[tuple[StackFacts, int, int]]:
+    """Return the stacks of some allocations, each with their bytes and count; stacks that look alike are one."""
+    sums: dict[int, tuple[StackFacts, int, int]] = {}
+    for facts, size in zip(stacks, sizes, strict=True):
+        _, total, count = sums.get(id(facts), (facts, 0, 0))
+        sums[id(facts)] = facts, total + size, count + 1
+    groups: dict[tuple[Stack, bool], tuple[StackFacts, int, int]] = {}
+    for facts, size, some in sums.values():
+        key = facts.shown, facts.is_compiled
+        stack, total, count = groups.get(key, (facts, 0, 0))
+        groups[key] = stack, total + size, count + some
+    return list(groups.values())
 
 
 def format_frame(frame: tuple[str, str, int]) -> str:

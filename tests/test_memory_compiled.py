@@ -1,0 +1,247 @@
+"""Memory of compiled code: each allocation is the module's whose result lies in it at the moment that is asked for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from profkit import read_snapshot
+from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.parts import PartRow
+from profkit.run.compiled_code import Allocation, CompiledGraph, Holder, Launch, append_records
+from profkit.run.directory import COMPILED
+from tests.allocator_reference import MIB, Block
+from tests.in_process import run_command
+from tests.memory_captures import Training, assert_books_close
+
+FORWARD, BACKWARD = "c" + "f" * 51, "c" + "b" * 51
+SEVERAL = ("h.0.a", "h.0.b")
+
+
+@dataclass
+class Code:
+    """A generated file in the making: what its lines do, the record of it, and nothing else that runs."""
+
+    code: str
+    steps: list[tuple[str, int, str, str]] = field(default_factory=list)
+    """(what, line, name, old name or module)"""
+
+    def add(self, what: str, name: str, other: str = "") -> None:
+        self.steps.append((what, 10 + 2 * len(self.steps), name, other))
+
+    def graph(self) -> CompiledGraph:
+        allocations: dict[str, tuple[int, list[Holder], int | None]] = {}
+        launches = []
+        for what, line, name, other in self.steps:
+            module = None if other == "several" else other
+            # The launch that writes a buffer stands on the line after it.
+            launches.append(Launch(line + 1, f"triton_{line}", False, (other,) if module else SEVERAL))
+            holder = Holder(line, line + 1, module, f"model.py:{line} forward" if module else None)
+            if what == "allocate":
+                allocations[name] = line, [holder], None
+            elif what.startswith("reuse"):
+                first, holders, _ = allocations.pop(what.partition(" ")[2])
+                allocations[name] = first, [*holders, holder], None
+            else:
+                first, holders, _ = allocations.pop(name)
+                allocations[f"{name} at {line}"] = first, holders, line
+                launches.pop()
+        found = tuple(Allocation(first, tuple(holders), freed) for first, holders, freed in allocations.values())
+        return CompiledGraph(self.code, self.code, "2.11.0", "Model.forward", False, tuple(launches), found)
+
+
+class Compiled(Training):
+    """Calls of generated code on the reference allocator, which note whose results lie where after every event."""
+
+    def __init__(self, around: str = "model") -> None:
+        super().__init__(steps=0)
+        self.around, self.phase = around, "forward"
+        self.held: dict[Block, str] = {}
+        self.moments: dict[int, dict[int, str]] = {}
+        """Moment → address → module, by hand."""
+        self.graphs: dict[str, CompiledGraph] = {}
+
+    def put(self, size: int, code: str, line: int) -> Block:
+        before = len(self.allocator.events)
+        block = self.allocator.malloc(size)
+        frames = [
+            {"name": "call", "filename": f"/tmp/inductor/xx/{code}.py", "line": line},
+            {"name": "forward", "filename": "/home/me/model.py", "line": line},
+            {"name": "<module>", "filename": "/home/me/train.py", "line": 3},
+        ]
+        for event in self.allocator.events[before:]:
+            event |= {"frames": frames, "user_metadata": f"profkit:{self.phase}:{self.around}"}
+        return block
+
+    def call(self, code: Code, sizes: Iterator[int]) -> list[Block]:
+        """Run generated code; return what it returns."""
+        self.graphs[code.code] = code.graph()
+        blocks: dict[str, Block] = {}
+        for what, line, name, other in code.steps:
+            if what == "allocate":
+                blocks[name] = self.put(next(sizes), code.code, line)
+                self.held[blocks[name]] = other
+            elif what == "free":
+                self.drop(blocks.pop(name))
+            else:
+                blocks[name] = blocks.pop(what.partition(" ")[2])
+                self.held[blocks[name]] = other
+                continue  # the allocator knows nothing of this
+            self.note()
+        return list(blocks.values())
+
+    def drop(self, *blocks: Block) -> None:
+        for block in blocks:
+            self.held.pop(block)
+            self.allocator.free(block)
+
+    def note(self) -> None:
+        self.moments[len(self.allocator.events)] = {block.address: module for block, module in self.held.items()}
+
+    def write_run(self, folder: Path) -> Path:
+        super().write_run(folder)
+        append_records(folder / COMPILED, list(self.graphs.values()))
+        return folder
+
+
+def random_code(code: str, chance: random.Random) -> Code:
+    """Return code that allocates, hands on and frees memory, as Inductor writes it."""
+    made = Code(code)
+    made.add("allocate", "first", "h.0.attn")
+    made.add("reuse first", "second", "h.1.mlp.up")
+    live = ["second"]
+    for number in range(chance.randrange(4, 30)):
+        what = chance.choice(("allocate", "allocate", "reuse", "free"))
+        module = f"h.{number % 4}.{chance.choice(('attn', 'mlp.up', 'norm'))}"
+        if what == "allocate" or not live:
+            made.add("allocate", f"buf{number}", module)
+            live.append(f"buf{number}")
+        elif what == "reuse":
+            old = live.pop(chance.randrange(len(live)))
+            made.add(f"reuse {old}", f"buf{number}", module)
+            live.append(f"buf{number}")
+        else:
+            made.add("free", live.pop(chance.randrange(len(live))))
+    return made
+
+
+def modules_at(memory: DeviceMemory, moment: int) -> dict[int, str]:
+    """Return the module of each block that compiled code holds at a moment, by address."""
+    addresses = memory.history.replay.address
+    found = {}
+    for row in memory.live_rows(moment):
+        place = memory.place_of(row, moment)
+        if place.evidence == "code":
+            found[int(addresses[row])] = place.shared or place.modules[0][0]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_every_event_each_block_is_the_modules_whose_result_it_holds(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    sizes = iter(lambda: chance.randrange(1, 40) * 100_000, 0)
+    program = Compiled()
+    forward, backward = random_code(FORWARD, chance), random_code(BACKWARD, chance)
+    for _ in range(3):
+        program.phase = "forward"
+        saved = program.call(forward, sizes)
+        program.phase = "backward"
+        gradients = program.call(backward, sizes)
+        other = program.malloc(MIB, "forward")
+        program.note()
+        program.drop(*saved, *gradients)
+        program.allocator.free(other)
+    opened = read_snapshot(program.write_run(tmp_path))
+    memory = opened.device()
+    for moment, truth in program.moments.items():
+        assert modules_at(memory, moment) == truth
+    assert_books_close(opened.memory())
+
+
+def block_code() -> Code:
+    """Return code whose first memory serves twice, and whose last is of two modules."""
+    code = Code(FORWARD)
+    code.add("allocate", "buf0", "h.0.a")
+    code.add("allocate", "buf1", "h.0.mlp.up")
+    code.add("reuse buf0", "buf2", "h.1.norm")
+    code.add("allocate", "buf3", "several")
+    code.add("free", "buf1")
+    return code
+
+
+SIZES = (8 * MIB, 4 * MIB, 2 * MIB)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    program = Compiled()
+    program.call(block_code(), iter(SIZES))
+    return program.write_run(tmp_path)
+
+
+def rows_of(path: Path) -> dict[str, PartRow]:
+    return {row.name: row for row in read_snapshot(path).memory().composition.by_module}
+
+
+def test_a_compiled_run_has_the_tree_of_modules(run: Path) -> None:
+    rows = rows_of(run)
+    assert rows["h.1.norm"].bytes == SIZES[0], "who holds the memory, not who asked for it"
+    assert "h.0.a" not in rows
+    assert rows["h.0.mlp.up"].own_bytes == SIZES[1]
+    shared = rows["h.0.shared: h.0.a + h.0.b"]
+    assert (shared.bytes, shared.path) == (SIZES[2], ("model", "h", "0", "shared: h.0.a + h.0.b"))
+    assert rows["model"].evidence == {"identity": 8 * MIB, "code": sum(SIZES)}
+    text = run_command("memory", str(run), "--by", "module").stdout
+    assert "recorded with the compiled code" in text
+
+
+def test_memory_is_shown_at_the_line_whose_result_it_holds(run: Path) -> None:
+    lines = {row.stack[0]: row.bytes for row in read_snapshot(run).memory().composition.by_stack}
+    reused = next(line for what, line, _, _ in block_code().steps if what.startswith("reuse"))
+    assert lines[f"model.py:{reused} forward"] == SIZES[0]
+
+
+def test_what_the_code_frees_itself_was_temporary(run: Path) -> None:
+    rows = rows_of(run)
+    assert rows["h.0.mlp.up"].categories == {"temporaries": SIZES[1]}
+    assert "temporaries" not in rows["h.1.norm"].categories
+
+
+def test_names_stand_below_the_module_that_was_compiled(tmp_path: Path) -> None:
+    program = Compiled("layers.3")
+    program.call(block_code(), iter(SIZES))
+    rows = rows_of(program.write_run(tmp_path))
+    assert {"layers.3.h.1.norm", "layers.3.h.0.mlp.up"} <= set(rows)
+
+
+def test_between_two_events_both_holders_are_named_if_it_may_be_either(tmp_path: Path) -> None:
+    program = Compiled()
+    other = program.malloc(MIB, "forward")
+    code = Code(FORWARD)
+    code.add("allocate", "buf0", "h.0.a")
+    code.add("allocate", "buf1", "h.0.b")
+    code.add("reuse buf0", "buf2", "h.0.c")
+    code.add("allocate", "buf3", "h.0.d")
+    blocks = [program.put(SIZES[0], FORWARD, 10), program.put(SIZES[1], FORWARD, 12)]
+    program.allocator.free(other)  # something else happens between the call's second and third event
+    moment = len(program.allocator.events)
+    blocks.append(program.put(SIZES[2], FORWARD, 16))
+    program.graphs[FORWARD] = code.graph()
+    memory = read_snapshot(program.write_run(tmp_path)).device()
+    found = modules_at(memory, moment)
+    assert found[blocks[0].address] == "one of: h.0.a, h.0.c"
+    assert found[blocks[1].address] == "h.0.b"
+    after = len(program.allocator.events)
+    assert modules_at(memory, after)[blocks[0].address] == "h.0.c"
+
+
+def test_code_that_the_run_knows_nothing_of_stays_with_the_module_that_was_compiled(tmp_path: Path) -> None:
+    program = Compiled()
+    program.call(block_code(), iter(SIZES))
+    program.graphs.clear()
+    rows = rows_of(program.write_run(tmp_path))
+    assert rows["model"].evidence == {"identity": 8 * MIB, "metadata": sum(SIZES)}
