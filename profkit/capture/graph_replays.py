@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+from profkit.capture.graph_nodes import GraphNodes
 
 
 class GraphListener(Protocol):
@@ -26,34 +28,42 @@ class GraphListener(Protocol):
         """``graph`` has been launched, or this failed."""
 
 
-def watch_graphs(listener: GraphListener, show: Callable[..., None]) -> None:
+_Event = Callable[[Any], None]
+
+
+def watch_graphs(listener: GraphListener, show: Callable[..., None], nodes: GraphNodes | None = None) -> None:
     """Begin to watch; what torch does not have under these names is not watched.
 
     Args:
         listener: what sees them.
         show: calls the listener's method that it is given with the rest of its arguments; it never raises.
+        nodes: what notes the nodes of the graphs, while a capture runs and within a step.
     """
-    for name, begins, ends in (
-        ("capture_begin", partial(show, listener.capture_begins), None),
-        ("capture_end", None, lambda _graph: show(listener.capture_ends)),
-        ("replay", partial(show, listener.replay_begins), partial(show, listener.replay_ends)),
-    ):
+    steps: dict[str, tuple[list[_Event], list[_Event]]] = {
+        "capture_begin": ([partial(show, listener.capture_begins)], []),
+        "capture_end": ([], [lambda _graph: show(listener.capture_ends)]),
+        "replay": ([partial(show, listener.replay_begins)], [partial(show, listener.replay_ends)]),
+    }
+    if nodes is not None:
+        steps["capture_begin"][1].append(nodes.capture_began)
+        steps["capture_end"][0].append(lambda _graph: nodes.capture_ends())
+        steps["replay"][0].append(nodes.replay_begins)
+        steps["replay"][1].insert(0, nodes.replay_ends)
+    for name, (begins, ends) in steps.items():
         method = getattr(torch.cuda.CUDAGraph, name, None)
         if method is not None:
             setattr(torch.cuda.CUDAGraph, name, _around(method, begins, ends))
 
 
-def _around(
-    method: Callable[..., Any], begins: Callable[[Any], None] | None, ends: Callable[[Any], None] | None
-) -> Callable[..., Any]:
+def _around(method: Callable[..., Any], begins: Sequence[_Event], ends: Sequence[_Event]) -> Callable[..., Any]:
     @functools.wraps(method)
     def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        if begins is not None:
-            begins(graph)
+        for event in begins:
+            event(graph)
         try:
             return method(graph, *args, **kwargs)
         finally:
-            if ends is not None:
-                ends(graph)
+            for event in ends:
+                event(graph)
 
     return watched

@@ -30,6 +30,7 @@ from profkit.capture.boundaries import Boundaries
 from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.data_loading import DataLoading
 from profkit.capture.generation import Generation
+from profkit.capture.graph_nodes import GraphNodes
 from profkit.capture.graph_replays import watch_graphs
 from profkit.capture.module_calls import observe_module_calls
 from profkit.capture.module_names import ModuleNames
@@ -55,6 +56,7 @@ from profkit.names import (
     UNFINISHED,
     step_range,
 )
+from profkit.run.compiled_code import CapturedGraph
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -82,6 +84,7 @@ class Hooks(RangeObserver):
     Args:
         depth: modules with at most this many parts in their dotted names get a range; 0: the outermost alone; None:
             none at all; `BY_TREE`: as `reach_by_tree` says.
+        keep_graph: is called with what was captured into each CUDA graph; None: nobody asks.
         counts_steps: False where the listener knows the steps: they are not counted then, and have no ranges.
     """
 
@@ -93,6 +96,7 @@ class Hooks(RangeObserver):
         watcher: Watcher | None = None,
         *,
         counts_steps: bool = True,
+        keep_graph: Callable[[CapturedGraph], None] | None = None,
     ) -> None:
         self._listener = listener
         self._watcher = watcher or Watcher()
@@ -101,7 +105,8 @@ class Hooks(RangeObserver):
         self.names = ModuleNames(depth)
         self._parts = self.names.parts
         self.on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
-        self.is_recording = False
+        self._is_started = self.is_recording = False
+        self._nodes = None if keep_graph is None else GraphNodes(self, keep_graph)
         self._replicas: dict[int, Call | None] = {}
         self.steps = StepPolicy(step_on, counts=counts_steps)
         self.clock = PhaseClock()
@@ -127,14 +132,18 @@ class Hooks(RangeObserver):
         watch_replicas(self)
         self.loading.install()
         self._generation.install()
-        watch_graphs(self.steps, self._shown)
+        watch_graphs(self.steps, self._shown, self._nodes)
         watch_script_ranges(self)
         observe_ranges(self)
         observe_module_calls(self)
 
     def start(self) -> None:
         """Open ranges from now on, that of the step which is about to begin first."""
-        self.is_recording = True
+        self._is_started = self.is_recording = True
+
+    def capture_runs(self, runs: bool) -> None:
+        """Open ranges while a CUDA graph is captured too, mostly before the recording: its replays run no Python."""
+        self.is_recording = (runs or self._is_started) and not self.has_failed
 
     def begin_whole(self) -> None:
         """Begin the one step that the whole script is."""
@@ -150,7 +159,7 @@ class Hooks(RangeObserver):
     def stop(self) -> None:
         """Close what is open on this thread, and open no more."""
         self._open.close_all()
-        self.is_recording = False
+        self._is_started = self.is_recording = False
 
     @property
     def _open(self) -> OpenRanges:

@@ -33,6 +33,7 @@ from profkit.capture.recorders import ScriptsProfiler, number_in_environment, re
 from profkit.capture.times import StepCollector, sum_times
 from profkit.errors import ProfkitError
 from profkit.names import WARMUP
+from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, WORK, name_of_rank
 from profkit.run.manifest import Process
 from profkit.run.recording import (
@@ -82,7 +83,14 @@ class Session:
         self.memory = (
             None if order.memory is None else MemoryRecording(self.run, order.memory, notes_steps=self._records_memory)
         )
-        self.hooks = Hooks(self, order.depth, order.step_on, self.memory, counts_steps=not order.own_steps)
+        self.hooks = Hooks(
+            self,
+            order.depth,
+            order.step_on,
+            self.memory,
+            counts_steps=not order.own_steps,
+            keep_graph=self._keep_graph if order.annotate and order.recorder in ("nsys", "kineto") else None,
+        )
         self.context: int | None = None
         """The context length of the steps that run now, in a target that has several."""
         self._rank = number_in_environment("RANK")
@@ -186,6 +194,10 @@ class Session:
         elif number == 1 and not self.order.own_steps:
             # The first step built what later ones have: kernels, optimizer state, the allocator's pool.
             self._samples.begin("attached")
+
+    def _keep_graph(self, graph: CapturedGraph) -> None:
+        """Write down what was captured into a CUDA graph."""
+        append_records(self.run / name_of_rank(COMPILED, self._rank or 0), [graph])
 
     def own_boundary(self) -> None:
         """One of the target's own steps has ended."""

@@ -1,0 +1,201 @@
+"""What is captured into a CUDA graph: for each of its nodes, the ranges that were open when it was made.
+
+A replay runs no Python, so the capture is the only moment at which this can be seen. While one runs, the driver is
+asked how many nodes the graph has, whenever a range opens or closes; what was added in between was made within the
+ranges open there. The driver is only asked: the graph is the same as without profkit. Outside of captures this costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from itertools import groupby
+from threading import get_ident
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun, graph_range
+
+# CUgraphNodeType
+_KINDS: dict[int, NodeKind] = {0: "kernel", 1: "copy", 2: "fill"}
+_IS_ACTIVE = 1  # CUstreamCaptureStatus
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+class Driver:
+    """What CUDA's driver says of the graph that a stream is captured into. All else is left to torch."""
+
+    def __init__(self) -> None:
+        """Load the driver.
+
+        Raises:
+            OSError: there is none.
+            AttributeError: it is older than CUDA 11.3 and cannot be asked.
+        """
+        library = ctypes.CDLL("libcuda.so.1")
+        pointer = ctypes.c_void_p
+        self._capture_info = library.cuStreamGetCaptureInfo_v2
+        self._capture_info.argtypes = [pointer] * 6
+        self._nodes = library.cuGraphGetNodes
+        self._nodes.argtypes = [pointer] * 3
+        self._node_type = library.cuGraphNodeGetType
+        self._node_type.argtypes = [pointer] * 2
+
+    def count(self, stream: int) -> int | None:
+        """Return how many nodes the graph has so far; None if the stream is not being captured."""
+        graph = self._graph(stream)
+        return None if graph is None else self._count(graph)
+
+    def kinds(self, stream: int) -> list[NodeKind]:
+        """Return what the nodes are, in the order in which they were made; none if the stream is not being captured."""
+        graph = self._graph(stream)
+        count = None if graph is None else self._count(graph)
+        if not count:
+            return []
+        nodes, size = (ctypes.c_void_p * count)(), ctypes.c_size_t(count)
+        if self._nodes(graph, nodes, ctypes.byref(size)):
+            return []
+        found, kind = [], ctypes.c_int(-1)
+        for node in nodes:
+            is_known = self._node_type(node, ctypes.byref(kind)) == 0
+            found.append(_KINDS.get(kind.value, "other") if is_known else "other")
+        return found
+
+    def _graph(self, stream: int) -> ctypes.c_void_p | None:
+        # Asked anew each time: a capture that has failed may have no graph any more.
+        status, number, graph = ctypes.c_int(-1), ctypes.c_uint64(), ctypes.c_void_p()
+        result = self._capture_info(stream, ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None)
+        return graph if result == 0 and status.value == _IS_ACTIVE and graph.value else None
+
+    def _count(self, graph: ctypes.c_void_p) -> int | None:
+        count = ctypes.c_size_t()
+        return None if self._nodes(graph, None, ctypes.byref(count)) else count.value
+
+
+class Recorder(Protocol):
+    """Opens the ranges of this process."""
+
+    is_recording: bool
+    on_thread: Any
+
+    def capture_runs(self, runs: bool) -> None:
+        """A capture has begun, during which ranges are wanted, or has ended."""
+
+
+def _harmless(method: Method) -> Method:
+    """End the notes on the graph if something fails, and never let the script see it."""
+
+    @functools.wraps(method)
+    def guarded(self: GraphNodes, *args: Any) -> None:
+        try:
+            method(self, *args)
+        except Exception:
+            self.forget()
+
+    return guarded  # type: ignore[return-value]
+
+
+class GraphNodes(RangeObserver):
+    """Writes down what each graph is made of, and puts a range around its replays.
+
+    Args:
+        hooks: they open ranges during a capture, whether or not something records.
+        keep: is called with each captured graph.
+    """
+
+    def __init__(self, hooks: Recorder, keep: Callable[[CapturedGraph], None]) -> None:
+        self._hooks = hooks
+        self._keep = keep
+        self._driver: Driver | None = None
+        self._ranges: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._capturing: ref[Any] | None = None
+        self._stream = 0
+        self._open: list[tuple[int, str]] = []
+        self._parts: list[tuple[int, tuple[str, ...]]] = []
+
+    @_harmless
+    def capture_began(self, graph: Any) -> None:
+        """What follows on the current stream is captured into ``graph``."""
+        self.forget()
+        self._driver = self._driver or Driver()
+        self._stream = torch.cuda.current_stream().cuda_stream
+        if self._driver.count(self._stream) is None:
+            return
+        self._capturing = ref(graph)
+        observe_ranges(self)
+        self._hooks.capture_runs(True)
+
+    @_harmless
+    def capture_ends(self) -> None:
+        """The capture is about to end."""
+        graph = None if self._capturing is None else self._capturing()
+        if graph is not None and self._driver is not None:
+            self._note()
+            kinds = self._driver.kinds(self._stream)
+            if kinds and len(kinds) == self._noted():
+                record = CapturedGraph.of(_runs(kinds, self._parts))
+                self._keep(record)
+                self._ranges[graph] = graph_range(record.id)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take no more notes on the capture that runs."""
+        if self._capturing is not None:
+            self._capturing = None
+            ignore_ranges(self)
+            self._hooks.capture_runs(False)
+        self._open, self._parts = [], []
+
+    @_harmless
+    def opening(self, name: str) -> None:
+        self._note()
+        self._open.append((get_ident(), name))
+
+    @_harmless
+    def closing(self) -> None:
+        self._note()
+        thread = get_ident()
+        for at in range(len(self._open) - 1, -1, -1):
+            if self._open[at][0] == thread:
+                del self._open[at]
+                return
+
+    @_harmless
+    def replay_begins(self, graph: Any) -> None:
+        """``graph`` is about to be replayed."""
+        name = self._ranges.get(graph)
+        if name is not None and self._hooks.is_recording:
+            self._hooks.on_thread.ranges.open(_REPLAY, name)
+
+    @_harmless
+    def replay_ends(self, _graph: Any) -> None:
+        """It has been launched."""
+        self._hooks.on_thread.ranges.close(_REPLAY)
+
+    def _noted(self) -> int:
+        return self._parts[-1][0] if self._parts else 0
+
+    def _note(self) -> None:
+        """Note that the nodes made since the last note lie in the ranges that are open now.
+
+        A thread that works for another, as autograd's do, has its ranges within those of the one that waits for it.
+        """
+        count = None if self._driver is None else self._driver.count(self._stream)
+        if count is not None and count > self._noted():
+            self._parts.append((count, tuple(name for _, name in self._open)))
+
+
+_REPLAY = object()
+
+
+def _runs(kinds: list[NodeKind], parts: list[tuple[int, tuple[str, ...]]]) -> list[NodeRun]:
+    """Return the nodes in runs of one kind and path; ``parts`` say up to which node each path holds."""
+    path_of = [path for at, (count, path) in enumerate(parts) for _ in range(count - (parts[at - 1][0] if at else 0))]
+    groups = groupby(zip(kinds, path_of, strict=True))
+    return [NodeRun(len(list(nodes)), kind, path) for (kind, path), nodes in groups]

@@ -1,0 +1,58 @@
+"""What is captured into a CUDA graph: every node with the ranges open when it was made, before anything records."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+SCRIPT = Path(__file__).parent / "captured_graphs.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_each_node_is_written_down_with_the_ranges_of_its_capture(found: dict[str, Any]) -> None:
+    (graph,) = found["graphs"]
+    runs = [(run["count"], run["kind"], "/".join(run["path"])) for run in graph["runs"]]
+    assert runs == [
+        (1, "fill", "forward/model/0"),
+        (1, "kernel", "forward/model/0"),
+        (1, "fill", "forward/model/1/1.0"),
+        (1, "kernel", "forward/model/1/1.0"),
+        (2, "kernel", "backward/model/1/1.0"),
+        (2, "kernel", "backward/model/0"),
+        (1, "kernel", "optimizer"),
+    ]
+
+
+def test_ranges_open_for_a_capture_and_not_for_the_steps_around_it(found: dict[str, Any]) -> None:
+    assert found["before"] == []
+    assert not found["was_recording"]
+    assert not found["has_failed"]
+    assert len(set(found["losses"])) == 3
+
+
+def test_a_recorded_replay_has_a_range_that_names_the_graph_if_its_nodes_are_known(found: dict[str, Any]) -> None:
+    (graph,) = found["graphs"]
+    within_steps = [name for name in found["replays"] if not name.startswith("step ")]
+    assert within_steps == [f"CUDA graph {graph['id']}", *["replayed"] * 3]
