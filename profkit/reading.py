@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from profkit.errors import SnapshotError, TraceError, UsageError
 from profkit.names import step_range
-from profkit.run.directory import Run, find_run, owners_of
+from profkit.run.directory import Run, choose_run, find_run, owners_of
 
 # Imported where they are needed: a command that reads a trace should not wait for the readers of memory, nor the other
 # way round.
@@ -63,7 +63,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     from profkit.trace.first_steps import begin_at
     from profkit.trace.processes import separate_gpus
 
-    path = Path(path)
+    path = choose_run(Path(path), rank)
     run = find_run(path)
     if run is not None and path.is_dir():
         trace = _read_run(run, rank)
@@ -104,7 +104,7 @@ def open_snapshot(
     from profkit.run.owners import read_owners
     from profkit.snapshot.reader import read_snapshot
 
-    path, recorded = Path(path), None
+    path, recorded = choose_run(Path(path), rank), None
     compiled: tuple[CompiledGraph, ...] = ()
     if path.is_dir():
         run = Run(path)
@@ -130,7 +130,7 @@ def open_capture(path: str | Path) -> OpenedCapture:
     """
     from profkit.analysis.compare.capture import OpenedCapture
 
-    path = Path(path)
+    path = choose_run(Path(path))
     run = find_run(path)
     if run is not None and path.is_dir():
         trace = open_trace(path) if run.traces else None

@@ -45,7 +45,8 @@ def test_an_unknown_topic_names_those_that_exist() -> None:
 @pytest.mark.parametrize("topic", TOPICS)
 def test_every_option_that_a_guide_names_exists(topic: str) -> None:
     context = click.Context(cli)
-    known = {"--lr", "--nproc-per-node"}  # of somebody's script, and of torchrun
+    known = {"--lr"}  # of somebody's script
+    known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-id", "--rdzv-endpoint"}  # of torchrun
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         assert command is not None

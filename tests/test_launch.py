@@ -15,7 +15,7 @@ from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_n
 from profkit.launch.nsys_run import export_report
 from profkit.launch.targets import build_rank_argv, parse_target, target_kind
 from profkit.models.presets import PRESETS
-from profkit.run.directory import make_run_directory, node_suffix
+from profkit.run.directory import make_run_directory
 
 VERSION_LINE = "NVIDIA Nsight Systems version {} "
 
@@ -322,29 +322,6 @@ class TestManifest:
     def testgit_revision_is_the_working_directorys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         assert manifest.git_revision() is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "suffix"),
-    [
-        ({}, ""),
-        ({"NODE_RANK": "1"}, "-node1"),
-        ({"GROUP_RANK": "0", "NNODES": "2"}, "-node0"),
-        ({"NODE_RANK": "0", "NNODES": "1"}, ""),
-        ({"NODE_RANK": "head"}, ""),
-    ],
-)
-def test_the_runs_of_a_jobs_machines_have_names_of_their_own(environment: dict[str, str], suffix: str) -> None:
-    assert node_suffix(environment) == suffix
-
-
-def test_two_machines_that_share_a_disk_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    for node in ("0", "1"):
-        monkeypatch.setenv("NODE_RANK", node)
-        made.append(make_run_directory(tmp_path / "run", "train"))
-        (made[-1] / "manifest.json").touch()
-    assert [path.name for path in made] == ["run-node0", "run-node1"]
 
 
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

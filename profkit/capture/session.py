@@ -35,6 +35,7 @@ from profkit.errors import ProfkitError
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, WORK, name_of_rank
+from profkit.run.job import rank_number
 from profkit.run.manifest import Process
 from profkit.run.recording import (
     COMPLETE,
@@ -93,7 +94,7 @@ class Session:
         )
         self.context: int | None = None
         """The context length of the steps that run now, in a target that has several."""
-        self._rank = number_in_environment("RANK")
+        self._rank = rank_number(os.environ)
         self._pid = os.getpid()
         self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
         self._compiled = CompiledCode(self.hooks, self.run / name_of_rank(COMPILED, self._rank or 0))

@@ -35,6 +35,7 @@ from profkit.models.options import Device, TrainingOptions
 from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run
+from profkit.run.job import JOB
 from profkit.run.manifest import Workload
 from profkit.run.recording import BY_TREE, MemoryOptions, Order, Recorder, Stacks
 from profkit.run.step_choice import describe_step
@@ -326,6 +327,8 @@ def _say_next(recorded: Recorded, target: Target, where: str) -> None:
             f"\n{out.modules:,} modules have no range, to keep recording cheap: --depth {out.depth} gives them one."
         )
     print_line(f"\nThe run is {where}. Next:")
+    if (recorded.run.parent / JOB).exists():
+        print_line(f"  profkit ranks {quote_path(recorded.run.parent)}   (all machines of the job)")
     print_line(f"  profkit report {where}")
     if recorded.has_kernels:
         print_line(f"  profkit kernels {where} --range {_example_range(target, recorded.step)}")

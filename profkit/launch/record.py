@@ -36,6 +36,7 @@ from profkit.launch.processes import Stopped, run_child, uninterrupted
 from profkit.launch.side_effects import why_not_twice
 from profkit.run.compiled_code import read_compilations
 from profkit.run.directory import COMPILED, LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
+from profkit.run.job import find_job
 from profkit.run.manifest import Manifest, MemoryPass, RangesLeftOut, write_manifest
 from profkit.run.recording import (
     PARTIAL,
@@ -129,10 +130,11 @@ def record_run(
         RunError: the directory cannot be made.
         ToolError: nsys or its importer failed.
     """
-    run = make_run_directory(output, target.name)
-    manifest = begin_manifest(target, nsys, command, secret_names)
+    job = find_job(os.environ, target.argv)
+    run = make_run_directory(output, target.name, job)
+    manifest = replace(begin_manifest(target, nsys, command, secret_names), job=job)
     _keep_manifest(run, manifest)
-    recording = _Recording(run, target, nsys, progress)
+    recording = _Recording(run, target, nsys, progress, is_alone=job is None)
     conditions, input_start = GpuWatch(os.environ), _input_position()
     try:
         passes, tried = list(target.passes), None
@@ -191,11 +193,12 @@ def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool
 class _Recording:
     """The passes over a target, into the run directory ``run``."""
 
-    def __init__(self, run: Path, target: Target, nsys: Nsys | None, progress: Progress) -> None:
+    def __init__(self, run: Path, target: Target, nsys: Nsys | None, progress: Progress, *, is_alone: bool) -> None:
         self._run = run
         self._target = target
         self._nsys = nsys
         self._progress = progress
+        self._is_alone = is_alone
         self.done: list[Outcome] = []
         self._made_anew: list[Outcome] = []
         self._took_s = 0.0
@@ -234,6 +237,8 @@ class _Recording:
         """Return what speaks against the run that `another_try` would add, in a clause; None if nothing does."""
         if self.done[-1].order.recorder == "memory":  # it adds none
             return None
+        if not self._is_alone:
+            return "the job's other machines do not run it again"
         return why_not_twice(self._target.argv, self._run / MANIFEST, self._run)
 
     def decline(self, why: str, say: Callable[[str], None]) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
+from profkit.run.job import Job, claim, is_of_job
 from profkit.run.records import read_text
 
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
@@ -52,12 +52,13 @@ class Run:
     """A run directory; each file is read when it is first asked for."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open ``path``.
+        """Open ``path``, or the only run in the directory of a job.
 
         Raises:
             RunError: it holds no manifest.
+            UsageError: it holds the runs of several machines.
         """
-        self.path = Path(path)
+        self.path = choose_run(Path(path))
         if not (self.path / MANIFEST).exists():
             raise RunError(f"{self.path}: a directory, but no profkit run (it has no {MANIFEST})")
 
@@ -213,20 +214,22 @@ def owners_of(snapshot: Path) -> Path:
     return snapshot.with_name(snapshot.name.replace("snapshot", "ledger").replace(".pickle", ".jsonl"))
 
 
-def make_run_directory(output: Path | None, target: str) -> Path:
+def make_run_directory(output: Path | None, target: str, job: Job | None = None) -> Path:
     """Make the directory of a new run and return it: ``output``, or ``runs/<UTC time>-<target>``.
 
-    In a job of several machines each makes its own, ``-node0``, ``-node1``, … at the end of the name. An existing
-    ``output`` is taken only if it is an empty directory; a run is never overwritten.
+    The runs of a job lie within ``output``, or within ``runs/<job>-<target>``: see `profkit.run.job`. An existing
+    ``output`` is otherwise taken only if it is an empty directory; a run is never overwritten.
 
     Raises:
         RunError: ``output`` is taken, or the directory cannot be made.
     """
-    node = node_suffix(os.environ)
     try:
-        if output is None:
-            return _make_default(target + node)
-        output = Path(f"{output}{node}")
+        if output is None and (job is None or job.id is None):
+            return _make_default(target if job is None or job.number is None else f"{target}-{job.unit}{job.number}")
+        if job is not None:
+            name = re.sub(r"[^\w.-]+", "-", job.id or "")
+            return claim(output or DEFAULT_PARENT / f"{name}-{target}", job)
+        assert output is not None
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()):
             raise RunError(f"{output}: exists and is not empty; name a new directory with -o, or remove this one")
@@ -239,14 +242,32 @@ def make_run_directory(output: Path | None, target: str) -> Path:
     return output
 
 
-def node_suffix(environment: Mapping[str, str]) -> str:
-    """Return what tells this machine's run from those of the others in a job: ``-node1``; "" in a job of one.
+def runs_of_job(path: Path) -> list[Path]:
+    """Return the runs within the directory of a job, by their numbers; none if it is no such directory."""
+    if not path.is_dir() or (path / MANIFEST).exists():
+        return []
+    found = [one for one in path.iterdir() if is_of_job(one) and (one / MANIFEST).exists()]
+    return sorted(found, key=lambda one: (one.name[:4], int(one.name[4:])))
 
-    Whoever starts the machines says which this is: ``NODE_RANK`` (or ``GROUP_RANK``, as torchrun names it) and, if it
-    likes, ``NNODES``.
+
+def choose_run(path: Path, rank: int | None = None) -> Path:
+    """Return the run of a job that holds this rank, or is its only one; what is no directory of a job stays as it is.
+
+    Raises:
+        UsageError: it holds several runs and no rank was named, or none of them holds the rank.
     """
-    number = environment.get("NODE_RANK", environment.get("GROUP_RANK", ""))
-    return f"-node{number}" if number.isdecimal() and environment.get("NNODES", "2") != "1" else ""
+    runs = runs_of_job(path)
+    if len(runs) <= 1:
+        return runs[0] if runs else path
+    if rank is not None:
+        holding = [one for one in runs if rank in {process.rank for process in Run(one).manifest.processes}]
+        if not holding:
+            raise UsageError(f"no rank {rank}: none of the {len(runs)} runs in {path} holds it")
+        return holding[0]
+    raise UsageError(
+        f"{path}: holds the runs of {len(runs)} machines: profkit ranks {path} compares their ranks; for one of them "
+        f"name {runs[0]} or, where a command has it, --rank N"
+    )
 
 
 def _make_default(target: str) -> Path:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from profkit.errors import RunError
 from profkit.files import write_json
+from profkit.run.job import Job
 from profkit.run.records import Plain, read_record
 from profkit.run.samples import Samples
 
@@ -215,6 +216,8 @@ class Manifest:
     """
 
     status: Status = "incomplete"
+    job: Job | None = None
+    """The job of several machines that this is a part of."""
     target: str = ""
     kind: Kind | None = None
     command: tuple[str, ...] = ()

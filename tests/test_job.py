@@ -1,0 +1,178 @@
+"""A job of several machines: how each finds the directory of one run, and what is read from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from profkit.errors import RunError, UsageError
+from profkit.run.directory import choose_run, make_run_directory, runs_of_job
+from profkit.run.job import Job, find_job, node_number, rank_number
+from tests.in_process import run_command
+
+TORCHRUN = ["torchrun", "--nnodes=2", "--rdzv-id", "j7", "--rdzv_endpoint=head:29500", "train.py"]
+SLURM = {"SLURM_JOB_ID": "88", "SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "job"),
+    [
+        ({}, ["python", "train.py"], None),
+        ({}, TORCHRUN, Job("j7/head:29500", 2)),
+        ({}, ["python", "-m", "torch.distributed.run", "--nnodes", "1:4", "a.py"], Job(None, 4)),
+        ({}, ["torchrun", "--nnodes=1", "train.py"], None),
+        ({}, ["torchrun", "--nnodes=2", "--node_rank", "1", "--master-addr=head", "a.py"], Job("head", 2, 1)),
+        ({}, ["accelerate", "launch", "--num_machines=2", "--machine_rank=0", "a.py"], Job(None, 2, 0)),
+        ({}, ["python", "train.py", "--nnodes=2"], None),
+        ({"NODE_RANK": "1"}, ["python", "train.py"], Job(None, None, 1)),
+        ({"GROUP_RANK": "0", "NNODES": "2"}, ["python", "train.py"], Job(None, 2, 0)),
+        ({"NODE_RANK": "0", "NNODES": "1"}, ["python", "train.py"], None),
+        ({"NODE_RANK": "head"}, ["python", "train.py"], None),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2"}, TORCHRUN, Job("88/j7/head:29500", 2, 1)),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, ["python", "a.py"], Job("88", 8, 1, "rank")),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, ["srun", "python", "a.py"], None),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, ["python", "a.py"], Job(None, 4, 3, "rank")),
+    ],
+)
+def test_the_launcher_or_the_cluster_says_which_machine_of_which_job_this_is(
+    environment: dict[str, str], words: list[str], job: Job | None
+) -> None:
+    assert find_job(environment, words) == job
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "node"),
+    [
+        ({"RANK": "5", "GROUP_RANK": "1"}, 5, 1),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2"}, 1, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, 3, None),
+        ({"SLURM_PROCID": "0"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_a_process_knows_its_rank_by_each_launcher(
+    environment: dict[str, str], rank: int | None, node: int | None
+) -> None:
+    assert (rank_number(environment), node_number(environment)) == (rank, node)
+
+
+def _make(shared: Path, job: Job) -> Path:
+    made = make_run_directory(shared, "train", job)
+    (made / "manifest.json").write_text("{}")
+    return made
+
+
+def test_machines_with_one_directory_get_one_each_within_it(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    assert _make(shared, Job("j7", 2, 1)) == shared / "node1"
+    assert _make(shared, Job("j7", 2, 0)) == shared / "node0"
+    assert runs_of_job(shared) == [shared / "node0", shared / "node1"]
+    assert json.loads((shared / "job.json").read_text())["id"] == "j7"
+
+
+def test_machines_that_nobody_numbers_take_the_next_free_number(tmp_path: Path) -> None:
+    shared, made = tmp_path / "shared", list[Path]()
+    threads = [threading.Thread(target=lambda: made.append(_make(shared, Job("j7", 8)))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == [shared / f"node{number}" for number in range(8)]
+    with pytest.raises(RunError, match="holds the run of all 8 machines of a job already"):
+        make_run_directory(shared, "train", Job("j7", 8))
+
+
+def test_another_job_and_a_machine_that_is_there_are_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    _make(shared, Job("j7", 2, 0))
+    with pytest.raises(RunError, match="holds the job j7, and this is j8"):
+        make_run_directory(shared, "train", Job("j8", 2, 1))
+    with pytest.raises(RunError, match="holds the run of node 0 already"):
+        make_run_directory(shared, "train", Job("j7", 2, 0))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").touch()
+    with pytest.raises(RunError, match="exists and is not empty"):
+        make_run_directory(tmp_path / "notes", "train", Job("j7", 2, 0))
+
+
+def test_without_a_name_the_job_is_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [make_run_directory(None, "train", Job("88/head:29500", 2, number)) for number in (0, 1)]
+    assert [str(path) for path in made] == [f"runs/88-head-29500-train/node{number}" for number in (0, 1)]
+
+
+def test_one_run_of_a_job_is_chosen_by_a_rank(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    for number in (0, 1):
+        made = _make(shared, Job("j7", 2, number))
+        processes = [{"rank": 2 * number + local} for local in (0, 1)]
+        (made / "manifest.json").write_text(json.dumps({"processes": processes}))
+    assert choose_run(shared, 3) == shared / "node1"
+    with pytest.raises(UsageError, match="no rank 4: none of the 2 runs"):
+        choose_run(shared, 4)
+    with pytest.raises(UsageError, match=r"profkit ranks .*shared compares their ranks"):
+        choose_run(shared)
+    assert choose_run(shared / "node1") == shared / "node1"
+
+
+SCRIPT = """
+import os, sys
+sys.path[:0] = [os.getcwd()]
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def two_machines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two launchers on this machine, each with one rank, that share a directory as two machines would."""
+    pytest.importorskip("torch")
+    place = tmp_path_factory.mktemp("machines")
+    (place / "train.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-id", "j7", "--rdzv-endpoint", f"localhost:{port}")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, "-m", "profkit", "run", "-o", "shared", "--warmup", "1", "--steps", "2", "--", *torchrun)
+    launched = [
+        subprocess.Popen([*command, "train.py"], cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [one.communicate()[1] for one in launched]
+    assert [one.returncode for one in launched] == [0, 0], said
+    return place / "shared"
+
+
+def test_two_launchers_leave_one_directory_with_a_run_each(two_machines: Path) -> None:
+    runs = runs_of_job(two_machines)
+    assert [path.name for path in runs] == ["node0", "node1"]
+    found = {
+        process["rank"] for path in runs for process in json.loads((path / "manifest.json").read_text())["processes"]
+    }
+    assert found == {0, 1}
+    assert {path.name for run in runs for path in run.glob("light*")} == {"light.jsonl", "light.rank1.jsonl"}
+
+
+def test_a_command_reads_one_rank_of_a_job(two_machines: Path) -> None:
+    done = run_command("kernels", two_machines, "--rank", "1", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    refused = run_command("kernels", two_machines)
+    assert refused.returncode == 2
+    assert "holds the runs of 2 machines: profkit ranks" in refused.stderr
