@@ -495,6 +495,54 @@ def test_a_module_folds_by_keyboard_and_chooses_what_the_sections_below_show(pag
     assert page.locator("tr[aria-selected=true]").count() == 1
 
 
+def choose(page: Any, module: str) -> dict[str, str]:
+    """Choose a module by its name, and return its row."""
+    page.evaluate(
+        """(name) => [...document.querySelectorAll("table[data-table='modules'] tbody tr")]
+            .find((row) => row.cells[0].dataset.value === name).querySelector("button[title]").click()""",
+        module,
+    )
+    return next(row for row in read_table(page, "modules") if row["name"] == module)
+
+
+@pytest.mark.browser
+def test_the_kernels_of_a_chosen_module_add_up_to_its_times(page: Any, run: Path) -> None:
+    modules = [one["module"] for one in printed("summary", run)["modules"]]
+    for module in modules:
+        chosen = choose(page, module)
+        rows = read_table(page, "module-kernels") if page.locator("[data-table='module-kernels']").count() else []
+        assert not page.locator("#kernels-whole").is_visible()
+        for part in ("forward_ns", "backward_ns"):
+            assert sum(int(row[part]) for row in rows) == int(chosen[part]), module
+        assert sum(int(row["count"]) for row in rows) == int(chosen["kernel_count"]), module
+    # The command that the section names prints the same kernels.
+    choose(page, "layer *")
+    words = shlex.split(page.inner_text("#kernels .choice-of-module code"))
+    told = {row["name"]: (row["total_ns"], row["count"]) for row in printed("kernels", run, *words[3:])["kernels"]}
+    of_forward = {row["name"]: int(row["forward_ns"]) for row in read_table(page, "module-kernels")}
+    assert {name: ns for name, ns in of_forward.items() if ns} == {name: ns for name, (ns, _) in told.items()}
+    page.click(".chosen button")
+    assert page.locator("#kernels-whole").is_visible()
+    assert page.locator("[data-table='module-kernels']").count() == 0
+
+
+@pytest.mark.browser
+def test_the_memory_of_a_chosen_module_adds_up_by_line_and_by_category(page: Any) -> None:
+    for row in read_table(page, "modules"):
+        if not int(row["bytes"] or 0):
+            continue
+        choose(page, row["name"])
+        lines, categories = read_table(page, "module-lines"), read_table(page, "module-categories")
+        assert sum(int(one["bytes"]) for one in lines) == int(row["bytes"])
+        assert sum(int(one["bytes"]) for one in categories) == int(row["bytes"])
+        shown = {one["category"]: int(one["bytes"]) for one in categories}
+        assert shown.get("activations", 0) == int(row["activations"])
+        listed = page.locator("table[data-table='memory-module'] tbody tr:visible").count()
+        assert 0 < listed < len(read_table(page, "memory-module"))
+        csv = page.evaluate("profkit.csvOf(document.querySelector(\"table[data-table='memory-module']\"))")
+        assert len(csv.splitlines()) == 1 + listed
+
+
 @pytest.mark.browser
 def test_a_sorted_tree_stays_a_tree(page: Any) -> None:
     page.click("table[data-table='modules'] th[data-key='forward_ns'] button")

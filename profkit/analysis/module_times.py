@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.range_paths import build_nodes, split_path
@@ -47,11 +47,31 @@ class ModuleTime:
 
 @dataclass
 class _Sum:
-    parent: str | None
     forward_ns: int = 0
     backward_ns: int = 0
     recompute_ns: int = 0
-    names: set[str] = field(default_factory=set)
+
+
+class RangePath(Protocol):
+    """A path of the tree of ranges: `RangeRow` and `NodePath` are such."""
+
+    @property
+    def path(self) -> str:
+        """The names joined."""
+
+    @property
+    def name(self) -> str:
+        """The last one."""
+
+    @property
+    def domain(self) -> str:
+        """NVTX's."""
+
+
+Credit = tuple[str, str, int]
+"""A module, one of the three times of `ModuleTime`, and 1 or -1: whether work under a path adds to it."""
+
+Path = TypeVar("Path", bound=RangePath)
 
 
 def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
@@ -60,21 +80,18 @@ def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
     Raises:
         TraceError: the trace cannot be placed in its ranges.
     """
+    parents: dict[str, str | None] = {}
     sums: dict[str, _Sum] = {}
-    for row in opened.ranges(numbered=False).ranges:
-        parts = split_path(row.path)
-        at = next((n for n, part in enumerate(parts) if part in PHASES), None)
-        if at is None or row.name == REPLICA or any(map(is_warmup, parts)):
-            continue
-        if _is_of_library(row.name, row.domain):
-            continue
-        _add(sums, parts[at], [part for part in parts[at + 1 :] if part != REPLICA], row.kernel_time_ns)
+    for row, credits in credit_modules(opened.ranges(numbered=False).ranges, parents):
+        for module, time, sign in credits:
+            one = sums.setdefault(module, _Sum())
+            setattr(one, time, getattr(one, time) + sign * row.kernel_time_ns)
     names = {opened.trace.names[index] for index in distinct_values(opened.trace.ranges.name).tolist()}
     numbers: dict[str, int] = {}
     for name in names:
         numbers[kind_of(name)] = numbers.get(kind_of(name), 0) + 1
     return tuple(
-        ModuleTime(name, one.parent, max(numbers.get(name, 1), 1), one.forward_ns, one.backward_ns, one.recompute_ns)
+        ModuleTime(name, parents[name], max(numbers.get(name, 1), 1), one.forward_ns, one.backward_ns, one.recompute_ns)
         for name, one in sums.items()
     )
 
@@ -119,30 +136,44 @@ def own_time(modules: Sequence[ModuleTime], module: str) -> ModuleTime | None:
     return ModuleTime(f"{module} itself", whole.parent, whole.number, **own) if any(own.values()) else None
 
 
-def _add(sums: dict[str, _Sum], phase: str, inner: list[str], time_ns: int) -> None:
-    """Add the time of one path within a phase to its module; a module within itself counts once."""
+def credit_modules(rows: Iterable[Path], parents: dict[str, str | None]) -> Iterator[tuple[Path, list[Credit]]]:
+    """Yield the paths within phases, depth first, each with the times of modules to which its work adds.
+
+    Work counts at every path above it too, so each path credits its own module alone. ``parents`` collects the modules
+    met, each with the one around it.
+    """
+    for row in rows:
+        parts = split_path(row.path)
+        at = next((n for n, part in enumerate(parts) if part in PHASES), None)
+        if at is None or row.name == REPLICA or any(map(is_warmup, parts)):
+            continue
+        if _is_of_library(row.name, row.domain):
+            continue
+        yield row, list(_credit(parents, parts[at], [part for part in parts[at + 1 :] if part != REPLICA]))
+
+
+def _credit(parents: dict[str, str | None], phase: str, inner: list[str]) -> Iterator[Credit]:
+    """Yield what one path within a phase adds to; a module within itself counts once."""
     if not inner:
         return
     *above, name = inner
     if name == RECOMPUTE:
         # One within another is part of that one, and was taken out with it.
         for module in dict.fromkeys(above) if RECOMPUTE not in above else ():
-            if module in sums:
-                sums[module].backward_ns -= time_ns
-                sums[module].recompute_ns += time_ns
+            if module in parents:
+                yield module, "backward_ns", -1
+                yield module, "recompute_ns", 1
         return
     if name in above:
         return
-    one = sums.setdefault(name, _Sum(next((module for module in reversed(above) if module != RECOMPUTE), None)))
+    parents.setdefault(name, next((module for module in reversed(above) if module != RECOMPUTE), None))
     if RECOMPUTE in above:
-        one.recompute_ns += time_ns
+        yield name, "recompute_ns", 1
         # A part that is computed again alone belongs to the modules around it too, which have no range there.
-        around, counted = one.parent if above[-1] == RECOMPUTE else None, set(above)
-        while around is not None and around in sums and around not in counted:
-            sums[around].recompute_ns += time_ns
+        around, counted = parents[name] if above[-1] == RECOMPUTE else None, set(above)
+        while around is not None and around in parents and around not in counted:
+            yield around, "recompute_ns", 1
             counted.add(around)
-            around = sums[around].parent
-    elif phase == BACKWARD:
-        one.backward_ns += time_ns
+            around = parents[around]
     else:
-        one.forward_ns += time_ns
+        yield name, "backward_ns" if phase == BACKWARD else "forward_ns", 1

@@ -195,14 +195,16 @@ def _by_place(
     memory: DeviceMemory, moment: int, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
 ) -> tuple[tuple[PartRow, ...], tuple[PartRow, ...]]:
     """Return what was allocated by module, and by phase."""
-    replay = memory.history.replay
-    pieces = []
-    for row, claim in chosen:
-        place = memory.place_of(row, moment)
-        pieces.append(Piece(int(replay.size_bytes[row]), claim.category, place, _phase_of(memory, row)))
+    pieces = [piece_of(memory, row, moment) for row, _ in chosen]
     others = (other_row(NOT_SELECTED, *rest, total),) if rest[1] else ()
     by_module = sum_by_module(pieces, total, memory.places.modules)
     return by_module + others, sum_by_phase(pieces, total) + others
+
+
+def piece_of(memory: DeviceMemory, row: int, moment: int) -> Piece:
+    """Return an allocation (a row of the replay) with its category, its phase and its module at a moment."""
+    size, category = int(memory.history.replay.size_bytes[row]), memory.classifier.claim_of(row).category
+    return Piece(size, category, memory.place_of(row, moment), _phase_of(memory, row))
 
 
 def _phase_of(memory: DeviceMemory, row: int) -> str:

@@ -19,6 +19,7 @@ from profkit.report.document import Column, Table
 from profkit.report.efficiency import limit_words
 from profkit.report.page.comparison import PERCENT
 from profkit.report.page.markup import view_table
+from profkit.report.page.module_choice import pack_choices
 from profkit.report.page.results import Results
 from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, four_digits, ns_over
 
@@ -49,6 +50,7 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
         view[0]["text"] = view[0]["text"].removeprefix(f"{parent}.").removeprefix(f"{parent} ")
     return {
         "table": table,
+        "choices": pack_choices(run, rows[: len(table["rows"])]),
         "is_joined": bool(times) and bool(parts),
         "per": "sums over the recording" if steps is None else f"per step, averages over {steps}",
         "moment": None if run.memory is None else run.memory.composition.what,
@@ -196,12 +198,12 @@ def _limits(passes: Mapping[str, EfficiencyRow]) -> str | None:
     return "; ".join(f"{phase}: {text}" for phase, text in known.items()) or None
 
 
-def _held(parts: Sequence[PartRow]) -> dict[str, int]:
-    """Return the bytes of some modules together, and those of each use; None where none is known."""
+def _held(parts: Sequence[PartRow]) -> dict[str, Any]:
+    """Return the bytes of some modules together, those of each use, and whose they are; nothing where none is known."""
     if not parts:
         return {}
     uses = {key: sum(part.categories.get(category, 0) for part in parts) for key, category in _HELD.items()}
-    return {"bytes": sum(part.bytes for part in parts), **uses}
+    return {"bytes": sum(part.bytes for part in parts), "paths": tuple(part.path for part in parts), **uses}
 
 
 def _flops(value: float) -> str:

@@ -35,6 +35,7 @@ from profkit.report.whatif import build_whatif_document
 from profkit.version import __version__
 
 _SCRIPTS = {
+    "modules": ("modules.js",),
     "timeline": ("timeline.js",),
     "memory": ("uplot.min.js", "memory_data.js", "memory_drawing.js", "memory.js"),
 }

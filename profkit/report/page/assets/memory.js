@@ -8,7 +8,7 @@ byId("memory-chart").hidden = false;
 byId("memory-picture").style.display = "none";
 const {
   data, state, count, moments, seconds, allocated, reserved, modes, shapes, colours,
-  stackOf, formatBytes, formatTime, formatSpan, layOut, xs, css, colourOf, isHidden, isShown, inModule, kindOf, cumulated, UNITS,
+  stackOf, formatBytes, formatTime, formatSpan, layOut, xs, css, colourOf, isHidden, isShown, inModule, cumulated, UNITS,
 } = memory;
 const { shadePhases, namePhases, drawLayers, drawLines, drawShapes, drawMark, drawPeak } = profkit.paintMemory(memory);
 
@@ -313,7 +313,6 @@ document.addEventListener("profkit:module", (event) => {
     if (state.module) modes.module.forEach((one) => { if (!inModule(one.name)) state.hidden.add(one.name); });
   }
   build(true);
-  for (const row of document.querySelectorAll("table[data-table=memory-module] tbody tr")) row.hidden = !!state.module && !inModule(kindOf(row.cells[0].dataset.value));
 });
 
 build(false);

@@ -28,15 +28,7 @@ for (const phase of data.phases) phase.name = text(phase.name);
 const colours = data.colours;
 
 const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
-const formatBytes = (value) => {
-  for (const [size, unit] of UNITS) {
-    if (Math.abs(value) >= size * 0.9765625) {
-      const number = value / size;
-      return number.toFixed(number < 10 ? 3 : number < 100 ? 2 : 1) + " " + unit;
-    }
-  }
-  return value + " B";
-};
+const { formatBytes } = profkit;
 const formatTime = (value) => value >= 1 ? value.toFixed(3) + " s" : value >= 1e-3 ? (value * 1e3).toFixed(3) + " ms" : (value * 1e6).toFixed(0) + " µs";
 const formatSpan = (us) => formatTime(us / 1e6);
 
@@ -73,7 +65,10 @@ const isHidden = (name) => state.hidden.has(name);
 const isShown = (shape) => !isHidden(shape.category) && (!state.module || inModule(shape.module));
 // A module's name, or that of one within it; a star stands for any number.
 const kindOf = (name) => name.replace(/(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<!\d)\d+$/g, "*");
-const inModule = (name) => state.module === "model" || name === state.module || name.startsWith(`${state.module}.`);
+const inModule = (name) => {
+  const module = kindOf(state.module);
+  return module === "model" ? !name.startsWith("(") : name === module || name.startsWith(`${module}.`);
+};
 
 const cumulated = (series) => {
   const layers = [];
@@ -89,6 +84,6 @@ const cumulated = (series) => {
 
 return {
   data, state, count, moments, seconds, allocated, reserved, modes, shapes, colours,
-  text, stackOf, formatBytes, formatTime, formatSpan, layOut, xs, css, colourOf, isHidden, isShown, inModule, kindOf, cumulated, UNITS,
+  text, stackOf, formatBytes, formatTime, formatSpan, layOut, xs, css, colourOf, isHidden, isShown, inModule, cumulated, UNITS,
 };
 };

@@ -53,10 +53,12 @@ const sortRows = (rows, at, down) => rows.sort((one, other) => {
   return down ? -order : order;
 });
 
+// A search hides rows; the choice of a module leaves rows out.
+const isListed = (row) => !row.hidden && !row.classList.contains("left-out");
 const csvOf = (table) => {
   const quote = (text) => /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   const head = [...table.tHead.rows[0].cells].map((cell) => quote(cell.dataset.key));
-  const rows = [...table.tBodies[0].rows].filter((row) => !row.hidden);
+  const rows = [...table.tBodies[0].rows].filter(isListed);
   return [head, ...rows.map((row) => [...row.cells].map((_, at) => quote(valueOf(row, at))))].map((row) => row.join(",")).join("\n") + "\n";
 };
 
@@ -102,22 +104,40 @@ const makeTools = (table) => {
   if (rows.length >= SEARCHED_FROM) {
     const count = element("span", `${rows.length} rows`, "count");
     count.setAttribute("aria-live", "polite");
+    const showCount = () => {
+      const listed = rows.filter(isListed).length;
+      count.textContent = listed < rows.length ? `${listed} of ${rows.length} rows` : `${rows.length} rows`;
+    };
     tools.append(searchField("Search these rows", (wanted) => {
       for (const row of rows) row.hidden = ![...row.cells].some((cell) => `${cell.textContent} ${cell.title}`.toLowerCase().includes(wanted));
       table.classList.toggle("searched", wanted !== "");
-      count.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
+      showCount();
     }), count);
+    // When every section has followed the choice.
+    document.addEventListener("profkit:module-shown", showCount);
   }
   const copy = button("Copy as CSV", () => copyText(csvOf(table), copy));
   tools.append(copy);
   table.closest(".scroll").before(tools);
 };
 
+// A chosen module stands at the foot of the window, wherever the reader is.
+const chosen = { row: null, bar: element("div", undefined, "chosen") };
+const chooseModule = (row) => {
+  for (const one of [chosen.row, row]) if (one) one.setAttribute("aria-selected", String(one === row));
+  chosen.row = row;
+  const name = row ? row.cells[0].dataset.value : "";
+  chosen.bar.replaceChildren(...(row ? [element("span", `Only ${name} in the timeline, memory and kernels`), button("Show all", () => chooseModule(null))] : []));
+  document.dispatchEvent(new CustomEvent("profkit:module", { detail: name }));
+  document.dispatchEvent(new Event("profkit:module-shown"));
+};
+chosen.bar.setAttribute("role", "status");
+document.body.append(chosen.bar);
+
 // Rows of a tree fold, and a module's name chooses what the sections below show.
 const OPEN_TO = 3;
 const makeTree = (table) => {
   const body = table.tBodies[0], closed = new Set();
-  let chosen = null;
   const depthOf = (row) => Number(row.dataset.depth);
   const innerOf = (row) => {
     const found = [];
@@ -134,11 +154,7 @@ const makeTree = (table) => {
   };
   for (const row of [...body.rows]) {
     const cell = row.cells[0], name = cell.dataset.value, times = cell.querySelector(".times");
-    const choose = button(cell.firstChild.textContent.trim(), () => {
-      chosen = chosen === row ? null : row;
-      for (const one of body.rows) one.setAttribute("aria-selected", String(one === chosen));
-      document.dispatchEvent(new CustomEvent("profkit:module", { detail: chosen ? name : "" }));
-    });
+    const choose = button(cell.firstChild.textContent.trim(), () => chooseModule(chosen.row === row ? null : row));
     choose.title = `Show ${name} in the sections below`;
     const inner = innerOf(row);
     const fold = inner.length ? button("▾", () => {
@@ -158,6 +174,53 @@ const makeTree = (table) => {
   show();
 };
 
+// Times and counts as the tables have them: four digits in the unit that fits.
+const fourDigits = (value) => {
+  const [digits] = [[3, 10], [2, 100], [1, 1000]].find(([digits, limit]) => Number(Math.abs(value).toFixed(digits)) < limit) || [0];
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+};
+const formatNs = (ns) => {
+  if (Math.abs(ns) < 1000) return `${Math.round(ns)} ns`;
+  for (const [size, unit] of [[1e3, "µs"], [1e6, "ms"]]) if (Number((Math.abs(ns) / size).toFixed(1)) < 1000) return `${fourDigits(ns / size)} ${unit}`;
+  return `${fourDigits(ns / 1e9)} s`;
+};
+const formatBytes = (value) => {
+  for (const power of [40, 30, 20, 10]) if (Math.abs(value) >= 1000 * 2 ** (power - 10)) return `${fourDigits(value / 2 ** power)} ${{ 40: "T", 30: "G", 20: "M", 10: "K" }[power]}iB`;
+  return `${value} B`;
+};
+const formatShare = (value) => value > 0 && value < 0.0005 ? "<0.1%" : value >= 0.9995 && value < 1 - 1e-9 ? ">99.9%" : `${(100 * value).toFixed(1)}%`;
+
+// Columns are [key, heading, how a number reads]; a cell's exact value is what a row holds, or the first of [value, text].
+const makeTable = (name, columns, rows) => {
+  const table = element("table"), head = table.createTHead().insertRow(), body = table.createTBody();
+  table.dataset.table = name;
+  for (const [key, heading, show] of columns) {
+    const cell = element("th", heading, show && "right");
+    cell.scope = "col";
+    cell.dataset.key = key;
+    head.append(cell);
+  }
+  for (const row of rows) {
+    const line = body.insertRow();
+    columns.forEach(([, , show], at) => {
+      const [value, text] = Array.isArray(row[at]) ? row[at] : [row[at], show ? show(row[at]) : row[at]];
+      const cell = element("td", text, show && "right");
+      cell.dataset.value = value;
+      if (value !== text && !show) cell.title = value;
+      line.append(cell);
+    });
+  }
+  const scroll = element("div", undefined, "scroll");
+  scroll.tabIndex = 0;
+  scroll.setAttribute("role", "region");
+  scroll.append(table);
+  const holder = element("div");
+  holder.append(scroll);
+  makeSortable(table);
+  makeTools(table);
+  return holder;
+};
+
 for (const table of document.querySelectorAll("table[data-table]")) {
   if (table.classList.contains("tree")) makeTree(table);
   makeSortable(table);
@@ -169,6 +232,6 @@ if (command) {
   copy.setAttribute("aria-label", "Copy the command");
   command.parentElement.append(copy);
 }
-return { byId, element, button, copyText, unpack, searchField, csvOf, started: [] };
+return { byId, element, button, copyText, unpack, searchField, csvOf, makeTable, formatNs, formatBytes, formatShare, fourDigits, started: [] };
 })();
 window.profkit = profkit;

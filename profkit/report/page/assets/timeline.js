@@ -1,7 +1,7 @@
 "use strict";
 // One step, thread by thread and stream by stream. Drag adds up an area; the wheel and the keys zoom and move.
 profkit.started.push((async () => {
-const { byId, element, button } = profkit;
+const { byId, element, button, formatNs } = profkit;
 const data = await profkit.unpack("timeline-data");
 if (!data) return;
 
@@ -33,11 +33,6 @@ holder.hidden = detail.hidden = false;
 byId("timeline-picture").style.display = "none";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const formatNs = (ns) => {
-  if (Math.abs(ns) < 1000) return `${Math.round(ns)} ns`;
-  const [size, unit] = Math.abs(ns) < 1e6 ? [1e3, "µs"] : Math.abs(ns) < 1e9 ? [1e6, "ms"] : [1e9, "s"];
-  return `${(ns / size).toPrecision(4)} ${unit}`;
-};
 const text = (number) => number === undefined || number < 0 ? "" : data.texts[number];
 const categoryOf = (lane, row) => lane.category ? text(lane.category[row]) : lane.kind;
 const countOf = (lane, row) => lane.count ? lane.count[row] : 1;
