@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from profkit.analysis.collectives.comparison import RanksResult, RankSummary, outliers_first
-from profkit.analysis.collectives.culprit import LEAST_SHARE, Culprit
+from profkit.analysis.collectives.culprit import LEAST_SHARE, Culprit, Doubt
 from profkit.findings import Finding
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import BYTES, COUNT, NS, TEXT, Unit, format_bytes, format_count, format_ns, format_share
@@ -19,11 +19,16 @@ _WIDEST_MATRIX = 8
 
 _CAUSES = {
     "data": "waiting for data",
-    "python": "running Python without calling CUDA",
+    "python": "running Python",
     "launch": "idle while Python prepared kernels",
     "kernels": "in kernels",
     "copy": "copying",
     "clock": "in kernels, on a lower clock",
+}
+_DOUBTS: dict[Doubt, str] = {
+    "varies": "but how late it arrives varies too much from step to step",
+    "unexplained": "but it does no more by itself than the median rank",
+    "launches": "it launches later, which a profiler alone may do; without a profiler that often goes away",
 }
 _PARTS = ("kernels", "copy", "data", "launch", "python")
 
@@ -79,12 +84,13 @@ def describe_ranks(result: RanksResult) -> list[str]:
     if verdict.most_rank is None:
         return [*lines, "Who is late is unknown: no two ranks recorded the same collectives in a step"]
     share = verdict.most_ns / verdict.step_ns if verdict.step_ns else 0.0
-    return [
-        *lines,
-        f"No rank is late: rank {verdict.most_rank} costs the others most, {format_ns(verdict.most_ns)} a step"
-        f" ({format_share(share)} of it; a rank is called late from {format_share(LEAST_SHARE)} on, if it stands out"
-        " from the spread of the steps)",
-    ]
+    cost = f"{format_ns(verdict.most_ns)} a step ({format_share(share)} of it)"
+    why = (
+        f"a rank is called late from {format_share(LEAST_SHARE)} on"
+        if verdict.doubt is None
+        else _DOUBTS[verdict.doubt]
+    )
+    return [*lines, f"No rank is late: rank {verdict.most_rank} costs the others most, {cost}; {why}"]
 
 
 def wait_table(result: RanksResult) -> Table:
@@ -120,7 +126,8 @@ def wait_table(result: RanksResult) -> Table:
 def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     group = culprit.group.group.dimension
     where = f"of group {group}" if group else "of its group" if len(culprit.group.ranks) < result.world_size else ""
-    place = f", in {culprit.phase}" if culprit.phase and culprit.cause != "data" else ""
+    before = "" if culprit.phase.startswith("before ") else "in "
+    place = f", {before}{culprit.phase}" if culprit.phase and culprit.cause != "data" else ""
     place += f" ({culprit.module})" if culprit.module else ""
     without = max(result.verdict.step_ns - culprit.gain_ns, 0)
     return [

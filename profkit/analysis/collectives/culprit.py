@@ -12,11 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from profkit.analysis.collectives.matching import Matched
+from profkit.analysis.collectives.matching import LATE_NS, Matched
+from profkit.analysis.intervals import unite
 from profkit.names import DATA, kind_of
 from profkit.run.light_record import Cause, LightRecord, StepRecord
 
@@ -27,9 +29,11 @@ LEAST_LAUNCH_SHARE = 0.2
 """The same where launches are the cause and a profiler recorded: it slows each process's launches by different amounts,
 which alone cost 13 % of a step in such a run."""
 LEAST_ERRORS = 3.0
-"""The mean cost must be this many standard errors above 0, so that a rank that is late by chance is not named."""
+"""The median wait for a rank must be this many standard errors above 0, so that nobody is named who is late by chance;
+the error is that of a median, from the median distance of the steps from it."""
+_ERROR_OF_MEDIAN = 1.4826 * 1.2533
 _LEAST_SHARE_OF_ONE = 0.1
-"""With one step there is no standard error: then it must be this share of the step."""
+"""With one step there is no standard error: then it must cost this share of the step."""
 _CLOCK_LOSS = 0.03
 """A clock that is lower than the median rank's by this share is held down."""
 
@@ -51,6 +55,11 @@ class Account:
     def own_ns(self, step: int) -> float:
         """Return what the rank did by itself in one step."""
         return sum(self.steps[step].values())
+
+    def median_parts(self) -> Parts:
+        """Return each part's median over the steps, which one strange step does not move."""
+        keys = {key for step in self.steps for key in step}
+        return {key: float(np.median([step.get(key, 0.0) for step in self.steps])) for key in keys}
 
     def mean_parts(self) -> Parts:
         """Return each part per step."""
@@ -82,6 +91,9 @@ class Culprit:
     compared_with: int
 
 
+Doubt = Literal["varies", "unexplained", "launches"]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Who is late, or the figure that shows that nobody is: the most that a rank cost the others, and its share."""
@@ -92,6 +104,8 @@ class Verdict:
     step_ns: int = 0
     differences: Mapping[Cause, int] = field(default_factory=dict)
     """Cause → how much more than the median rank that rank took, per step."""
+    doubt: Doubt | None = None
+    """Why a rank that costs much is not called late: its arrivals vary too much, nothing explains it, or launches do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,36 +119,50 @@ class _Cost:
     ordinary: Parts
 
 
-def build_account(record: LightRecord, *, exact: bool | None = None) -> Account:
-    """Return what a rank did in its measured steps; ``exact=False`` by its phases alone, as light records say it.
+def build_account(record: LightRecord) -> Account:
+    """Return what a rank did in its measured steps, exactly from a full trace, else by its phases.
 
     Of a full trace the first step is left out unless something before it was recorded.
     """
-    exact = any(step.since for step in record.steps) if exact is None else exact
-    named = [step for step in record.steps if step.name is not None]
-    if exact and named and len(named) > 1 and not (record.steps[0].name is None and record.steps[0].since):
+    if not any(step.since for step in record.steps):
+        return _account_of_phases(record, {})
+    named = _named(record)
+    if len(named) > 1 and not (record.steps[0].name is None and record.steps[0].since):
         named = named[1:]
     steps, exposed = [], []
     for step in named:
-        parts = _exact_parts(step) if exact else _phase_parts(step)
+        parts: Parts = {}
+        for _, cause, phase, module, time in step.since:
+            parts[cause, phase, module] = parts.get((cause, phase, module), 0.0) + time
         exposed.append(sum(time for (cause, *_), time in parts.items() if cause == "communication"))
         steps.append({key: time for key, time in parts.items() if key[0] != "communication"})
-    clocks = [step.sm_mhz for step in named if step.sm_mhz]
-    return Account(record.rank, tuple(steps), tuple(exposed), exact, float(np.median(clocks)) if clocks else None)
+    return Account(record.rank, tuple(steps), tuple(exposed), True, _clock(named))
 
 
-def _exact_parts(step: StepRecord) -> Parts:
-    parts: Parts = {}
-    for _, cause, phase, module, time in step.since:
-        parts[cause, phase, module] = parts.get((cause, phase, module), 0.0) + time
-    return parts
+def _account_of_phases(record: LightRecord, blocked: Mapping[int, Sequence[tuple[int, int]]]) -> Account:
+    """Return what phases took; ``blocked`` is when the host waited in collectives, by the step's position."""
+    steps = [
+        _phase_parts(step, blocked.get(number, ())) for number, step in enumerate(record.steps) if step.name is not None
+    ]
+    return Account(record.rank, tuple(steps), (0.0,) * len(steps), False, _clock(_named(record)))
 
 
-def _phase_parts(step: StepRecord) -> Parts:
-    """Return what phases took on the host, and what they took longer on the GPU, less their collectives there."""
+def _named(record: LightRecord) -> list[StepRecord]:
+    return [step for step in record.steps if step.name is not None]
+
+
+def _clock(steps: Sequence[StepRecord]) -> float | None:
+    clocks = [step.sm_mhz for step in steps if step.sm_mhz]
+    return float(np.median(clocks)) if clocks else None
+
+
+def _phase_parts(step: StepRecord, blocked: Sequence[tuple[int, int]]) -> Parts:
+    """Return what phases took on the host, and what they took longer on the GPU; waiting in collectives left out."""
+    waits = unite(*np.array(blocked, dtype=np.int64).reshape(-1, 2).T)
     host: dict[str, float] = {}
     for name, start, end in step.phases:
-        host[name] = host.get(name, 0.0) + end - start
+        waited = int(waits.within(np.array([start]), np.array([end]))[0])
+        host[name] = host.get(name, 0.0) + end - start - waited
     parts: Parts = {("python", name, ""): time for name, time in host.items() if name != DATA}
     parts["data", DATA, ""] = float(step.data_ns if step.data_ns is not None else host.get(DATA, 0.0))
     calls = step.collectives
@@ -149,6 +177,20 @@ def _phase_parts(step: StepRecord) -> Parts:
     return parts
 
 
+def _blocked(record: LightRecord, matched: Sequence[Matched]) -> dict[int, list[tuple[int, int]]]:
+    """Return when the host of a rank waited in collectives of which only the call is known, by the step's position."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for one in matched:
+        if record.rank not in one.ranks:
+            continue
+        here = one.ranks.index(record.rank)
+        for at in np.flatnonzero(one.blocked_ns[here] >= 0).tolist():
+            step = int(one.step[here, at])
+            begin = int(one.blocked_ns[here, at]) - record.clock_base_ns - record.steps[step].start_ns
+            found.setdefault(step, []).append((begin, begin + int(one.wait_ns[here, at])))
+    return found
+
+
 def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], matched: Sequence[Matched]) -> Verdict:
     """Return which rank the others wait for; ``accounts`` are those of ``records``, in their order.
 
@@ -156,11 +198,11 @@ def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], ma
     of the two are compared.
     """
     exact = _usable(records, [one if one.is_exact else None for one in accounts])
-    every = _usable(records, [build_account(record, exact=False) for record in records])
+    every = _usable(records, [_account_of_phases(record, _blocked(record, matched)) for record in records])
     if len(every) < 2 or not matched:
         return Verdict(None)
     lateness = [_lateness(record, matched) for record, _ in every]
-    latest = every[int(np.argmax([sum(one) for one in lateness]))][0].rank
+    latest = every[_latest(lateness)][0].rank
     if len(exact) > 1 and (len(exact) == len(every) or any(record.rank == latest for record, _ in exact)):
         return _judge(exact, matched, _cost_by_accounts([account for _, account in exact]))
     return _judge(every, matched, _cost_by_waits(every, lateness))
@@ -178,16 +220,16 @@ def _cost_by_accounts(accounts: Sequence[Account]) -> _Cost:
     count = min(len(one.steps) for one in accounts)
     own = np.array([[one.own_ns(step) for step in range(count)] for one in accounts])
     exposed = np.array([one.exposed_ns[:count] for one in accounts])
-    order = np.argsort(own.mean(axis=1), kind="stable")
+    order = np.argsort(np.median(own, axis=1), kind="stable")
     late, usual = int(order[-1]), int(order[(len(accounts) - 1) // 2])
-    step_ns = float((own[usual] + exposed[usual]).mean())
-    return _Cost(late, usual, exposed[usual] - exposed[late], step_ns, accounts[usual].mean_parts())
+    step_ns = float(np.median(own[usual] + exposed[usual]))
+    return _Cost(late, usual, exposed[usual] - exposed[late], step_ns, accounts[usual].median_parts())
 
 
 def _cost_by_waits(ranks: Sequence[tuple[LightRecord, Account]], lateness: Sequence[list[float]]) -> _Cost:
     """Return who made the median rank wait longest, compared with the medians of the others' phases."""
-    late = int(np.argmax([sum(one) for one in lateness]))
-    others = [account.mean_parts() for at, (_, account) in enumerate(ranks) if at != late]
+    late = _latest(lateness)
+    others = [account.median_parts() for at, (_, account) in enumerate(ranks) if at != late]
     totals = [sum(parts.values()) for parts in others]
     middle = int(np.argsort(totals, kind="stable")[(len(totals) - 1) // 2])
     step_ns = float(np.median([time for record, _ in ranks for time in _step_times(record)] or [0.0]))
@@ -197,33 +239,37 @@ def _cost_by_waits(ranks: Sequence[tuple[LightRecord, Account]], lateness: Seque
 def _judge(ranks: Sequence[tuple[LightRecord, Account]], matched: Sequence[Matched], cost: _Cost) -> Verdict:
     """Return whether a rank is late, and if it is, what it did more than others."""
     record, account = ranks[cost.late]
-    mine = account.mean_parts()
+    mine = account.median_parts()
     keys = sorted(mine.keys() | cost.ordinary.keys())
     extra = {key: mine.get(key, 0.0) - cost.ordinary.get(key, 0.0) for key in keys}
     by_cause: dict[Cause, float] = {}
     for (cause, *_), time in extra.items():
         by_cause[cause] = by_cause.get(cause, 0.0) + time
-    mean = float(cost.each_ns.mean()) if len(cost.each_ns) else 0.0
+    typical = float(np.median(cost.each_ns)) if len(cost.each_ns) else 0.0
+    arrival = _lateness(record, matched)[-len(account.steps) :]
     differences = {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])}
-    nobody = Verdict(None, record.rank, round(max(mean, 0.0)), round(cost.step_ns), differences)
-    if max(by_cause.values(), default=0.0) <= 0 or not _is_late(cost.each_ns, cost.step_ns):
+    nobody = Verdict(None, record.rank, round(max(typical, 0.0)), round(cost.step_ns), differences)
+    if typical < (LEAST_SHARE if len(arrival) > 1 else _LEAST_SHARE_OF_ONE) * cost.step_ns or not typical:
         return nobody
+    if not _stands_out(arrival):
+        return replace(nobody, doubt="varies")
+    if max(by_cause.values(), default=0.0) <= 0:
+        return replace(nobody, doubt="unexplained")
     cause = max(by_cause, key=lambda one: by_cause[one])
-    if cause == "launch" and record.source != "light" and mean < LEAST_LAUNCH_SHARE * cost.step_ns:
-        return nobody
+    if cause == "launch" and record.source != "light" and typical < LEAST_LAUNCH_SHARE * cost.step_ns:
+        return replace(nobody, doubt="launches")
     phase, module, extra_ns = _find_place({key: time for key, time in extra.items() if key[0] == cause})
     if cause == "kernels" and _is_held_down([account for _, account in ranks], cost.late):
         cause = "clock"
-    arrival = _lateness(record, matched)
     group, share = _arrivals(matched, record.rank)
     found = Culprit(
         rank=record.rank,
         cause=cause,
         phase=phase,
         module=module,
-        late_ns=round(max(mean, float(np.median(arrival)) if arrival else 0.0)),
+        late_ns=round(max(typical, float(np.median(arrival)))),
         extra_ns=round(extra_ns),
-        gain_ns=round(mean),
+        gain_ns=round(typical),
         share=share,
         group=group,
         compared_with=ranks[cost.usual][0].rank,
@@ -231,15 +277,17 @@ def _judge(ranks: Sequence[tuple[LightRecord, Account]], matched: Sequence[Match
     return replace(nobody, culprit=found)
 
 
-def _is_late(cost: Floats, step_ns: float) -> bool:
-    """Return whether the cost is a share of the step that matters, and stands out from its own spread."""
-    if not len(cost) or step_ns <= 0:
-        return False
-    mean = float(cost.mean())
-    if len(cost) == 1:
-        return mean >= _LEAST_SHARE_OF_ONE * step_ns
-    error = float(cost.std(ddof=1)) / len(cost) ** 0.5
-    return mean >= LEAST_SHARE * step_ns and mean >= LEAST_ERRORS * error
+def _stands_out(arrival_ns: Sequence[float]) -> bool:
+    """Return whether the waits for a rank are longer than chance makes them."""
+    middle = float(np.median(arrival_ns)) if arrival_ns else 0.0
+    apart = float(np.median(np.abs(np.array(arrival_ns) - middle))) if arrival_ns else 0.0
+    error = apart * _ERROR_OF_MEDIAN / max(len(arrival_ns), 1) ** 0.5
+    return middle >= max(LATE_NS, LEAST_ERRORS * error)
+
+
+def _latest(lateness: Sequence[Sequence[float]]) -> int:
+    """Return the position of the rank for which the others typically wait longest."""
+    return int(np.argmax([float(np.median(one)) if len(one) else 0.0 for one in lateness]))
 
 
 def _lateness(record: LightRecord, matched: Sequence[Matched]) -> list[float]:

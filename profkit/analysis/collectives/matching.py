@@ -46,6 +46,8 @@ class Matched:
     step: Ints
     wait_ns: Ints
     wire_ns: Ints
+    blocked_ns: Ints
+    """When each rank began to wait on its host, by its own clock, where that is all that is known; else -1."""
     last: Ints
     """The position in ``ranks`` of who arrived last; -1 where nobody was late."""
 
@@ -126,6 +128,7 @@ def _match(
         step=step,
         wait_ns=wait,
         wire_ns=np.where(waits & ~no_end, wire, _UNKNOWN),
+        blocked_ns=np.where(waits & no_end, called, _UNKNOWN),
         last=np.where(is_late, duration.argmin(axis=0), _UNKNOWN),
     )
 

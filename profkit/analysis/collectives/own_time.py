@@ -23,6 +23,7 @@ from profkit.analysis.nesting import NO_RANGE
 from profkit.names import BACKWARD, DATA, PHASES
 from profkit.run.light_record import CAUSES, Cause
 from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints
+from profkit.trace.kineto import BACKWARD_NODE
 
 _ON_THE_HOST = re.compile(r"(gloo|mpi|ucc):\w+")
 _NCCL = "nccl"
@@ -33,6 +34,7 @@ Place = tuple[str, str]
 _NOWHERE, _LOADING = ("", ""), (DATA, "")
 _LOADING_NUMBER = 1
 _EVER = 1 << 62
+_ALL = {*PHASES, DATA}
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +123,7 @@ def _busy_time(attribution: Attribution, of_range: Ints) -> tuple[GpuTime, Stret
         time = times[0] if len(times) == 1 else _join_times(times)
         rows = np.flatnonzero(~communication_rows(trace))
     else:
-        time, rows = _host_time(trace), np.arange(len(work))
+        time, rows = _host_time(trace), _computes(trace)
     rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
     _, start_ns, end_ns = disjoint_pieces(np.zeros(len(rows), dtype=np.int64), work.start_ns[rows], work.end_ns[rows])
     innermost = attribution.work.innermost[rows]
@@ -150,11 +152,18 @@ def _join_times(times: list[GpuTime]) -> GpuTime:
     )
 
 
+def _computes(trace: Trace) -> Ints:
+    """Return the operators of a rank without a GPU that compute by themselves: hooks run in the engine's own ones."""
+    names = [i for i, name in enumerate(trace.names) if name.startswith(BACKWARD_NODE)]
+    return np.flatnonzero(~np.isin(trace.work.name, names))
+
+
 def _host_time(trace: Trace) -> GpuTime:
     """Return the time of a rank without a GPU: its operators compute, and nothing is launched."""
-    computing = unite(trace.work.start_ns, trace.work.end_ns)
-    rows = collective_ranges(trace)
-    communicating = unite(trace.ranges.start_ns[rows], trace.ranges.end_ns[rows])
+    rows = _computes(trace)
+    computing = unite(trace.work.start_ns[rows], trace.work.end_ns[rows])
+    calls = collective_ranges(trace)
+    communicating = unite(trace.ranges.start_ns[calls], trace.ranges.end_ns[calls])
     return GpuTime(
         busy=unite_all([computing, communicating]),
         computing=computing,
@@ -213,6 +222,7 @@ class _HostPlaces:
         threads.sort(key=lambda thread: (thread not in trace.main_threads, -time_in_phases(thread)))
         self._timelines = [attribution.timelines[thread] for thread in threads]
         self._of_range = np.append(of_range, 0)
+        self._before = [self._names_before(attribution, thread, places) for thread in threads[:1]]
         self._backward = [number for number, (phase, _) in enumerate(places) if phase == BACKWARD]
         edges = [timeline.time_ns for timeline in self._timelines]
         self._edges = np.sort(np.concatenate(edges)) if edges else empty_ints()
@@ -224,7 +234,24 @@ class _HostPlaces:
             here = self._of_range[timeline.innermost_at(time_ns)]
             inner = np.isin(found, self._backward) & np.isin(here, self._backward)
             found = np.where((found == 0) | (inner & (number > 0)), here, found)
+        for starts, place in self._before:
+            found = np.where(found == 0, place[np.searchsorted(starts, time_ns, side="right")], found)
         return found
+
+    @staticmethod
+    def _names_before(attribution: Attribution, thread: int, places: list[Place]) -> tuple[Ints, Ints]:
+        """Return when phases and waits for data began on a thread, and the place that time just before each gets."""
+        ranges, names = attribution.trace.ranges, attribution.trace.names
+        rows = [row for row in np.flatnonzero(ranges.thread == thread).tolist() if names[ranges.name[row]] in _ALL]
+        rows.sort(key=lambda row: int(ranges.start_ns[row]))
+        numbers = []
+        for row in rows:
+            place = (f"before {names[ranges.name[row]]}", "")
+            if place not in places:
+                places.append(place)
+            numbers.append(places.index(place))
+        # What follows the last of them lies in no place.
+        return ranges.start_ns[rows], np.array([*numbers, 0], dtype=np.int64)
 
     def cut(self, when: Stretches) -> tuple[Ints, Ints]:
         """Return the stretches cut wherever the host's place may change."""
