@@ -90,6 +90,13 @@ def test_a_rank_that_is_late_once_by_chance_is_not_named() -> None:
     assert compare_records(light_records(lines)).verdict.culprit is None
 
 
+def test_a_rank_that_is_late_for_no_reason_that_was_recorded_is_not_named() -> None:
+    records = light_records(simulate(3, delays=[Delay(1, "data", 20 * MS)]))
+    silent = [replace(one, steps=tuple(replace(step, data_ns=0, phases=()) for step in one.steps)) for one in records]
+    verdict = compare_records(silent).verdict
+    assert (verdict.culprit, verdict.most_rank, verdict.doubt) == (None, 1, "unexplained")
+
+
 def test_a_lower_clock_is_named_where_kernels_are_slower() -> None:
     records = light_records(simulate(3, delays=[Delay(0, "kernels", 8 * MS)]))
     slow = tuple(replace(step, sm_mhz=1200, throttle=("power cap",)) for step in records[0].steps)

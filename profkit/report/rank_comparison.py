@@ -27,7 +27,7 @@ _CAUSES = {
 }
 _DOUBTS: dict[Doubt, str] = {
     "varies": "but how late it arrives varies too much from step to step",
-    "unexplained": "but it does no more by itself than the median rank",
+    "unexplained": "but what it does more than the median rank explains less than half of that",
     "launches": "it launches later, which a profiler alone may do; without a profiler that often goes away",
 }
 _PARTS = ("kernels", "copy", "data", "launch", "python")

@@ -31,6 +31,8 @@ which alone cost 13 % of a step in such a run."""
 LEAST_ERRORS = 3.0
 """The median wait for a rank must be this many standard errors above 0, so that nobody is named who is late by chance;
 the error is that of a median, from the median distance of the steps from it."""
+LEAST_EXPLAINED = 0.5
+"""The cause must account for at least this share of the cost."""
 _ERROR_OF_MEDIAN = 1.4826 * 1.2533
 _LEAST_SHARE_OF_ONE = 0.1
 """With one step there is no standard error: then it must cost this share of the step."""
@@ -105,7 +107,7 @@ class Verdict:
     differences: Mapping[Cause, int] = field(default_factory=dict)
     """Cause → how much more than the median rank that rank took, per step."""
     doubt: Doubt | None = None
-    """Why a rank that costs much is not called late: its arrivals vary too much, nothing explains it, or launches do."""
+    """Why a rank that costs much is not called late: its arrivals vary much, nothing explains it, or launches do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +255,7 @@ def _judge(ranks: Sequence[tuple[LightRecord, Account]], matched: Sequence[Match
         return nobody
     if not _stands_out(arrival):
         return replace(nobody, doubt="varies")
-    if max(by_cause.values(), default=0.0) <= 0:
+    if max(by_cause.values(), default=0.0) < LEAST_EXPLAINED * typical:
         return replace(nobody, doubt="unexplained")
     cause = max(by_cause, key=lambda one: by_cause[one])
     if cause == "launch" and record.source != "light" and typical < LEAST_LAUNCH_SHARE * cost.step_ns:
@@ -282,7 +284,7 @@ def _stands_out(arrival_ns: Sequence[float]) -> bool:
     middle = float(np.median(arrival_ns)) if arrival_ns else 0.0
     apart = float(np.median(np.abs(np.array(arrival_ns) - middle))) if arrival_ns else 0.0
     error = apart * _ERROR_OF_MEDIAN / max(len(arrival_ns), 1) ** 0.5
-    return middle >= max(LATE_NS, LEAST_ERRORS * error)
+    return bool(middle >= max(LATE_NS, LEAST_ERRORS * error))
 
 
 def _latest(lateness: Sequence[Sequence[float]]) -> int:
