@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from profkit.annotation import Range, observers_but
+from profkit.capture.compiled.buffers import BufferOwner, read_generated_code, with_memory
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedGraphs
 from profkit.capture.compiled.launch_sites import LaunchSite, read_launches
 from profkit.capture.compiled.origins import CodeGeneration, Origin, Record
@@ -91,6 +92,7 @@ class CompiledCode:
         file = read_launches(path.read_text())
         matched = match(file.sites, () if known is None else known.records)
         graph = _describe(path, traced, known, matched)
+        graph = self._with_memory(graph, path, traced, matched)
         if self._records is not None and graph.id not in self._written:
             self._written.add(graph.id)
             append_records(self._records, [graph])
@@ -102,6 +104,28 @@ class CompiledCode:
         }
         place = LoadedGraph(graph.id, traced, {site.line: owners.get(site.line, ()) for site in file.sites})
         stand_in(module, file, self._hooks, _Ranges(place, self._hooks, self._shown_to, self._failed).around)
+
+    def _with_memory(
+        self,
+        graph: CompiledGraph,
+        path: Path,
+        traced: TracedGraph | None,
+        matched: list[tuple[LaunchSite, Record | None]],
+    ) -> CompiledGraph:
+        """Return the graph with the memory that its code holds; without, where that fails, its launches are kept."""
+        try:
+            code = read_generated_code(path.read_text())
+            owners = {
+                name: BufferOwner(_name(one, traced), one.line or None)
+                for _, record in matched
+                if record is not None
+                for name, one in record.buffers.items()
+                if one.modules or one.line
+            }
+            return graph if code is None else with_memory(graph, code, owners)
+        except Exception as error:
+            self._failed(error)
+            return graph
 
     def _failed(self, error: Exception) -> None:
         self.failure = self.failure or f"{type(error).__name__}: {error}"

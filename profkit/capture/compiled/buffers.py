@@ -74,20 +74,20 @@ class GeneratedCode:
 
 
 @dataclass(frozen=True)
-class Origin:
+class BufferOwner:
     """Whose result a buffer is, as Inductor knows it: module (by `named_modules` of the compiled one) and line."""
 
     module: str | None
     source: str | None
 
 
-def with_memory(graph: CompiledGraph, code: GeneratedCode, origins: Mapping[str, Origin]) -> CompiledGraph:
+def with_memory(graph: CompiledGraph, code: GeneratedCode, owners: Mapping[str, BufferOwner]) -> CompiledGraph:
     """Return the record of a graph with the memory that its generated code holds.
 
     Args:
         graph: the record, with its launches.
         code: what `read_generated_code` found in the generated file.
-        origins: whose result each buffer is, by its name. A buffer that is not in it belongs to the module and the line
+        owners: whose result each buffer is, by its name. A buffer that is not in it belongs to the module and the line
             of the launch that writes it, if those are one.
     """
     launches = {launch.line: launch for launch in graph.launches}
@@ -107,12 +107,12 @@ def with_memory(graph: CompiledGraph, code: GeneratedCode, origins: Mapping[str,
                 launch_line = held.line
             launch = launches.get(launch_line) if launch_line is not None else None
             modules, lines = (launch.modules, launch.lines) if launch is not None else ((), ())
-            origin = origins.get(name, Origin(None, None))
+            owner = owners.get(name, BufferOwner(None, None))
             yield Holder(
                 line,
                 launch_line,
-                origin.module if origin.module is not None or len(modules) != 1 else modules[0],
-                origin.source if origin.source is not None or len(lines) != 1 else lines[0],
+                owner.module if owner.module is not None or len(modules) != 1 else modules[0],
+                owner.source if owner.source is not None or len(lines) != 1 else lines[0],
             )
 
     allocations = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from profkit.capture.generated_code import Origin, read_generated_code, with_memory
+from profkit.capture.compiled.buffers import BufferOwner, read_generated_code, with_memory
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder, Launch
 
 TRITON = """\
@@ -135,7 +135,7 @@ def test_a_holder_is_whose_result_it_is_or_else_its_launchs_only_module() -> Non
         Launch(gelu, "triton_poi_fused_gelu_0", False, ("gelu", "out"), ("model.py:4 forward",)),
         Launch(last, "triton_poi_fused_gelu_0", False, ("gelu", "out")),
     )
-    graph = with_memory(graph_of(*launches), code, {"buf1": Origin("gelu", "model.py:5 forward")})
+    graph = with_memory(graph_of(*launches), code, {"buf1": BufferOwner("gelu", "model.py:5 forward")})
     assert graph.spans == code.spans
     allocation = next(one for one in graph.allocations if one.line == line_of("buf0 = empty"))
     assert allocation == Allocation(
