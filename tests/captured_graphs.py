@@ -29,8 +29,8 @@ class PaperDriver:
     def count(self, _stream: int) -> int | None:
         return None if NODES is None else len(NODES)
 
-    def kinds(self, _stream: int) -> list[str]:
-        return list(NODES or ())
+    def kinds(self, _stream: int) -> tuple[list[str], bool]:
+        return list(NODES or ()), True
 
 
 class PaperGraph:

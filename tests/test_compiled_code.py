@@ -14,9 +14,11 @@ from profkit.run.compiled_code import (
     LaunchPlace,
     NodeRun,
     append_records,
+    graph_range,
     launch_range,
     read_captured_graphs,
     read_compiled_code,
+    read_graph_range,
     read_launch_range,
 )
 
@@ -72,3 +74,11 @@ def test_captured_graphs_stand_in_the_same_file_and_equal_ones_have_one_id(tmp_p
     assert read_captured_graphs(path) == (one, other)
     assert read_compiled_code(path) == (GRAPH,)
     assert one.id != other.id
+
+
+def test_the_range_around_a_replay_leads_to_the_graph_that_was_captured() -> None:
+    graph = CapturedGraph.of([NodeRun(2, "kernel")], is_chain=True)
+    assert read_graph_range(graph_range(graph.id)) == graph.id
+    assert graph.id != CapturedGraph.of([NodeRun(2, "kernel")]).id
+    assert read_graph_range("CUDA graph 12") is None
+    assert read_graph_range("step 3") is None

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from profkit.analysis.attribution import attribute_work
 from profkit.analysis.compiled_ranges import nest_compiled_launches
 from profkit.analysis.graph_nodes import place_graph_nodes
 from profkit.analysis.kernels import summarize_kernels
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.range_tree import summarize_ranges
 from profkit.analysis.selection import KernelFilter
+from profkit.reading import open_trace
+from profkit.report.chrome_trace import write_chrome_trace
 from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, graph_range, launch_range
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
+from tests.kineto_builder import kernel, launch, read, row
 from tests.nsys_builder import NsysBuilder, process_of
 
 FORWARD, BACKWARD = ("forward", "model"), ("backward", "model")
@@ -115,7 +120,7 @@ def test_a_replay_that_ran_other_kernels_than_were_captured_keeps_its_range(
     trace = placed(capture, tmp_path, GRAPH)
     assert time_under(trace, "optimizer") == 2 * 70
     assert time_under(trace, graph_range(GRAPH.id)) == sum(kernels.values())
-    assert "1 of 3 replays did not run the 5 kernels that were captured" in trace.notes[0]
+    assert "what 1 of 3 replays ran lies under no module: it is not the 5 kernels that were captured" in trace.notes[0]
 
 
 def test_a_replay_of_a_graph_that_nothing_is_known_of_stays_as_it_is(tmp_path: Path) -> None:
@@ -152,3 +157,45 @@ def test_graphs_that_were_traced_whole_are_said_with_the_command_that_records_th
     (note,) = placed(capture, tmp_path, GRAPH).notes
     assert "1 replays of 1 CUDA graphs were traced whole" in note
     assert "profkit run --nsys --cuda-graph-trace node" in note
+
+
+def kineto_replay(folder: Path, graph: CapturedGraph) -> Trace:
+    """Return a trace of torch.profiler in which a graph of two kernels is replayed; no row says which node it is."""
+    events = [
+        row("user_annotation", "step 0", 0, 90),
+        row("user_annotation", graph_range(graph.id), 10, 20),
+        launch(12, 1, name="cudaGraphLaunch"),
+        kernel("b", 50, 4, 1),
+        kernel("a", 40, 1, 1),
+        launch(70, 2),
+        kernel("launched by itself", 80, 2, 2),
+    ]
+    return place_graph_nodes(read(folder, events), [graph])
+
+
+TWO = (NodeRun(1, "kernel", ("forward",)), NodeRun(1, "kernel", ("backward",)))
+
+
+def test_nodes_that_ran_one_after_the_other_are_known_without_their_numbers(tmp_path: Path) -> None:
+    trace = kineto_replay(tmp_path, CapturedGraph.of(TWO, is_chain=True))
+    assert (time_under(trace, "forward"), time_under(trace, "backward"), time_under(trace)) == (1000, 4000, 7000)
+    assert trace.notes == ()
+
+
+def test_without_their_numbers_the_nodes_of_a_graph_with_branches_are_not_guessed(tmp_path: Path) -> None:
+    graph = CapturedGraph.of(TWO)
+    trace = kineto_replay(tmp_path, graph)
+    assert time_under(trace, graph_range(graph.id)) == 5000
+    assert "what 1 of 1 replays ran lies under no module: the graph has branches" in trace.notes[0]
+    assert "record with --nsys" in trace.notes[0]
+
+
+def test_what_a_replay_ran_keeps_its_module_in_an_exported_trace(tmp_path: Path) -> None:
+    before = OpenedTrace(placed(two_steps(), tmp_path, GRAPH))
+    with (tmp_path / "exported.json.gz").open("wb") as file:
+        write_chrome_trace(file, before, ())
+    after = open_trace(tmp_path / "exported.json.gz")
+    assert tree(after.trace) == tree(before.trace)
+    assert after.kernels("optimizer").kernel_time_ns == 2 * 70
+    members = np.arange(len(before.trace.ranges))
+    assert sorted(after.attribution.copies.count(members)) == sorted(before.attribution.copies.count(members))

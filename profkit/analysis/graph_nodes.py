@@ -13,7 +13,7 @@ and a note says why.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,9 @@ from profkit.trace.columns import (
     take_rows,
 )
 
+_OTHER = "it is not the {:,} kernels that were captured"
+_BRANCHES = "the graph has branches, and torch.profiler does not say which node a kernel is; record with --nsys"
+
 
 def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
     """Return the trace with the ranges of the captures in place of the replays; itself if it has no replay.
@@ -43,11 +46,14 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
         graphs: what the run knows of its CUDA graphs.
     """
     known = {graph_range(graph.id): graph for graph in graphs}
-    layouts = {at: _lay_out(known[name].runs) for at, name in enumerate(trace.names) if name in known}
+    layouts = {at: _lay_out(known[name]) for at, name in enumerate(trace.names) if name in known}
     replays = np.flatnonzero(np.isin(trace.ranges.name, list(layouts)))
     if not len(replays):
         return _note_whole(trace)
-    work_of, copies_of = (_replay_of(rows, trace.ranges, replays) for rows in (trace.work, trace.copies))
+    trace = _number_chains(trace, replays, layouts)
+    work_of, copies_of = (
+        _replay_of(rows, _nodes(rows) >= 0, trace.ranges, replays) for rows in (trace.work, trace.copies)
+    )
     work_ns, copies_ns = trace.work.launch_ns.copy(), trace.copies.launch_ns.copy()
     names = NamesWithNew(trace.names)
     placed, new, notes = np.zeros(len(replays), dtype=np.bool_), [], list(trace.notes)
@@ -61,10 +67,11 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
             node_ns[those] = begin_ns + layout.node[_nodes(rows)[those]]
         new.append(_opened(trace.ranges, replays[mine[fits]], layout, names))
         if not fits.all():
-            notes.append(
-                f"{trace.names[name]}: {int((~fits).sum()):,} of {len(fits):,} replays did not run the"
-                f" {int(layout.is_kernel.sum()):,} kernels that were captured; what they ran lies under no module"
+            left = (
+                f"{trace.names[name]}: what {int((~fits).sum()):,} of {len(fits):,} replays ran lies under no module: "
             )
+            is_known = layout.is_chain or trace.source == "nsys" or bool((_nodes(trace.work) >= 0).any())
+            notes.append(left + (_OTHER.format(int(layout.is_kernel.sum())) if is_known else _BRANCHES))
     return _note_whole(
         replace(
             trace,
@@ -89,10 +96,12 @@ class _Layout:
     is_copy: Bools
     """Which nodes are memory copies or fills."""
     length: int
+    is_chain: bool
 
 
-def _lay_out(runs: Sequence[NodeRun]) -> _Layout:
+def _lay_out(graph: CapturedGraph) -> _Layout:
     """Return when each range opens and closes and each node is launched: one nanosecond after the other."""
+    runs = graph.runs
     names: list[str] = []
     begin: list[int] = []
     end: list[int] = []
@@ -125,6 +134,29 @@ def _lay_out(runs: Sequence[NodeRun]) -> _Layout:
         kinds == "kernel",
         np.isin(kinds, ["copy", "fill"]),
         now,
+        graph.is_chain,
+    )
+
+
+def _number_chains(trace: Trace, replays: Ints, layouts: Mapping[int, _Layout]) -> Trace:
+    """Return the trace with the numbers of nodes where it has none and each node waited for the one before it.
+
+    torch.profiler does not say which node of a graph a kernel is.
+    """
+    if any((_nodes(rows) >= 0).any() for rows in (trace.work, trace.copies)):
+        return trace
+    found = []
+    for rows in (trace.work, trace.copies):
+        number = np.full(len(rows), -1, dtype=np.int64)
+        launched = rows.launch_thread >= 0
+        for at, mine in rows_by_value(_replay_of(rows, launched, trace.ranges, replays)).items():
+            layout = layouts[int(trace.ranges.name[replays[at]])]
+            nodes = np.flatnonzero(layout.is_kernel if isinstance(rows, Work) else layout.is_copy)
+            if at >= 0 and layout.is_chain and len(mine) == len(nodes):
+                number[mine[np.argsort(rows.start_ns[mine], kind="stable")]] = nodes
+        found.append(number)
+    return replace(
+        trace, work=replace(trace.work, graph_node=found[0]), copies=replace(trace.copies, graph_node=found[1])
     )
 
 
@@ -132,11 +164,11 @@ def _nodes(rows: Work | Copies) -> Ints:
     return np.full(len(rows), -1, dtype=np.int64) if rows.graph_node is None else rows.graph_node
 
 
-def _replay_of(rows: Work | Copies, ranges: Ranges, replays: Ints) -> Ints:
-    """Return which of the replays launched each row that is a graph's node, -1 for none."""
+def _replay_of(rows: Work | Copies, wanted: Bools, ranges: Ranges, replays: Ints) -> Ints:
+    """Return which of the replays launched each of the wanted rows, -1 for none."""
     found = np.full(len(rows), -1, dtype=np.int64)
     replays_of = rows_by_value(ranges.thread[replays])
-    for thread, mine in rows_by_value(np.where(_nodes(rows) >= 0, rows.launch_thread, -1)).items():
+    for thread, mine in rows_by_value(np.where(wanted, rows.launch_thread, -1)).items():
         theirs = replays_of.get(thread)
         if thread < 0 or theirs is None:
             continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, pairwise
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -44,6 +44,9 @@ class Driver:
         self._capture_info.argtypes = [pointer] * 6
         self._nodes = library.cuGraphGetNodes
         self._nodes.argtypes = [pointer] * 3
+        # Edges that hold more than their two ends, as those of programmatic launches do, are refused: no chain.
+        self._edges = library.cuGraphGetEdges
+        self._edges.argtypes = [pointer] * 4
         self._node_type = library.cuGraphNodeGetType
         self._node_type.argtypes = [pointer] * 2
 
@@ -52,20 +55,33 @@ class Driver:
         graph = self._graph(stream)
         return None if graph is None else self._count(graph)
 
-    def kinds(self, stream: int) -> list[NodeKind]:
-        """Return what the nodes are, in the order in which they were made; none if the stream is not being captured."""
+    def kinds(self, stream: int) -> tuple[list[NodeKind], bool]:
+        """Return what the nodes are, in the order in which they were made, and whether each waits for the one before.
+
+        There are none if the stream is not being captured.
+        """
         graph = self._graph(stream)
         count = None if graph is None else self._count(graph)
-        if not count:
-            return []
+        if graph is None or not count:
+            return [], False
         nodes, size = (ctypes.c_void_p * count)(), ctypes.c_size_t(count)
         if self._nodes(graph, nodes, ctypes.byref(size)):
-            return []
-        found, kind = [], ctypes.c_int(-1)
+            return [], False
+        found: list[NodeKind] = []
+        kind = ctypes.c_int(-1)
         for node in nodes:
             is_known = self._node_type(node, ctypes.byref(kind)) == 0
             found.append(_KINDS.get(kind.value, "other") if is_known else "other")
-        return found
+        return found, self._is_chain(graph, nodes[:])
+
+    def _is_chain(self, graph: ctypes.c_void_p, nodes: list[int | None]) -> bool:
+        count = ctypes.c_size_t()
+        if self._edges(graph, None, None, ctypes.byref(count)) or count.value != len(nodes) - 1:
+            return False
+        ends = [(ctypes.c_void_p * count.value)() for _ in range(2)]
+        if self._edges(graph, *ends, ctypes.byref(count)):
+            return False
+        return set(zip(*ends, strict=True)) == set(pairwise(nodes))
 
     def _graph(self, stream: int) -> ctypes.c_void_p | None:
         # Asked anew each time: a capture that has failed may have no graph any more.
@@ -86,6 +102,10 @@ class Recorder(Protocol):
 
     def capture_runs(self, runs: bool) -> None:
         """A capture has begun, during which ranges are wanted, or has ended."""
+
+
+captured: dict[str, CapturedGraph] = {}
+"""What this process has captured, by the graphs' ids."""
 
 
 def _harmless(method: Method) -> Method:
@@ -137,10 +157,12 @@ class GraphNodes(RangeObserver):
         graph = None if self._capturing is None else self._capturing()
         if graph is not None and self._driver is not None:
             self._note()
-            kinds = self._driver.kinds(self._stream)
+            kinds, is_chain = self._driver.kinds(self._stream)
             if kinds and len(kinds) == self._noted():
-                record = CapturedGraph.of(_runs(kinds, self._parts))
-                self._keep(record)
+                record = CapturedGraph.of(_runs(kinds, self._parts), is_chain=is_chain)
+                if record.id not in captured:
+                    captured[record.id] = record
+                    self._keep(record)
                 self._ranges[graph] = graph_range(record.id)
         self.forget()
 

@@ -97,7 +97,8 @@ class Session:
         self._rank = rank_number(os.environ)
         self._pid = os.getpid()
         self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
-        self._compiled = CompiledCode(self.hooks, self.run / name_of_rank(COMPILED, self._rank or 0))
+        self._records = self.run / name_of_rank(COMPILED, self._rank or 0)
+        self._compiled = CompiledCode(self.hooks, self._records)
         self._first = order.warmup_steps
         self._end = None if order.steps is None else order.warmup_steps + order.steps
         self._begun = -1
@@ -113,8 +114,7 @@ class Session:
             self._light = LightRecorder(self.run, order.warmup_steps if order.own_steps else 0)
         self._compilations: Compilations | None = None
         if order.recorder in ("kineto", "nsys"):
-            compiled = self.run / name_of_rank(COMPILED, self._rank or 0)
-            self._compilations = Compilations(compiled, lambda: self.hooks.is_recording)
+            self._compilations = Compilations(self._records, lambda: self.hooks.is_recording)
         self._failure: str | None = None
         self._warmup_range = ExitStack()
         self._counter: WorkCounter | None = None
@@ -198,7 +198,7 @@ class Session:
 
     def _keep_graph(self, graph: CapturedGraph) -> None:
         """Write down what was captured into a CUDA graph."""
-        append_records(self.run / name_of_rank(COMPILED, self._rank or 0), [graph])
+        append_records(self._records, [graph])
 
     def own_boundary(self) -> None:
         """One of the target's own steps has ended."""

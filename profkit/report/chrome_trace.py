@@ -26,7 +26,7 @@ from profkit.report.export_layout import (
     lay_out,
     place_memory,
 )
-from profkit.trace.columns import Ints, Trace
+from profkit.trace.columns import Copies, Ints, Trace, Work
 from profkit.trace.exported import EXPORTED
 from profkit.trace.scrub import clean_text
 from profkit.version import __version__
@@ -163,10 +163,12 @@ class _TimeRows:
             yield _metadata("thread_name", self._layout.pids[process], tid, f"GPU {device} stream {stream}")
         columns = _columns(work, "name", "start_ns", "end_ns", "process", "device", "stream", "is_graph")
         calls = launching_calls(self._trace, work).tolist()
-        for (name, start, end, process, device, stream, is_graph), call in zip(columns, calls, strict=True):
+        later = _later(work)
+        for (name, start, end, process, device, stream, is_graph), call, ns in zip(columns, calls, later, strict=True):
             where = tracks[process, device, stream]
             arguments = f'"device": {device}, "stream": {stream}' + (', "is_graph": 1' if is_graph else "")
-            yield self._slice("kernel", self._names[name], (start, end), where, arguments + self._launched_by(call))
+            arguments += self._launched_by(call, ns)
+            yield self._slice("kernel", self._names[name], (start, end), where, arguments)
             yield from self._flow(call, where, start)
 
     def _operators(self) -> Iterator[str]:
@@ -199,10 +201,11 @@ class _TimeRows:
             yield _metadata("thread_name", self._layout.pids[process], tid, f"GPU {device} copies and fills")
         columns = _columns(copies, "start_ns", "end_ns", "process", "device", "is_memset", "from_host", "byte_count")
         calls = launching_calls(self._trace, copies).tolist()
-        for (start, end, process, device, is_memset, from_host, byte_count), call in zip(columns, calls, strict=True):
+        for row, call, ns in zip(columns, calls, _later(copies), strict=True):
+            start, end, process, device, is_memset, from_host, byte_count = row
             category = "gpu_memset" if is_memset else "gpu_memcpy"
             name = '"Memset"' if is_memset else '"Memcpy HtoD"' if from_host else '"Memcpy"'
-            arguments = f'"device": {device}, "bytes": {byte_count}' + self._launched_by(call)
+            arguments = f'"device": {device}, "bytes": {byte_count}' + self._launched_by(call, ns)
             yield self._slice(category, name, (start, end), tracks[process, device], arguments)
             yield from self._flow(call, tracks[process, device], start)
 
@@ -215,8 +218,9 @@ class _TimeRows:
                 for start, end in _columns(some, "start_ns", "end_ns"):
                     yield self._slice("gpu_idle", json.dumps(cause), (start, end), f'"pid": {pid}, "tid": {tid}')
 
-    def _launched_by(self, call: int) -> str:
-        return f', "correlation": {self._correlation[call]}' if call >= 0 else ""
+    def _launched_by(self, call: int, later_ns: int) -> str:
+        node = f', "node_ns": {later_ns}' if later_ns else ""
+        return f', "correlation": {self._correlation[call]}{node}' if call >= 0 else ""
 
     def _flow(self, call: int, where: str, start_ns: int) -> Iterator[str]:
         """Return the arrow from a launch to what it launched."""
@@ -276,6 +280,12 @@ def _memory_rows(memory: MemoryTracks, place: MemoryProcess) -> Iterator[str]:
 
 def _metadata(kind: str, pid: int, tid: int, name: str) -> str:
     return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})
+
+
+def _later(rows: Work | Copies) -> list[int]:
+    """Return how much later than its call each row counts as launched: the nodes of a CUDA graph do."""
+    later: list[int] = (rows.placed_ns - rows.launch_ns).tolist()
+    return later
 
 
 def _columns(table: object, *names: str) -> Iterator[tuple[Any, ...]]:

@@ -15,7 +15,8 @@ line here, and it names the modules by itself, so that a trace can be read witho
 Python does not run when a CUDA graph is replayed. So the file also says of each graph that was captured which ranges
 were open when each of its nodes was made, in the order in which they were made::
 
-    {"kind": "cuda_graph", "id": "9d21c07b4e", "runs": [{"count": 3, "kind": "kernel", "path": ["forward", "model"]}]}
+    {"kind": "cuda_graph", "id": "9d21c07b4e", "runs": [{"count": 3, "kind": "kernel", "path": ["forward", "model"]}],
+     "is_chain": true}
 
 A replay lies in a range that `graph_range` names.
 """
@@ -23,6 +24,7 @@ A replay lies in a range that `graph_range` names.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -36,6 +38,7 @@ PREFIX = "compiled "
 SHARED = "shared: "
 SEPARATOR = " / "
 GRAPH_PREFIX = "CUDA graph "
+_GRAPH_ID = re.compile(r"[0-9a-f]{10}")
 COMPILED_KERNEL = "compiled kernel"
 """What a launch on the CPU that calls no operator of torch is named in torch.profiler's trace: compiled C++."""
 _MOST_NODES = 2**22
@@ -144,21 +147,23 @@ class CapturedGraph:
     """What was captured into a CUDA graph: all its nodes, in the order in which they were made.
 
     ``id`` is made from the nodes, so that equal graphs of all processes share a record. A path holds the ranges that
-    were opened since the capture began.
+    were opened since the capture began. ``is_chain``: each node waits for the one before it, so that they run in this
+    order.
     """
 
     id: str
     runs: tuple[NodeRun, ...]
+    is_chain: bool = False
 
     def __post_init__(self) -> None:
         if any(run.count < 0 for run in self.runs) or sum(run.count for run in self.runs) > _MOST_NODES:
             raise ValueError(f"a CUDA graph of less than no nodes, or of more than {_MOST_NODES:,}")
 
     @staticmethod
-    def of(runs: Sequence[NodeRun]) -> CapturedGraph:
+    def of(runs: Sequence[NodeRun], *, is_chain: bool = False) -> CapturedGraph:
         """Return the record of a graph with these nodes."""
-        content = json.dumps([(run.count, run.kind, run.path) for run in runs])
-        return CapturedGraph(sha256(content.encode()).hexdigest()[:10], tuple(runs))
+        content = json.dumps([is_chain, *((run.count, run.kind, run.path) for run in runs)])
+        return CapturedGraph(sha256(content.encode()).hexdigest()[:10], tuple(runs), is_chain)
 
 
 @dataclass(frozen=True)
@@ -210,6 +215,12 @@ class GraphBreak:
 def graph_range(id: str) -> str:
     """Return the name of the range around a replay of a captured graph."""
     return GRAPH_PREFIX + id
+
+
+def read_graph_range(name: str) -> str | None:
+    """Return the id of the captured graph whose replay a range is around; None if it is another range."""
+    id_ = name.removeprefix(GRAPH_PREFIX)
+    return id_ if id_ != name and _GRAPH_ID.fullmatch(id_) else None
 
 
 def launch_range(place: LaunchPlace) -> str:

@@ -331,6 +331,7 @@ class _GpuReader:
             launch_thread=launch_thread,
             is_graph=np.array([parse_argument(event, "is_graph") == 1 for event in rows], dtype=np.bool_),
             graph_node=_nodes(rows),
+            node_ns=_node_ns(rows, launch_ns),
             collective=integers([self._collectives.add(event) for event in rows]),
         )
 
@@ -351,6 +352,7 @@ class _GpuReader:
             from_host=np.array([_FROM_HOST in name_of(event) for event in rows], dtype=np.bool_),
             byte_count=integers([parse_argument(event, "bytes") or 0 for event in rows]),
             graph_node=_nodes(rows),
+            node_ns=_node_ns(rows, launch_ns),
         )
 
     def calls_with_work(self) -> Bools:
@@ -428,6 +430,12 @@ def _find_origins(
 
 def _columns(places: list[tuple[int, int]]) -> tuple[Ints, Ints]:
     return integers([moment for moment, _ in places]), integers([thread for _, thread in places])
+
+
+def _node_ns(rows: list[Event], launch_ns: Ints) -> Ints | None:
+    """Return when each row counts as launched, where an exported trace says so of a CUDA graph's nodes."""
+    later = integers([parse_argument(event, "node_ns") or 0 for event in rows])
+    return launch_ns + later if later.any() else None
 
 
 def _nodes(rows: list[Event]) -> Ints:
