@@ -30,8 +30,10 @@ from profkit.trace.scrub import TAKEN, ScrubResult, Taken, clean_text, holds_a_p
 _GZIP = b"\x1f\x8b"
 
 # JSON that profkit wrote itself into a run.
-_RUN_FILES = ("work.", "ceilings.", "ledger.", "compiled.")
+_RUN_FILES = ("work.", "ceilings.", "ledger.", "compiled.", "light.")
 _COMMAND_LINES = {"command", "argv"}
+_LEFT_OUT = ("gpu_uuid", "job")
+"""Keys of a manifest: a job's rendezvous names a host."""
 _NOT_SHARED = {NSYS_REPORT: "the report, which holds the environment", LOG: "the profiler's log"}
 
 # A text in JSON, and the colon after it if it is a key.
@@ -180,7 +182,7 @@ def _scrub_manifest(manifest: Any, texts: _Texts) -> Any:
         lines = _COMMAND_LINES if manifest.get("kind") == "model" else {*_COMMAND_LINES, "target"}
         gone = {key: TAKEN if isinstance(manifest[key], str) else [TAKEN] for key in lines & manifest.keys()}
         texts.note("command line", len(gone))
-        kept = {key: value for key, value in manifest.items() if key != "gpu_uuid"}
+        kept = {key: value for key, value in manifest.items() if key not in _LEFT_OUT}
         return {key: gone.get(key) or _scrub_manifest(value, texts) for key, value in kept.items()}
     if isinstance(manifest, list):
         return [_scrub_manifest(value, texts) for value in manifest]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from profkit.errors import RunError, UsageError
 from profkit.run.directory import choose_run, make_run_directory, runs_of_job
+from profkit.run.gathering import gather
 from profkit.run.job import Job, find_job, node_number, rank_number
 from tests.in_process import run_command
 
@@ -176,3 +178,49 @@ def test_a_command_reads_one_rank_of_a_job(two_machines: Path) -> None:
     refused = run_command("kernels", two_machines)
     assert refused.returncode == 2
     assert "holds the runs of 2 machines: profkit ranks" in refused.stderr
+
+
+def test_runs_from_several_disks_are_put_in_the_order_of_their_ranks(two_machines: Path, tmp_path: Path) -> None:
+    # On disks of their own both machines would have called theirs node0.
+    for host, run in zip("ab", reversed(runs_of_job(two_machines)), strict=True):
+        shutil.copytree(run, tmp_path / host / "node0")
+    by_rank = {light.name: light.parent for light in tmp_path.glob("*/node0/light*")}
+    done = run_command("gather", *sorted(by_rank.values()), "-o", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "holds 2 ranks of 2 machines." in done.stdout
+    first, second = runs_of_job(tmp_path / "run")
+    assert (first / "light.jsonl").read_text() == (by_rank["light.jsonl"] / "light.jsonl").read_text()
+    assert {path.name for path in second.iterdir()} == {path.name for path in by_rank["light.rank1.jsonl"].iterdir()}
+    assert json.loads((tmp_path / "run" / "job.json").read_text())["count"] == 2
+    half = run_command("gather", first, "-o", tmp_path / "half")
+    assert "holds 1 rank of 1 machine; the job has 2." in half.stdout
+
+
+def _one_run(path: Path, ranks: list[int], job: str) -> Path:
+    path.mkdir()
+    processes = [{"rank": rank} for rank in ranks]
+    (path / "manifest.json").write_text(json.dumps({"processes": processes, "job": {"id": job}}))
+    return path
+
+
+def test_runs_that_are_not_of_one_job_are_not_gathered(tmp_path: Path) -> None:
+    one = _one_run(tmp_path / "one", [0, 1], "j7")
+    cases = (
+        (_one_run(tmp_path / "same", [1, 2], "j7"), "rank 1 is in "),
+        (_one_run(tmp_path / "other", [2, 3], "j8"), "the runs are of different jobs: j7 and j8"),
+        (_one_run(tmp_path / "none", [], "j7"), "does not say which ranks it holds"),
+    )
+    for other, said in cases:
+        with pytest.raises(UsageError, match=said):
+            gather([one, other], tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    with pytest.raises(RunError, match="exists; name a new directory"):
+        gather([one], one)
+
+
+def test_a_scrubbed_run_of_a_job_names_no_host(two_machines: Path, tmp_path: Path) -> None:
+    done = run_command("scrub", two_machines / "node0", "-o", tmp_path / "copy")
+    assert done.returncode == 0, done.stderr
+    assert "localhost" not in (tmp_path / "copy" / "manifest.json").read_text()
+    (light,) = (two_machines / "node0").glob("light*")
+    assert (tmp_path / "copy" / light.name).read_text() == light.read_text()

@@ -37,6 +37,9 @@ of steps of 20 ms leaves some 3,000. A row is written 8 steps after its end, whe
 _FIRST_PERIOD, _LONGEST_PERIOD = 8, 1024
 """While all steps are kept, the file is written every so many steps, always a power of two."""
 
+_AT_LEAST_EVERY_NS = 5_000_000_000
+"""A process that is killed loses what was not written yet: no more than this, unless writing takes too much time."""
+
 _SHARE = 200
 """Writing may take one part in so many of the steps' time."""
 

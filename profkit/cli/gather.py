@@ -1,0 +1,31 @@
+"""``profkit gather``: the runs of several machines as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profkit.cli.outputs import print_line, quote_path
+from profkit.cli.progress import shown_after_a_second
+from profkit.report.units import format_count
+from profkit.run.gathering import gather as gather_to
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The directory to make.")
+def gather(sources: tuple[Path, ...], output: Path) -> None:
+    """Put the runs of several machines, copied from their disks, into one directory.
+
+    SOURCES are the run directories of one job's machines, or directories that hold some. Where all machines wrote to
+    one disk nothing need be gathered. The sources are only read; `profkit ranks OUTPUT` compares all ranks.
+    """
+    with shown_after_a_second(f"copying {format_count(len(sources), 'run')}"):
+        found = gather_to(sources, output)
+    held = sum(len(ranks) for _, ranks in found.runs)
+    missing = ""
+    if found.expected is not None and found.expected > len(found.runs):
+        missing = f"; the job has {found.expected}"
+    print_line(f"{output} holds {format_count(held, 'rank')} of {format_count(len(found.runs), 'machine')}{missing}.")
+    print_line(f"Next:\n  profkit ranks {quote_path(output)}")
