@@ -12,6 +12,7 @@ from profkit import read_trace
 from profkit.analysis.compiled_ranges import nest_compiled_launches
 from profkit.errors import TraceError
 from profkit.run.compiled_code import SHARED, LaunchPlace, launch_range, read_launch_range
+from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
 from tests import kineto_builder as kineto
 from tests.nsys_builder import NsysBuilder
@@ -86,9 +87,8 @@ def tree(path: Path) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def tree_launch_by_launch(path: Path) -> dict[str, tuple[int, int]]:
-    """Return path → (kernel time, kernels), each kernel placed by the one range around its launch, as Python reads."""
-    trace = read_nsys(path)
+def tree_launch_by_launch(trace: Trace) -> dict[str, tuple[int, int]]:
+    """Return path → (kernel time, kernels) of a trace as its reader leaves it: launches placed one by one in Python."""
     found: Counter[str] = Counter()
     count: Counter[str] = Counter()
     spans = [
@@ -100,20 +100,20 @@ def tree_launch_by_launch(path: Path) -> dict[str, tuple[int, int]]:
     main = next(iter(trace.main_threads))
     for row in range(len(trace.work)):
         moment, thread = int(trace.work.launch_ns[row]), int(trace.work.launch_thread[row])
-        path_: list[str] = []
+        names: list[str] = []
         for _, _, _, name in sorted(
             (one for one in spans if one[0] <= moment < one[1] and one[2] in (thread, main)),
             key=lambda one: one[0] - one[1],
         ):
             at = read_launch_range(name)
             if at is None:
-                path_.append(name)
+                names.append(name)
             else:
-                path_ += [module for module in at.path if module not in path_]
-                path_ += [SHARED + " + ".join(at.shared)] if at.shared else []
-        for depth in range(1, len(path_) + 1):
-            found["/".join(path_[:depth])] += int(trace.work.duration_ns[row])
-            count["/".join(path_[:depth])] += 1
+                names += [module for module in at.path if module not in names]
+                names += [SHARED + " + ".join(at.shared)] if at.shared else []
+        for depth in range(1, len(names) + 1):
+            found["/".join(names[:depth])] += int(trace.work.duration_ns[row])
+            count["/".join(names[:depth])] += 1
     return {one: (time, count[one]) for one, time in found.items()}
 
 
@@ -144,7 +144,7 @@ def test_a_compiled_run_has_the_tree_of_modules(tmp_path: Path) -> None:
 
 def test_the_tree_equals_one_made_launch_by_launch(tmp_path: Path) -> None:
     path = whole_run(tmp_path, steps=3)
-    assert rows_of(path) == tree_launch_by_launch(path)
+    assert rows_of(path) == tree_launch_by_launch(read_nsys(path))
 
 
 def test_a_random_order_of_launches_gives_each_module_its_own(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_random_order_of_launches_gives_each_module_its_own(tmp_path: Path) ->
             program.now += 4
     program.builder.range("forward", begin, program.now)
     path = program.builder.write(tmp_path / "trace.sqlite")
-    assert rows_of(path) == tree_launch_by_launch(path)
+    assert rows_of(path) == tree_launch_by_launch(read_nsys(path))
     opened = read_trace(path)
     assert sum(row.kernel_time_ns for row in opened.ranges().ranges if row.path == "forward") == 2000
     by_range = opened.kernels(by="range")

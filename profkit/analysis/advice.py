@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from profkit.analysis.compiled_ranges import is_shared
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.summary import EXPANDABLE, WORTH, Summary
@@ -326,5 +327,7 @@ def repeated_module(modules: tuple[PartRow, ...]) -> PartRow | None:
 def repeated_time(modules: tuple[ModuleTime, ...]) -> ModuleTime | None:
     """Return the outermost repeated module that took the most time: the blocks of the model, if it has any."""
     number = {one.module: one.number for one in modules}
-    repeated = [one for one in modules if one.number > 1 and number.get(one.parent or "", 1) == 1]
+    repeated = [
+        one for one in modules if one.number > 1 and number.get(one.parent or "", 1) == 1 and not is_shared(one.module)
+    ]
     return max(repeated, key=lambda one: one.total_ns, default=None)

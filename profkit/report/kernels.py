@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,7 @@ from profkit.analysis.compiled_sources import KernelSource
 from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.analysis.range_paths import split_path
 from profkit.findings import Finding
-from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
+from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.ranks import are_compared, rank_cells, rank_columns, rank_head, rank_table, sum_ranks
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
@@ -21,7 +21,8 @@ SORTS = tuple(_SORTS)
 
 _EXACT = tuple(key for key in KernelRow.__dataclass_fields__ if key != "per_rank_ns")
 _MOST_LINES = 3
-"""As many shared lines are named; `profkit ranges` lists all."""
+"""As many shared lines are named (`profkit ranges` lists all), and lines of the program."""
+_MOST_SOURCES = 20
 _RANKS_BESIDE_CATEGORY = 2
 """With more ranks than these a screen has no room for the category."""
 
@@ -65,7 +66,7 @@ def build_kernels_document(
     parts += [rank_table(result, steps)] if are_compared(result) else []
     parts += [table, *instances]
     parts += [_rule_table(result, shown, full_names=full_names)] if explain else []
-    parts += _source_parts(result, shown, steps, full_names=full_names)
+    parts += _source_lines(result, shown, steps, full_names=full_names) if explain else []
     parts.append(Lines(_books(result, steps)))
     data = result.to_dict() | {"kernels": [_exact_row(result, row, explain) for row in shown]}
     data["rest"] = None if rest is None else asdict(rest)
@@ -273,45 +274,47 @@ def _rule_table(result: KernelsResult, rows: Sequence[KernelRow], *, full_names:
     return Table(columns, [_exact_row(result, row, explain=True) for row in rows], title)
 
 
-def _source_parts(
+def _source_lines(
     result: KernelsResult, rows: Sequence[KernelRow], steps: int | None, *, full_names: bool
-) -> list[Table | Lines]:
+) -> list[Lines]:
     """Return what the kernels of compiled code compute, those that are shown in the table of kernels."""
     shown = {row.name for row in rows}
     sources = [one for one in result.sources or () if one.kernel in shown]
     if not sources:
         return []
-    columns = (
-        Column("total_ns", "total" if steps is None else "per step", ns_over(steps)),
-        Column("kernel", "kernel", _name_unit(result, full_names), flexible=True),
-        Column("computes", "computes", TEXT, flexible=True),
-        Column("lines", "lines", TEXT, flexible=True),
-        Column("modules", "modules", TEXT, flexible=True),
-    )
-    cells: list[Row] = [
-        {
-            "total_ns": one.total_ns,
-            "kernel": one.kernel,
-            "computes": UNKNOWN if one.operators is None else _computes(one),
-            "lines": UNKNOWN if one.lines is None else ", ".join(one.lines) or "none",
-            "modules": " + ".join(one.modules) or "none (made by the compiler)",
-        }
-        for one in sources
-    ]
-    parts: list[Table | Lines] = [
-        Table(columns, cells, "What the kernels of compiled code compute, and for which modules")
-    ]
+    each, most = ns_over(steps).show, len(sources) if full_names else _MOST_SOURCES
+    lines = [_source_line(result, one, each, full_names) for one in sources[:most]]
+    if len(sources) > most:
+        rest = sum(one.total_ns for one in sources[most:])
+        lines.append(f"{each(rest)} in {len(sources) - most} smaller places (--full-names shows them)")
     unknown = sum(one.launch is None for one in sources)
     if unknown:
         who = f"operators and lines of {unknown} of {len(sources)} are unknown"
-        parts.append(Lines([f"{who}: no compiled.jsonl next to this trace knows them"]))
-    return parts
+        lines.append(f"{who}: no compiled.jsonl next to this trace knows them")
+    what = "What compiled kernels compute, from which lines, and for which modules"
+    return [Lines(lines, title=f"{what}, {'sums' if steps is None else 'per step'}")]
 
 
-def _computes(source: KernelSource) -> str:
-    """Return the operators of a launch; of a library's function, the call before them."""
-    operators = ", ".join(source.operators or ())
-    return f"{source.launch}: {operators}" if source.is_extern and operators else operators or str(source.launch)
+def _source_line(result: KernelsResult, source: KernelSource, each: Callable[[Any], str], full_names: bool) -> str:
+    """Return one sentence: ``3.2 ms triton_poi_fused_gelu_3: aten.gelu; model.py:87 forward; for h.*.mlp.gelu``."""
+    most = 1 << 20 if full_names else _MOST_LINES
+    parts = [f"{each(source.total_ns)} {_name_unit(result, full_names).show(source.kernel)}"]
+    if source.launch is not None:
+        operators = _some(source.operators or (), 2 * most)
+        called = f"{source.launch}: {operators}" if source.is_extern and operators else operators or source.launch
+        parts[0] += f": {called}"
+        lines = source.lines or ()
+        parts += (
+            [_some(lines if full_names else [line[line.rfind("/") + 1 :] for line in lines], most)] if lines else []
+        )
+    parts.append(f"for {' + '.join(source.modules)}" if source.modules else "for no module (made by the compiler)")
+    return "; ".join(parts)
+
+
+def _some(texts: Sequence[str], most: int) -> str:
+    """Return the first texts, and how many more there are."""
+    more = [f"{len(texts) - most} more"] if len(texts) > most else []
+    return ", ".join([*texts[:most], *more])
 
 
 def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, totals: bool) -> Table:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.analysis.advice import Advice, repeated_module, repeated_time
+from profkit.analysis.compiled_ranges import is_shared
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime, own_time
 from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
@@ -22,6 +23,8 @@ _TRIED = 3
 _COMMAND_WIDTH = 60
 _COMMAND_BEGINNING = 40
 _MODULES = 4
+_SHARED = "shared by several"
+"""What compiled code computes for several modules together."""
 _NAME_WIDTH = 48
 _SEPARATOR = " · "
 _CAUSES = {
@@ -209,7 +212,7 @@ def _work(summary: Summary, work: WorkUse) -> str:
 
 def _modules(summary: Summary) -> str:
     """Return the time of the repeated blocks and what is in them, then of other modules at the top."""
-    known = [one for one in summary.modules if one.module != MODEL]
+    known = _with_shared_as_one([one for one in summary.modules if one.module != MODEL])
     if not known or summary.work is None:
         return ""
     blocks, texts = repeated_time(summary.modules), []
@@ -228,6 +231,20 @@ def _modules(summary: Summary) -> str:
     if text and summary.work.communication_ns > _MUCH * summary.work.kernel_time_ns:
         text += f"{_SEPARATOR}communication counts where it was launched"
     return text
+
+
+def _with_shared_as_one(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
+    """Return the modules with one in place of all the lines that some of them share within a module around them."""
+    shared: dict[str | None, list[ModuleTime]] = {}
+    for one in modules:
+        if is_shared(one.module):
+            shared.setdefault(one.parent, []).append(one)
+    passes = ("forward_ns", "backward_ns", "recompute_ns")
+    sums = [
+        ModuleTime(_SHARED, parent, 1, *(sum(getattr(one, name) for one in some) for name in passes))
+        for parent, some in shared.items()
+    ]
+    return [*(one for one in modules if not is_shared(one.module)), *sums]
 
 
 def _holds(one: ModuleTime, blocks: ModuleTime | None) -> bool:

@@ -1,0 +1,155 @@
+"""A model that runs eagerly and compiled, recorded on the CPU: both runs show the same modules."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from profkit import read_trace
+from profkit.analysis.compiled_ranges import is_shared, sharing_modules
+from profkit.analysis.range_paths import build_nodes
+from profkit.names import PHASES
+from profkit.run.directory import Run
+from profkit.trace.kineto import read_kineto
+from tests.in_process import run_command, run_profkit
+from tests.test_compiled_ranges import rows_of, tree_launch_by_launch
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).split(32, 2))
+        return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(32), Attention(), nn.LayerNorm(32)
+        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.h = nn.Embedding(64, 32), nn.ModuleList(Block() for _ in range(2))
+        self.ln_f, self.head = nn.LayerNorm(32), nn.Linear(32, 64)
+
+    def forward(self, x):
+        y = self.emb(x)
+        for block in self.h:
+            y = block(y)
+        return F.cross_entropy(self.head(self.ln_f(y)).flatten(0, 1), x.flatten())
+
+
+torch.manual_seed(0)
+model = Model()
+called = torch.compile(model) if sys.argv[1] == "compiled" else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+tokens = torch.randint(0, 64, (2, 16))
+for _ in range(6):
+    loss = called(tokens)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("trees")
+    (folder / "train.py").write_text(SCRIPT)
+    for kind in ("eager", "compiled"):
+        done = run_profkit(
+            *("run", "--kineto", "--warmup", "2", "--steps", "2", "-o", kind, "--", sys.executable, "train.py", kind),
+            cwd=folder,
+            TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"),
+        )
+        assert done.returncode == 0, done.stderr
+    return {kind: folder / kind for kind in ("eager", "compiled")}
+
+
+def modules_of(run: Path) -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
+    """Return the paths of the modules with work in each phase, and the same of the lines that modules share."""
+    own, shared = set(), set()
+    for row in read_trace(run).ranges(numbered=True).ranges:
+        parts = tuple(row.path.split("/"))
+        at = next((number for number, part in enumerate(parts) if part in PHASES[:3]), None)
+        if at is not None and row.kernel_count:
+            (shared if is_shared(parts[-1]) else own).add(parts[at:])
+    return own, shared
+
+
+def products(run: Path) -> Counter[tuple[str, ...]]:
+    """Return how many matrix products ran in each place."""
+    opened = read_trace(run)
+    trace, nodes = opened.trace, build_nodes(opened.attribution, numbered=True)
+    names = nodes.names_above()
+    places = opened.attribution.work.innermost
+    return Counter(
+        names[nodes.of_range[place]]
+        for place, name in zip(places.tolist(), trace.work.name.tolist(), strict=True)
+        if trace.names[name] in PRODUCTS
+    )
+
+
+def test_a_compiled_run_has_the_modules_of_the_eager_one(runs: dict[str, Path]) -> None:
+    eager, _ = modules_of(runs["eager"])
+    compiled, shared = modules_of(runs["compiled"])
+    assert compiled <= eager
+    assert all(line[:-1] in eager for line in shared)
+    for missing in eager - compiled:
+        sharing = [module for line in shared if line[0] == missing[0] for module in sharing_modules(line[-1])]
+        assert any(module == missing[-1] or module.startswith(f"{missing[-1]}.") for module in sharing), missing
+
+
+def test_each_module_makes_the_same_matrix_products(runs: dict[str, Path]) -> None:
+    assert products(runs["compiled"]) == products(runs["eager"])
+
+
+def test_the_tree_of_a_recording_equals_one_made_launch_by_launch(runs: dict[str, Path]) -> None:
+    trace = read_kineto(Run(runs["compiled"]).find_trace())
+    expected = tree_launch_by_launch(trace)
+    found = rows_of(runs["compiled"])
+    assert {path: time for path, (time, _) in found.items()} == {path: time for path, (time, _) in expected.items()}
+
+
+def test_most_of_the_time_lies_under_modules_and_shared_lines(runs: dict[str, Path]) -> None:
+    opened = read_trace(runs["compiled"])
+    rows = opened.kernels(by="module").kernels
+    assert sum(row.total_ns for row in rows) == opened.attribution.ledger.total_ns
+    phases = [opened.kernels(phase) for phase in ("forward", "backward")]
+    unplaced = sum(row.total_ns for row in rows if row.name in ("(no module: forward)", "(no module: backward)"))
+    assert unplaced < 0.1 * sum(phase.total_ns for phase in phases)
+
+
+def test_explain_leads_to_the_lines_of_the_script(runs: dict[str, Path]) -> None:
+    sources = read_trace(runs["compiled"]).kernels(explain=True).sources
+    assert sources
+    assert all(one.launch is not None for one in sources)
+    gelu = [one for one in sources if one.operators and "aten.erf" in one.operators and not one.is_extern]
+    assert gelu
+    (product, *_) = (one for one in sources if one.modules == ("h.*.attn.qkv",) and one.kernel == "aten::addmm")
+    assert product.is_extern
+    (line,) = product.lines or ()
+    number = 1 + SCRIPT.splitlines().index(next(one for one in SCRIPT.splitlines() if "self.qkv(x)" in one))
+    assert f"train.py:{number}" in line
+    assert json.loads(run_command("kernels", runs["compiled"], "--explain", "--format", "json").stdout)["sources"]
