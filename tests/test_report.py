@@ -120,6 +120,21 @@ def test_what_was_not_recorded_is_said_with_the_command_that_records_it(tmp_path
     assert 'torch</dt><dd class="unknown">not recorded' in text
 
 
+def test_columns_that_were_not_recorded_stay_and_name_the_command_that_records_them(run: Path, tmp_path: Path) -> None:
+    shutil.copyfile(run / "manifest.json", tmp_path / "manifest.json")
+    builder = NsysBuilder()
+    for name, start, end in (("step 0", 0, 1_000), ("forward", 1, 999), ("h.0", 2, 998)):
+        builder.range(name, start, end)
+    builder.kernel(50, 10)
+    builder.write(tmp_path / "trace.sqlite")
+    section = render_report(open_capture(tmp_path)).partition('<section id="modules"')[2].partition("</section>")[0]
+    for key in ("flops", "forward_peak", "backward_peak", "limited_by", "bytes", "activations"):
+        assert f'data-key="{key}"' in section
+    again = "python train.py --data=set.bin</code> records them"
+    assert f"limits most modules, were not recorded. <code>profkit run --flops -- {again}" in section
+    assert f"The bytes of modules were not recorded. <code>profkit run --memory -- {again}" in section
+
+
 def test_names_from_a_capture_are_escaped(tmp_path: Path) -> None:
     trace = write_two_steps(tmp_path / "hostile.sqlite", kernel="</td><script>alert(1)</script>")
     text = render_report(open_capture(trace))

@@ -111,7 +111,7 @@ def _module_of(names: Sequence[str], labels: Sequence[tuple[str, str]], parent: 
     phase = next((at for at, name in enumerate(names) if name in PHASES), None)
     for at in range(len(names) - 1, -1 if phase is None else phase, -1):
         name, domain = labels[node]
-        is_module = name not in (RECOMPUTE, REPLICA) and domain != _CCCL and not _is_of_library(name, domain)
+        is_module = name not in (RECOMPUTE, REPLICA) and not _is_of_library(name, domain)
         if phase is not None and is_module:
             return names[at]
         node = parent[node]
@@ -119,8 +119,8 @@ def _module_of(names: Sequence[str], labels: Sequence[tuple[str, str]], parent: 
 
 
 def _is_of_library(name: str, domain: str) -> bool:
-    """Return whether torch or NCCL opened a range for itself."""
-    return name.startswith(_OPTIMIZERS) or _NCCL in domain.lower()
+    """Return whether torch, NCCL or one of CUDA's C++ libraries opened a range for itself."""
+    return name.startswith(_OPTIMIZERS) or domain == _CCCL or _NCCL in domain.lower()
 
 
 def own_time(modules: Sequence[ModuleTime], module: str) -> ModuleTime | None:

@@ -111,5 +111,5 @@ def _pieces_by_line(run: Results) -> dict[str, list[Piece]]:
     memory, found = run.device, dict[str, list[Piece]]()
     moment = run.memory.composition.moment
     for row in memory.live_rows(moment):
-        found.setdefault(memory.stacks.of(row).label, []).append(piece_of(memory, row, moment))
+        found.setdefault(memory.stack_of(row, moment).label, []).append(piece_of(memory, row, moment))
     return found

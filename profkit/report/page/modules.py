@@ -42,7 +42,7 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
     rows = tree_of(times, parts, run.efficiency)
     if before is not None:
         _add_changes(rows, steps, tree_of(before.summary.modules, _parts(before)), before.steps)
-    table = view_table(Table(_columns(rows, steps), rows))
+    table = view_table(Table(_columns(run, rows), rows))
     for view, row in zip(table["rows"], rows, strict=False):
         # Under its parent a module needs only the rest of its name; the whole one is in the title, and in CSV.
         parent = row["parent"] or ""
@@ -51,10 +51,21 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
     return {
         "table": table,
         "choices": pack_choices(run, rows[: len(table["rows"])]),
+        "missing": list(_missing(run, rows)),
         "is_joined": bool(times) and bool(parts),
         "per": "sums over the recording" if steps is None else f"per step, averages over {steps}",
         "moment": None if run.memory is None else run.memory.composition.what,
     }
+
+
+def _missing(run: Results, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield which columns were not recorded, and the command that records them."""
+    if not run.summary.modules:
+        yield "The times of modules", run.record_again("--nsys")
+    elif run.efficiency is not None and all(row.get("flops") is None for row in rows):
+        yield "FLOP and % of peak, and what limits most modules,", run.record_again("--flops")
+    if run.memory is None:
+        yield "The bytes of modules", run.record_again("--memory")
 
 
 def _parts(run: Results) -> Sequence[PartRow]:
@@ -211,10 +222,17 @@ def _flops(value: float) -> str:
     return f"{four_digits(value / 10**power)} {prefix}"
 
 
-def _columns(rows: Sequence[Mapping[str, Any]], steps: int | None) -> list[Column]:
-    """Return the columns that any row has a value for; a module's name is always there."""
+def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Return the columns; what was not recorded keeps its column, and `_missing` says how to record it.
+
+    What no program has but some (recomputation, an earlier run) has a column only where there is any.
+    """
+    steps = run.steps
     each = ns_over(steps)
     flops = Unit(lambda value: _flops(value / (steps or 1)))
+    some = [key for key in ("recompute_ns", *(f"{key}_change" for key in _COMPARED)) if _any_has(rows, key)]
+    of_gpu = ("kernel_count", "flops", "forward_peak", "backward_peak", "limited_by")
+    some += [key for key in of_gpu if run.efficiency is not None or _any_has(rows, key)]
     columns = [
         Column("forward_ns", "forward", each),
         Column("backward_ns", "backward", each),
@@ -230,5 +248,9 @@ def _columns(rows: Sequence[Mapping[str, Any]], steps: int | None) -> list[Colum
         Column("bytes_change", "memory ±", PERCENT),
         *(Column(key, heading, BYTES) for key, heading in _HELD.items()),
     ]
-    known = [one for one in columns if any(row.get(one.key) is not None for row in rows)]
-    return [Column("name", "module", TEXT), *known]
+    always = ("forward_ns", "backward_ns", "bytes", *_HELD)
+    return [Column("name", "module", TEXT), *(one for one in columns if one.key in always or one.key in some)]
+
+
+def _any_has(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
+    return any(row.get(key) is not None for row in rows)

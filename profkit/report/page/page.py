@@ -214,7 +214,7 @@ def _advice_section(run: Results, advice: Sequence[Mapping[str, Any]]) -> Sectio
 
 
 def _trust_section(run: Results) -> Section:
-    content = build_trust(run.capture, run.kernels, run.memory)
+    content = build_trust(run)
     return Section("trust", "How far to trust this", f"profkit kernels {run.name} --strict", content)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import cached_property
 
 from profkit.analysis.compare.capture import OpenedCapture
@@ -12,6 +13,8 @@ from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
 from profkit.report.page.markup import without_folders
+from profkit.report.text import make_visible
+from profkit.run.manifest import Manifest
 
 
 class Results:
@@ -54,3 +57,13 @@ class Results:
     def steps(self) -> int | None:
         """Over how many measured steps the times of ranges are sums; None if some lie outside them."""
         return None if self.efficiency is None else self.efficiency.step_count
+
+    def record_again(self, option: str) -> str:
+        """Return the command that would record this program again, as it was and with one more option."""
+        manifest = Manifest() if self.capture.run is None else self.capture.run.manifest
+        known = [("--nsys", manifest.profiler == "nsys"), ("--memory", bool(manifest.argv) and self.memory is not None)]
+        option = " ".join(dict.fromkeys([*(name for name, was_given in known if was_given), option]))
+        if not manifest.argv and manifest.target:
+            return f"profkit run {option} {without_folders(manifest.target)}"
+        program = shlex.join(map(without_folders, manifest.argv)) if manifest.argv else "python train.py"
+        return make_visible(f"profkit run {option} -- {program}")

@@ -42,9 +42,9 @@ def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]
     for layout in known:
         for address, size in zip(layout.segment_address.tolist(), layout.segment_bytes.tolist(), strict=True):
             sizes[address] = max(size, sizes.get(address, 0))
-    longest = max(sizes.values(), default=1)
-    drawn = sorted(sizes, key=lambda address: (-sizes[address], address))[:_MOST_SEGMENTS]
-    sides = [_draw(memory, layout, drawn, longest) for layout in layouts]
+    drawn = dict(sorted(sizes.items(), key=lambda one: (-one[1], one[0]))[:_MOST_SEGMENTS])
+    moments = (result.composition.moment, memory.history.replay.event_count)
+    sides = [_draw(memory, layout, moment, drawn) for layout, moment in zip(layouts, moments, strict=True)]
     kinds = {bar["kind"] for side in sides for view in side.values() for bar in view["blocks"]}
     whens = (f"At the {result.composition.what}", "When recording ended")
     return {
@@ -66,17 +66,17 @@ def _head(when: str, layout: Layout | None) -> str:
     )
 
 
-def _draw(memory: DeviceMemory, layout: Layout | None, drawn: list[int], longest: int) -> dict[int, dict[str, Any]]:
-    """Return the segments of a layout that are drawn, by address."""
+def _draw(memory: DeviceMemory, layout: Layout | None, moment: int, sizes: dict[int, int]) -> dict[int, dict[str, Any]]:
+    """Return the segments of a layout that are drawn, by address; ``sizes`` are the drawn ones, the longest first."""
     if layout is None:
         return {}
 
     def name_of(row: int) -> str:
-        return memory.classifier.claim_of(row).owner or memory.stacks.of(row).label
+        return memory.classifier.claim_of(row).owner or memory.stack_of(row, moment).label
 
-    found = {}
+    found, longest = {}, max(sizes.values(), default=1)
     number_at = {address: number for number, address in enumerate(layout.segment_address.tolist())}
-    for address in drawn:
+    for address in sizes:
         if address not in number_at:
             continue
         number = number_at[address]

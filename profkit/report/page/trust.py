@@ -7,12 +7,12 @@ from statistics import median
 from typing import Any
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.clean_times import clean_times_parts
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_parts, view_table
+from profkit.report.page.results import Results
 from profkit.report.units import BYTES, COUNT, NS, SHARE, TEXT, format_count, format_exactly
 from profkit.run.manifest import Manifest
 from profkit.run.samples import Samples
@@ -26,8 +26,9 @@ _PLACED = {
 }
 
 
-def build_trust(capture: OpenedCapture, kernels: KernelsResult | None, memory: MemoryResult | None) -> dict[str, Any]:
+def build_trust(results: Results) -> dict[str, Any]:
     """Return the books of time and memory, the self-check, what recording cost and what was not recorded."""
+    capture, kernels, memory = results.capture, results.kernels, results.memory
     check = None if capture.trace is None else capture.trace.self_check
     costs = [] if capture.run is None else clean_times_parts(capture.run.manifest)
     return {
@@ -38,21 +39,22 @@ def build_trust(capture: OpenedCapture, kernels: KernelsResult | None, memory: M
         "memory_proof": "" if memory is None else _proof(memory),
         "costs": view_parts(costs),
         "memory_cost": "" if capture.run is None else _memory_cost(capture.run.manifest),
-        "missing": [{"what": what, "command": command} for what, command in find_missing(capture)],
+        "missing": [{"what": what, "command": command} for what, command in find_missing(results)],
     }
 
 
-def find_missing(capture: OpenedCapture) -> Iterator[tuple[str, str]]:
+def find_missing(results: Results) -> Iterator[tuple[str, str]]:
     """Yield what was not recorded and the command that records it."""
+    capture, again = results.capture, results.record_again
     run, trace = capture.run, capture.trace
     if trace is None:
-        yield "time: kernels, ranges, steps", "profkit run --nsys -- python train.py"
+        yield "time: kernels, ranges, steps", again("--nsys")
     if capture.snapshot is None:
-        yield "memory", "profkit run --memory -- python train.py"
+        yield "memory", again("--memory")
     if run is None or run.manifest.unprofiled is None:
-        yield "step times without a profiler", "profkit run -- python train.py"
+        yield "step times without a profiler", again("--nsys")
     if trace is not None and (run is None or run.work is None):
-        yield "FLOPs of each module", "profkit run --flops -- python train.py"
+        yield "FLOPs of each module", again("--flops")
     if trace is not None and (run is None or run.ceilings is None):
         yield "what this GPU reaches at most (a datasheet is used if one is known)", "profkit ceilings"
 
