@@ -185,6 +185,8 @@ def _summarize_range(path: Path, instances: list[Work]) -> RangeWork:
     dtypes = sorted({dtype for one in instances for dtype in one.flops})
     by_dtype = {dtype: sum(one.flops.get(dtype, 0) for one in instances) // count for dtype in dtypes}
     flops = sum(by_dtype.values())
+    varies = any(one != instances[0] for one in instances)
+    in_step = {dtype: sum(one.flops.get(dtype, 0) for one in instances) for dtype in dtypes} if varies else {}
     return RangeWork(
         path=path,
         flops=flops,
@@ -193,6 +195,7 @@ def _summarize_range(path: Path, instances: list[Work]) -> RangeWork:
         least_bytes=sum(one.least_bytes for one in instances) // count,
         flops_by_dtype=by_dtype,
         instances=count,
-        varies=any(one != instances[0] for one in instances),
+        varies=varies,
         recomputed_flops=sum(one.recomputed_flops for one in instances) // count,
+        flops_in_step=in_step,
     )

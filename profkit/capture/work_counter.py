@@ -5,8 +5,11 @@ of the thread that began it along (``at::ThreadLocalState``). It computes nothin
 results are the same to the bit; only the gradient of ``prod`` takes another formula in torch while any mode is on, and
 may differ in the last bit. Other threads of the script are not seen.
 
-Of compiled code (torch.compile) it sees what the compiler leaves to torch's libraries, most matrix products that is;
-what was fused, or replayed as a CUDA graph, is not seen, and `missing` says "compiled code".
+Of compiled code (torch.compile) it sees what the compiler leaves to torch's libraries. The matrix products of a launch
+are those of the graph that the code was made of (`profkit.capture.node_work`), under the modules that the launch
+computes for. Where they are not known there, because a size is a symbol, what the libraries are asked for counts. What
+fused kernels do besides products, and the bytes that they move, is not counted: `missing` says so. It says "compiled
+code" where compiled code ran and no launch of it was seen.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture.compiled.watch import launch_at
+from profkit.capture.compiled.work import CompiledInstances
 from profkit.capture.operators import (
     BLANK,
     LOOKED_UP,
@@ -42,9 +47,11 @@ from profkit.capture.operators import (
 from profkit.capture.recompute import is_computed_again, is_recomputing
 from profkit.capture.work_account import Access, Instance, WorkAccount, summarize_work
 from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP
+from profkit.run.compiled_code import Launch, LaunchPlace, read_launch_range
 from profkit.run.work import RunWork
 
 _COMPILED = "compiled code"
+_FUSED = "fused kernels of compiled code, but for their matrix products"
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 
 
@@ -85,6 +92,15 @@ class _Operator:
         return int(count) * int(self.given[name].element_size())
 
 
+class _Launch:
+    """A launch of compiled code that runs: its record, if there is one, and whether an operator with products ran."""
+
+    def __init__(self, record: Launch | None) -> None:
+        self.record = record
+        self.is_known = record is not None and record.flops is not None
+        self.has_products = False
+
+
 class WorkCounter(TorchDispatchMode, RangeObserver):
     """Counts from `start` to `stop`; `content` returns the result."""
 
@@ -96,6 +112,9 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
         self._lock = threading.Lock()
         self._main = threading.get_ident()
         self._open: dict[int, list[Instance]] = {}
+        self._compiled = CompiledInstances(self._account)
+        self._launches: dict[int, list[tuple[int, _Launch]]] = {}
+        self._has_seen_launch = False
         self._buffers: dict[int, StorageWeakRef] = {}
         self._missing: set[str] = set()
         self._model_flops = 0
@@ -117,7 +136,7 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
         """Count no more."""
         self.__exit__(None, None, None)
         ignore_ranges(self)
-        if _has_compiled():
+        if _has_compiled() and not self._has_seen_launch:
             self._missing.add(_COMPILED)
         self._work = self._account.by_path(lambda key: not self._buffers[key].expired())  # type: ignore[index]
         self._buffers.clear()
@@ -128,18 +147,61 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
 
     def opening(self, name: str) -> None:
         """Take note of a range that opens on this thread."""
+        place = read_launch_range(name)
         with self._lock:
-            around = self._innermost()
+            around, thread = self._innermost(), threading.get_ident()
+            if place is not None:
+                self._launch(thread, place, around)
+                return
+            self._compiled.interrupt(thread)
             is_step = around is self._account.step and _STEP.fullmatch(name)
             instance = around if is_step else self._account.open(name, around)
-            self._open.setdefault(threading.get_ident(), []).append(instance)
+            self._open.setdefault(thread, []).append(instance)
 
     def closed(self) -> None:
         """Take note that this thread's innermost range closed; one that was open before counting began is unknown."""
         with self._lock:
-            stack = self._open.get(threading.get_ident())
+            thread = threading.get_ident()
+            stack, launches = self._open.get(thread), self._launches.get(thread)
+            if launches and stack is not None and launches[-1][0] == len(stack):
+                launch = launches.pop()[1]
+                if not launches:
+                    self._launched(launch)
+            else:
+                self._compiled.interrupt(thread)
             if stack:
                 stack.pop()
+
+    def _launch(self, thread: int, place: LaunchPlace, around: Instance) -> None:
+        """Count the products of a launch of compiled code, which begins."""
+        self._has_seen_launch = True
+        stack, launches = self._open.setdefault(thread, []), self._launches.setdefault(thread, [])
+        # A launch within another says nothing: the outer one is what the program called.
+        innermost = around if launches else self._compiled.enter(thread, place, around)
+        stack.append(innermost)
+        launch = _Launch(launch_at(place.graph, place.line))
+        launches.append((len(stack), launch))
+        record = launch.record
+        if len(launches) == 1 and record is not None and record.flops:
+            self._account.add(
+                innermost,
+                flops=record.flops,
+                dtype=record.dtype or "unknown",
+                masked_flops=record.masked_flops,
+                recomputed_flops=record.recomputed_flops,
+            )
+            self._add_model_flops(record.flops - record.recomputed_flops, innermost)
+
+    def _launched(self, launch: _Launch) -> None:
+        """Note what is not counted of a launch that has ended."""
+        if launch.record is None or not launch.record.is_extern:
+            self._missing.add(_FUSED)
+        if not launch.is_known and not launch.has_products:
+            self._missing.add(_COMPILED)
+
+    def _add_model_flops(self, flops: int, innermost: Instance) -> None:
+        if OPTIMIZER not in innermost.path:
+            self._model_flops += flops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,6 +245,10 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
             other = known or 0
             if known is None:
                 self._missing.add(str(operator))
+        launches = self._launches.get(threading.get_ident())
+        if launches:
+            launches[0][1].has_products |= flops > 0
+            flops = 0 if launches[0][1].is_known else flops  # what it is known to do counts already
         again = flops if _is_recomputation() else recomputed_flops(func, operator.given, flops)
         self._account.add(
             innermost,
@@ -192,8 +258,7 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
             recomputed_flops=again,
             other_flops=other,
         )
-        if OPTIMIZER not in innermost.path:
-            self._model_flops += flops - again
+        self._add_model_flops(flops - again, innermost)
 
     def _move(self, operator: _Operator, innermost: Instance) -> None:
         reads = [

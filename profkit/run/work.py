@@ -17,7 +17,7 @@ lengths that range stands before: ``("context 128", "forward")``, and ``("contex
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,8 @@ class RangeWork:
 
     ``flops_by_dtype`` sums to ``flops``; its keys are those of ``profkit ceilings`` ("fp32", "tf32", "bf16", "fp16"),
     else torch's name of the type. ``instances`` is how many a step has. Where they differ (``varies``) the numbers are
-    means, rounded down for each type and number. Files of before 2027 know no ``recomputed_flops``: 0.
+    means, rounded down for each type and number, and ``flops_in_step`` are the FLOPs of all instances together by type;
+    else it is empty. Files of before 2027 know no ``recomputed_flops``: 0.
     """
 
     path: tuple[str, ...]
@@ -48,10 +49,17 @@ class RangeWork:
     instances: int = 1
     varies: bool = False
     recomputed_flops: int = 0
+    flops_in_step: dict[str, int] = field(default_factory=dict)
+
+    def flops_of(self, count: int) -> dict[str, int]:
+        """Return the FLOPs of ``count`` instances by type: exact for those of whole steps."""
+        if not self.flops_in_step:
+            return {dtype: flops * count for dtype, flops in self.flops_by_dtype.items()}
+        return {dtype: flops * count // self.instances for dtype, flops in self.flops_in_step.items()}
 
     def __post_init__(self) -> None:
         counts = (self.flops, self.other_flops, self.needed_flops, self.least_bytes, self.instances)
-        if min(*counts, self.recomputed_flops, *self.flops_by_dtype.values()) < 0:
+        if min(*counts, self.recomputed_flops, *self.flops_by_dtype.values(), *self.flops_in_step.values()) < 0:
             raise ValueError("a negative count")
 
 

@@ -83,10 +83,10 @@ class RangeWorks:
 def _sum(whole: list[tuple[RangeWork, int]], source: str) -> Amount:
     by_dtype: dict[str, int] = {}
     for work, count in whole:
-        for dtype, flops in work.flops_by_dtype.items():
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + flops * count
+        for dtype, flops in work.flops_of(count).items():
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + flops
     return Amount(
-        flops=sum(work.flops * count for work, count in whole),
+        flops=sum(by_dtype.values()),
         other_flops=sum(work.other_flops * count for work, count in whole),
         needed_flops=sum(work.needed_flops * count for work, count in whole),
         least_bytes=sum(work.least_bytes * count for work, count in whole),

@@ -1,0 +1,166 @@
+"""Matrix products of compiled code in a counted step: of each launch once, under the modules that it computes for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from profkit.annotation import annotate  # noqa: E402
+from profkit.capture.compiled.watch import loaded  # noqa: E402
+from profkit.capture.work_counter import WorkCounter  # noqa: E402
+from profkit.run.compiled_code import Launch, LaunchPlace, launch_range  # noqa: E402
+from profkit.run.work import RangeWork, RunWork, read_work  # noqa: E402
+from tests.in_process import run_profkit  # noqa: E402
+
+PRODUCT = 2 * 3 * 4 * 5
+
+
+@pytest.fixture(autouse=True)
+def _graph() -> Iterator[None]:
+    torch._dynamo.utils.counters.clear()
+    loaded["f0"] = {
+        1: Launch(1, "extern_kernels.mm", True, flops=PRODUCT, dtype="bf16", masked_flops=7, recomputed_flops=20),
+        2: Launch(2, "triton_poi_fused_gelu_0", False, flops=0),
+        3: Launch(3, "extern_kernels.mm", True),
+        4: Launch(4, "triton_tem_fused_mm_1", False),
+        5: Launch(5, "extern_kernels.copy", True, flops=0),
+    }
+    yield
+    del loaded["f0"]
+
+
+def _launch(line: int, *path: str, shared: tuple[str, ...] = (), multiplies: bool = True) -> None:
+    with annotate(launch_range(LaunchPlace("f0", line, path, shared))):
+        if multiplies:
+            torch.mm(torch.ones(3, 4), torch.ones(4, 5))
+
+
+class _Counted:
+    """Counts what runs within it."""
+
+    def __enter__(self) -> _Counted:
+        self._counter = WorkCounter()
+        self._counter.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._counter.stop()
+        self.content: RunWork = self._counter.content()
+
+    def __getitem__(self, path: str) -> RangeWork:
+        found = self.content.find(tuple(path.split("/")) if path else ())
+        assert found is not None
+        return found
+
+
+def test_a_launch_counts_once_by_its_record_under_its_modules() -> None:
+    with _Counted() as counted, annotate("forward"), annotate("model"):
+        _launch(1, "model", "h.0", "h.0.mlp")
+    for path in ("", "forward", "forward/model", "forward/model/h.0", "forward/model/h.0/h.0.mlp"):
+        one = counted[path]
+        assert (one.flops_by_dtype, one.needed_flops, one.recomputed_flops) == ({"bf16": PRODUCT}, PRODUCT - 7, 20)
+    assert counted.content.model_flops == PRODUCT - 20
+    assert counted.content.missing == ()
+
+
+def test_launches_in_a_row_share_instances_until_another_range_comes_between() -> None:
+    with _Counted() as counted, annotate("forward"):
+        _launch(1, "h.0", "h.0.a")
+        _launch(5, "h.0", "h.0.b", multiplies=False)
+        _launch(1, "h.0", "h.0.b")
+        _launch(1, shared=("h.0", "h.1"))
+        with annotate("aside"):
+            pass
+        _launch(1, shared=("h.0", "h.1"))
+    assert (counted["forward/h.0"].instances, counted["forward/h.0"].flops) == (1, 2 * PRODUCT)
+    assert (counted["forward/h.0/h.0.b"].instances, counted["forward/h.0/h.0.b"].flops) == (1, PRODUCT)
+    assert counted["forward/shared: h.0 + h.1"].instances == 2
+    assert counted["forward"].flops == 4 * PRODUCT
+
+
+def test_the_flops_of_unequal_instances_are_kept_exactly() -> None:
+    with _Counted() as counted, annotate("forward"):
+        _launch(1, "h.0")
+        _launch(5, "h.1", multiplies=False)
+        _launch(1, "h.0")
+        _launch(5, "h.1", multiplies=False)
+        _launch(5, "h.0", multiplies=False)
+    one = counted["forward/h.0"]
+    assert (one.instances, one.varies, one.flops_in_step) == (3, True, {"bf16": 2 * PRODUCT})
+    assert one.flops_of(6) == {"bf16": 4 * PRODUCT}
+
+
+def test_products_that_are_not_known_from_the_code_count_as_they_run() -> None:
+    with _Counted() as counted:
+        _launch(3, "h.0")
+    assert counted["h.0"].flops_by_dtype == {"fp32": PRODUCT}
+    assert counted.content.missing == ()
+
+
+def test_what_was_not_counted_of_compiled_code_is_said() -> None:
+    with _Counted() as counted:
+        _launch(2, "h.0", multiplies=False)
+    assert counted.content.missing == ("fused kernels of compiled code, but for their matrix products",)
+    with _Counted() as counted:
+        _launch(4, "h.0", multiplies=False)
+    assert "compiled code" in counted.content.missing
+    torch._dynamo.utils.counters["stats"]["unique_graphs"] = 1
+    with _Counted() as counted:
+        pass
+    assert counted.content.missing == ("compiled code",)
+
+
+_SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.out((query @ key.transpose(-1, -2)).softmax(-1) @ value)
+        return x + self.mlp(x)
+
+
+model = nn.Sequential(Block(), Block(), nn.Linear(16, 5))
+called = torch.compile(model) if "compiled" in sys.argv else model
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(4):
+    called(torch.randn(2, 6, 16)).sum().backward()
+    optimizer.step()
+with FlopCounterMode(display=False) as counter:
+    model(torch.randn(2, 6, 16)).sum().backward()
+print("counted", counter.get_total_flops())
+"""
+
+
+@pytest.mark.slow
+def test_each_module_of_a_compiled_model_does_the_products_of_the_eager_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    works, counted = [], set()
+    for mode in ("eager", "compiled"):
+        command = ("run", "-o", mode, "--flops", "--warmup=2", "--steps=1", "--", sys.executable, "train.py", mode)
+        done = run_profkit(*command, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        assert done.returncode == 0, done.stderr
+        counted |= {int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("counted ")}
+        works.append(read_work(tmp_path / mode / "work.json"))
+    by_path = [
+        {one.path: sum(one.flops_of(one.instances).values()) for one in work.ranges if one.flops} for work in works
+    ]
+    assert by_path[0] == by_path[1]
+    assert {by_path[0][()]} == counted
+    assert "compiled code" not in works[1].missing
+    assert json.loads((tmp_path / "compiled" / "compiled.jsonl").read_text().splitlines()[0])
