@@ -7,7 +7,7 @@ second range, and a function that it annotates has its backward range as a modul
 keep no tensor; what fails in them ends them, and never reaches the script.
 
 While Dynamo traces they do nothing: of a compiled model the module that was compiled is annotated as a whole, forward
-and backward.
+and backward; what its generated code launches has ranges of its own, which `profkit.capture.compiled` opens.
 """
 
 from __future__ import annotations

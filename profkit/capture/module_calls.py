@@ -4,8 +4,8 @@ Hooks of all modules would see them too, but with one of those torch takes a slo
 replaced on a module would break copying and pickling it.
 
 While Dynamo traces, the wrapper is not there: it compiles what it would without profkit. Nor is it there while
-``torch.jit.trace`` does, whose graph would hold the ranges. In code that is compiled in part the rest of it runs
-without ranges too: what was compiled is annotated as a whole, from outside.
+``torch.jit.trace`` does, whose graph would hold the ranges. Where Dynamo compiles a model in part, the modules that it
+did not compile are still called: they have their ranges, and Dynamo does not see what opens them.
 """
 
 from __future__ import annotations
@@ -48,24 +48,37 @@ def observe_module_calls(observer: CallObserver) -> None:
     is_tracing = torch._C._is_tracing
     # The callback with which Dynamo compiles what this thread runs, or None; torch 2.4 has no way to ask for it.
     in_compiled_code = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _no_callback)
+    compile_with = torch._C._dynamo.eval_frame.set_eval_frame
 
     @functools.wraps(plain)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_tracing() or in_compiled_code() is not None:
+        if is_dynamo_tracing():
             return plain(self, *args, **kwargs)
-        opened = on_thread.ranges
-        if (opened.root is not None and not observer.is_recording) or is_tracing():
+        callback, opened = in_compiled_code(), on_thread.ranges
+        if (not observer.is_recording if opened.root is not None else callback is not None) or is_tracing():
             return plain(self, *args, **kwargs)
+        if callback is not None:
+            compile_with(None)
         entered = enter(opened, self, args, kwargs)
+        if callback is not None:
+            compile_with(callback)
         if entered is None:
             return plain(self, *args, **kwargs)
         try:
             output = plain(self, *args, **kwargs)
         except BaseException as error:
+            if callback is not None:
+                compile_with(None)
             leave(opened, entered, self, None, kwargs)
             _hide_frames(code, error)
+            if callback is not None:
+                compile_with(callback)
             raise
+        if callback is not None:
+            compile_with(None)
         leave(opened, entered, self, output, kwargs)
+        if callback is not None:
+            compile_with(callback)
         return output
 
     code: CodeType = call.__code__  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ RANGES_A_PASS = 2000
 
 _LEVELS_BELOW_BLOCK = 2
 _LEVELS_WITHOUT_BLOCK = 3
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.|\._orig_mod$")
 _NUMBERED = re.compile(r"(.*?)\d+")
 
 
@@ -34,7 +35,8 @@ class Reach:
 
 def reach_by_tree(model: nn.Module) -> Reach:
     """Return which of the model's modules get a range, without the model itself, which has no dotted name."""
-    modules = {path: module for path, module in model.named_modules() if path}
+    # Of a part that was compiled by itself the eager module stays, not its wrapper.
+    modules = {plain_name(path): module for path, module in model.named_modules() if path}
     levels = _levels(modules)
     deepest = wanted = _wanted_level(modules, levels)
     count = Counter(levels[path] for path, module in modules.items() if _is_called(module))
@@ -43,6 +45,11 @@ def reach_by_tree(model: nn.Module) -> Reach:
     missing = [path for path in modules if deepest < levels[path] <= wanted and _is_called(modules[path])]
     left_out = RangesLeftOut(len(missing), max(map(_parts, missing))) if missing else None
     return Reach(frozenset(path for path in modules if levels[path] <= deepest), left_out)
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or parameter's dotted name without what ``torch.compile`` of a part adds to it."""
+    return _COMPILED.sub("", name) if "_orig_mod" in name else name
 
 
 def _levels(modules: dict[str, nn.Module]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 
-from profkit.capture.module_depth import reach_by_tree
+from profkit.capture.module_depth import plain_name, reach_by_tree
 from profkit.run.manifest import RangesLeftOut
 from profkit.run.recording import BY_TREE
 
@@ -54,6 +54,8 @@ class Part:
 class ModuleNames:
     """Names modules as ``named_modules`` of the outermost module does, wrappers' own prefixes left out.
 
+    A part that was compiled by itself, and all below it, have the names that they would have in the eager model.
+
     It holds no module alive. A module keeps its name until a model that contains it is called; one that was added to
     a model after the first call has none.
     """
@@ -70,10 +72,13 @@ class ModuleNames:
         model = unwrap(root)
         paths = self._paths_with_range(model)
         # Of the wrapped model itself the wrapper has the range.
-        children = {path: module for path, module in model.named_modules() if path}
-        prefix = f"{name}/" if name in children else prefix_of(root, name)
-        for path, module in children.items():
-            self._register(module, path, prefix + path, path if path in paths else None)
+        children = [(plain_name(path), module) for path, module in model.named_modules() if path]
+        named = {path for path, _ in children}
+        prefix = f"{name}/" if name in named else prefix_of(root, name)
+        for path, module in children:
+            has_range = path in paths and path in named
+            named.discard(path)  # of a part that was compiled by itself, the wrapper has the range
+            self._register(module, path, prefix + path, path if has_range else None)
         return self._register(root, name, prefix or name, None if self._depth is None else name)
 
     def name_replicas(self, model: nn.Module, replicas: Iterable[nn.Module]) -> None:
@@ -95,7 +100,8 @@ class ModuleNames:
                 self.left_out = reach.left_out
             return reach.paths
         depth = self._depth or 0
-        return frozenset(path for path, _ in model.named_modules() if path.count(".") < depth)
+        paths = (plain_name(path) for path, _ in model.named_modules())
+        return frozenset(path for path in paths if path.count(".") < depth)
 
     def _register(self, module: nn.Module, name: str, owner: str, range_: str | None) -> Part:
         key, parts = id(module), self.parts
@@ -145,4 +151,4 @@ class Roots:
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the dotted name of every parameter of the models, the first where a model has it twice."""
         models = [(model, self.prefix(model)) for model in self.list()]
-        return {one: prefix + name for model, prefix in models for name, one in model.named_parameters()}
+        return {one: prefix + plain_name(name) for model, prefix in models for name, one in model.named_parameters()}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from profkit.capture.module_depth import plain_name
 from profkit.capture.saved_tensors import is_cast_of_parameter, read_saved
 from profkit.run.owners import START
 
@@ -75,7 +76,7 @@ class OwnerLedger:
             ("buffer", module.named_buffers(remove_duplicate=False)),
         )
         for role, named in parts:
-            self._note(role, ((prefix + name, tensor) for name, tensor in named))
+            self._note(role, ((prefix + plain_name(name), tensor) for name, tensor in named))
 
     def note_gradients(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write down where the gradients lie that the named parameters have now."""

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from profkit.capture.compiled.origins import line_of, modules_of
+from profkit.capture.module_depth import plain_name
 
 _GETATTR = re.compile(r"getattr\(([^()]*), '(\w+)'\)")
 _STEP = re.compile(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]")
@@ -29,10 +30,14 @@ Operator = tuple[tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class TracedModule:
-    """A module in a graph. ``path`` is its dotted name within ``root``, the module on whose behalf the graph runs."""
+    """A module in a graph.
 
-    path: str
-    is_in_root: bool
+    ``name`` is its dotted name within the module on whose behalf the graph runs, else within the model it is called in.
+    ``path`` is its path within the former as it was compiled; None if it is no part of it.
+    """
+
+    name: str
+    path: str | None
     module: ref[nn.Module]
 
 
@@ -97,7 +102,7 @@ def _traced(output: Any, gm: Any) -> TracedGraph:
         module = _find(source, {"L": local, "G": global_})
         if isinstance(module, nn.Module):
             path = paths.get(id(module))
-            found[source] = TracedModule(source if path is None else path, path is not None, ref(module))
+            found[source] = TracedModule(source if path is None else plain_name(path), path, ref(module))
     if root is None:
         _name_in_their_models(found)
     name = f"{getattr(code, 'co_qualname', code.co_name)} {code.co_filename}:{code.co_firstlineno}"
@@ -155,4 +160,4 @@ def _name_in_their_models(found: dict[str, TracedModule]) -> None:
     for source, one in found.items():
         path = paths.get(id(one.module()))
         if path is not None:
-            found[source] = TracedModule(path, one.is_in_root, one.module)
+            found[source] = TracedModule(plain_name(path), None, one.module)

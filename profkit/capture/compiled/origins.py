@@ -139,8 +139,11 @@ class CodeGeneration:
 
 
 def origin_of(node: Any) -> Origin:
-    """Return what an operator of a graph comes from: in a backward pass, the operator whose gradient it computes."""
-    meta = node.meta
+    """Return what an operator of a graph comes from: in a backward pass, the operator whose gradient it computes.
+
+    A sum of gradients comes from no operator. What torch writes down for it is that of the operator before.
+    """
+    meta = {} if node.meta.get("is_gradient_acc") else node.meta
     return Origin(modules_of(meta), line_of(meta.get("stack_trace")), _operator(node.target))
 
 

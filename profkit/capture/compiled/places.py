@@ -101,11 +101,11 @@ def _part(source: str, running: nn.Module | None, traced: TracedGraph | None, ho
     one = None if traced is None else traced.modules.get(source)
     if traced is None or one is None:
         return None
-    if one.is_in_root:
+    if one.path is not None:
         return None if running is None else hooks.names.part(running.get_submodule(one.path))
     module = one.module()
     if module is None:
         return None
-    if one.path == "":
+    if one.name == "":
         hooks.name_model(module)
     return hooks.names.part(module)

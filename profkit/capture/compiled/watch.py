@@ -212,7 +212,10 @@ def _plain(kernel: str) -> str:
 
 
 def _describe(
-    path: Path, traced: TracedGraph | None, known: Known | None, matched: list[tuple[LaunchSite, Record | None]]
+    path: Path,
+    traced: TracedGraph | None,
+    known: Known | None,
+    matched: list[tuple[LaunchSite, Record | None]],
 ) -> CompiledGraph:
     graph = CompiledGraph(
         id="",
@@ -246,7 +249,7 @@ def _launch(site: LaunchSite, record: Record | None, traced: TracedGraph | None)
 def _name(origin: Origin, traced: TracedGraph | None) -> str:
     innermost = next(iter(reversed(origin.modules)), "")
     one = None if traced is None else traced.modules.get(innermost)
-    return innermost if one is None else one.path
+    return innermost if one is None else one.name
 
 
 def when_imported(watchers: dict[str, Callable[[Any], None]]) -> None:
