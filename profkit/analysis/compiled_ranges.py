@@ -172,24 +172,33 @@ def _paths_below(
     ranges: Ranges, lead: Ints, parent: Ints, places: dict[int, LaunchPlace], names: NamesWithNew
 ) -> tuple[Ints, list[tuple[int, ...]]]:
     """Return each launch's path below the ranges around it, as a number, and those paths, as indices of names."""
-    distinct, inverse = np.unique(np.stack([parent[lead], ranges.name[lead]]), axis=1, return_inverse=True)
+    ranges_around, around_of = np.unique(parent[lead], return_inverse=True)
+    # Few ranges differ in what is open there: all steps are alike but for their own names.
+    sets: dict[frozenset[str], int] = {}
+    modules = {module for place in places.values() for module in place.path}
+    for_range = [
+        sets.setdefault(frozenset(modules.intersection(_open_at(one, ranges, parent, places, names))), len(sets))
+        for one in ranges_around.tolist()
+    ]
+    around = list(sets)
     known: dict[tuple[int, ...], int] = {}
-    around: dict[int, set[str]] = {}
     number = []
-    for range_, name in distinct.T.tolist():
-        if range_ not in around:
-            above = ranges.name[ancestors(parent, range_)].tolist()
-            around[range_] = {text for index in above for text in _open_there(index, places, names)}
+    count = len(names.strings)
+    pairs, inverse = np.unique(np.array(for_range)[around_of] * count + ranges.name[lead], return_inverse=True)
+    for open_there, name in zip(*(part.tolist() for part in np.divmod(pairs, count)), strict=True):
         place = places[name]
-        last = max((at for at, module in enumerate(place.path) if module in around[range_]), default=-1)
+        last = max((at for at, module in enumerate(place.path) if module in around[open_there]), default=-1)
         below = [*place.path[last + 1 :], *([SHARED + " + ".join(place.shared)] if place.shared else [])]
         number.append(known.setdefault(tuple(names.intern(module) for module in below), len(known)))
-    return np.array(number, dtype=np.int64)[inverse.reshape(-1)], list(known)
+    return np.array(number, dtype=np.int64)[inverse], list(known)
 
 
-def _open_there(name: int, places: dict[int, LaunchPlace], names: NamesWithNew) -> tuple[str, ...]:
-    """Return the names that a range stands for: its own, or the modules of a launch."""
-    return places[name].path if name in places else (names.strings[name],)
+def _open_at(
+    range_: int, ranges: Ranges, parent: Ints, places: dict[int, LaunchPlace], names: NamesWithNew
+) -> Iterator[str]:
+    """Yield the names of a range and those around it; of a launch's range the modules that it stands for."""
+    for name in ranges.name[ancestors(parent, range_)].tolist():
+        yield from places[name].path if name in places else (names.strings[name],)
 
 
 def _refuse_deep(trace: Trace, paths: Sequence[tuple[int, ...]]) -> None:
