@@ -62,7 +62,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
         ('"sequence":[41]', '"sequence":[41,42]', "collectives.sequence is not a list of 1"),
         ('[0,"kernels"', '[7,"kernels"', "no collective of its step"),
         ('[0,"kernels"', '[0,"weather"', "unknown cause"),
-        ('"start_ns":100', '"start_ns":"now"', "start_ns is"),
+        ('"start_ns":100', '"start_ns":"now"', "start_ns holds something else"),
         ('"forward",20', '"forward",true', "a phase holds"),
     ],
 )

@@ -63,6 +63,8 @@ KINDS = (
 )
 """The kinds of collectives; in the first five every rank waits for every other."""
 
+_NUMBERS = ("start_ns", "end_ns", "data_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz")
+
 _KIND = (
     ("all_reduce", r"all_?reduce"),
     ("all_gather", r"all_?gather"),
@@ -210,7 +212,7 @@ def read_light_record(path: Path) -> LightRecord:
                 header = entry
                 if entry["version"] > VERSION:
                     raise RunError(f"{path}: version {entry['version']}, written by a newer profkit")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if number == len(lines):
                 break
             what = f" ({error})" if isinstance(error, WrongRecord) else ""
@@ -234,9 +236,25 @@ def _step(entry: dict[str, Any]) -> StepRecord:
     _require_numbers("since", (value for row, *_, time in since for value in (row, time)))
     if any(cause not in CAUSES or not 0 <= row < len(columns) for row, cause, *_ in since):
         raise WrongRecord("since names an unknown cause, or no collective of its step")
-    rest = {key: value for key, value in entry.items() if key not in ("phases", "gpu_phases", "collectives", "since")}
-    step: StepRecord = decode(StepRecord, rest)
-    return StepRecord(**{**vars(step), **spans, "collectives": columns, "since": since})
+    plain: dict[str, Any] = {key: entry[key] for key in _NUMBERS if entry.get(key) is not None}
+    for key, value in plain.items():
+        _require_numbers(key, [value])
+    name, kernels, throttle = entry["name"], entry.get("kernel_ns", {}), entry.get("throttle", [])
+    if not (name is None or isinstance(name, str)) or not all(isinstance(reason, str) for reason in throttle):
+        raise WrongRecord("name or throttle is no text")
+    _require_numbers("kernel_ns", kernels.values())
+    return StepRecord(
+        name=name,
+        start_ns=plain.pop("start_ns"),
+        end_ns=plain.pop("end_ns"),
+        phases=spans["phases"],
+        gpu_phases=spans["gpu_phases"],
+        **plain,
+        kernel_ns=kernels,
+        throttle=tuple(throttle),
+        collectives=columns,
+        since=since,
+    )
 
 
 def _span(name: str, start_ns: int, end_ns: int) -> tuple[str, int, int]:

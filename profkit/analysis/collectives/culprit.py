@@ -30,7 +30,9 @@ LEAST_LAUNCH_SHARE = 0.2
 which alone cost 13 % of a step in such a run."""
 LEAST_ERRORS = 3.0
 """The median wait for a rank must be this many standard errors above 0, so that nobody is named who is late by chance;
-the error is that of a median, from the median distance of the steps from it."""
+the error is that of a median, from the median distance of the steps from it. A rank that is late by `LEAST_SHARE` in
+every one of at least three steps needs no such proof."""
+_ENOUGH_STEPS = 3
 LEAST_EXPLAINED = 0.5
 """The cause must account for at least this share of the cost."""
 _ERROR_OF_MEDIAN = 1.4826 * 1.2533
@@ -160,11 +162,13 @@ def _clock(steps: Sequence[StepRecord]) -> float | None:
 
 def _phase_parts(step: StepRecord, blocked: Sequence[tuple[int, int]]) -> Parts:
     """Return what phases took on the host, and what they took longer on the GPU; waiting in collectives left out."""
-    waits = unite(*np.array(blocked, dtype=np.int64).reshape(-1, 2).T)
     host: dict[str, float] = {}
     for name, start, end in step.phases:
-        waited = int(waits.within(np.array([start]), np.array([end]))[0])
-        host[name] = host.get(name, 0.0) + end - start - waited
+        host[name] = host.get(name, 0.0) + end - start
+    if blocked:
+        waits = unite(*np.array(blocked, dtype=np.int64).T)
+        for name, start, end in step.phases:
+            host[name] -= int(waits.within(np.array([start]), np.array([end]))[0])
     parts: Parts = {("python", name, ""): time for name, time in host.items() if name != DATA}
     parts["data", DATA, ""] = float(step.data_ns if step.data_ns is not None else host.get(DATA, 0.0))
     calls = step.collectives
@@ -203,11 +207,11 @@ def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], ma
     every = _usable(records, [_account_of_phases(record, _blocked(record, matched)) for record in records])
     if len(every) < 2 or not matched:
         return Verdict(None)
-    lateness = [_lateness(record, matched) for record, _ in every]
-    latest = every[_latest(lateness)][0].rank
+    lateness = _lateness([record for record, _ in every], matched)
+    latest = _latest(lateness)
     if len(exact) > 1 and (len(exact) == len(every) or any(record.rank == latest for record, _ in exact)):
-        return _judge(exact, matched, _cost_by_accounts([account for _, account in exact]))
-    return _judge(every, matched, _cost_by_waits(every, lateness))
+        return _judge(exact, matched, _cost_by_accounts([account for _, account in exact]), lateness)
+    return _judge(every, matched, _cost_by_waits(every, lateness), lateness)
 
 
 def _usable(records: Sequence[LightRecord], accounts: Sequence[Account | None]) -> list[tuple[LightRecord, Account]]:
@@ -228,17 +232,23 @@ def _cost_by_accounts(accounts: Sequence[Account]) -> _Cost:
     return _Cost(late, usual, exposed[usual] - exposed[late], step_ns, accounts[usual].median_parts())
 
 
-def _cost_by_waits(ranks: Sequence[tuple[LightRecord, Account]], lateness: Sequence[list[float]]) -> _Cost:
+def _cost_by_waits(ranks: Sequence[tuple[LightRecord, Account]], lateness: Mapping[int, Sequence[float]]) -> _Cost:
     """Return who made the median rank wait longest, compared with the medians of the others' phases."""
-    late = _latest(lateness)
+    latest = _latest(lateness)
+    late = next(at for at, (record, _) in enumerate(ranks) if record.rank == latest)
     others = [account.median_parts() for at, (_, account) in enumerate(ranks) if at != late]
     totals = [sum(parts.values()) for parts in others]
     middle = int(np.argsort(totals, kind="stable")[(len(totals) - 1) // 2])
     step_ns = float(np.median([time for record, _ in ranks for time in _step_times(record)] or [0.0]))
-    return _Cost(late, middle + (middle >= late), np.array(lateness[late]), step_ns, _median_parts(others))
+    return _Cost(late, middle + (middle >= late), np.array(lateness[latest]), step_ns, _median_parts(others))
 
 
-def _judge(ranks: Sequence[tuple[LightRecord, Account]], matched: Sequence[Matched], cost: _Cost) -> Verdict:
+def _judge(
+    ranks: Sequence[tuple[LightRecord, Account]],
+    matched: Sequence[Matched],
+    cost: _Cost,
+    lateness: Mapping[int, Sequence[float]],
+) -> Verdict:
     """Return whether a rank is late, and if it is, what it did more than others."""
     record, account = ranks[cost.late]
     mine = account.median_parts()
@@ -248,12 +258,13 @@ def _judge(ranks: Sequence[tuple[LightRecord, Account]], matched: Sequence[Match
     for (cause, *_), time in extra.items():
         by_cause[cause] = by_cause.get(cause, 0.0) + time
     typical = float(np.median(cost.each_ns)) if len(cost.each_ns) else 0.0
-    arrival = _lateness(record, matched)[-len(account.steps) :]
+    arrival = lateness[record.rank][-len(account.steps) :] if record.rank in lateness else []
     differences = {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])}
     nobody = Verdict(None, record.rank, round(max(typical, 0.0)), round(cost.step_ns), differences)
     if typical < (LEAST_SHARE if len(arrival) > 1 else _LEAST_SHARE_OF_ONE) * cost.step_ns or not typical:
         return nobody
-    if not _stands_out(arrival):
+    always = len(arrival) >= _ENOUGH_STEPS and min(arrival) >= LEAST_SHARE * cost.step_ns
+    if not always and not _stands_out(arrival):
         return replace(nobody, doubt="varies")
     if max(by_cause.values(), default=0.0) < LEAST_EXPLAINED * typical:
         return replace(nobody, doubt="unexplained")
@@ -287,24 +298,25 @@ def _stands_out(arrival_ns: Sequence[float]) -> bool:
     return bool(middle >= max(LATE_NS, LEAST_ERRORS * error))
 
 
-def _latest(lateness: Sequence[Sequence[float]]) -> int:
-    """Return the position of the rank for which the others typically wait longest."""
-    return int(np.argmax([float(np.median(one)) if len(one) else 0.0 for one in lateness]))
+def _latest(lateness: Mapping[int, Sequence[float]]) -> int:
+    """Return the rank for which the others typically wait longest."""
+    return max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)
 
 
-def _lateness(record: LightRecord, matched: Sequence[Matched]) -> list[float]:
-    """Return for each measured step the longest time that the median other rank waited for this one."""
-    measured = {number: 0.0 for number, step in enumerate(record.steps) if step.name is not None}
+def _lateness(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
+    """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
+    found = {record.rank: np.zeros(len(record.steps)) for record in records}
     for one in matched:
-        if record.rank not in one.ranks:
-            continue
-        here = one.ranks.index(record.rank)
-        others = np.delete(one.wait_ns, here, axis=0)
-        waited = np.where(one.last == here, np.median(others, axis=0), 0.0)
-        for step, time in zip(one.step[here].tolist(), waited.tolist(), strict=True):
-            if step in measured:
-                measured[step] = max(measured[step], time)
-    return list(measured.values())
+        for to in np.unique(one.last[one.last >= 0]).tolist():
+            if one.ranks[to] in found:
+                mine = one.last == to
+                np.maximum.at(found[one.ranks[to]], one.step[to, mine], one.median_wait_ns[mine].astype(np.float64))
+    return {
+        record.rank: [
+            time for step, time in zip(record.steps, found[record.rank].tolist(), strict=True) if step.name is not None
+        ]
+        for record in records
+    }
 
 
 def _step_times(record: LightRecord) -> list[float]:

@@ -23,8 +23,33 @@ LATE_NS = 20_000
 by some microseconds (2 × H200, NVLink)."""
 
 _UNKNOWN = -1
+_MISSING = -(1 << 62)
+"""For null in a column of times, which may be negative."""
 _ENDS_EARLY = 0.5
 """A rank that has fewer of a group's collectives than this share of the median rank's is left out of the group."""
+
+
+Key = tuple[str, tuple[int, ...]]
+"""What a group is known by on all its ranks: its name and its ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """The collectives of one rank in one group as columns in order of their sequence, each number once; -1 is unknown.
+
+    ``step`` is the position of the step in the rank's record. Ends and calls are nanoseconds since the epoch.
+    """
+
+    group: Group
+    sequence: Ints
+    kind: list[str]
+    dtype: list[str | None]
+    byte_count: Ints
+    duration_ns: Ints
+    hidden_ns: Ints
+    end_ns: Ints
+    called_ns: Ints
+    step: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,86 +75,114 @@ class Matched:
     """When each rank began to wait on its host, by its own clock, where that is all that is known; else -1."""
     last: Ints
     """The position in ``ranks`` of who arrived last; -1 where nobody was late."""
+    median_wait_ns: Ints
+    """How long the median one of the other ranks waited for the last."""
+
+
+def tabulate_calls(record: LightRecord) -> dict[Key, Calls]:
+    """Return the collectives of a rank by group; those outside the measured steps only if there are no such steps."""
+    groups = {group.number: group for group in record.groups if len(group.ranks) > 1}
+    has_steps = any(step.name is not None for step in record.steps)
+    parts: list[tuple[int, int, Collectives]] = [
+        (number, record.clock_base_ns + step.start_ns, step.collectives)
+        for number, step in enumerate(record.steps)
+        if len(step.collectives) and (step.name is not None or not has_steps)
+    ]
+    if not parts:
+        return {}
+    columns = {
+        name: np.concatenate([_numbers(getattr(calls, name)) for _, _, calls in parts])
+        for name in ("group", "sequence", "bytes", "called_ns", "start_ns", "end_ns", "hidden_ns")
+    }
+    counts = [len(calls) for _, _, calls in parts]
+    step, begin = (np.repeat(np.array([part[at] for part in parts], dtype=np.int64), counts) for at in (0, 1))
+    start, end, called = columns["start_ns"], columns["end_ns"], columns["called_ns"]
+    known = (start != _MISSING) & (end != _MISSING) & (end >= start)
+    kinds = [kind for _, _, calls in parts for kind in calls.kind]
+    dtypes = [dtype for _, _, calls in parts for dtype in calls.dtype]
+    found = {}
+    for number, group in groups.items():
+        rows = np.flatnonzero(columns["group"] == number)
+        sequence, first = np.unique(columns["sequence"][rows], return_index=True)
+        rows = rows[first]
+        if not len(rows):
+            continue
+        found[group.name, group.ranks] = Calls(
+            group=group,
+            sequence=sequence,
+            kind=[kinds[row] for row in rows.tolist()],
+            dtype=[dtypes[row] for row in rows.tolist()],
+            byte_count=_or_unknown(columns["bytes"][rows]),
+            duration_ns=np.where(known, end - start, _UNKNOWN)[rows],
+            hidden_ns=_or_unknown(columns["hidden_ns"][rows]),
+            end_ns=np.where(known, begin + end, _UNKNOWN)[rows],
+            called_ns=np.where(called != _MISSING, begin + called, _UNKNOWN)[rows],
+            step=step[rows],
+        )
+    return found
+
+
+def _numbers(column: list[int | None]) -> Ints:
+    if None in column:
+        return np.array([_MISSING if value is None else value for value in column], dtype=np.int64)
+    return np.array(column, dtype=np.int64)
+
+
+def _or_unknown(column: Ints) -> Ints:
+    return np.where(column == _MISSING, _UNKNOWN, column)
 
 
 def match_collectives(records: Sequence[LightRecord]) -> list[Matched]:
-    """Return the groups, the largest first, each with the collectives that its ranks have in common.
-
-    What was called outside the measured steps counts only in records without any.
-    """
-    found: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, tuple[int, ...]]]] = {}
-    described: dict[tuple[str, tuple[int, ...]], Group] = {}
-    facts: dict[tuple[tuple[str, tuple[int, ...]], int], tuple[str, str | None]] = {}
+    """Return the groups, the largest first, each with the collectives that its ranks have in common."""
+    found: dict[Key, dict[int, Calls]] = {}
     for record in records:
-        groups = {group.number: group for group in record.groups}
-        has_steps = any(step.name is not None for step in record.steps)
-        for number, step in enumerate(record.steps):
-            calls = step.collectives if step.name is not None or not has_steps else Collectives()
-            for at, group_number in enumerate(calls.group):
-                group = groups.get(group_number)
-                if group is None or len(group.ranks) < 2:
-                    continue
-                key = (group.name, group.ranks)
-                if described.setdefault(key, group).dimension is None and group.dimension is not None:
-                    described[key] = group
-                facts.setdefault((key, calls.sequence[at]), (calls.kind[at], calls.dtype[at]))
-                row = _row(calls, at, record.clock_base_ns + step.start_ns)
-                found.setdefault(key, {}).setdefault(record.rank, {})[calls.sequence[at]] = (*row, number)
-    return [
-        _match(
-            described[key], by_rank, {sequence: facts[key, sequence] for one in by_rank.values() for sequence in one}
-        )
-        for key, by_rank in sorted(found.items(), key=lambda item: (-len(item[0][1]), item[0]))
-        if len(by_rank) > 1
-    ]
+        for key, calls in tabulate_calls(record).items():
+            found.setdefault(key, {})[record.rank] = calls
+    ordered = sorted(found.items(), key=lambda item: (-len(item[0][1]), item[0]))
+    return [_match(by_rank) for _, by_rank in ordered if len(by_rank) > 1]
 
 
-def _row(calls: Collectives, at: int, begin_ns: int) -> tuple[int, int, int, int, int]:
-    """Return bytes, duration, hidden time, end and call of one collective."""
-    start, end, called = calls.start_ns[at], calls.end_ns[at], calls.called_ns[at]
-    size, hidden = calls.bytes[at], calls.hidden_ns[at]
-    known = start is not None and end is not None and end >= start
-    return (
-        _UNKNOWN if size is None else size,
-        (end or 0) - (start or 0) if known else _UNKNOWN,
-        _UNKNOWN if hidden is None else hidden,
-        begin_ns + (end or 0) if known else _UNKNOWN,
-        _UNKNOWN if called is None else begin_ns + called,
-    )
+def _match(by_rank: dict[int, Calls]) -> Matched:
+    typical = float(np.median([len(calls.sequence) for calls in by_rank.values()]))
+    ranks = tuple(sorted(rank for rank, calls in by_rank.items() if len(calls.sequence) >= _ENDS_EARLY * typical))
+    mine = [by_rank[rank] for rank in ranks]
+    common = mine[0].sequence
+    for calls in mine[1:]:
+        if not np.array_equal(calls.sequence, common):
+            common = np.intersect1d(common, calls.sequence, assume_unique=True)
+    rows = [np.searchsorted(calls.sequence, common) for calls in mine]
 
+    def table(name: str) -> Ints:
+        return np.stack([getattr(calls, name)[where] for calls, where in zip(mine, rows, strict=True)])
 
-def _match(
-    group: Group, by_rank: dict[int, dict[int, tuple[int, ...]]], facts: dict[int, tuple[str, str | None]]
-) -> Matched:
-    typical = float(np.median([len(rows) for rows in by_rank.values()]))
-    ranks = tuple(sorted(rank for rank, rows in by_rank.items() if len(rows) >= _ENDS_EARLY * typical))
-    common = sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks)))
-    shape = (len(ranks), len(common), 6)
-    table = np.array([[by_rank[rank][one] for one in common] for rank in ranks], dtype=np.int64).reshape(shape)
-    size, duration, hidden, end, called, step = (table[:, :, column] for column in range(6))
-    kind = [facts[one][0] for one in common]
+    duration, called = table("duration_ns"), table("called_ns")
+    kind = [mine[0].kind[row] for row in rows[0].tolist()]
     # Without a profiler the end of gloo's collectives is unknown: they end when the last rank has called.
     no_end = (duration == _UNKNOWN).all(axis=0) & (called != _UNKNOWN).all(axis=0)
-    duration = np.where(no_end, called.max(axis=0, initial=0) - called, duration)
+    duration = np.where(no_end, called.max(axis=0) - called, duration)
     waits = np.array([one in WAITS_FOR_ALL for one in kind], dtype=np.bool_) & (duration >= 0).all(axis=0)
-    wire = duration.min(axis=0, initial=1 << 62)
+    wire = duration.min(axis=0)
     wait = np.where(waits, duration - wire, 0)
-    is_late = wait.max(axis=0, initial=0) >= LATE_NS
+    named = next((calls.group for calls in mine if calls.group.dimension is not None), mine[0].group)
     return Matched(
-        group=group,
+        group=named,
         ranks=ranks,
-        missing=tuple(sorted(set(group.ranks) - set(ranks))),
+        missing=tuple(sorted(set(named.ranks) - set(ranks))),
         kind=kind,
-        dtype=[facts[one][1] for one in common],
-        byte_count=size.max(axis=0, initial=_UNKNOWN),
+        dtype=[mine[0].dtype[row] for row in rows[0].tolist()],
+        byte_count=table("byte_count").max(axis=0),
         duration_ns=duration,
-        hidden_ns=hidden,
-        end_ns=end,
-        step=step,
+        hidden_ns=table("hidden_ns"),
+        end_ns=table("end_ns"),
+        step=table("step"),
         wait_ns=wait,
         wire_ns=np.where(waits & ~no_end, wire, _UNKNOWN),
         blocked_ns=np.where(waits & no_end, called, _UNKNOWN),
-        last=np.where(is_late, duration.argmin(axis=0), _UNKNOWN),
+        last=np.where(wait.max(axis=0) >= LATE_NS, duration.argmin(axis=0), _UNKNOWN),
+        # Whoever came last waited for nobody: the others are the rest in order of their waits.
+        median_wait_ns=np.median(np.sort(wait, axis=0)[1:], axis=0).astype(np.int64)
+        if len(ranks) > 1
+        else np.zeros(len(common), dtype=np.int64),
     )
 
 
@@ -139,8 +192,8 @@ def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]
     for one in matched:
         where = np.array([index[rank] for rank in one.ranks], dtype=np.int64)
         late = np.flatnonzero(one.last >= 0)
-        for here in range(len(one.ranks)):
-            np.add.at(sums[where[here]], where[one.last[late]], one.wait_ns[here, late])
+        for to in np.unique(one.last[late]).tolist():
+            sums[where, where[to]] += one.wait_ns[:, one.last == to].sum(axis=1)
     return sums
 
 
