@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from profkit.analysis.collectives.comparison import RanksResult, RankSummary, outliers_first
-from profkit.analysis.collectives.culprit import LEAST_SHARE, Culprit, Doubt
+from profkit.analysis.collectives.culprit import Culprit, Doubt
 from profkit.findings import Finding
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import BYTES, COUNT, NS, TEXT, Unit, format_bytes, format_count, format_ns, format_share
@@ -86,7 +86,7 @@ def describe_ranks(result: RanksResult) -> list[str]:
     share = verdict.most_ns / verdict.step_ns if verdict.step_ns else 0.0
     cost = f"{format_ns(verdict.most_ns)} a step ({format_share(share)} of it)"
     why = (
-        f"a rank is called late from {format_share(LEAST_SHARE)} on"
+        f"a rank is called late from {format_share(verdict.least_share)} on"
         if verdict.doubt is None
         else _DOUBTS[verdict.doubt]
     )
@@ -130,11 +130,13 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     place = f", {before}{culprit.phase}" if culprit.phase and culprit.cause != "data" else ""
     place += f" ({culprit.module})" if culprit.module else ""
     without = max(result.verdict.step_ns - culprit.gain_ns, 0)
+    hidden = culprit.extra_ns - culprit.idle_ns
+    shown = f" ({format_ns(culprit.idle_ns)} of it while its GPU was idle)" if hidden > culprit.extra_ns // 50 else ""
     return [
         f"Rank {culprit.rank} is late: it arrives last in {format_share(culprit.share)} of the collectives"
         f"{' ' * bool(where)}{where} in which anybody waits, by {format_ns(culprit.late_ns)} a step",
         f"Its extra time: {format_ns(culprit.extra_ns)} a step more than rank {culprit.compared_with} (the median rank)"
-        f" {_CAUSES[culprit.cause]}{place}",
+        f" {_CAUSES[culprit.cause]}{place}{shown}",
         f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"
         " (estimate: each collective starts when the median rank is there)",
     ]
@@ -216,6 +218,7 @@ def _culprit_data(one: Culprit) -> dict[str, Any]:
         "late_ns": one.late_ns,
         "share": one.share,
         "extra_ns": one.extra_ns,
+        "idle_ns": one.idle_ns,
         "gain_ns": one.gain_ns,
         "group": {"name": one.group.group.name, "dimension": one.group.group.dimension, "ranks": list(one.group.ranks)},
         "compared_with": one.compared_with,

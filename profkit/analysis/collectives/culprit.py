@@ -3,8 +3,10 @@
 Collectives end on all ranks at once, so between the last one of a step and the last one of the next step the same time
 passes on every rank. That time is what the rank did by itself (`profkit.analysis.collectives.own_time`) and the
 communication that nothing hid. The rank that did more by itself waited less: the difference to the median rank is what
-it costs, and the parts of the difference are the cause. A light record knows no such parts: there a rank's phases, on
-the host and on the GPU, are compared, and it is late by the longest wait of each step.
+it costs, and the parts of the difference are the cause. (Kernels next to a collective that waits are slower: what a
+waiting rank's kernels took longer than those of the quickest rank counts as waiting, as far as it waited meanwhile.) A
+light record knows no such parts: there a rank's phases, on the host and on the GPU, are compared, and it is late by
+the longest wait of each step.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from profkit.run.light_record import Cause, LightRecord, StepRecord
 LEAST_SHARE = 0.05
 """A rank is called late if it costs at least this share of a step: in two DDP runs on 2 × H200 with nothing injected,
 ranks cost each other up to 3 % (apart from launches, see below)."""
-LEAST_LAUNCH_SHARE = 0.2
-"""The same where launches are the cause and a profiler recorded: it slows each process's launches by different amounts,
-which alone cost 13 % of a step in such a run."""
+LEAST_LAUNCH_SHARE = 0.25
+"""Where launches are the cause and a profiler recorded, they must take this share of a step longer: it slows the
+launches of each process by another amount, in such a run by up to 19 % of a step."""
 LEAST_ERRORS = 3.0
 """The median wait for a rank must be this many standard errors above 0, so that nobody is named who is late by chance;
 the error is that of a median, from the median distance of the steps from it. A rank that is late by `LEAST_SHARE` in
@@ -40,6 +42,9 @@ _LEAST_SHARE_OF_ONE = 0.1
 """With one step there is no standard error: then it must cost this share of the step."""
 _CLOCK_LOSS = 0.03
 """A clock that is lower than the median rank's by this share is held down."""
+
+BEFORE = "before "
+"""How the place of time between two phases begins; the name of the later one follows."""
 
 Floats = npt.NDArray[np.float64]
 Parts = dict[tuple[Cause, str, str], float]
@@ -56,9 +61,9 @@ class Account:
     is_exact: bool
     sm_mhz: float | None = None
 
-    def own_ns(self, step: int) -> float:
-        """Return what the rank did by itself in one step."""
-        return sum(self.steps[step].values())
+    def own_ns(self, step: int, cause: Cause | None = None) -> float:
+        """Return what the rank did by itself in one step, of all causes or of one."""
+        return sum(time for key, time in self.steps[step].items() if cause in (None, key[0]))
 
     def median_parts(self) -> Parts:
         """Return each part's median over the steps, which one strange step does not move."""
@@ -79,7 +84,8 @@ class Culprit:
     """The rank that the others wait for.
 
     Times are per step. ``late_ns`` is how much later than the median rank it arrives, ``extra_ns`` how much longer than
-    it the cause took, ``gain_ns`` how much faster steps would be if it were like the median rank (an estimate).
+    it the cause took, on the host if that is more: nothing hid ``idle_ns`` of it. ``gain_ns`` is how much faster steps
+    would be if it were like the median rank (an estimate).
     ``share`` is the part of the collectives with a late rank in which it came last.
     """
 
@@ -89,6 +95,7 @@ class Culprit:
     module: str
     late_ns: int
     extra_ns: int
+    idle_ns: int
     gain_ns: int
     share: float
     group: Matched
@@ -108,6 +115,8 @@ class Verdict:
     step_ns: int = 0
     differences: Mapping[Cause, int] = field(default_factory=dict)
     """Cause → how much more than the median rank that rank took, per step."""
+    least_share: float = LEAST_SHARE
+    """The share of a step from which on a rank is called late."""
     doubt: Doubt | None = None
     """Why a rank that costs much is not called late: its arrivals vary much, nothing explains it, or launches do."""
 
@@ -210,7 +219,7 @@ def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], ma
     lateness = _lateness([record for record, _ in every], matched)
     latest = _latest(lateness)
     if len(exact) > 1 and (len(exact) == len(every) or any(record.rank == latest for record, _ in exact)):
-        return _judge(exact, matched, _cost_by_accounts([account for _, account in exact]), lateness)
+        return _judge(exact, matched, _cost_by_accounts(exact, matched), lateness)
     return _judge(every, matched, _cost_by_waits(every, lateness), lateness)
 
 
@@ -221,15 +230,23 @@ def _usable(records: Sequence[LightRecord], accounts: Sequence[Account | None]) 
     return [(record, one) for record, one in known if len(one.steps) * 2 > typical]
 
 
-def _cost_by_accounts(accounts: Sequence[Account]) -> _Cost:
+def _cost_by_accounts(ranks: Sequence[tuple[LightRecord, Account]], matched: Sequence[Matched]) -> _Cost:
     """Return who did most by itself, compared with the rank that did the median amount."""
+    accounts = [account for _, account in ranks]
     count = min(len(one.steps) for one in accounts)
     own = np.array([[one.own_ns(step) for step in range(count)] for one in accounts])
     exposed = np.array([one.exposed_ns[:count] for one in accounts])
+    kernels = np.array([[one.own_ns(step, "kernels") for step in range(count)] for one in accounts])
+    waited = _waited([record for record, _ in ranks], matched)
+    hidden = np.array([waited[one.rank][-len(one.steps) :][:count] for one in accounts]) - exposed
+    slowed = np.minimum(kernels - kernels.min(axis=0), np.maximum(hidden, 0.0))
+    own, exposed = own - slowed, exposed + slowed
     order = np.argsort(np.median(own, axis=1), kind="stable")
     late, usual = int(order[-1]), int(order[(len(accounts) - 1) // 2])
     step_ns = float(np.median(own[usual] + exposed[usual]))
-    return _Cost(late, usual, exposed[usual] - exposed[late], step_ns, accounts[usual].median_parts())
+    ordinary = accounts[usual].median_parts()
+    ordinary["kernels", "", ""] = ordinary.get(("kernels", "", ""), 0.0) - float(np.median(slowed[usual]))
+    return _Cost(late, usual, exposed[usual] - exposed[late], step_ns, ordinary)
 
 
 def _cost_by_waits(ranks: Sequence[tuple[LightRecord, Account]], lateness: Mapping[int, Sequence[float]]) -> _Cost:
@@ -260,20 +277,27 @@ def _judge(
     typical = float(np.median(cost.each_ns)) if len(cost.each_ns) else 0.0
     arrival = lateness[record.rank][-len(account.steps) :] if record.rank in lateness else []
     differences = {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])}
-    nobody = Verdict(None, record.rank, round(max(typical, 0.0)), round(cost.step_ns), differences)
-    if typical < (LEAST_SHARE if len(arrival) > 1 else _LEAST_SHARE_OF_ONE) * cost.step_ns or not typical:
+    least = LEAST_SHARE if len(arrival) > 1 else _LEAST_SHARE_OF_ONE
+    nobody = Verdict(None, record.rank, round(max(typical, 0.0)), round(cost.step_ns), differences, least_share=least)
+    if typical < least * cost.step_ns or not typical:
         return nobody
     always = len(arrival) >= _ENOUGH_STEPS and min(arrival) >= LEAST_SHARE * cost.step_ns
     if not always and not _stands_out(arrival):
         return replace(nobody, doubt="varies")
-    if max(by_cause.values(), default=0.0) < LEAST_EXPLAINED * typical:
+    cause = max(by_cause, key=lambda one: by_cause[one], default="python")
+    slow_launches = by_cause.get("launch", 0.0)
+    if cause == "launch" and record.source != "light" and slow_launches < LEAST_LAUNCH_SHARE * cost.step_ns:
+        # The rest may have a cause of its own.
+        typical -= slow_launches
+        cause = max((one for one in by_cause if one != "launch"), key=lambda one: by_cause[one], default="launch")
+        if cause == "launch" or min(typical, by_cause[cause]) < LEAST_SHARE * cost.step_ns:
+            return replace(nobody, doubt="launches")
+    if by_cause.get(cause, 0.0) < LEAST_EXPLAINED * typical:
         return replace(nobody, doubt="unexplained")
-    cause = max(by_cause, key=lambda one: by_cause[one])
-    if cause == "launch" and record.source != "light" and typical < LEAST_LAUNCH_SHARE * cost.step_ns:
-        return replace(nobody, doubt="launches")
     phase, module, extra_ns = _find_place({key: time for key, time in extra.items() if key[0] == cause})
     if cause == "kernels" and _is_held_down([account for _, account in ranks], cost.late):
         cause = "clock"
+    on_host = _host_extra(record, ranks[cost.usual][0], phase) if cause in ("data", "python") else 0.0
     group, share = _arrivals(matched, record.rank)
     found = Culprit(
         rank=record.rank,
@@ -281,7 +305,8 @@ def _judge(
         phase=phase,
         module=module,
         late_ns=round(max(typical, float(np.median(arrival)))),
-        extra_ns=round(extra_ns),
+        extra_ns=round(max(extra_ns, on_host)),
+        idle_ns=round(extra_ns),
         gain_ns=round(typical),
         share=share,
         group=group,
@@ -303,6 +328,16 @@ def _latest(lateness: Mapping[int, Sequence[float]]) -> int:
     return max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)
 
 
+def _waited(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
+    """Return for each rank how long it waited in the collectives of each measured step."""
+    found = {record.rank: np.zeros(len(record.steps)) for record in records}
+    for one in matched:
+        for here, rank in enumerate(one.ranks):
+            if rank in found:
+                np.add.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
+    return {record.rank: _of_named(record, found[record.rank]) for record in records}
+
+
 def _lateness(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
     """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
     found = {record.rank: np.zeros(len(record.steps)) for record in records}
@@ -311,12 +346,11 @@ def _lateness(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dic
             if one.ranks[to] in found:
                 mine = one.last == to
                 np.maximum.at(found[one.ranks[to]], one.step[to, mine], one.median_wait_ns[mine].astype(np.float64))
-    return {
-        record.rank: [
-            time for step, time in zip(record.steps, found[record.rank].tolist(), strict=True) if step.name is not None
-        ]
-        for record in records
-    }
+    return {record.rank: _of_named(record, found[record.rank]) for record in records}
+
+
+def _of_named(record: LightRecord, values: Floats) -> list[float]:
+    return [value for step, value in zip(record.steps, values.tolist(), strict=True) if step.name is not None]
 
 
 def _step_times(record: LightRecord) -> list[float]:
@@ -328,6 +362,22 @@ def _step_times(record: LightRecord) -> list[float]:
 def _median_parts(parts: Sequence[Parts]) -> Parts:
     keys = {key for one in parts for key in one}
     return {key: float(np.median([one.get(key, 0.0) for one in parts])) for key in keys}
+
+
+def _host_extra(late: LightRecord, usual: LightRecord, phase: str) -> float:
+    """Return how much longer the host of one rank is in a phase, or between it and the phase before, per step."""
+    times = []
+    for record in (late, usual):
+        each = []
+        for step in _named(record):
+            spans = sorted((start, end, name) for name, start, end in step.phases)
+            if phase.startswith(BEFORE):
+                pairs = itertools.pairwise(spans)
+                each.append(sum(max(b[0] - a[1], 0) for a, b in pairs if b[2] == phase.removeprefix(BEFORE)))
+            else:
+                each.append(sum(end - start for start, end, name in spans if name == phase))
+        times.append(float(np.median(each)) if each else 0.0)
+    return times[0] - times[1]
 
 
 def _find_place(extra: Parts) -> tuple[str, str, float]:
