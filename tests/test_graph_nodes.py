@@ -19,6 +19,7 @@ from profkit.report.chrome_trace import write_chrome_trace
 from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, graph_range, launch_range
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
+from tests.captures import capture
 from tests.kineto_builder import kernel, launch, read, row
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -39,31 +40,31 @@ KERNELS = {1: 10, 2: 20, 4: 40, 5: 50, 7: 70}
 
 
 def replay(
-    capture: NsysBuilder, begin: int, kernels: dict[int, int] = KERNELS, name: str = graph_range(GRAPH.id)
+    builder: NsysBuilder, begin: int, kernels: dict[int, int] = KERNELS, name: str = graph_range(GRAPH.id)
 ) -> None:
     """Add a replay of `GRAPH`, 1,000 ns long, and what it ran."""
-    capture.range(name, begin, begin + 1000)
-    call = capture.call(begin + 100, name="cudaGraphLaunch_v10000", duration=800)
+    builder.range(name, begin, begin + 1000)
+    call = builder.call(begin + 100, name="cudaGraphLaunch_v10000", duration=800)
     for node, duration in kernels.items():
-        capture.kernel(None, duration, start=begin + 2000 + node * 100, correlation=call, name=f"k{node}")
-        capture.rows["CUPTI_ACTIVITY_KIND_KERNEL"][-1]["graphNodeId"] = 8 << 32 | node
+        builder.kernel(None, duration, start=begin + 2000 + node * 100, correlation=call, name=f"k{node}")
+        builder.rows["CUPTI_ACTIVITY_KIND_KERNEL"][-1]["graphNodeId"] = 8 << 32 | node
     place = {"deviceId": 0, "streamId": 7, "correlationId": call, "globalPid": process_of(100), "bytes": 64}
-    capture.add("CUPTI_ACTIVITY_KIND_MEMSET", start=begin + 1900, end=begin + 1901, graphNodeId=8 << 32, **place)
+    builder.add("CUPTI_ACTIVITY_KIND_MEMSET", start=begin + 1900, end=begin + 1901, graphNodeId=8 << 32, **place)
     copied = {"start": begin + 2600, "end": begin + 2603, "graphNodeId": 8 << 32 | 6, "copyKind": 8}
-    capture.add("CUPTI_ACTIVITY_KIND_MEMCPY", **copied, **place)
+    builder.add("CUPTI_ACTIVITY_KIND_MEMCPY", **copied, **place)
 
 
 def two_steps() -> NsysBuilder:
-    capture = NsysBuilder()
+    builder = NsysBuilder()
     for step in range(2):
-        capture.range(f"step {step}", 10_000 * step, 10_000 * step + 9000)
-        replay(capture, 10_000 * step + 1000)
-        capture.kernel(10_000 * step + 5000, 1000, name="launched by itself")
-    return capture
+        builder.range(f"step {step}", 10_000 * step, 10_000 * step + 9000)
+        replay(builder, 10_000 * step + 1000)
+        builder.kernel(10_000 * step + 5000, 1000, name="launched by itself")
+    return builder
 
 
-def placed(capture: NsysBuilder, folder: Path, *graphs: CapturedGraph) -> Trace:
-    return place_graph_nodes(read_nsys(capture.write(folder / "trace.sqlite")), graphs)
+def placed(builder: NsysBuilder, folder: Path, *graphs: CapturedGraph) -> Trace:
+    return place_graph_nodes(read_nsys(builder.write(folder / "trace.sqlite")), graphs)
 
 
 def time_under(trace: Trace, name: str | None = None) -> int:
@@ -114,10 +115,10 @@ def test_copies_and_fills_of_a_graph_lie_under_its_ranges_too(tmp_path: Path) ->
 def test_a_replay_that_ran_other_kernels_than_were_captured_keeps_its_range(
     tmp_path: Path, kernels: dict[int, int]
 ) -> None:
-    capture = two_steps()
-    capture.range("step 2", 20_000, 29_000)
-    replay(capture, 21_000, kernels)
-    trace = placed(capture, tmp_path, GRAPH)
+    builder = two_steps()
+    builder.range("step 2", 20_000, 29_000)
+    replay(builder, 21_000, kernels)
+    trace = placed(builder, tmp_path, GRAPH)
     assert time_under(trace, "optimizer") == 2 * 70
     assert time_under(trace, graph_range(GRAPH.id)) == sum(kernels.values())
     assert "what 1 of 3 replays ran lies under no module: it is not the 5 kernels that were captured" in trace.notes[0]
@@ -127,6 +128,8 @@ def test_a_replay_of_a_graph_that_nothing_is_known_of_stays_as_it_is(tmp_path: P
     trace = placed(two_steps(), tmp_path)
     assert time_under(trace, f"step 0/{graph_range(GRAPH.id)}") == 190
     assert trace.work.node_ns is None
+    assert "2 replays of CUDA graphs lie under no module" in trace.notes[0]
+    assert "open the run directory" in trace.notes[0]
 
 
 def test_ranges_around_compiled_launches_at_the_capture_become_modules_too(tmp_path: Path) -> None:
@@ -134,12 +137,12 @@ def test_ranges_around_compiled_launches_at_the_capture_become_modules_too(tmp_p
         launch_range(LaunchPlace("3f9a", line, ("model", *path))) for line, path in ((7, ["h.0"]), (9, ["h.1"]))
     )
     graph = CapturedGraph.of([NodeRun(2, "kernel", (one,)), NodeRun(1, "kernel", (two,)), NodeRun(1, "kernel", ())])
-    capture = NsysBuilder()
-    capture.range("forward", 0, 9000)
-    capture.range("model", 10, 8000)
-    replay(capture, 1000, {0: 1, 1: 2, 2: 4, 3: 8}, graph_range(graph.id))
-    capture.rows["CUPTI_ACTIVITY_KIND_MEMSET"] = capture.rows["CUPTI_ACTIVITY_KIND_MEMCPY"] = []
-    trace = nest_compiled_launches(placed(capture, tmp_path, graph))
+    builder = NsysBuilder()
+    builder.range("forward", 0, 9000)
+    builder.range("model", 10, 8000)
+    replay(builder, 1000, {0: 1, 1: 2, 2: 4, 3: 8}, graph_range(graph.id))
+    builder.rows["CUPTI_ACTIVITY_KIND_MEMSET"] = builder.rows["CUPTI_ACTIVITY_KIND_MEMCPY"] = []
+    trace = nest_compiled_launches(placed(builder, tmp_path, graph))
     assert {path: time for path, (_, time) in tree(trace).items()} == {
         "forward": 15,
         "forward/model": 15,
@@ -149,12 +152,12 @@ def test_ranges_around_compiled_launches_at_the_capture_become_modules_too(tmp_p
 
 
 def test_graphs_that_were_traced_whole_are_said_with_the_command_that_records_their_kernels(tmp_path: Path) -> None:
-    capture = NsysBuilder()
-    capture.range("step 0", 0, 9000)
-    call = capture.call(100, name="cudaGraphLaunch_v10000")
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 9000)
+    call = builder.call(100, name="cudaGraphLaunch_v10000")
     place = {"deviceId": 0, "streamId": 7, "correlationId": call, "globalPid": process_of(100)}
-    capture.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=200, end=300, graphId=3, graphExecId=4, **place)
-    (note,) = placed(capture, tmp_path, GRAPH).notes
+    builder.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=200, end=300, graphId=3, graphExecId=4, **place)
+    (note,) = placed(builder, tmp_path, GRAPH).notes
     assert "1 replays of 1 CUDA graphs were traced whole" in note
     assert "profkit run --nsys --cuda-graph-trace node" in note
 
@@ -199,3 +202,19 @@ def test_what_a_replay_ran_keeps_its_module_in_an_exported_trace(tmp_path: Path)
     assert after.kernels("optimizer").kernel_time_ns == 2 * 70
     members = np.arange(len(before.trace.ranges))
     assert sorted(after.attribution.copies.count(members)) == sorted(before.attribution.copies.count(members))
+
+
+def test_the_nodes_of_a_real_capture_are_numbered_from_0_each_once_in_the_order_in_which_they_ran() -> None:
+    trace = read_nsys(capture("graph_nodes.nsys2023.sqlite"))
+    launches: dict[int, list[tuple[int, int]]] = {}
+    for rows in (trace.work, trace.copies):
+        assert rows.graph_node is not None
+        of_graphs = np.flatnonzero(rows.graph_node >= 0)
+        columns = (rows.launch_ns[of_graphs], rows.start_ns[of_graphs], rows.graph_node[of_graphs])
+        for launch_ns, start_ns, node in zip(*(column.tolist() for column in columns), strict=True):
+            launches.setdefault(launch_ns, []).append((start_ns, node))
+    ran = [[node for _, node in sorted(nodes)] for nodes in launches.values()]
+    assert len(ran) == 244
+    assert all(nodes == sorted(set(nodes)) for nodes in ran)
+    # Nodes that do nothing leave no row.
+    assert sum(nodes == list(range(len(nodes))) for nodes in ran) > 200

@@ -13,13 +13,13 @@ and a note says why.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from profkit.run.compiled_code import CapturedGraph, NodeRun, graph_range
+from profkit.run.compiled_code import CapturedGraph, NodeRun, graph_range, read_graph_range
 from profkit.trace.columns import (
     Bools,
     Copies,
@@ -48,6 +48,7 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
     known = {graph_range(graph.id): graph for graph in graphs}
     layouts = {at: _lay_out(known[name]) for at, name in enumerate(trace.names) if name in known}
     replays = np.flatnonzero(np.isin(trace.ranges.name, list(layouts)))
+    trace = _note_unknown(trace, known)
     if not len(replays):
         return _note_whole(trace)
     trace = _number_chains(trace, replays, layouts)
@@ -218,6 +219,19 @@ def _exchanged(ranges: Ranges, left_out: Ints, new: Sequence[Ranges]) -> Ranges:
     }
     payload = {int(number[at]): value for at, value in ranges.payload.items() if is_kept[at]}
     return replace(kept, **columns, payload=payload)
+
+
+def _note_unknown(trace: Trace, known: Container[str]) -> Trace:
+    """Return the trace with a note if it holds replays of graphs that nothing is known of."""
+    unknown = [at for at, name in enumerate(trace.names) if read_graph_range(name) is not None and name not in known]
+    count = int(np.isin(trace.ranges.name, unknown).sum())
+    if not count:
+        return trace
+    note = (
+        f"{count:,} replays of CUDA graphs lie under no module: the ranges of their captures stand in the run's"
+        " compiled.jsonl, not in the trace; open the run directory"
+    )
+    return trace if note in trace.notes else replace(trace, notes=(*trace.notes, note))
 
 
 def _note_whole(trace: Trace) -> Trace:
