@@ -111,11 +111,15 @@ def _module_of(names: Sequence[str], labels: Sequence[tuple[str, str]], parent: 
     phase = next((at for at, name in enumerate(names) if name in PHASES), None)
     for at in range(len(names) - 1, -1 if phase is None else phase, -1):
         name, domain = labels[node]
-        is_module = name not in (RECOMPUTE, REPLICA) and not _is_of_library(name, domain)
-        if phase is not None and is_module:
+        if phase is not None and is_module_range(name, domain):
             return names[at]
         node = parent[node]
     return f"(no module: {names[-1 if phase is None else phase]})"
+
+
+def is_module_range(name: str, domain: str = "") -> bool:
+    """Return whether a range within a phase is one of the program's parts."""
+    return name not in (RECOMPUTE, REPLICA) and not _is_of_library(name, domain)
 
 
 def _is_of_library(name: str, domain: str) -> bool:

@@ -10,23 +10,28 @@ from typing import Any, Literal
 from profkit.analysis.compare.bootstrap import LEVEL
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
+from profkit.analysis.compare.module_changes import ModuleChange, ModuleComparison
 from profkit.analysis.compare.provenance import Difference
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.memory_compare import TOP_PARTS, memory_parts, memory_table
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_count, format_interval, format_ns
 
-View = Literal["phase", "category", "range", "kernel"]
-VIEWS: tuple[View, ...] = ("phase", "category", "range", "kernel")
+View = Literal["phase", "category", "module", "range", "kernel"]
+VIEWS: tuple[View, ...] = ("phase", "category", "module", "range", "kernel")
 TOP = 10
 
 _SHOWN: tuple[View, ...] = ("phase", "category", "kernel")
+_SHOWN_COMPILED: tuple[View, ...] = ("phase", "module", "category", "kernel")
+_DEEPEST = 3
+"""Modules that lie deeper have rows in CSV and JSON alone."""
 _NO_DIFFERENCE = "no measurable difference"
 _QUIET = (_NO_DIFFERENCE, "unchanged")
 
 _EXACT_CHANGE = ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns", "verdict")
 _EXACT_PER_SAMPLE = ("before_per_sample_ns", "after_per_sample_ns")
 _EXACT_SAMPLES = ("before_samples", "after_samples")
+_EXACT_MODULE = ("module", "parent", "before_count", "after_count")
 _EXACT_PART = ("range", "category", "kind", "before_kernels", "after_kernels")
 
 
@@ -38,7 +43,8 @@ def _or_empty(unit: Unit) -> Unit:
 _INTERVAL = Unit(lambda value: value if isinstance(value, str) else format_interval(*value))
 _CHANGE_COLUMN = Column("change_ns", "change", _or_empty(SIGNED_NS))
 _BEFORE_COLUMN = Column("before_ns", "before", _or_empty(NS))
-_AFTER_COLUMN = Column("after_ns", "after", NS)
+_AFTER_COLUMN = Column("after_ns", "after", _or_empty(NS))
+_COUNTS = Unit(str)
 _INTERVAL_COLUMN = Column("interval", f"{LEVEL:.0%} interval", _INTERVAL)
 
 
@@ -55,7 +61,12 @@ def build_compare_document(result: CaptureComparison, *, by: View | None = None,
         parts.append(_clean_table(result.clean))
     if result.time is not None:
         parts.append(_whole_table(result.time))
-        parts += [_view(result.time, view, top or TOP) for view in ((by,) if by else _SHOWN)]
+        is_compiled = result.modules is not None and result.modules.is_compiled
+        for view in (by,) if by else _SHOWN_COMPILED if is_compiled else _SHOWN:
+            if view == "module":
+                parts += _module_parts(result.time, result.modules, top or TOP)
+            else:
+                parts.append(_view(result.time, view, top or TOP))
         parts.append(Lines(_sums(result.time)))
     if result.memory is not None:
         parts += memory_parts(result.memory, top or TOP_PARTS)
@@ -178,6 +189,48 @@ def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
     return Table(_columns(view, _has_interval(time)), rows)
 
 
+def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: int) -> Iterator[Table | Lines]:
+    """Yield a table of modules, each below the one around it, and one of what was fused into what."""
+    if modules is None:
+        yield Lines(["neither capture has ranges of modules"])
+        return
+    shown = [one for one in modules.modules if one.depth < _DEEPEST][: 2 * top]
+    rows = [
+        {
+            **_change_row(one.change),
+            "kernels": _counts(time, one.before_count, one.after_count),
+            "name": f"{' ' * one.depth}{one.module}",
+        }
+        for one in shown
+    ]
+    name = "module (holds those below it)"
+    more = len(modules.modules) - len(shown)
+    rows += [{**_blank_row(), "name": f"({more} more: --format json)"}] if more else []
+    yield Table(_columns(name, _has_interval(time), kernels=_noun(time)), rows)
+    if modules.fusions:
+        rows = []
+        for fusion in modules.fusions[:top]:
+            row = {**_change_row(fusion.change), "kernels": _counts(time, fusion.before_count, fusion.after_count)}
+            rows.append({**row, "name": f"{fusion.phase}: {' + '.join(fusion.modules)}"})
+            for word, kernels in (("was", fusion.before), ("now", fusion.after)):
+                rows.append({**_blank_row(), "name": f" {word} {_name_kernels(time, kernels)}"})
+        hidden = modules.fusions[top:]
+        rows += [_sum_row(time, [one.change for one in hidden], "more")] if hidden else []
+        yield Table(_columns("fused, but for products", _has_interval(time), kernels=_noun(time)), rows)
+
+
+def _counts(time: TimeComparison, before: int, after: int) -> str:
+    """Return how many kernels there are per step on either side: ``12 → 3``."""
+    old, new = (
+        f"{count / size:,.1f}".removesuffix(".0") for count, size in zip((before, after), time.samples, strict=True)
+    )
+    return f"{old} → {new}"
+
+
+def _blank_row() -> Row:
+    return {"change_ns": "", "before_ns": "", "after_ns": "", "interval": "", "kernels": ""}
+
+
 def _part_table(time: TimeComparison, top: int) -> Table:
     """Return the parts that changed measurably, each with its place and kernels, then the sum of the others."""
     changed = [part for part in time.parts if part.change.verdict not in _QUIET]
@@ -210,9 +263,11 @@ def _name_kernels(time: TimeComparison, kernels: Sequence[KernelTotal]) -> str:
     return name + (f" (+{len(kernels) - 1})" if len(kernels) > 1 else "")
 
 
-def _columns(heading: str, has_interval: bool) -> tuple[Column, ...]:
-    interval = [_INTERVAL_COLUMN] if has_interval else []
-    return (_CHANGE_COLUMN, _BEFORE_COLUMN, _AFTER_COLUMN, *interval, Column("name", heading, TEXT, flexible=True))
+def _columns(heading: str, has_interval: bool, kernels: str | None = None) -> tuple[Column, ...]:
+    """Return the columns of a table of changes; ``kernels`` is what is counted in it, None if nothing is."""
+    more = [_INTERVAL_COLUMN] if has_interval else []
+    more += [] if kernels is None else [Column("kernels", f"{kernels}s", _COUNTS)]
+    return (_CHANGE_COLUMN, _BEFORE_COLUMN, _AFTER_COLUMN, *more, Column("name", heading, TEXT, flexible=True))
 
 
 def _line_row(line: Line) -> dict[str, Any]:
@@ -274,6 +329,10 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
     if time is not None and by in (None, "kernel"):
         rows = [{**_exact_row(time.samples, part.change), **_exact_part(part)} for part in time.parts]
         return Table((), rows, exact=(*_EXACT_PART, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
+    if time is not None and by == "module":
+        found = () if result.modules is None else result.modules.modules
+        rows = [{**_exact_row(time.samples, one.change), **_exact_module(one)} for one in found]
+        return Table((), rows, exact=(*_EXACT_MODULE, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
     if time is not None and by is not None:
         lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[by]
         rows = [{**_exact_row(time.samples, line.change), by: line.name} for line in lines]
@@ -286,6 +345,10 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
 
 def _exact_row(samples: tuple[int, int], change: Change | CleanChange) -> dict[str, Any]:
     return {**vars(change), **dict(zip(_EXACT_SAMPLES, samples, strict=True))}
+
+
+def _exact_module(one: ModuleChange) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in _EXACT_MODULE}
 
 
 def _exact_part(part: Part) -> dict[str, Any]:

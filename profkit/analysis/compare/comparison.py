@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,10 @@ import numpy as np
 from profkit.analysis.compare.bootstrap import Verdict, bootstrap_differences, judge_change
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times
+from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
-from profkit.analysis.compare.samples import has_measured_steps, sample_steps
+from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
+from profkit.analysis.compilations import Compilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened_trace import OpenedTrace
@@ -77,8 +79,9 @@ class CaptureComparison(NotebookResult):
     """What changed from one capture to another; a part is None if one of the captures lacks what it compares.
 
     ``time`` is the profiled kernel time per step, ``clean`` the time of unprofiled steps, ``memory`` the allocated
-    peak. ``warnings`` say which side lacks which part, and what to know about the others. The JSON of ``profkit compare
-    --format json`` has the same fields::
+    peak. ``warnings`` say which side lacks which part, and what to know about the others.
+    ``modules`` is the kernel time by module, ``compilations`` what torch.compile did in either run. The JSON of
+    ``profkit compare --format json`` has the same fields::
 
         {"before", "after", "headlines": [{"what", "source", "before_ns", …}],
          "provenance": {"differences": [{"fact", "before", "after", "disturbs"}], "unknown_…": []},
@@ -87,7 +90,10 @@ class CaptureComparison(NotebookResult):
                          "parts": [{"range", "category", "kind", "change": CHANGE, "before": [{"name", "count",
                                     "total_ns"}], "after"}], "left_out_ns", …},
          "clean": null | {"labels", "samples", "changes": [{"name", "before_ns", …}]},
-         "memory": null | {as ``profkit memory --against``}, "warnings": [{"code", "message"}]}
+         "memory": null | {as ``profkit memory --against``}, "warnings": [{"code", "message"}],
+         "modules": null | {"is_compiled", "modules": [{"module", "parent", "depth", "change": CHANGE, "before_count",
+                            "after_count"}], "fusions": [{"phase", "modules", "change": CHANGE, "before": …}]},
+         "compilations": [before, after], each null | {"steps", "before_ns", "before_count", "breaks", …}}
 
     CHANGE is ``{"before_per_sample_ns", "after_per_sample_ns", "change_ns", "low_ns", "high_ns", "verdict"}``, all per
     sample, and ``{"before_ns", "after_ns"}``, sums over all samples.
@@ -100,6 +106,8 @@ class CaptureComparison(NotebookResult):
     clean: CleanComparison | None
     memory: Comparison | None
     warnings: tuple[Finding, ...]
+    modules: ModuleComparison | None = None
+    compilations: tuple[Compilations | None, Compilations | None] = (None, None)
 
     @property
     def headlines(self) -> tuple[Headline, ...]:
@@ -180,9 +188,10 @@ def compare_captures(
         refuse_disturbed(provenance, before, after)
     traces = [_with_work(one.trace) for one in (before, after)]
     steps = [None if one.run is None else read_unprofiled_steps(one.run.manifest) for one in (before, after)]
-    time = clean = memory = None
+    time = clean = memory = modules = None
     if traces[0] is not None and traces[1] is not None:
-        time = _compare_time(traces[0], traces[1], range)
+        samples = _sample_both(traces[0], traces[1], range)
+        time, modules = compare_times(*samples), compare_modules(*samples)
     if range is None:
         if steps[0] is not None and steps[1] is not None:
             clean = compare_unprofiled(steps[0], steps[1])
@@ -203,7 +212,11 @@ def compare_captures(
             *_warn_of_missing("memory snapshots", before.snapshot, after.snapshot),
             *(() if time is None else time.warnings),
             *(() if memory is None else memory.warnings),
+            *_warn_of_compilations("before", before),
+            *_warn_of_compilations("after", after),
         ),
+        modules=modules,
+        compilations=(read_run_compilations(before.run), read_run_compilations(after.run)),
     )
 
 
@@ -258,9 +271,16 @@ def _with_work(trace: OpenedTrace | None) -> OpenedTrace | None:
     return trace if trace is not None and len(trace.trace.work) else None
 
 
-def _compare_time(before: OpenedTrace, after: OpenedTrace, range: str | None) -> TimeComparison:
+def _sample_both(before: OpenedTrace, after: OpenedTrace, range: str | None) -> tuple[StepSamples, StepSamples]:
     by_step = all(has_measured_steps(one.attribution) for one in (before, after))
-    return compare_times(*(sample_steps(one.attribution, range, by_step=by_step) for one in (before, after)))
+    old, new = (sample_steps(one.attribution, range, by_step=by_step) for one in (before, after))
+    return old, new
+
+
+def _warn_of_compilations(side: str, capture: OpenedCapture) -> Iterator[Finding]:
+    """Yield what torch.compile did in one of the runs, as far as a person can act on it."""
+    for one in find_compilations(capture.run):
+        yield Finding(one.code, f"{side}: {one.message}", one.verdict)
 
 
 def _warn_of_missing(what: str, before: object, after: object) -> tuple[Finding, ...]:

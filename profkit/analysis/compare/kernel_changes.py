@@ -40,7 +40,7 @@ PartKind = Literal["same", "renamed", "replaced", "gone", "new"]
 
 IN_NO_RANGE = "(in no inner range)"
 
-_FUSED = "triton_"
+_FUSED = ("triton_", "cpp_fused_")
 """Inductor's names for the kernels that it generates begin so."""
 
 
@@ -125,7 +125,7 @@ def compare_times(before: StepSamples, after: StepSamples) -> TimeComparison:
     """Return what changed from one capture's steps to another's."""
     common = before.paths & after.paths
     matches = match_parts(before, after)
-    changes = _change_of_columns(before, after, [(match.before, match.after) for match in matches])
+    changes = change_of_columns(before, after, [(match.before, match.after) for match in matches])
     parts = [_build_part(before, after, match, change) for match, change in zip(matches, changes, strict=True)]
     parts.sort(key=lambda part: (-abs(part.change.change_ns), part.range, part.category, part.kind))
     return TimeComparison(
@@ -164,7 +164,7 @@ def _measure_changes(before: Ints, after: Ints) -> list[Change]:
     return changes
 
 
-def _change_of_columns(
+def change_of_columns(
     before: StepSamples, after: StepSamples, columns: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[Change]:
     """Return the change of each set of columns, given for either side."""
@@ -183,7 +183,7 @@ def _group(before: StepSamples, after: StepSamples, name_of: Callable[[Key], str
     for number, side in enumerate((before, after)):
         for column, key in enumerate(side.keys):
             groups.setdefault(name_of(key), ([], []))[number].append(column)
-    changes = _change_of_columns(before, after, list(groups.values()))
+    changes = change_of_columns(before, after, list(groups.values()))
     lines = [Line(name, change) for name, change in zip(groups, changes, strict=True)]
     return tuple(sorted(lines, key=lambda line: (-abs(line.change.change_ns), line.name)))
 
@@ -199,12 +199,12 @@ def _build_part(before: StepSamples, after: StepSamples, match: Match, change: C
         category=f"{old} → {new}" if old and new and old != new else old or new,
         kind=match.kind,
         change=change,
-        before=_total_kernels(before, match.before),
-        after=_total_kernels(after, match.after),
+        before=total_kernels(before, match.before),
+        after=total_kernels(after, match.after),
     )
 
 
-def _total_kernels(side: StepSamples, columns: Sequence[int]) -> tuple[KernelTotal, ...]:
+def total_kernels(side: StepSamples, columns: Sequence[int]) -> tuple[KernelTotal, ...]:
     """Return the columns' kernels, one entry per name, the largest first."""
     totals: dict[str, list[int]] = {}
     for column in columns:
@@ -232,6 +232,11 @@ class _Unmatched:
 
     before: list[int]
     after: list[int]
+
+
+def is_generated(kernel: str) -> bool:
+    """Return whether Inductor generated a kernel, by its name."""
+    return kernel.startswith(_FUSED)
 
 
 def match_parts(before: StepSamples, after: StepSamples) -> list[Match]:
@@ -280,7 +285,7 @@ def _fused_categories(categories: dict[str, _Unmatched], before: StepSamples, af
     """Return the categories in which only one side has a kernel that Inductor generated."""
 
     def is_fused(samples: StepSamples, columns: Iterable[int]) -> bool:
-        return any(samples.keys[column].kernel.startswith(_FUSED) for column in columns)
+        return any(is_generated(samples.keys[column].kernel) for column in columns)
 
     return {name for name, left in categories.items() if is_fused(before, left.before) or is_fused(after, left.after)}
 
