@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +28,16 @@ from profkit.capture.light import LightRecorder
 from profkit.capture.memory import MemoryRecording
 from profkit.capture.own_steps import OwnSteps
 from profkit.capture.queue_drain import QueueDrain
-from profkit.capture.recorders import ScriptsProfiler, number_in_environment, recorded_by_kineto, recorded_by_nsys
-from profkit.capture.times import StepCollector, sum_times
+from profkit.capture.recorders import ScriptsProfiler, recorded_by_kineto, recorded_by_nsys
+from profkit.capture.slowest import is_slowest
+from profkit.capture.times import StepCollector, sum_times, wait_for_device
 from profkit.errors import ProfkitError
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, WORK, name_of_rank
-from profkit.run.job import rank_number
+from profkit.run.job import local_rank_number, rank_number
 from profkit.run.manifest import Process
+from profkit.run.rank_choice import RankChoice
 from profkit.run.recording import (
     COMPLETE,
     CUT_SHORT,
@@ -81,9 +82,14 @@ class Session:
         self.order = order
         self.run = Path(order.run)
         self._records_memory = order.recorder == "memory"
-        self.memory = (
-            None if order.memory is None else MemoryRecording(self.run, order.memory, notes_steps=self._records_memory)
-        )
+        self._rank = rank_number(os.environ)
+        self._is_chosen: bool | None = True
+        """Whether this rank is recorded in full; None until the steps before the recording show it."""
+        if order.ranks is not None:
+            self._is_chosen = RankChoice.parse(order.ranks).includes(self._rank, local_rank_number(os.environ))
+        self.memory = None
+        if order.memory is not None and self._is_chosen is not False:
+            self.memory = MemoryRecording(self.run, order.memory, notes_steps=self._records_memory)
         self.hooks = Hooks(
             self,
             order.depth,
@@ -94,7 +100,6 @@ class Session:
         )
         self.context: int | None = None
         """The context length of the steps that run now, in a target that has several."""
-        self._rank = rank_number(os.environ)
         self._pid = os.getpid()
         self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
         self._records = self.run / name_of_rank(COMPILED, self._rank or 0)
@@ -139,8 +144,10 @@ class Session:
             self.hooks.clock.start()
         if self.order.step_on == StepKind.WHOLE.word:
             # What runs before the first use of the GPU is no work of the GPU's.
-            begin = torch.cuda._lazy_call if torch.cuda.is_available() else _call
-            begin(self.hooks.begin_whole)
+            if torch.cuda.is_available():
+                torch.cuda._lazy_call(self.hooks.begin_whole)
+            else:
+                self.hooks.begin_whole()
 
     def boundary(self, number: int) -> None:
         """Time the step that ended; begin or end the recording if it is time to."""
@@ -188,7 +195,7 @@ class Session:
             self._samples.begin("profiled")
             self._drain.look()
             self._begin_recording()
-            if self._recording is not None:
+            if self._recording is not None or not self._is_chosen:
                 self._leave_out_first_steps()
         elif number == self._first - 1 and self.order.flops and not self.order.own_steps:
             self.begin_counting()
@@ -309,7 +316,7 @@ class Session:
     def _note_step(self) -> None:
         if self._begun < 0:
             return
-        _wait_for_device()
+        wait_for_device()
         step_ns = perf_counter_ns() - self._start_ns
         spans = self.hooks.clock.take()
         self.hooks.loading.step_ended()
@@ -332,9 +339,11 @@ class Session:
 
     def _begin_recording(self) -> None:
         self.hooks.steps.settle()
-        if self.order.recorder == "none":
+        if self._is_chosen is None and self.order.recorder == "kineto":
+            self._is_chosen = is_slowest()
+        if self.order.recorder == "none" or self._is_chosen is False:
             return
-        _wait_for_device()
+        wait_for_device()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._recording = ExitStack()
         if self.order.recorder == "kineto":
@@ -407,8 +416,9 @@ class Session:
             process=self._name,
             pid=os.getpid(),
             rank=self._rank,
-            local_rank=number_in_environment("LOCAL_RANK"),
+            local_rank=local_rank_number(os.environ),
             state=state,
+            is_recorded=self._is_chosen is not False,
             failure=self._failure,
             steps_seen=self._begun,
             step=step,
@@ -437,15 +447,3 @@ class Session:
             text = next(iter(said.strip().splitlines()), type(error).__name__)
             with suppress(OSError):  # a full disk may be the very reason
                 leave_failure(self.run, self._name, Failure(text, self._rank, out_of_memory=is_out_of_memory(error)))
-
-
-def _call(function: Callable[[], None]) -> None:
-    function()
-
-
-def _wait_for_device() -> None:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return
-    # Within a script's own capture into a CUDA graph there is nothing to wait for, and waiting would break it.
-    if not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()

@@ -23,6 +23,7 @@ from profkit.cli.run_options import (
     recorder_options,
     refuse_options_of_other_kinds,
     require_nsys,
+    require_rank_choice,
     require_step_choice,
     step_options,
 )
@@ -91,6 +92,7 @@ def run(
     flops: bool,
     stop: bool,
     step_on: str | None,
+    full_ranks: str | None,
     ceilings: bool,
     memory: bool,
     memory_only: bool,
@@ -136,8 +138,10 @@ def run(
             f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
             "does what later ones do not"
         )
+    if full_ranks is not None:
+        require_rank_choice(full_ranks)
     reach = BY_TREE if depth is None else depth
-    order = Order("", recorder, warmup_steps, steps, reach, annotate, stop, step_on, flops)
+    order = Order("", recorder, warmup_steps, steps, reach, annotate, stop, step_on, flops, ranks=full_ranks)
     if kind == "model":
         wanted = _model(target[0], recorder, allocator, warmup_steps=warmup_steps, steps=steps, ranks=ranks, **model)
     elif kind == "callable":

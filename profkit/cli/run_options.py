@@ -23,6 +23,7 @@ from profkit.launch.nsys import (
 )
 from profkit.models.options import CompileMode, Device, Dtype, Passes
 from profkit.run.manifest import Kind
+from profkit.run.rank_choice import RankChoice
 from profkit.run.recording import MEMORY_ENTRIES, Stacks
 from profkit.run.step_choice import StepChoice
 
@@ -39,7 +40,7 @@ _COMMAND: tuple[Kind, ...] = ("command",)
 _MEANT_FOR = {
     **dict.fromkeys(("batch", "contexts", "passes", "dtype", "compile_mode", "seed", "device"), _MODEL),
     **dict.fromkeys(("depth", "annotate", "flops"), _HOOKED),
-    **dict.fromkeys(("stop", "step_on", "memory_only", "oom"), _COMMAND),
+    **dict.fromkeys(("stop", "step_on", "memory_only", "oom", "full_ranks"), _COMMAND),
     "ranks": ("model", "command"),
 }
 _KIND_NAMES = {
@@ -226,12 +227,27 @@ def command_options(command: Command) -> Command:
             "--stop", is_flag=True, help="End the command after the measured steps instead of letting it finish."
         ),
         click.option(
+            "--ranks",
+            "full_ranks",
+            metavar="LIST|first-per-node|slowest",
+            help="Of several ranks record these in full (0,7,8-15; the first of each machine; the one that the others "
+            "wait for in the warm-up steps). All others leave their light record.",
+        ),
+        click.option(
             "--step-on",
             metavar="KIND",
             help="What a step is, where profkit finds out the wrong thing: optimizer:NAME, call:NAME (class, variable "
             "or decorated function), backward, replay (of a CUDA graph), generate, or whole (the whole program).",
         ),
     )
+
+
+def require_rank_choice(text: str) -> None:
+    """Raise `UsageError` unless ``text`` says which ranks to record."""
+    try:
+        RankChoice.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--ranks {error}") from None
 
 
 def require_step_choice(text: str) -> StepChoice:
@@ -254,6 +270,8 @@ def refuse_options_of_other_kinds(kind: Kind) -> None:
             raise UsageError(f"{name} is for {' and '.join(_KIND_NAMES[one] for one in kinds)}; leave it out")
         if parameter.name in _FOR_NSYS and not ctx.params["with_nsys"]:
             raise UsageError(f"{name} goes with --nsys")
+        if parameter.name == "full_ranks" and ctx.params["with_nsys"]:
+            raise UsageError(f"{name} goes with --kineto: one Nsight Systems records all ranks of a machine")
         if parameter.name == "with_nsys" and ctx.params["memory_only"]:
             raise UsageError(f"{name} records a trace and --memory-only none; --memory records both")
 

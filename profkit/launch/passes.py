@@ -168,7 +168,9 @@ def _python(module: str, *words: str) -> list[str]:
 
 
 def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | None:
-    """Return why a pass recorded nothing into ``run``, None if it did record."""
+    """Return why a pass recorded nothing into ``run``, None if it did record, or should not."""
+    if are_left_out(processes):
+        return None
     if order.recorder == "memory":
         return None if Run(run).snapshots else _why_no_snapshot(processes)
     if order.recorder == "oom":
@@ -181,6 +183,11 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
     if has_trace or Run(run).rank_traces:
         return None
     return f"nothing was recorded: {processes[0].failure or 'the recorder left no trace'}"
+
+
+def are_left_out(processes: Sequence[Process]) -> bool:
+    """Return whether ``--ranks`` leaves out all ranks here."""
+    return bool(processes) and not any(one.is_recorded for one in processes)
 
 
 def why_no_process(attached: int, unended: int, exit_status: int, refused: str | None = None) -> str | None:
@@ -244,6 +251,8 @@ def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
         return ([] if is_last or outcome.reason is None else [outcome.reason]) + _memory_shortfalls(outcome)
     if not outcome.processes:
         return []
+    if are_left_out(outcome.processes):
+        return ["--ranks names no rank that ran here: this run has their light records alone"]
     first = outcome.processes[0]
     found = _memory_shortfalls(outcome)
     if first.failure and outcome.reason is None:

@@ -283,7 +283,7 @@ class _Recording:
             _mark_failed(self._run, replace(manifest, status="failed", reason=why))
         else:
             _keep_manifest(self._run, replace(manifest, status="complete"))
-        has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None
+        has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None and bool(Run(self._run).traces)
         first = last.processes[0] if last.processes else None
         return Recorded(
             self._run,
@@ -363,10 +363,10 @@ def _take_losses(run: Path) -> tuple[float, ...]:
 
 
 def _with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
-    """Return the manifest with what a pass found; of several ranks the first one counts."""
+    """Return the manifest with what a pass found; of several ranks the first one that was recorded counts."""
     manifest = replace(manifest, exit_status=outcome.exit_status, finished_utc=utc_now())
     order = outcome.order
-    first = outcome.processes[0] if outcome.processes else None
+    first = min(outcome.processes, key=lambda one: not one.is_recorded, default=None)
     recorded = Samples()
     if first is not None:
         recorded = Samples(first.profiled, first.during.get("profiled", {}), outcome.losses)

@@ -92,6 +92,11 @@ def rank_number(environment: Mapping[str, str]) -> int | None:
     return None
 
 
+def local_rank_number(environment: Mapping[str, str]) -> int | None:
+    """Return the number of this process among those of its machine, None if nobody says it."""
+    return number_in(environment, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
 def find_job(environment: Mapping[str, str], words: Sequence[str]) -> Job | None:
     """Return the job that a ``profkit run`` of the command ``words`` is a part of; None if it is alone in it."""
     if words and Path(words[0]).name in _STARTERS:

@@ -129,6 +129,8 @@ class Process:
     rank: int | None = None
     local_rank: int | None = None
     state: str = "complete"
+    is_recorded: bool = True
+    """False of a rank that ``--ranks`` leaves out: it has its light record alone."""
     failure: str | None = None
     steps_seen: int | None = None
     step: str | None = None

@@ -60,7 +60,8 @@ class Order:
     ``depth`` of the modules' ranges, `BY_TREE` or None: modules have none; ``annotate`` False opens no range at all;
     ``stop`` ends the target after the last step; ``step_on`` is what a person says a step is
     (`profkit.run.step_choice.StepChoice`); ``flops`` counts the work of the step before the recorded ones, or of the
-    range `profkit.names.COUNTED`. ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are
+    range `profkit.names.COUNTED`. ``ranks`` says which ranks are recorded (`profkit.run.rank_choice.RankChoice`), None:
+    all. ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are
     its steps.
     """
 
@@ -75,6 +76,7 @@ class Order:
     flops: bool = False
     memory: MemoryOptions | None = None
     own_steps: bool = False
+    ranks: str | None = None
 
     def to_json(self) -> str:
         """Return the order as the environment carries it."""

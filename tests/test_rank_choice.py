@@ -1,0 +1,90 @@
+"""``--ranks``: who of several ranks is recorded in full."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.run.rank_choice import RankChoice
+from tests.in_process import run_profkit
+
+ROOT = Path(__file__).parent.parent
+
+SCRIPT = """
+import os, sys, time
+sys.path[:0] = [os.getcwd()]
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    if distributed.get_rank() == 2:
+        time.sleep(0.05)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "local_rank", "included"),
+    [
+        ("0,7,8-15", 7, 7, True),
+        ("0,7,8-15", 15, 7, True),
+        ("0,7,8-15", 16, 0, False),
+        ("first-per-node", 8, 0, True),
+        ("first-per-node", 9, 1, False),
+        ("slowest", 3, 3, None),
+        ("slowest", None, None, True),
+    ],
+)
+def test_a_choice_includes_ranks(text: str, rank: int | None, local_rank: int | None, included: bool | None) -> None:
+    assert RankChoice.parse(text).includes(rank, local_rank) is included
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,", "-1", "fastest"])
+def test_what_is_no_choice_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    done = run_profkit("run", "--ranks", text, "--", "python", "x.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "name ranks (0,7,8-15), first-per-node or slowest" in line
+
+
+def test_nsys_records_all_ranks_of_a_machine(tmp_path: Path) -> None:
+    done = run_profkit("run", "--nsys", "--ranks", "0", "--", "python", "x.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--ranks goes with --kineto" in done.stderr
+
+
+def _record(place: Path, ranks: str, count: int) -> tuple[Any, dict[str, Any], set[str]]:
+    pytest.importorskip("torch")
+    (place / "train.py").write_text(SCRIPT)
+    steps = ("--warmup", "5", "--steps", "2", "--nproc-per-node", str(count), "--ranks", ranks)
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=place, **environment)
+    manifest = json.loads((place / "run" / "manifest.json").read_text())
+    return done, manifest, {path.name for path in (place / "run").iterdir()}
+
+
+def test_the_slowest_rank_alone_is_recorded_and_all_leave_light_records(tmp_path: Path) -> None:
+    done, manifest, files = _record(tmp_path, "slowest", 3)
+    assert done.returncode == 0, done.stderr
+    assert {name for name in files if name.startswith("trace")} == {"trace.rank2.json.gz"}
+    assert {"light.jsonl", "light.rank1.jsonl", "light.rank2.jsonl"} <= files
+    assert [one["is_recorded"] for one in manifest["processes"]] == [False, False, True]
+    # What the manifest says of the recorded steps is said of a rank that was recorded.
+    assert manifest["profiled"]["steps"] == manifest["processes"][2]["profiled"]
+
+
+def test_a_machine_without_a_chosen_rank_says_that_it_has_light_records_alone(tmp_path: Path) -> None:
+    done, manifest, files = _record(tmp_path, "7", 2)
+    assert done.returncode == 0, done.stderr
+    assert "--ranks names no rank that ran here" in done.stderr
+    assert manifest["status"] == "complete"
+    assert files == {"manifest.json", "light.jsonl", "light.rank1.jsonl"}
