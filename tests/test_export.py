@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import pickle
 import subprocess
@@ -17,7 +18,8 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as messages
 
 from profkit.analysis.efficiency.gpu_time import build_gpu_times
 from profkit.reading import open_snapshot, open_trace
-from profkit.report.export_layout import split_into_lanes
+from profkit.report.export_layout import Counter, MemoryTracks, _numbered, split_into_lanes
+from profkit.report.perfetto import write_perfetto
 from profkit.snapshot.unpickler import load_data
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of
@@ -47,6 +49,8 @@ class Read:
                     text = getattr(entry, "name", None) or entry.str.decode()
                     texts[kind][entry.iid] = text
             if packet.HasField("track_descriptor"):
+                assert packet.track_descriptor.uuid not in {0, *self.tracks}
+                assert packet.track_descriptor.parent_uuid in {0, *self.tracks}
                 self.tracks[packet.track_descriptor.uuid] = packet.track_descriptor
             if not packet.HasField("track_event"):
                 continue
@@ -75,6 +79,17 @@ class Read:
                 self.slices.append(one)
                 open_now[event.track_uuid].append(one)
         assert not any(open_now.values()), "every slice ends"
+        self.check_ids()
+
+    def check_ids(self) -> None:
+        """Check what Perfetto takes ids to mean: a thread with a process's number is that process's main thread."""
+        processes = [one.process.pid for one in self.tracks.values() if one.HasField("process")]
+        threads = [(one.thread.pid, one.thread.tid) for one in self.tracks.values() if one.HasField("thread")]
+        assert len(set(processes)) == len(processes)
+        assert len({tid for _, tid in threads}) == len(threads)
+        assert {pid for pid, _ in threads} <= set(processes)
+        assert all(pid == tid for pid, tid in threads if tid in processes)
+        assert all(number > 0 for number in (*processes, *(tid for _, tid in threads)))
 
     def name(self, track: int) -> str:
         one = self.tracks[track]
@@ -221,6 +236,34 @@ def run_of(folder: Path) -> Path:
     (folder / "trace.sqlite").write_bytes(NSYS.read_bytes())
     (folder / "snapshot.pickle").write_bytes(gzip.decompress(SNAPSHOT.read_bytes()))
     return folder
+
+
+def test_memory_takes_no_number_of_a_thread_and_ids_fit_into_perfettos(profkit: Run, tmp_path: Path) -> None:
+    """On Linux a process's second thread often has the next number after the process's own."""
+    folder = run_of(tmp_path / "run")
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 1_000)
+    for tid in (100, 101, 102):
+        builder.kernel(10 + tid, 5, tid=tid)
+    (folder / "trace.sqlite").unlink()
+    builder.write(folder / "trace.sqlite")
+    read = Read(exported(profkit, folder, tmp_path)[0])  # which checks the ids
+    pids = {one.process.process_name: one.process.pid for one in read.tracks.values() if one.HasField("process")}
+    assert pids["process"] == 100
+    assert min(pid for name, pid in pids.items() if name.startswith("memory")) > 102
+    numbers = _numbered({1: 2**40, 2: 7, 3: -1, 4: 7}, {8})
+    assert (numbers[2], len(set(numbers.values()))) == (7, 4)
+    assert all(0 < number < 2**31 for number in numbers.values())
+
+
+def test_a_counter_below_0_keeps_its_sign() -> None:
+    """A history that contradicts itself may show less than nothing reserved."""
+    found = io.BytesIO()
+    counter = Counter("reserved", np.array([-3, 5]), np.array([-512, 512]))
+    write_perfetto(found, None, [MemoryTracks("memory", (counter,), (), (), 0, {})])
+    trace = messages.Trace.FromString(found.getvalue())
+    values = [(one.timestamp, one.track_event.counter_value) for one in trace.packet if one.HasField("track_event")]
+    assert values == [(0, -512), (5, 512)]  # time before the first event is 0
 
 
 def test_a_snapshot_alone_is_exported_too(profkit: Run, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ LAUNCHING, SYNCHRONISING, OUTSIDE = "Python prepared kernels", "host waited for 
 _GAP_NS = 1_000_000
 _THREAD_MASK = 0xFFFFFF
 _LANES_TRIED = 32
+_LARGEST_ID = 2**30
+"""Perfetto's processes and threads have ids of 32 bits, with a sign; no system gives larger ones than this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +93,9 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
 def _numbered(wanted: Mapping[int, int], taken: set[int]) -> dict[int, int]:
     """Return the wanted numbers, those that are taken already replaced by free ones above all others."""
     used, found = set(taken), dict[int, int]()
-    free = max({*wanted.values(), *taken}, default=0) + 1
+    free = max((number for number in (*wanted.values(), *taken) if number <= _LARGEST_ID), default=0) + 1
     for key, number in wanted.items():
-        found[key] = number if number > 0 and number not in used else free
+        found[key] = number if 0 < number <= _LARGEST_ID and number not in used else free
         free += found[key] == free
         used.add(found[key])
     return found
@@ -239,7 +241,8 @@ def place_memory(memory: Sequence[MemoryTracks], layout: Layout | None) -> list[
     """Return each rank's memory with its process, which says so if it is not the one whose time was recorded."""
     if layout is None:
         return [(one, MemoryProcess(number, one.label, 0)) for number, one in enumerate(memory, 1)]
-    free, begin_ns = max(layout.pids.values(), default=0) + 1, layout.end_ns + _GAP_NS
+    # A thread with the number of a process would be its main thread for Perfetto.
+    free, begin_ns = max((*layout.pids.values(), *layout.tids.values()), default=0) + 1, layout.end_ns + _GAP_NS
     return [
         (one, MemoryProcess(number, f"{one.label} ({_ANOTHER_PROCESS})", begin_ns))
         for number, one in enumerate(memory, free)

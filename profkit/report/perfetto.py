@@ -155,7 +155,8 @@ class _Packets:
         """Write the values of a counter."""
         begin = _varint_field(_TYPE, _COUNTER) + _varint_field(_TRACK, track)
         for moment, value in zip(time_ns.tolist(), values.tolist(), strict=True):
-            self._event(moment, _field(_TRACK_EVENT, begin + _varint_field(_COUNTER_VALUE, value)))
+            # A number below 0, which a contradictory history may give, is written as 64 bits.
+            self._event(moment, _field(_TRACK_EVENT, begin + _varint_field(_COUNTER_VALUE, value & _ALL_BITS)))
 
     def _track(self, content: bytes) -> int:
         self._tracks += 1
@@ -292,7 +293,7 @@ def _write_memory(packets: _Packets, memory: MemoryTracks, place: MemoryProcess)
             packets.slices(track, edges, slices)
     for counter in memory.counters:
         track = packets.track(process, counter.name, counts_bytes=True)
-        packets.counter(track, counter.time_ns + begin_ns, counter.bytes)
+        packets.counter(track, np.maximum(counter.time_ns + begin_ns, begin_ns), counter.bytes)
 
 
 def _join_flows(starts: list[bytes], calls: Ints, first: int) -> list[bytes]:
@@ -318,6 +319,7 @@ def _varint(value: int) -> bytes:
 
 
 _BYTE = [bytes([value]) for value in range(128)]
+_ALL_BITS = 2**64 - 1
 _VARINT, _FIXED64, _LENGTH = 0, 1, 2
 """How a field's value is encoded."""
 

@@ -53,7 +53,7 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
         "choices": pack_choices(run, rows[: len(table["rows"])]),
         "missing": list(_missing(run, rows)),
         "is_joined": bool(times) and bool(parts),
-        "per": "sums over the recording" if steps is None else f"per step, averages over {steps}",
+        "per": ("summed over the recording" if steps is None else f"per step, averages over {steps}") + _of_gpus(run),
         "moment": None if run.memory is None else run.memory.composition.what,
     }
 
@@ -66,6 +66,11 @@ def _missing(run: Results, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
         yield "FLOP and % of peak, and what limits most modules,", run.record_again("--flops")
     if run.memory is None:
         yield "The bytes of modules", run.record_again("--memory")
+
+
+def _of_gpus(run: Results) -> str:
+    count = run.summary.head.gpu_count
+    return f", of all {count} GPUs together" if count > 1 else ""
 
 
 def _parts(run: Results) -> Sequence[PartRow]:
