@@ -141,11 +141,14 @@ def test_a_holder_is_whose_result_it_is_or_else_its_launchs_only_module() -> Non
     assert allocation == Allocation(
         line_of("buf0 = empty"),
         (
-            Holder(line_of("buf0 = empty"), product, "fc", "model.py:3 forward"),
-            Holder(line_of("buf1 = buf0"), gelu, "gelu", "model.py:5 forward"),
-            Holder(line_of("buf8 ="), last, None, None),
+            Holder(line_of("buf0 = empty"), product, "fc", "model.py:3 forward", "buf0"),
+            Holder(line_of("buf1 = buf0"), gelu, "gelu", "model.py:5 forward", "buf1"),
+            Holder(line_of("buf8 ="), last, None, None, "buf8"),
         ),
     )
+    (given,) = (one for one in graph.allocations if one.line is None)
+    assert [(one.line, one.name) for one in given.holders] == [(0, "saved"), (line_of("buf10 = saved"), "buf10")]
+    assert (graph.inputs[2], graph.outputs) == ("saved", ("buf8", "", "arg1_1", "buf10"))
 
 
 def test_a_file_without_a_call_is_none_of_inductors_wrappers() -> None:

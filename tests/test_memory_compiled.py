@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,8 @@ class Code:
     """A generated file in the making: what its lines do, the record of it, and nothing else that runs."""
 
     code: str
+    saved: tuple[str, ...] = ()
+    """The buffers of a forward pass that this code is given, after a parameter, under other names."""
     steps: list[tuple[str, int, str, str]] = field(default_factory=list)
     """(what, line, name, old name or module)"""
 
@@ -34,13 +36,15 @@ class Code:
         self.steps.append((what, 10 + 2 * len(self.steps), name, other))
 
     def graph(self) -> CompiledGraph:
-        allocations: dict[str, tuple[int, list[Holder], int | None]] = {}
+        allocations: dict[str, tuple[int | None, list[Holder], int | None]] = {
+            given: (None, [Holder(0, name=given)], None) for given in self.given
+        }
         launches = []
         for what, line, name, other in self.steps:
             module = None if other == "several" else other
             # The launch that writes a buffer stands on the line after it.
             launches.append(Launch(line + 1, f"triton_{line}", False, (other,) if module else SEVERAL))
-            holder = Holder(line, line + 1, module, f"model.py:{line} forward" if module else None)
+            holder = Holder(line, line + 1, module, f"model.py:{line} forward" if module else None, name)
             if what == "allocate":
                 allocations[name] = line, [holder], None
             elif what.startswith("reuse"):
@@ -50,8 +54,26 @@ class Code:
                 first, holders, _ = allocations.pop(name)
                 allocations[f"{name} at {line}"] = first, holders, line
                 launches.pop()
-        found = tuple(Allocation(first, tuple(holders), freed) for first, holders, freed in allocations.values())
-        return CompiledGraph(self.code, self.code, "2.11.0", "Model.forward", False, tuple(launches), found)
+        found = tuple(
+            Allocation(first, tuple(holders), freed)
+            for first, holders, freed in allocations.values()
+            if first is not None or len(holders) > 1
+        )
+        is_backward = self.code == BACKWARD
+        graph = CompiledGraph(self.code, self.code, "2.11.0", "Model.forward", is_backward, tuple(launches), found)
+        if is_backward:
+            return replace(graph, inputs=("primals_1", *self.given, "tangents_1"))
+        returned = [name for name, (_, _, freed) in allocations.items() if freed is None]
+        return replace(graph, inputs=("primals_1", "primals_2"), outputs=("", "primals_1", *returned))
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        return tuple(f"mul_{number}" for number in range(len(self.saved)))
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The buffers that the code returns."""
+        return self.graph().outputs[2:]
 
 
 class Compiled(Training):
@@ -63,6 +85,8 @@ class Compiled(Training):
         self.held: dict[Block, str] = {}
         self.moments: dict[int, dict[int, str]] = {}
         """Moment → address → module, by hand."""
+        self.vague: set[int] = set()
+        """Moments after what no line of the running code allocated was freed: the line that runs is not known."""
         self.graphs: dict[str, CompiledGraph] = {}
 
     def put(self, size: int, code: str, line: int) -> Block:
@@ -77,22 +101,25 @@ class Compiled(Training):
             event |= {"frames": frames, "user_metadata": f"profkit:{self.phase}:{self.around}"}
         return block
 
-    def call(self, code: Code, sizes: Iterator[int]) -> list[Block]:
-        """Run generated code; return what it returns."""
+    def call(self, code: Code, sizes: Iterator[int], saved: dict[str, Block] | None = None) -> dict[str, Block]:
+        """Run generated code, which is given what a forward pass returned; return what is left."""
         self.graphs[code.code] = code.graph()
-        blocks: dict[str, Block] = {}
+        blocks = {given: (saved or {})[name] for given, name in zip(code.given, code.saved, strict=True)}
         for what, line, name, other in code.steps:
             if what == "allocate":
                 blocks[name] = self.put(next(sizes), code.code, line)
                 self.held[blocks[name]] = other
             elif what == "free":
-                self.drop(blocks.pop(name))
+                block = blocks.pop(name)
+                self.drop(block)
+                if block in (saved or {}).values():
+                    self.vague.add(len(self.allocator.events))
             else:
                 blocks[name] = blocks.pop(what.partition(" ")[2])
                 self.held[blocks[name]] = other
                 continue  # the allocator knows nothing of this
             self.note()
-        return list(blocks.values())
+        return blocks
 
     def drop(self, *blocks: Block) -> None:
         for block in blocks:
@@ -108,12 +135,12 @@ class Compiled(Training):
         return folder
 
 
-def random_code(code: str, chance: random.Random) -> Code:
+def random_code(code: str, chance: random.Random, saved: tuple[str, ...] = ()) -> Code:
     """Return code that allocates, hands on and frees memory, as Inductor writes it."""
-    made = Code(code)
+    made = Code(code, saved)
     made.add("allocate", "first", "h.0.attn")
     made.add("reuse first", "second", "h.1.mlp.up")
-    live = ["second"]
+    live = ["second", *made.given]
     for number in range(chance.randrange(4, 30)):
         what = chance.choice(("allocate", "allocate", "reuse", "free"))
         module = f"h.{number % 4}.{chance.choice(('attn', 'mlp.up', 'norm'))}"
@@ -145,20 +172,26 @@ def test_at_every_event_each_block_is_the_modules_whose_result_it_holds(seed: in
     chance = random.Random(seed)
     sizes = iter(lambda: chance.randrange(1, 40) * 100_000, 0)
     program = Compiled()
-    forward, backward = random_code(FORWARD, chance), random_code(BACKWARD, chance)
+    forward = random_code(FORWARD, chance)
+    backward = random_code(BACKWARD, chance, forward.returned)
     for _ in range(3):
         program.phase = "forward"
         saved = program.call(forward, sizes)
         program.phase = "backward"
-        gradients = program.call(backward, sizes)
+        left = program.call(backward, sizes, saved)
         other = program.malloc(MIB, "forward")
         program.note()
-        program.drop(*saved, *gradients)
+        program.drop(*left.values())
         program.allocator.free(other)
     opened = read_snapshot(program.write_run(tmp_path))
     memory = opened.device()
     for moment, truth in program.moments.items():
-        assert modules_at(memory, moment) == truth
+        found = modules_at(memory, moment)
+        if moment in program.vague:
+            assert found.keys() == truth.keys()
+            assert all(truth[address] in said.removeprefix("one of: ").split(", ") for address, said in found.items())
+        else:
+            assert found == truth
     assert_books_close(opened.memory())
 
 

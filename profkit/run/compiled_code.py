@@ -86,16 +86,20 @@ class Holder:
     launch: int | None = None
     module: str | None = None
     source: str | None = None
+    name: str = ""
+    """The buffer's name in the generated file."""
 
 
 @dataclass(frozen=True)
 class Allocation:
     """Memory that generated code allocates at ``line``, and what holds it one after another: Inductor reuses memory.
 
-    ``freed`` is the line that frees it; None if the code returns it. Several allocations may have one line.
+    ``line`` is None for memory that the code is given and reuses: what the forward pass saved for a backward pass. The
+    first holder then has its name as an input. ``freed`` is the line that frees it; None if the code returns it.
+    Several allocations may have one line.
     """
 
-    line: int
+    line: int | None
     holders: tuple[Holder, ...]
     freed: int | None = None
 
@@ -117,6 +121,10 @@ class CompiledGraph:
     allocations: tuple[Allocation, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
     """First and last lines of the parts of the generated file, in the order in which they run."""
+    inputs: tuple[str, ...] = ()
+    """The names of what the code is given. A backward pass is given what the forward pass saved, in its order."""
+    outputs: tuple[str, ...] = ()
+    """The names in what the code returns, "" for what is no memory."""
 
 
 @dataclass(frozen=True)

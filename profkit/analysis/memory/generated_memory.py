@@ -6,6 +6,9 @@ generated code stood then: at the line of its last event, an alloc or a free, wh
 at its end when something else allocated since. Between two events of the call several buffers may hold the memory; all
 of these are named.
 
+What a forward pass saves is given to the code of the backward pass, which may reuse it too. Which of its inputs that is
+follows from their order, in which both codes name the same parameters.
+
 A call is a run of allocations, one after the other, whose lines stand in the order in which the code runs. A first
 line that comes again begins the next call.
 """
@@ -16,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from profkit.allocator.replay import Replay
+from profkit.analysis.memory.owners import read_text
 from profkit.analysis.memory.stacks import StackBook
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder
 
@@ -40,6 +44,16 @@ class Held:
     """Whether the generated code that allocated the memory frees it."""
 
 
+@dataclass(frozen=True)
+class _Tenant:
+    """One holder of an allocation: in which graph of which file, and whether another held it before."""
+
+    code: _Code
+    graph: int
+    holder: Holder
+    is_first: bool
+
+
 @dataclass
 class _Call:
     """One run of generated code: its allocations, and whether another's came after them."""
@@ -58,7 +72,8 @@ class _Code:
         for graph in graphs:
             by_line: dict[int, list[Allocation]] = {}
             for one in graph.allocations:
-                by_line.setdefault(one.line, []).append(one)
+                if one.line is not None:
+                    by_line.setdefault(one.line, []).append(one)
             self._by_line.append(by_line)
         self._spans = [(span[0], span[-1]) for span in graphs[0].spans if span]
 
@@ -109,6 +124,8 @@ class GeneratedMemory:
         self._replay, self._stacks = replay, stacks
         self._ends_failing = ends_failing
         self._calls: dict[int, _Call] = {}
+        self._next_calls: dict[tuple[int, int], int | None] = {}
+        self._taken: dict[tuple[int, int], dict[str, list[tuple[_Code, int, Allocation]]]] = {}
 
     def held(self, row: int, moment: int | None = None) -> Held | None:
         """Return who holds an allocation at a moment on the curves, by default as it is made.
@@ -123,22 +140,65 @@ class GeneratedMemory:
         if not found:
             return None
         first, last = (code.position(line),) * 2 if moment is None else self._window(code, row, moment)
+        tenants = [one for number, memory in found for one in _tenants(code, number, memory, first, last)]
+        if first == _END and moment is not None:
+            tenants = self._after_taking(code, row, moment, tenants)
         modules: dict[tuple[str, ...], None] = {}
         sources: dict[str | None, None] = {}
-        is_first = True
-        for number, one in found:
-            for place, holder in _holders_within(code, one, first, last):
-                owners, source = code.owners(number, holder)
-                modules[owners] = None
-                sources[source] = None
-                is_first &= place == 0
+        for one in tenants:
+            owners, source = one.code.owners(one.graph, one.holder)
+            modules[owners] = None
+            sources[source] = None
         return Held(
             modules=tuple(dict.fromkeys(name for some in modules for name in some)),
             source=next(iter(sources)) if len(sources) == 1 else None,
             is_decided=len(modules) == 1,
-            is_first=is_first,
+            is_first=all(one.is_first for one in tenants),
             is_freed_in_call=all(one.freed is not None for _, one in found),
         )
+
+    def _after_taking(self, code: _Code, row: int, moment: int, tenants: list[_Tenant]) -> list[_Tenant]:
+        """Return who holds what a call returned, by a moment at which the backward pass may have taken it."""
+        _, line = self._site(row) or (code, 0)
+        found = list(code.allocations(line))
+        takers = [one for number, memory in found for one in self._takers(code, number, memory.holders[-1].name)]
+        calls = [(began, one) for one in takers if (began := self._next_call(one[0], row)) is not None]
+        if not calls:
+            return tenants
+        began, (other, number, memory) = min(calls, key=lambda call: call[0])
+        if int(self._replay.birth[began]) >= moment:
+            return tenants
+        now = list(_tenants(other, number, memory, *self._window(other, began, moment)))
+        taken = [one for one in now if not one.is_first]
+        # Of several results of one call nobody knows which has this address.
+        return taken if len(taken) == len(now) and len(found) == 1 else [*tenants, *taken]
+
+    def _takers(self, code: _Code, number: int, name: str) -> list[tuple[_Code, int, Allocation]]:
+        """Return where backward passes reuse what a graph returns under a name."""
+        if (id(code), number) not in self._taken:
+            found: dict[str, list[tuple[_Code, int, Allocation]]] = {}
+            for other in self._codes.values():
+                for which, graph in enumerate(other.graphs):
+                    for output, memory in _reused_outputs(code.graphs[number], graph):
+                        found.setdefault(output, []).append((other, which, memory))
+            self._taken[id(code), number] = found
+        return self._taken[id(code), number].get(name, [])
+
+    def _next_call(self, code: _Code, row: int) -> int | None:
+        """Return the first allocation that some code made for the same module after another allocation."""
+        call = self._calls[row]
+        key = id(call), id(code)
+        if key not in self._next_calls:
+            module = self._module(row)
+            later = range(call.rows[-1] + 1, len(self._replay))
+            self._next_calls[key] = next(
+                (one for one in later if (self._site(one) or (None,))[0] is code and self._module(one) == module), None
+            )
+        return self._next_calls[key]
+
+    def _module(self, row: int) -> str | None:
+        text = read_text(self._stacks.raw_of(row))
+        return None if text is None else text.module
 
     def same_call(self, row: int) -> list[int]:
         """Return the allocations of the call of generated code that made this one."""
@@ -207,10 +267,27 @@ class GeneratedMemory:
         return before < after or (before == after and code.launches_at(line))
 
 
-def _holders_within(code: _Code, one: Allocation, first: int, last: int) -> Iterator[tuple[int, Holder]]:
-    """Yield who holds an allocation while its call goes from one place to another, with their number in its life."""
-    places = [code.position(holder.line) for holder in one.holders]
-    for number, holder in enumerate(one.holders):
+def _tenants(code: _Code, graph: int, memory: Allocation, first: int, last: int) -> Iterator[_Tenant]:
+    """Yield who holds an allocation while its call goes from one place to another."""
+    places = [code.position(holder.line) for holder in memory.holders]
+    for number, holder in enumerate(memory.holders):
         ends = places[number + 1] if number + 1 < len(places) else _END + 1
         if (places[number] <= last or number == 0) and ends > first:
-            yield number, holder
+            yield _Tenant(code, graph, holder, number == 0)
+
+
+def _reused_outputs(forward: CompiledGraph, backward: CompiledGraph) -> Iterator[tuple[str, Allocation]]:
+    """Yield what a graph returns and its backward pass reuses: the name in the forward code, and what reuses it."""
+    reused = [one for one in backward.allocations if one.line is None]
+    known = [(at, name) for at, name in enumerate(backward.inputs) if name in forward.inputs]
+    if not reused or not known or not backward.is_backward or forward.name != backward.name:
+        return
+    first, name = known[0]
+    for place in (at for at, output in enumerate(forward.outputs) if output == name):
+        offset = place - first
+        if all(forward.outputs[at + offset : at + offset + 1] == (name,) for at, name in known if at + offset >= 0):
+            for one in reused:
+                at = backward.inputs.index(one.holders[0].name) + offset
+                if 0 <= at < len(forward.outputs):
+                    yield forward.outputs[at], one
+            return

@@ -57,6 +57,8 @@ class HeldMemory:
     """(line from which on, name)"""
     freed: int | None = None
     """The line that deletes the last name; None if the code returns the memory."""
+    given: str = ""
+    """The input's name, of memory that the code is given."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def with_memory(graph: CompiledGraph, code: GeneratedCode, owners: Mapping[str, 
         launch_line = None
         for number, (line, name) in reversed(list(enumerate(held.holders))):
             launch_line = used.get(name, launch_line)
-            if number == 0 and held.line in own_lines:
+            if number == 0 and held.line is not None and held.line in own_lines:
                 launch_line = held.line
             launch = launches.get(launch_line) if launch_line is not None else None
             modules, lines = (launch.modules, launch.lines) if launch is not None else ((), ())
@@ -113,12 +115,13 @@ def with_memory(graph: CompiledGraph, code: GeneratedCode, owners: Mapping[str, 
                 launch_line,
                 owner.module if owner.module is not None or len(modules) != 1 else modules[0],
                 owner.source if owner.source is not None or len(lines) != 1 else lines[0],
+                name,
             )
+        if held.given:
+            yield Holder(0, name=held.given)
 
-    allocations = [
-        Allocation(held.line, tuple(describe(held))[::-1], held.freed) for held in code.memory if held.line is not None
-    ]
-    return replace(graph, allocations=tuple(allocations), spans=code.spans)
+    allocations = [Allocation(held.line, tuple(describe(held))[::-1], held.freed) for held in code.memory]
+    return replace(graph, allocations=tuple(allocations), spans=code.spans, inputs=code.inputs, outputs=code.outputs)
 
 
 def read_generated_code(text: str) -> GeneratedCode | None:
@@ -244,7 +247,7 @@ class _Reader:
             self._alive[id(self._by_name[name])] = {name}
             return
         self.inputs.append(name)
-        held = self._by_name[name] = HeldMemory(None)
+        held = self._by_name[name] = HeldMemory(None, given=name)
         self._alive[id(held)] = {name}
         self.memory.append(held)
 
@@ -262,7 +265,14 @@ class _Reader:
             return
         value = statement.value
         found = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
-        self.outputs = [name if (name := _viewed(one)) in self._by_name else "" for one in found]
+        self.outputs = [self._held_by(_viewed(one)) for one in found]
+
+    def _held_by(self, name: str) -> str:
+        """Return the name that holds the memory which a name is or views; "" if it is none."""
+        held = self._by_name.get(name)
+        if held is None:
+            return ""
+        return held.holders[-1][1] if held.holders else held.given or name
 
 
 def _viewed(value: ast.expr) -> str:
