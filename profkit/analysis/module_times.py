@@ -21,6 +21,8 @@ _NCCL = "nccl"
 """The domain of NCCL's own ranges around collectives."""
 _CCCL = "CCCL"
 """The domain of the ranges that CUDA's C++ libraries open around their algorithms."""
+_CCCL_NAMES = ("cub::", "thrust::")
+"""How the names of these ranges begin, which are all that is known of some."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def is_module_range(name: str, domain: str = "") -> bool:
 
 def _is_of_library(name: str, domain: str) -> bool:
     """Return whether torch, NCCL or one of CUDA's C++ libraries opened a range for itself."""
-    return name.startswith(_OPTIMIZERS) or domain == _CCCL or _NCCL in domain.lower()
+    return name.startswith((_OPTIMIZERS, *_CCCL_NAMES)) or domain == _CCCL or _NCCL in domain.lower()
 
 
 def own_time(modules: Sequence[ModuleTime], module: str) -> ModuleTime | None:

@@ -12,10 +12,12 @@ from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, 
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
 from profkit.analysis.compare.module_changes import ModuleChange, ModuleComparison
 from profkit.analysis.compare.provenance import Difference
+from profkit.analysis.compiled_ranges import is_shared, sharing_modules
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.memory_compare import TOP_PARTS, memory_parts, memory_table
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_count, format_interval, format_ns
+from profkit.run.compiled_code import SHARED
 
 View = Literal["phase", "category", "module", "range", "kernel"]
 VIEWS: tuple[View, ...] = ("phase", "category", "module", "range", "kernel")
@@ -23,8 +25,7 @@ TOP = 10
 
 _SHOWN: tuple[View, ...] = ("phase", "category", "kernel")
 _SHOWN_COMPILED: tuple[View, ...] = ("phase", "module", "category", "kernel")
-_DEEPEST = 3
-"""Modules that lie deeper have rows in CSV and JSON alone."""
+_NAMED = 2
 _NO_DIFFERENCE = "no measurable difference"
 _QUIET = (_NO_DIFFERENCE, "unchanged")
 
@@ -194,12 +195,14 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
     if modules is None:
         yield Lines(["neither capture has ranges of modules"])
         return
-    shown = [one for one in modules.modules if one.depth < _DEEPEST][: 2 * top]
+    # A module holds those below it, so the largest rows come with the modules around them.
+    kept = sorted(modules.modules, key=lambda one: (-_larger(one.change), one.depth))[: 2 * top]
+    shown = [one for one in modules.modules if one in kept]
     rows = [
         {
             **_change_row(one.change),
             "kernels": _counts(time, one.before_count, one.after_count),
-            "name": f"{' ' * one.depth}{one.module}",
+            "name": f"{' ' * one.depth}{_name_module(one.module)}",
         }
         for one in shown
     ]
@@ -211,12 +214,27 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
         rows = []
         for fusion in modules.fusions[:top]:
             row = {**_change_row(fusion.change), "kernels": _counts(time, fusion.before_count, fusion.after_count)}
-            rows.append({**row, "name": f"{fusion.phase}: {' + '.join(fusion.modules)}"})
+            rows.append({**row, "name": f"{fusion.phase}: {_name_several(fusion.modules)}"})
             for word, kernels in (("was", fusion.before), ("now", fusion.after)):
                 rows.append({**_blank_row(), "name": f" {word} {_name_kernels(time, kernels)}"})
         hidden = modules.fusions[top:]
         rows += [_sum_row(time, [one.change for one in hidden], "more")] if hidden else []
         yield Table(_columns("fused, but for products", _has_interval(time), kernels=_noun(time)), rows)
+
+
+def _larger(change: Change) -> int:
+    return max(change.before_per_sample_ns, change.after_per_sample_ns)
+
+
+def _name_module(name: str) -> str:
+    return SHARED + _name_several(sharing_modules(name)) if is_shared(name) else name
+
+
+def _name_several(modules: Sequence[str]) -> str:
+    """Return the first modules of a list; CSV and JSON have all."""
+    distinct = list(dict.fromkeys(modules))
+    more = len(distinct) - _NAMED
+    return " + ".join(distinct[:_NAMED]) + (f" + {more} more" if more > 0 else "")
 
 
 def _counts(time: TimeComparison, before: int, after: int) -> str:

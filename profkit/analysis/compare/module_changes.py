@@ -41,7 +41,7 @@ class ModuleChange:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Kernels of ``modules`` in ``phase`` on either side, of which at least one side has a generated one."""
+    """Kernels of ``modules`` in ``phase`` on either side; one side has generated ones. The largest module is first."""
 
     phase: str
     modules: tuple[str, ...]
@@ -162,10 +162,13 @@ def _fusions(before: StepSamples, after: StepSamples, places: Sequence[Sequence[
         if _has_generated(before, sides[0]) != _has_generated(after, sides[1]) and all(sides)
     }
     changes = change_of_columns(before, after, list(fused.values()))
+    sizes = {place: sum(map(_total, (before, after), sides)) for place, sides in columns.items()}
     fusions = [
         Fusion(
             phase=place[0],
-            modules=tuple(sorted(name for _, (name,) in groups.members(place))),
+            modules=tuple(
+                name for _, (name,) in sorted(groups.members(place), key=lambda one: (-sizes.get(one, 0), one))
+            ),
             change=change,
             before_count=int(before.kernel_count[sides[0]].sum()),
             after_count=int(after.kernel_count[sides[1]].sum()),
@@ -175,6 +178,10 @@ def _fusions(before: StepSamples, after: StepSamples, places: Sequence[Sequence[
         for (place, sides), change in zip(fused.items(), changes, strict=True)
     ]
     yield from sorted(fusions, key=lambda one: (-abs(one.change.change_ns), one.phase, one.modules))
+
+
+def _total(samples: StepSamples, columns: Sequence[int]) -> int:
+    return int(samples.kernel_ns[:, columns].sum())
 
 
 def _has_generated(samples: StepSamples, columns: Sequence[int]) -> bool:
