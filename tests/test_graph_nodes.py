@@ -16,6 +16,7 @@ from profkit.analysis.range_tree import summarize_ranges
 from profkit.analysis.selection import KernelFilter
 from profkit.reading import open_trace
 from profkit.report.chrome_trace import write_chrome_trace
+from profkit.report.ranges import build_ranges_document
 from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, graph_range, launch_range
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
@@ -183,6 +184,31 @@ def test_nodes_that_ran_one_after_the_other_are_known_without_their_numbers(tmp_
     trace = kineto_replay(tmp_path, CapturedGraph.of(TWO, is_chain=True))
     assert (time_under(trace, "forward"), time_under(trace, "backward"), time_under(trace)) == (1000, 4000, 7000)
     assert trace.notes == ()
+
+
+def test_a_copy_that_ran_as_a_kernel_is_one_of_the_nodes(tmp_path: Path) -> None:
+    graph = CapturedGraph.of([NodeRun(1, "copy", ("data",)), TWO[0]], is_chain=True)
+    trace = kineto_replay(tmp_path, graph)
+    assert (time_under(trace, "data"), time_under(trace, "forward")) == (1000, 4000)
+
+
+def test_no_python_ran_in_the_ranges_of_a_replay(tmp_path: Path) -> None:
+    builder = two_steps()
+    builder.range("optimizer", 7000, 7500)
+    opened = OpenedTrace(placed(builder, tmp_path, GRAPH))
+    python_ns = {row.path: row.wall_ns for row in opened.ranges(numbered=False).ranges}
+    assert python_ns == {
+        "step *": 18_000,
+        **{path: None for path in python_ns if path not in ("step *", "step */optimizer")},
+        "step */optimizer": 500,
+    }
+    assert opened.kernels("backward").wall_ns is None
+    (row, *_) = opened.kernels("backward", per_instance=True).per_instance
+    assert row.wall_ns is None
+    assert {row.path: row.wall_ns for row in opened.efficiency().ranges}["step */forward"] is None
+    shown = build_ranges_document(opened.ranges(numbered=False), opened.self_check.findings, numbered=False)
+    assert "a CUDA graph was replayed there, and runs no Python" in str(shown)
+    assert not [one.message for one in opened.self_check.findings if "hold no CUDA call" in one.message]
 
 
 def test_without_their_numbers_the_nodes_of_a_graph_with_branches_are_not_guessed(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
-from profkit.trace.columns import Ints, Ranges, Trace, empty_ints, rows_by_value
+from profkit.trace.columns import Ints, Ranges, Trace, array_columns, empty_ints, rows_by_value
 
 MIRROR_THREAD = -9
 """The ``thread`` of mirrors: no thread opened them."""
@@ -200,8 +200,9 @@ class _Builder:
         domain = np.where(is_copy, ranges.domain[model], default)
         thread = np.full(len(model), MIRROR_THREAD, dtype=np.int64)
         new = Ranges(name, domain, start, start, process, thread, thread, np.zeros(len(model), dtype=np.bool_))
+        if ranges.is_replayed is not None:
+            new = replace(new, is_replayed=np.zeros(len(model), dtype=np.bool_))
         joined: dict[str, Any] = {
-            column: np.concatenate([getattr(ranges, column), getattr(new, column)])
-            for column in ("name", "domain", "start_ns", "end_ns", "process", "thread", "end_thread", "is_open")
+            column: np.concatenate([getattr(ranges, column), getattr(new, column)]) for column in array_columns(ranges)
         }
         return replace(trace, names=names, ranges=replace(ranges, **joined))

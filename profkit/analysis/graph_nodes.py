@@ -12,7 +12,6 @@ and a note says why.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from profkit.trace.columns import (
     Work,
     array_columns,
     distinct_values,
+    empty_ints,
     rows_by_value,
     take_rows,
 )
@@ -144,20 +144,26 @@ def _number_chains(trace: Trace, replays: Ints, layouts: Mapping[int, _Layout]) 
 
     torch.profiler does not say which node of a graph a kernel is.
     """
-    if any((_nodes(rows) >= 0).any() for rows in (trace.work, trace.copies)):
+    tables: tuple[Work | Copies, ...] = (trace.work, trace.copies)
+    if any((_nodes(rows) >= 0).any() for rows in tables):
         return trace
-    found = []
-    for rows in (trace.work, trace.copies):
-        number = np.full(len(rows), -1, dtype=np.int64)
-        launched = rows.launch_thread >= 0
-        for at, mine in rows_by_value(_replay_of(rows, launched, trace.ranges, replays)).items():
-            layout = layouts[int(trace.ranges.name[replays[at]])]
-            nodes = np.flatnonzero(layout.is_kernel if isinstance(rows, Work) else layout.is_copy)
-            if at >= 0 and layout.is_chain and len(mine) == len(nodes):
-                number[mine[np.argsort(rows.start_ns[mine], kind="stable")]] = nodes
-        found.append(number)
+    numbers = [np.full(len(rows), -1, dtype=np.int64) for rows in tables]
+    of = [rows_by_value(_replay_of(rows, rows.launch_thread >= 0, trace.ranges, replays)) for rows in tables]
+    for at, replay in enumerate(replays.tolist()):
+        layout = layouts[int(trace.ranges.name[replay])]
+        mine = [found.get(at, empty_ints()) for found in of]
+        # CUDA may run a copy as a kernel, and then torch.profiler has it among the kernels: only together they count.
+        nodes = np.flatnonzero(layout.is_kernel | layout.is_copy)
+        if layout.is_chain and len(nodes) == sum(map(len, mine)):
+            start_ns = np.concatenate([rows.start_ns[some] for rows, some in zip(tables, mine, strict=True)])
+            numbered = np.empty_like(nodes)
+            numbered[np.argsort(start_ns, kind="stable")] = nodes
+            for number, some, those in zip(numbers, mine, np.split(numbered, [len(mine[0])]), strict=True):
+                number[some] = those
     return replace(
-        trace, work=replace(trace.work, graph_node=found[0]), copies=replace(trace.copies, graph_node=found[1])
+        trace,
+        work=replace(trace.work, graph_node=numbers[0]),
+        copies=replace(trace.copies, graph_node=numbers[1]),
     )
 
 
@@ -182,14 +188,22 @@ def _replay_of(rows: Work | Copies, wanted: Bools, ranges: Ranges, replays: Ints
 
 
 def _which_fit(trace: Trace, replays: Ints, layout: _Layout, replay_of: tuple[Ints, Ints], number: Ints) -> Bools:
-    """Return which replays of one graph ran the nodes that were captured: all its kernels, each once, and no others."""
+    """Return which replays of one graph ran the nodes that were captured: all its kernels, each once, and no others.
+
+    A copy or fill may be in either table, or in none.
+    """
     fits = trace.ranges.end_ns[replays] - trace.ranges.start_ns[replays] > layout.length
-    expected = np.flatnonzero(layout.is_kernel)
-    work, copies = (defaultdict(lambda: np.empty(0, dtype=np.int64), rows_by_value(column)) for column in replay_of)
+    work, copies = (rows_by_value(column) for column in replay_of)
     for at, one in enumerate(number.tolist()):
-        kernels, others = _nodes(trace.work)[work[one]], _nodes(trace.copies)[copies[one]]
-        fits[at] &= np.array_equal(np.sort(kernels), expected)
-        fits[at] &= bool((others < len(layout.node)).all()) and bool(layout.is_copy[others].all())
+        kernels = np.sort(_nodes(trace.work)[work.get(one, empty_ints())])
+        moved = np.sort(_nodes(trace.copies)[copies.get(one, empty_ints())])
+        both = np.sort(np.concatenate([kernels, moved]))
+        fits[at] &= not len(both) or both[-1] < len(layout.node)
+        fits[at] &= bool((both[1:] != both[:-1]).all())
+        if fits[at]:
+            is_kernel = layout.is_kernel[kernels]
+            fits[at] = int(is_kernel.sum()) == int(layout.is_kernel.sum())
+            fits[at] &= bool(layout.is_copy[kernels[~is_kernel]].all()) and bool(layout.is_copy[moved].all())
     return fits
 
 
@@ -205,6 +219,7 @@ def _opened(ranges: Ranges, replays: Ints, layout: _Layout, names: NamesWithNew)
         end_ns=begin_ns + np.tile(layout.end, len(replays)),
         end_thread=copied.thread,
         is_open=np.zeros(len(copied), dtype=np.bool_),
+        is_replayed=np.ones(len(copied), dtype=np.bool_),
         payload={},
     )
 
@@ -213,6 +228,7 @@ def _exchanged(ranges: Ranges, left_out: Ints, new: Sequence[Ranges]) -> Ranges:
     """Return the ranges without some of them, and with those of others behind."""
     is_kept = np.ones(len(ranges), dtype=np.bool_)
     is_kept[left_out] = False
+    ranges = replace(ranges, is_replayed=~ranges.was_open)
     kept, number = take_rows(ranges, is_kept), np.cumsum(is_kept) - 1
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in (kept, *new)]) for name in array_columns(kept)

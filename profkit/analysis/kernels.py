@@ -76,7 +76,7 @@ class InstanceRow:
 
     instance: int
     start_ns: int
-    wall_ns: int
+    wall_ns: int | None
     kernel_count: int
     kernel_time_ns: int
     busy_ns: int
@@ -116,7 +116,7 @@ class KernelsResult(NotebookResult):
     kernel_time_ns: int
     graph_time_ns: int
     busy_ns: int
-    wall_ns: int
+    wall_ns: int | None
     copies: CopyTotals
     kernels: tuple[KernelRow, ...]
     range_evidence: RangeEvidence | None
@@ -293,7 +293,7 @@ def _instance_rows(
         InstanceRow(
             instance=instances.first_number + i,
             start_ns=int(ranges.start_ns[index]),
-            wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
+            wall_ns=ranges.sum_open(np.array([index])),
             kernel_count=int(count[i]),
             kernel_time_ns=int(total[i]),
             busy_ns=int(busy[i]),

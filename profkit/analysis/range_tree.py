@@ -37,7 +37,7 @@ class RangeRow:
     name: str
     domain: str
     instances: int
-    wall_ns: int
+    wall_ns: int | None
     kernel_time_ns: int
     busy_ns: int
     kernel_count: int
@@ -87,7 +87,9 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
             at.path,
             at.name,
             at.domain,
-            *(int(column[at.node]) for column in (instances, wall, kernel_time, busy, count)),
+            int(instances[at.node]),
+            wall[at.node],
+            *(int(column[at.node]) for column in (kernel_time, busy, count)),
         )
         for at in nodes.depth_first()
     )
@@ -154,13 +156,20 @@ def _portions(rows: Ints, node: Ints, size: Ints) -> list[Ints]:
     return np.split(rows[order], np.flatnonzero(np.diff(portion)) + 1)
 
 
-def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> Ints:
-    """Return per node how long its ranges of ``members`` were open, one within another of its node counted once."""
+def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> list[int | None]:
+    """Return per node how long its ranges of ``members`` were open, one within another of its node counted once.
+
+    None of a node whose ranges all stand in replayed CUDA graphs, where no Python runs.
+    """
     ranges = attribution.trace.ranges
     wall = np.zeros(len(nodes), dtype=np.int64)
     top = outermost(ranges, members, nodes.of_range[members])
-    np.add.at(wall, nodes.of_range[top], ranges.end_ns[top] - ranges.start_ns[top])
-    return wall
+    real = top[ranges.was_open[top]]
+    np.add.at(wall, nodes.of_range[real], ranges.end_ns[real] - ranges.start_ns[real])
+    has_any, has_real = (np.bincount(nodes.of_range[rows], minlength=len(nodes)) > 0 for rows in (top, real))
+    return [
+        ns if is_known else None for ns, is_known in zip(wall.tolist(), (has_real | ~has_any).tolist(), strict=True)
+    ]
 
 
 def _warnings(attribution: Attribution) -> list[Finding]:

@@ -115,7 +115,7 @@ class RankRow:
     kernel_count: int
     kernel_time_ns: int
     busy_ns: int
-    wall_ns: int
+    wall_ns: int | None
     communication_ns: int
 
     @property
@@ -168,9 +168,9 @@ def _is_communication(trace: Trace) -> Bools:
     return found
 
 
-def _wall_ns(trace: Trace, process: int, outermost: Ints | None) -> int:
+def _wall_ns(trace: Trace, process: int, outermost: Ints | None) -> int | None:
     if outermost is not None:
-        return int((trace.ranges.end_ns[outermost] - trace.ranges.start_ns[outermost]).sum())
+        return trace.ranges.sum_open(outermost)
     tables = (trace.work, trace.calls, trace.ranges)
     parts = [(table, table.process == process) for table in tables]
     starts = [int(table.start_ns[mine].min()) for table, mine in parts if mine.any()]

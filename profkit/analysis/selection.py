@@ -57,7 +57,7 @@ class Instances:
     first_number: int
     present: Bools
     outermost: Ints
-    wall_ns: int
+    wall_ns: int | None
     of_row: Ints
     evidence: Ints
 
@@ -110,7 +110,7 @@ def choose_work(attribution: Attribution, wanted: KernelFilter) -> Chosen:
     # Work that a waiting thread or a link places here keeps its range, even if that lies in an excluded one.
     present[of_row[rows]] = True
     top = outermost(trace.ranges, members[present])
-    wall_ns = int((trace.ranges.end_ns[top] - trace.ranges.start_ns[top]).sum())
+    wall_ns = trace.ranges.sum_open(top)
     first = wanted.instance or 0
     return Chosen(rows, copies, Instances(wanted.range, members, first, present, top, wall_ns, of_row, evidence))
 

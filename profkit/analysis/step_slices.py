@@ -101,7 +101,7 @@ def _host_lanes(attribution: Attribution, index: int, kernels: Ints) -> Iterator
     ranges, calls = trace.ranges, trace.calls
     start, end = int(ranges.start_ns[index]), int(ranges.end_ns[index])
     inside = (ranges.start_ns >= start) & (ranges.end_ns <= end) & (ranges.process == ranges.process[index])
-    inside &= ~attribution.is_mirror
+    inside &= ~attribution.is_mirror & ranges.was_open
     called = (calls.start_ns >= start) & (calls.end_ns <= end) & (calls.process == ranges.process[index])
     launching = distinct_values(trace.work.launch_thread[kernels]).tolist()
     own = int(ranges.thread[index])

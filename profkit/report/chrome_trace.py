@@ -133,6 +133,7 @@ class _TimeRows:
     def _ranges(self) -> Iterator[str]:
         ranges = self._trace.ranges
         columns = _columns(ranges, "name", "domain", "start_ns", "end_ns", "thread", "end_thread", "is_open")
+        was_open = ranges.was_open.tolist()
         for row, (name, domain, start, end, thread, end_thread, is_open) in enumerate(columns):
             arguments = []
             if self._trace.names[domain]:
@@ -143,6 +144,8 @@ class _TimeRows:
                 arguments.append(f'"end_tid": {self._layout.tids[end_thread]}')
             if is_open:
                 arguments.append('"finished": false')
+            if not was_open[row]:
+                arguments.append('"replayed": 1')
             where = self._thread[thread]
             yield self._slice("user_annotation", self._names[name], (start, end), where, ", ".join(arguments))
 

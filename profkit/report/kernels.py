@@ -11,7 +11,7 @@ from profkit.analysis.compiled_sources import KernelSource
 from profkit.analysis.kernels import KernelRow, KernelsResult
 from profkit.analysis.range_paths import split_path
 from profkit.findings import Finding
-from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.ranks import are_compared, rank_cells, rank_columns, rank_head, rank_table, sum_ranks
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
@@ -126,7 +126,7 @@ def _head(result: KernelsResult, steps: int | None) -> list[str]:
         times[1] = ("busy", result.busy_ns)
     lines = [
         f"{subject(result)}: {count_line(result, steps)}",
-        "   ".join(f"{name} {each(value)}" for name, value in times),
+        "   ".join(f"{name} {UNKNOWN if value is None else each(value)}" for name, value in times),
     ]
     if result.shared is not None:
         names = [f"{name!r}" for name in result.shared.lines]

@@ -209,7 +209,7 @@ class _Timeline:
 
     def _write_ranges(self, threads: dict[int, int]) -> None:
         ranges, names = self._trace.ranges, self._trace.names
-        recorded = ~self._attribution.is_mirror
+        recorded = ~self._attribution.is_mirror & ranges.was_open
         what = [
             self._packets.what(names[name], "range", path=self._paths[node]) if own else b""
             for name, node, own in zip(ranges.name.tolist(), self._node_of.tolist(), recorded.tolist(), strict=True)

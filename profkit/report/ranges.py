@@ -64,7 +64,9 @@ def _notes(result: RangesResult, numbered: bool, steps: int | None) -> list[str]
         lines = [f"100 % = {NS.show(result.total_ns)} of {kind} {whole}; a range includes the ranges inside it"]
     if steps is not None:
         lines.append(f"all other figures are averages per step ({format_count(steps, 'step')}); --totals shows sums")
-    if any(row.kernel_count and not row.wall_ns for row in result.ranges):
+    if any(row.wall_ns is None for row in result.ranges):
+        lines.append("– in Python time: a CUDA graph was replayed there, and runs no Python")
+    if any(row.kernel_count and row.wall_ns == 0 for row in result.ranges):
         lines.append("– in Python time: no range was open; its kernels were found by torch.profiler's operator links")
     if not numbered and any("*" in row.name for row in result.ranges):
         lines.append("* stands for a number: one line for all such ranges; --numbered shows each of them")

@@ -161,6 +161,18 @@ class Ranges:
     end_thread: Ints
     is_open: Bools
     payload: dict[int, int | float] = field(default_factory=dict)
+    is_replayed: Bools | None = None
+    """Which were open at the capture of a CUDA graph, and stand for its replay: no Python ran in them. None: none."""
+
+    @property
+    def was_open(self) -> Bools:
+        """Which were open themselves, so that their times are real; the others' only say what encloses what."""
+        return np.ones(len(self), dtype=np.bool_) if self.is_replayed is None else ~self.is_replayed
+
+    def sum_open(self, rows: Ints) -> int | None:
+        """Return how long these ranges were open in all, None if no Python ran in any."""
+        known = rows[self.was_open[rows]]
+        return int((self.end_ns[known] - self.start_ns[known]).sum()) if len(known) or not len(rows) else None
 
     def __len__(self) -> int:
         return len(self.name)

@@ -69,6 +69,7 @@ def complete_ranges(ranges: Ranges, rows: HostRows, reading: Reading) -> Ranges:
     """Return the ranges with the domains, payloads and other threads that their rows name."""
     domain, end_thread = ranges.domain.copy(), ranges.end_thread.copy()
     payload: dict[int, int | float] = {}
+    is_replayed = np.zeros(len(ranges), dtype=np.bool_)
     for index, event in enumerate(rows.events):
         arguments = event.get("args")
         if not isinstance(arguments, dict):
@@ -78,10 +79,12 @@ def complete_ranges(ranges: Ranges, rows: HostRows, reading: Reading) -> Ranges:
         number = _number(arguments.get("payload"))
         if number is not None:
             payload[index] = number
+        is_replayed[index] = parse_argument(event, "replayed") == 1
         other = parse_argument(event, "end_tid")
         if other is not None:
             end_thread[index] = reading.threads.setdefault((int(rows.process[index]), other), len(reading.threads))
-    return replace(ranges, domain=domain, end_thread=end_thread, payload=payload)
+    replayed = is_replayed if is_replayed.any() else None
+    return replace(ranges, domain=domain, end_thread=end_thread, payload=payload, is_replayed=replayed)
 
 
 def _list(said: dict[str, Any], key: str) -> list[Any]:

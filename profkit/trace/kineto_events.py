@@ -66,7 +66,14 @@ _ARGUMENTS = frozenset(
         # Of collectives (`profkit.trace.kineto_collectives`).
         *("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Seq"),
         *("Process Group Name", "Process Group Description", "Process Group Ranks"),
-        *("is_graph", "domain", "payload", "end_tid", "node_ns"),  # in exported traces alone (`profkit.trace.exported`)
+        *(
+            "is_graph",
+            "domain",
+            "payload",
+            "end_tid",
+            "node_ns",
+            "replayed",
+        ),  # in exported traces alone (`profkit.trace.exported`)
     }
 )
 _CALL_SUFFIXES = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, xpu_runtime, privateuse1_driver, …

@@ -311,15 +311,13 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     calls CUDA now and then: while the loader pins memory, or another thread launches.
     """
     trace = attribution.trace
-    was_open = ~attribution.is_mirror & ~_waits_for_data(trace)
+    was_open = ~attribution.is_mirror & trace.ranges.was_open & ~_waits_for_data(trace)
     if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(trace.ranges):
         return []
     opened = np.flatnonzero(was_open)
     if not len(opened):
         return []
-    name = trace.ranges.name[opened]
-    # Where a CUDA graph is replayed, ranges from its capture hold kernels without a call of their own.
-    silent = _without_calls(trace)[opened] & (attribution.work.count_places(opened) == 0)
+    name, silent = trace.ranges.name[opened], _without_calls(trace)[opened]
     number = number_in_step(attribution, opened, name)
     _, alike = np.unique(name * (number.max() + 1) + number, return_inverse=True)
     count, without = np.bincount(alike), np.bincount(alike[silent], minlength=int(alike.max()) + 1)

@@ -73,7 +73,7 @@ class EfficiencyRow:
     name: str
     domain: str
     instances: int
-    wall_ns: int
+    wall_ns: int | None
     kernel_time_ns: int
     busy_ns: int
     kernel_count: int
@@ -186,7 +186,7 @@ class _Columns:
     """Sums by node of the range tree."""
 
     instances: Ints
-    wall_ns: Ints
+    wall_ns: list[int | None]
     kernel_time_ns: Ints
     busy_ns: Ints
     kernel_count: Ints
@@ -401,7 +401,7 @@ def _build_row(
         name=at.name,
         domain=at.domain,
         instances=int(columns.instances[at.node]),
-        wall_ns=int(columns.wall_ns[at.node]),
+        wall_ns=columns.wall_ns[at.node],
         kernel_time_ns=int(columns.kernel_time_ns[at.node]),
         busy_ns=busy_ns,
         kernel_count=int(columns.kernel_count[at.node]),
