@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from profkit.analysis.collectives.accounts import Account, build_account, named_steps
 from profkit.analysis.collectives.bandwidth import GroupRow, sum_groups
-from profkit.analysis.collectives.culprit import Account, Verdict, build_account, find_culprit
+from profkit.analysis.collectives.culprit import Verdict, find_culprit
 from profkit.analysis.collectives.matching import ClockFit, fit_clocks, match_collectives, sum_waits
 from profkit.run.light_record import Cause, LightRecord
 from profkit.trace.columns import Ints
@@ -96,7 +97,7 @@ def compare_records(records: Iterable[LightRecord], lost: Mapping[int, str] | No
         verdict=find_culprit(found, accounts, matched),
         clocks=fit_clocks(matched),
         lost=missing | dict(lost or {}),
-        step_count=max((_count_steps(record) for record in found), default=0),
+        step_count=max((len(named_steps(record)) for record in found), default=0),
     )
 
 
@@ -116,7 +117,7 @@ def _summarize(record: LightRecord, account: Account, waiting_ns: int) -> RankSu
         parts[cause] = parts.get(cause, 0) + round(time)
     exposed = round(sum(account.exposed_ns) / count) if count and account.is_exact else None
     whole = sum(parts.values()) + exposed if exposed is not None else _median_step(record)
-    throttle = dict.fromkeys(reason for step in record.steps if step.name is not None for reason in step.throttle)
+    throttle = dict.fromkeys(reason for step in named_steps(record) for reason in step.throttle)
     return RankSummary(
         rank=record.rank,
         node=record.node,
@@ -126,17 +127,13 @@ def _summarize(record: LightRecord, account: Account, waiting_ns: int) -> RankSu
         step_ns=whole,
         parts=dict(sorted(parts.items())),
         exposed_ns=exposed,
-        waiting_ns=round(waiting_ns / max(_count_steps(record), 1)),
+        waiting_ns=round(waiting_ns / max(len(named_steps(record)), 1)),
         peak_bytes=max((step.peak_bytes for step in record.steps if step.peak_bytes is not None), default=None),
         sm_mhz=None if account.sm_mhz is None else round(account.sm_mhz),
         throttle=tuple(throttle),
     )
 
 
-def _count_steps(record: LightRecord) -> int:
-    return sum(step.name is not None for step in record.steps)
-
-
 def _median_step(record: LightRecord) -> int:
-    times = [step.end_ns - step.start_ns for step in record.steps if step.name is not None]
+    times = [step.end_ns - step.start_ns for step in named_steps(record)]
     return int(np.median(times)) if times else 0

@@ -11,17 +11,27 @@ the longest wait of each step.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from profkit.analysis.collectives.accounts import (
+    Account,
+    Floats,
+    Parts,
+    account_of_phases,
+    blocked_times,
+    lateness_by_step,
+    longer_on_host,
+    median_of_parts,
+    named_steps,
+    step_times,
+    waited_by_step,
+)
 from profkit.analysis.collectives.matching import LATE_NS, Matched
-from profkit.analysis.intervals import unite
-from profkit.names import DATA, kind_of
+from profkit.names import kind_of
 from profkit.run.light_record import Cause, LightRecord, StepRecord
 
 LEAST_SHARE = 0.05
@@ -42,41 +52,6 @@ _LEAST_SHARE_OF_ONE = 0.1
 """With one step there is no standard error: then it must cost this share of the step."""
 _CLOCK_LOSS = 0.03
 """A clock that is lower than the median rank's by this share is held down."""
-
-BEFORE = "before "
-"""How the place of time between two phases begins; the name of the later one follows."""
-
-Floats = npt.NDArray[np.float64]
-Parts = dict[tuple[Cause, str, str], float]
-"""(cause, phase, module) → nanoseconds."""
-
-
-@dataclass(frozen=True)
-class Account:
-    """What one rank did in each step, per step: its own parts, and the communication that nothing hid."""
-
-    rank: int
-    steps: tuple[Parts, ...]
-    exposed_ns: tuple[float, ...]
-    is_exact: bool
-    sm_mhz: float | None = None
-
-    def own_ns(self, step: int, cause: Cause | None = None) -> float:
-        """Return what the rank did by itself in one step, of all causes or of one."""
-        return sum(time for key, time in self.steps[step].items() if cause in (None, key[0]))
-
-    def median_parts(self) -> Parts:
-        """Return each part's median over the steps, which one strange step does not move."""
-        keys = {key for step in self.steps for key in step}
-        return {key: float(np.median([step.get(key, 0.0) for step in self.steps])) for key in keys}
-
-    def mean_parts(self) -> Parts:
-        """Return each part per step."""
-        sums: Parts = {}
-        for step in self.steps:
-            for key, time in step.items():
-                sums[key] = sums.get(key, 0.0) + time
-        return {key: time / len(self.steps) for key, time in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -132,80 +107,6 @@ class _Cost:
     ordinary: Parts
 
 
-def build_account(record: LightRecord) -> Account:
-    """Return what a rank did in its measured steps, exactly from a full trace, else by its phases.
-
-    Of a full trace the first step is left out unless something before it was recorded.
-    """
-    if not any(step.since for step in record.steps):
-        return _account_of_phases(record, {})
-    named = _named(record)
-    if len(named) > 1 and not (record.steps[0].name is None and record.steps[0].since):
-        named = named[1:]
-    steps, exposed = [], []
-    for step in named:
-        parts: Parts = {}
-        for _, cause, phase, module, time in step.since:
-            parts[cause, phase, module] = parts.get((cause, phase, module), 0.0) + time
-        exposed.append(sum(time for (cause, *_), time in parts.items() if cause == "communication"))
-        steps.append({key: time for key, time in parts.items() if key[0] != "communication"})
-    return Account(record.rank, tuple(steps), tuple(exposed), True, _clock(named))
-
-
-def _account_of_phases(record: LightRecord, blocked: Mapping[int, Sequence[tuple[int, int]]]) -> Account:
-    """Return what phases took; ``blocked`` is when the host waited in collectives, by the step's position."""
-    steps = [
-        _phase_parts(step, blocked.get(number, ())) for number, step in enumerate(record.steps) if step.name is not None
-    ]
-    return Account(record.rank, tuple(steps), (0.0,) * len(steps), False, _clock(_named(record)))
-
-
-def _named(record: LightRecord) -> list[StepRecord]:
-    return [step for step in record.steps if step.name is not None]
-
-
-def _clock(steps: Sequence[StepRecord]) -> float | None:
-    clocks = [step.sm_mhz for step in steps if step.sm_mhz]
-    return float(np.median(clocks)) if clocks else None
-
-
-def _phase_parts(step: StepRecord, blocked: Sequence[tuple[int, int]]) -> Parts:
-    """Return what phases took on the host, and what they took longer on the GPU; waiting in collectives left out."""
-    host: dict[str, float] = {}
-    for name, start, end in step.phases:
-        host[name] = host.get(name, 0.0) + end - start
-    if blocked:
-        waits = unite(*np.array(blocked, dtype=np.int64).T)
-        for name, start, end in step.phases:
-            host[name] -= int(waits.within(np.array([start]), np.array([end]))[0])
-    parts: Parts = {("python", name, ""): time for name, time in host.items() if name != DATA}
-    parts["data", DATA, ""] = float(step.data_ns if step.data_ns is not None else host.get(DATA, 0.0))
-    calls = step.collectives
-    for name, start, end in step.gpu_phases:
-        talking = sum(
-            stop - begin
-            for begin, stop in zip(calls.start_ns, calls.end_ns, strict=True)
-            if begin is not None and stop is not None and start <= begin < end
-        )
-        key: tuple[Cause, str, str] = ("kernels", name, "")
-        parts[key] = parts.get(key, 0.0) + max(end - start - talking - host.get(name, 0.0), 0.0)
-    return parts
-
-
-def _blocked(record: LightRecord, matched: Sequence[Matched]) -> dict[int, list[tuple[int, int]]]:
-    """Return when the host of a rank waited in collectives of which only the call is known, by the step's position."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for one in matched:
-        if record.rank not in one.ranks:
-            continue
-        here = one.ranks.index(record.rank)
-        for at in np.flatnonzero(one.blocked_ns[here] >= 0).tolist():
-            step = int(one.step[here, at])
-            begin = int(one.blocked_ns[here, at]) - record.clock_base_ns - record.steps[step].start_ns
-            found.setdefault(step, []).append((begin, begin + int(one.wait_ns[here, at])))
-    return found
-
-
 def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], matched: Sequence[Matched]) -> Verdict:
     """Return which rank the others wait for; ``accounts`` are those of ``records``, in their order.
 
@@ -213,14 +114,14 @@ def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], ma
     of the two are compared.
     """
     exact = _usable(records, [one if one.is_exact else None for one in accounts])
-    every = _usable(records, [_account_of_phases(record, _blocked(record, matched)) for record in records])
+    every = _usable(records, [account_of_phases(record, blocked_times(record, matched)) for record in records])
     if len(every) < 2 or not matched:
         return Verdict(None)
-    lateness = _lateness([record for record, _ in every], matched)
+    lateness = lateness_by_step([record for record, _ in every], matched)
     latest = _latest(lateness)
     if len(exact) > 1 and (len(exact) == len(every) or any(record.rank == latest for record, _ in exact)):
         return _judge(exact, matched, _cost_by_accounts(exact, matched), lateness)
-    return _judge(every, matched, _cost_by_waits(every, lateness), lateness)
+    return _judge(every, matched, _cost_by_waits(every, matched, lateness), lateness)
 
 
 def _usable(records: Sequence[LightRecord], accounts: Sequence[Account | None]) -> list[tuple[LightRecord, Account]]:
@@ -237,7 +138,7 @@ def _cost_by_accounts(ranks: Sequence[tuple[LightRecord, Account]], matched: Seq
     own = np.array([[one.own_ns(step) for step in range(count)] for one in accounts])
     exposed = np.array([one.exposed_ns[:count] for one in accounts])
     kernels = np.array([[one.own_ns(step, "kernels") for step in range(count)] for one in accounts])
-    waited = _waited([record for record, _ in ranks], matched)
+    waited = waited_by_step([record for record, _ in ranks], matched)
     hidden = np.array([waited[one.rank][-len(one.steps) :][:count] for one in accounts]) - exposed
     slowed = np.minimum(kernels - kernels.min(axis=0), np.maximum(hidden, 0.0))
     own, exposed = own - slowed, exposed + slowed
@@ -249,15 +150,39 @@ def _cost_by_accounts(ranks: Sequence[tuple[LightRecord, Account]], matched: Seq
     return _Cost(late, usual, exposed[usual] - exposed[late], step_ns, ordinary)
 
 
-def _cost_by_waits(ranks: Sequence[tuple[LightRecord, Account]], lateness: Mapping[int, Sequence[float]]) -> _Cost:
-    """Return who made the median rank wait longest, compared with the medians of the others' phases."""
+def _cost_by_waits(
+    ranks: Sequence[tuple[LightRecord, Account]], matched: Sequence[Matched], lateness: Mapping[int, Sequence[float]]
+) -> _Cost:
+    """Return who made the median rank wait longest, compared with the medians of the others' phases.
+
+    A step costs the longest wait; or what phases took longer on the median rank's GPU, as far as it waited meanwhile,
+    if that is more: many short waits, and kernels next to them that are slower.
+    """
     latest = _latest(lateness)
     late = next(at for at, (record, _) in enumerate(ranks) if record.rank == latest)
     others = [account.median_parts() for at, (_, account) in enumerate(ranks) if at != late]
     totals = [sum(parts.values()) for parts in others]
     middle = int(np.argsort(totals, kind="stable")[(len(totals) - 1) // 2])
-    step_ns = float(np.median([time for record, _ in ranks for time in _step_times(record)] or [0.0]))
-    return _Cost(late, middle + (middle >= late), np.array(lateness[latest]), step_ns, _median_parts(others))
+    usual = middle + (middle >= late)
+    slow, ordinary = ranks[late][0], ranks[usual][0]
+    waited = waited_by_step([ordinary], matched)[ordinary.rank]
+    cost = [
+        max(wait, min(_longer_on_gpu(theirs, mine), total))
+        for wait, total, theirs, mine in zip(
+            lateness[latest], waited, named_steps(ordinary), named_steps(slow), strict=False
+        )
+    ]
+    step_ns = float(np.median([time for record, _ in ranks for time in step_times(record)] or [0.0]))
+    return _Cost(late, usual, np.array(cost), step_ns, median_of_parts(others))
+
+
+def _longer_on_gpu(one: StepRecord, other: StepRecord) -> float:
+    """Return how much longer phases took on the GPU of the one rank, without those that took less."""
+    sums: list[dict[str, int]] = [{}, {}]
+    for times, step in zip(sums, (one, other), strict=True):
+        for name, start, end in step.gpu_phases:
+            times[name] = times.get(name, 0) + end - start
+    return float(sum(max(time - sums[1].get(name, time), 0) for name, time in sums[0].items()))
 
 
 def _judge(
@@ -271,6 +196,9 @@ def _judge(
     mine = account.median_parts()
     keys = sorted(mine.keys() | cost.ordinary.keys())
     extra = {key: mine.get(key, 0.0) - cost.ordinary.get(key, 0.0) for key in keys}
+    if not account.is_exact:
+        # Hosts of other ranks may wait for the GPU in any phase, which makes that phase longer for them.
+        extra = {key: max(time, 0.0) for key, time in extra.items()}
     by_cause: dict[Cause, float] = {}
     for (cause, *_), time in extra.items():
         by_cause[cause] = by_cause.get(cause, 0.0) + time
@@ -297,7 +225,7 @@ def _judge(
     phase, module, extra_ns = _find_place({key: time for key, time in extra.items() if key[0] == cause})
     if cause == "kernels" and _is_held_down([account for _, account in ranks], cost.late):
         cause = "clock"
-    on_host = _host_extra(record, ranks[cost.usual][0], phase) if cause in ("data", "python") else 0.0
+    on_host = longer_on_host(record, ranks[cost.usual][0], phase) if cause in ("data", "python") else 0.0
     group, share = _arrivals(matched, record.rank)
     found = Culprit(
         rank=record.rank,
@@ -326,58 +254,6 @@ def _stands_out(arrival_ns: Sequence[float]) -> bool:
 def _latest(lateness: Mapping[int, Sequence[float]]) -> int:
     """Return the rank for which the others typically wait longest."""
     return max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)
-
-
-def _waited(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
-    """Return for each rank how long it waited in the collectives of each measured step."""
-    found = {record.rank: np.zeros(len(record.steps)) for record in records}
-    for one in matched:
-        for here, rank in enumerate(one.ranks):
-            if rank in found:
-                np.add.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
-    return {record.rank: _of_named(record, found[record.rank]) for record in records}
-
-
-def _lateness(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
-    """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
-    found = {record.rank: np.zeros(len(record.steps)) for record in records}
-    for one in matched:
-        for to in np.unique(one.last[one.last >= 0]).tolist():
-            if one.ranks[to] in found:
-                mine = one.last == to
-                np.maximum.at(found[one.ranks[to]], one.step[to, mine], one.median_wait_ns[mine].astype(np.float64))
-    return {record.rank: _of_named(record, found[record.rank]) for record in records}
-
-
-def _of_named(record: LightRecord, values: Floats) -> list[float]:
-    return [value for step, value in zip(record.steps, values.tolist(), strict=True) if step.name is not None]
-
-
-def _step_times(record: LightRecord) -> list[float]:
-    starts = [step.start_ns for step in record.steps if step.name is not None]
-    times = [float(after - before) for before, after in itertools.pairwise(starts)]
-    return times or [float(step.end_ns - step.start_ns) for step in record.steps if step.name is not None]
-
-
-def _median_parts(parts: Sequence[Parts]) -> Parts:
-    keys = {key for one in parts for key in one}
-    return {key: float(np.median([one.get(key, 0.0) for one in parts])) for key in keys}
-
-
-def _host_extra(late: LightRecord, usual: LightRecord, phase: str) -> float:
-    """Return how much longer the host of one rank is in a phase, or between it and the phase before, per step."""
-    times = []
-    for record in (late, usual):
-        each = []
-        for step in _named(record):
-            spans = sorted((start, end, name) for name, start, end in step.phases)
-            if phase.startswith(BEFORE):
-                pairs = itertools.pairwise(spans)
-                each.append(sum(max(b[0] - a[1], 0) for a, b in pairs if b[2] == phase.removeprefix(BEFORE)))
-            else:
-                each.append(sum(end - start for start, end, name in spans if name == phase))
-        times.append(float(np.median(each)) if each else 0.0)
-    return times[0] - times[1]
 
 
 def _find_place(extra: Parts) -> tuple[str, str, float]:

@@ -33,6 +33,9 @@ Place = tuple[str, str]
 
 _NOWHERE, _LOADING = ("", ""), (DATA, "")
 _LOADING_NUMBER = 1
+BEFORE = "before "
+"""How the place of time between two phases begins; the name of the later one follows."""
+
 _EVER = 1 << 62
 _ALL = {*PHASES, DATA}
 
@@ -246,7 +249,7 @@ class _HostPlaces:
         rows.sort(key=lambda row: int(ranges.start_ns[row]))
         numbers = []
         for row in rows:
-            place = (f"before {names[ranges.name[row]]}", "")
+            place = (f"{BEFORE}{names[ranges.name[row]]}", "")
             if place not in places:
                 places.append(place)
             numbers.append(places.index(place))
