@@ -7,11 +7,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import fx
+from torch._inductor.virtualized import V
 
 from profkit.capture.compiled.launch_sites import read_launches
-from profkit.capture.compiled.origins import Origin, Record
+from profkit.capture.compiled.origins import CodeGeneration, Origin, Record
 from profkit.capture.compiled.proxies import stand_in
 from profkit.capture.compiled.sidecar import Known, Sidecars, translate
+from profkit.capture.compiled.tensor_methods import stand_in_for_methods
 from profkit.capture.compiled.watch import match
 
 CODE = '''
@@ -151,3 +155,115 @@ def test_launches_pass_a_proxy_and_everything_else_is_what_it_was() -> None:
     assert around == [3, 3]
     kernel.run = lambda x: x + 10  # as a kernel does that has chosen how to run
     assert vars(module)["call"]([])[1] == 11
+
+
+MIXED = """
+def make(*_): return None
+async_compile = type("", (), {"triton": make})
+triton_per_0 = async_compile.triton("")
+
+class Runner:
+    def __init__(self, partitions):
+        self.partitions = partitions
+
+    def call(self, args):
+        x, = args
+        workspace_0 = x * 2
+        buf9 = x.new_empty(3)
+        buf9.copy_(x[0])
+        triton_per_0.run(x, workspace_0)
+        buf3 = workspace_0[0 * 3 : (0 + 1) * 2].view(2, 3).sum(dim=0).to(torch.float64)
+        del workspace_0
+        return buf3, buf9
+
+runner = Runner(partitions=[])
+call = runner.call
+"""
+
+
+def test_a_reduction_in_two_directions_ends_with_methods_of_a_tensor() -> None:
+    file = read_launches(MIXED)
+    assert [(site.kernel, site.workspace, site.result) for site in file.sites] == [
+        ("aten.copy_", "", ""),
+        ("triton_per_0", "workspace_0", ""),
+        ("aten.sum", "workspace_0", "buf3"),
+    ]
+    gradient = Origin(("ln",), "model.py:3 forward", "aten.sum")
+    record = Record(
+        "triton_per_0", False, (Origin(("h",), "model.py:1 forward", "aten.mul"), gradient), {"buf3": gradient}
+    )
+    found = [None if one is None else one.origins for _, one in match(file.sites, [record])]
+    assert found == [None, record.origins, (gradient,)]
+
+
+def test_methods_that_launch_are_called_at_their_line_with_the_same_result() -> None:
+    module = ModuleType("generated")
+    vars(module)["torch"] = torch
+    exec(compile(MIXED, "generated.py", "exec"), vars(module))
+    vars(module)["triton_per_0"] = SimpleNamespace(run=lambda *_: None)
+    x = torch.arange(6.0).view(2, 3)
+    before = vars(module)["call"]([x])
+    switch, lines = SimpleNamespace(is_recording=True), []
+
+    def launch(function: Any, line: int, args: Any, kwargs: Any) -> Any:
+        lines.append((line, function.__name__))
+        return function(*args, **kwargs)
+
+    stand_in_for_methods(module, MIXED, switch, launch)
+    after = vars(module)["call"]([x])
+    assert all(map(torch.equal, before, after))
+    at = {site.kernel: site.line for site in read_launches(MIXED).sites}
+    assert lines == [
+        (at["aten.copy_"], "copy_"),
+        (at["aten.sum"], "sum"),
+        (at["aten.sum"], "to"),
+    ]
+    switch.is_recording = False
+    assert all(map(torch.equal, before, vars(module)["call"]([x])))
+    assert len(lines) == 3
+
+
+class _Graph:
+    """Stands for the graph that Inductor compiles."""
+
+    wrapper_code = None
+    is_backward = True
+
+
+def test_a_kernel_of_which_inductors_debugging_is_not_told_is_recorded_at_its_call() -> None:
+    class TritonScheduling:
+        def define_kernel(self, src_code: str, node_schedule: Any, kernel: Any) -> str:
+            return src_code
+
+    class PythonWrapperCodegen:
+        def generate_kernel_call(self, kernel_name: str, call_args: Any) -> str:
+            return f"call of {kernel_name}"
+
+    nodes = fx.Graph()
+    node = nodes.call_function(torch.ops.aten.sum.default, (nodes.placeholder("x"),))
+    node.meta = {
+        "stack_trace": '  File "model.py", line 3, in forward\n    x.sum()\n',
+        "nn_module_stack": {"0": ("m", Any)},
+    }
+    schedule = [SimpleNamespace(node=SimpleNamespace(origin_node=node, origins={node}, get_name=lambda: "buf0"))]
+    generation, debug = (
+        CodeGeneration(pytest.fail),
+        SimpleNamespace(set_kernel_post_grad_provenance_tracing=lambda *_: 5),
+    )
+    generation.watch_debug(debug)
+    generation.watch_triton(SimpleNamespace(TritonScheduling=TritonScheduling))
+    generation.watch_wrapper(SimpleNamespace(PythonWrapperCodegen=PythonWrapperCodegen))
+    with V.set_graph_handler(_Graph()):
+        TritonScheduling().define_kernel("triton_red", schedule, None)
+        assert debug.set_kernel_post_grad_provenance_tracing(schedule, "triton_red") == 5
+        assert PythonWrapperCodegen().generate_kernel_call("triton_red", ()) == "call of triton_red"
+        TritonScheduling().define_kernel("triton_per", schedule, None)
+        PythonWrapperCodegen().generate_kernel_call("triton_per", ())
+        taken = generation.take()
+        assert generation.take() is None
+    assert taken is not None
+    records, is_backward = taken
+    assert is_backward
+    assert [record.kernel for record in records] == ["triton_red", "triton_per"]
+    origin = Origin(("m",), "model.py:3 forward", "aten.sum")
+    assert [(record.origins, record.buffers) for record in records] == [((origin,), {"buf0": origin})] * 2

@@ -132,7 +132,8 @@ class Session:
         self.hooks.install()
         if self._light is not None:
             self._light.begin()
-        self._compiled.install()
+        if self.order.recorder in ("nsys", "kineto", "memory"):
+            self._compiled.install()
         if self.order.own_steps:
             observe_ranges(OwnSteps(self))
         if self.memory is not None:
@@ -437,6 +438,7 @@ class Session:
             memory=None if self.memory is None else self.memory.result(),
             loading=loading,
             left_out=self.hooks.names.left_out,
+            compiled_failure=self._compiled.failure,
         )
 
     def _leave_failure(self) -> None:

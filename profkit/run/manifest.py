@@ -121,7 +121,8 @@ class Process:
 
     ``step`` is the kind of its steps, in the words of ``--step-on``, and ``step_names`` are the classes or functions
     that make one. ``seen`` says how often each thing that may make a step happened, and ``step_changed_to`` which kind
-    of steps began only when the recording had.
+    of steps began only when the recording had. ``compiled_failure`` says why compiled code, or some of it, has no
+    modules.
     """
 
     process: str = ""
@@ -148,6 +149,7 @@ class Process:
     memory: ProcessMemory | None = None
     loading: Loading | None = None
     left_out: RangesLeftOut | None = None
+    compiled_failure: str | None = None
 
 
 @dataclass(frozen=True)

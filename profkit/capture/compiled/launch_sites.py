@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _NAMESPACES = ("extern_kernels", "aten", "torch.ops", "inductor_ops", "_quantized")
 _PARTITION = re.compile(r"partition_\d+")
@@ -17,13 +17,17 @@ _NO_LAUNCH = re.compile(r".*\b(_reinterpret_tensor|_alloc_from_pool|set_source_t
 class LaunchSite:
     """One call in a generated file that launches.
 
-    ``kernel`` is the name under which Inductor recorded it; ``called`` the expression that is called.
+    ``kernel`` is the name under which Inductor recorded it; ``called`` the expression that is called, "" for methods of
+    a tensor. ``workspace`` is one that a kernel leaves its results in, and whose parts a later method adds up to
+    ``result``.
     """
 
     line: int
     kernel: str
     called: str
     is_extern: bool
+    workspace: str = ""
+    result: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,26 @@ class _Reader(ast.NodeVisitor):
             for statement in function.body:
                 self.visit(statement)
 
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        workspace = workspace_of(node.value)
+        if workspace:
+            result = _dotted(node.targets[0])
+            self.sites.append(LaunchSite(node.lineno, "aten.sum", "", True, workspace, result))
+
     def visit_Call(self, node: ast.Call) -> None:
         for part in (*node.args, *node.keywords):
             self.visit(part)
         called = _dotted(node.func)
         if not called:
             self.visit(node.func)
+        if is_copy(node):
+            self.sites.append(LaunchSite(node.lineno, "aten.copy_", "", is_extern=True))
+            return
         site = self._site(node.lineno, called)
+        if site is not None and not site.is_extern:
+            given = (_dotted(argument) for argument in node.args)
+            site = replace(site, workspace=next((name for name in given if name.startswith(_WORKSPACE)), ""))
         if site is not None:
             self.sites.append(site)
             return
@@ -118,6 +135,25 @@ class _Reader(ast.NodeVisitor):
         if is_library and not _NO_LAUNCH.fullmatch(called):
             return LaunchSite(line, called, called, is_extern=True)
         return None
+
+
+_WORKSPACE = "workspace_"
+_REDUCTIONS = frozenset({"sum", "amin", "amax", "prod", "any", "max", "min", "mean", "to"})
+
+
+def workspace_of(node: ast.expr) -> str:
+    """Return the workspace whose parts an expression adds up by a tensor's methods; "" if it does not."""
+    is_reduced = False
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        is_reduced |= node.func.attr in _REDUCTIONS
+        node = node.func.value
+    name = _dotted(node.value) if isinstance(node, ast.Subscript) else ""
+    return name if is_reduced and name.startswith(_WORKSPACE) else ""
+
+
+def is_copy(node: ast.Call) -> bool:
+    """Return whether a call copies one tensor into another by its method."""
+    return isinstance(node.func, ast.Attribute) and node.func.attr == "copy_" and _dotted(node.func) != "aten.copy_"
 
 
 def _partition(called: ast.expr) -> str | None:

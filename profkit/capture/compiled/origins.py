@@ -57,6 +57,9 @@ class _Written:
     records: list[Record] = field(default_factory=list)
     nodes: list[set[Any]] = field(default_factory=list)
     are_calls: list[bool] = field(default_factory=list)
+    defined: dict[str, list[Any]] = field(default_factory=dict)
+    told: str | None = None
+    """The kernel that Inductor's debugging was told of last, until its call is written."""
 
 
 class CodeGeneration:
@@ -69,6 +72,8 @@ class CodeGeneration:
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
         self._written: WeakKeyDictionary[Any, _Written] = WeakKeyDictionary()
+        self.is_possible = False
+        """Whether this torch says what a launch computes, whatever its settings: since 2.10."""
 
     def watch_debug(self, module: Any) -> None:
         """Watch ``torch._inductor.debug``; whoever imported the function by name before is watched too."""
@@ -76,6 +81,8 @@ class CodeGeneration:
         plain = getattr(module, name, None)
         if plain is None:
             return
+        # Earlier ones have the function, and call it if a setting says so.
+        self.is_possible = _torch_version() >= (2, 10)
 
         @functools.wraps(plain)
         def watched(node_schedule: Any, kernel_name: str, is_extern: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -97,11 +104,47 @@ class CodeGeneration:
             if self._count() == before:
                 node = getattr(scheduler_node, "node", None)
                 name = getattr(node, "python_kernel_name", None)
-                if name:
-                    self._note([node], str(name), is_extern=True)
+                if name or type(node).__name__ in _COPIES:
+                    self._note([node], str(name or "aten.copy_"), is_extern=True)
             return result
 
         module.Scheduler.codegen_extern_call = watched
+
+    def watch_triton(self, module: Any) -> None:
+        """Watch ``torch._inductor.codegen.triton``: of which operators a kernel is made."""
+        plain = module.TritonScheduling.define_kernel
+
+        @functools.wraps(plain)
+        def watched(scheduling: Any, src_code: Any, node_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            name = plain(scheduling, src_code, node_schedule, *args, **kwargs)
+            graph = _current_graph()
+            if graph is not None:
+                self._written.setdefault(graph, _Written()).defined[name] = _ir_nodes(node_schedule)
+            return name
+
+        module.TritonScheduling.define_kernel = watched
+
+    def watch_wrapper(self, module: Any) -> None:
+        """Watch ``torch._inductor.codegen.wrapper``: the call of a kernel that its debugging was not told of.
+
+        Such are reductions of one input in two directions at once.
+        """
+        wrapper = getattr(module, "PythonWrapperCodegen", None)
+        plain = getattr(wrapper, "generate_kernel_call", None)
+        if wrapper is None or plain is None:
+            return
+
+        @functools.wraps(plain)
+        def watched(code: Any, kernel_name: str, *args: Any, **kwargs: Any) -> Any:
+            graph = _current_graph()
+            written = self._written.get(graph) if graph is not None else None
+            if written is not None:
+                if written.told != kernel_name and kernel_name in written.defined:
+                    self._note(written.defined[kernel_name], kernel_name, is_extern=False)
+                written.told = None
+            return plain(code, kernel_name, *args, **kwargs)
+
+        wrapper.generate_kernel_call = watched
 
     def take(self) -> tuple[tuple[Record, ...], bool] | None:
         """Return the records of the graph that Inductor compiles now, and whether it is a backward pass.
@@ -125,6 +168,7 @@ class CodeGeneration:
             if graph is None:
                 return
             written = self._written.setdefault(graph, _Written())
+            written.told = kernel
             owners = {node.get_name(): owner for node in ir_nodes if (owner := _owner(node)) is not None}
             computed = owners.values() if is_extern else [one for node in ir_nodes for one in _computed(node)]
             origins = tuple(map(origin_of, _in_order(computed)))
@@ -171,8 +215,14 @@ def line_of(stack_trace: str | None) -> str:
     return f"{file.removeprefix(here)}:{number} {function}".rstrip()
 
 
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2] if part.isdecimal())
+
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZERS = f"{_TORCH}optim{os.sep}"
+
+_COPIES = frozenset({"DeviceCopy", "InplaceCopyFallback"})
 
 # They compute nothing: they make no kernel by themselves, and are drawn into that of whoever reads their result.
 _VIEWS = frozenset(

@@ -26,6 +26,9 @@ class Switch(Protocol):
 def stand_in(module: ModuleType, file: GeneratedFile, switch: Switch, around: Around) -> None:
     """Have ``around`` make all launches of a loaded file while ``switch.is_recording``."""
     names: dict[str, Any] = vars(module)
+    if _MARK in names:  # loaded before, and used again
+        return
+    names[_MARK] = True
     tree: dict[str, Any] = {}
     for called in {site.called for site in file.sites}:
         if called not in file.values:
@@ -39,6 +42,9 @@ def stand_in(module: ModuleType, file: GeneratedFile, switch: Switch, around: Ar
             for first, attribute in (value.split(".")[:2] for value in file.values if "." in value):
                 if first == name:  # looked up as fast as before
                     names[name].__dict__.setdefault(attribute, getattr(target, attribute))
+
+
+_MARK = "_profkit_stands_in"
 
 
 class _Names:

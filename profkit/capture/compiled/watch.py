@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
 from importlib.machinery import ModuleSpec
@@ -25,11 +25,13 @@ from profkit.annotation import Range, observers_but
 from profkit.capture.compiled.buffers import BufferOwner, read_generated_code, with_memory
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedGraphs
 from profkit.capture.compiled.launch_sites import LaunchSite, read_launches
-from profkit.capture.compiled.origins import CodeGeneration, Origin, Record
+from profkit.capture.compiled.origins import CodeGeneration, Origin, Record, line_of
 from profkit.capture.compiled.places import LoadedGraph, places_in
 from profkit.capture.compiled.proxies import stand_in
 from profkit.capture.compiled.sidecar import Known, Sidecars
+from profkit.capture.compiled.tensor_methods import stand_in_for_methods
 from profkit.capture.hooks import Hooks
+from profkit.capture.node_work import NodeWork
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import CompiledGraph, Launch, append_records, launch_range
@@ -51,8 +53,8 @@ class CompiledCode:
         self._sidecars = Sidecars()
         self._written: set[str] = set()
         self._shown_to = observers_but(hooks)
-        self.failure: str | None = None
-        """Why compiled code has no modules, where something here failed."""
+        self._error: str | None = None
+        self._graphs = self._unknown = self._in_cpp = 0
 
     def install(self) -> None:
         """Watch Inductor and Dynamo as soon as they are imported; nothing is imported here."""
@@ -60,9 +62,27 @@ class CompiledCode:
             {
                 "torch._inductor.debug": self._generation.watch_debug,
                 "torch._inductor.scheduler": self._generation.watch_scheduler,
+                "torch._inductor.codegen.triton": self._generation.watch_triton,
+                "torch._inductor.codegen.wrapper": self._generation.watch_wrapper,
                 "torch._inductor.codecache": self._watch_code_cache,
                 "torch._dynamo.output_graph": self._traced.watch_output_graph,
             }
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """Why compiled code, or some of it, has no modules; None if all has, or there is none."""
+        if self._error is not None:
+            return f"profkit failed to follow compiled code ({self._error})"
+        if self._in_cpp:
+            return "code compiled with cpp_wrapper launches from C++, where it has no ranges"
+        if self._graphs and not self._generation.is_possible:
+            return f"torch {torch.__version__} does not say what a fused kernel comes from; torch 2.10 and later do"
+        if not self._unknown:
+            return None
+        return (
+            f"{self._unknown} of {self._graphs} compiled graphs came from Inductor's cache, which was filled without "
+            "profkit; to compile them anew, set TORCHINDUCTOR_CACHE_DIR to a new folder"
         )
 
     def _watch_code_cache(self, codecache: Any) -> None:
@@ -73,14 +93,14 @@ class CompiledCode:
             module = plain(cls, key, path, linemap, attrs)
             if attrs is not None and hasattr(module, "call"):  # the code of a graph, not that of one kernel
                 try:
-                    self._loaded(module, Path(path))
+                    self._loaded(module, Path(path), linemap or ())
                 except Exception as error:
                     self._failed(error)
             return module
 
         codecache.PyCodeCache.load_by_key_path = classmethod(watched)
 
-    def _loaded(self, module: ModuleType, path: Path) -> None:
+    def _loaded(self, module: ModuleType, path: Path, linemap: Sequence[tuple[int, str | None]]) -> None:
         traced = self._traced.current()
         operators = () if traced is None else traced.operators
         taken = self._generation.take()
@@ -89,9 +109,13 @@ class CompiledCode:
             self._sidecars.keep(path, Known(*taken, operators))
         else:
             known = self._sidecars.find(path, operators)
-        file = read_launches(path.read_text())
+        text = path.read_text()
+        file = read_launches(text)
+        self._graphs += 1
+        self._unknown += known is None and bool(file.sites)
+        self._in_cpp += "CppWrapperCodeCache" in text
         matched = match(file.sites, () if known is None else known.records)
-        graph = _describe(path, traced, known, matched)
+        graph = _describe(path, traced, known, matched, linemap)
         graph = self._with_memory(graph, path, traced, matched)
         if self._records is not None and graph.id not in self._written:
             self._written.add(graph.id)
@@ -103,7 +127,10 @@ class CompiledCode:
             if record is not None
         }
         place = LoadedGraph(graph.id, traced, {site.line: owners.get(site.line, ()) for site in file.sites})
-        stand_in(module, file, self._hooks, _Ranges(place, self._hooks, self._shown_to, self._failed).around)
+        around = _Ranges(place, self._hooks, self._shown_to, self._failed).around
+        stand_in(module, file, self._hooks, around)
+        if any(not site.called for site in file.sites):
+            stand_in_for_methods(module, text, self._hooks, around)
 
     def _with_memory(
         self,
@@ -128,7 +155,7 @@ class CompiledCode:
             return graph
 
     def _failed(self, error: Exception) -> None:
-        self.failure = self.failure or f"{type(error).__name__}: {error}"
+        self._error = self._error or f"{type(error).__name__}: {error}"
 
 
 loaded: dict[str, dict[int, Launch]] = {}
@@ -202,9 +229,20 @@ def match(sites: Iterable[LaunchSite], records: Iterable[Record]) -> list[tuple[
     recorded: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         recorded[_plain(record.kernel)].append(record)
-    times = Counter(_plain(site.kernel) for site in sites)
+    times = Counter(_plain(site.kernel) for site in sites if not site.result)
     in_order = {name: iter(found) for name, found in recorded.items() if len(found) == times[name]}
-    return [(site, next(in_order[name], None) if (name := _plain(site.kernel)) in in_order else None) for site in sites]
+    matched: list[tuple[LaunchSite, Record | None]] = []
+    writers: dict[str, Record | None] = {}
+    for site in sites:
+        found = writers.get(site.workspace) if site.result else next(in_order.get(_plain(site.kernel), iter(())), None)
+        if site.result and found is not None:
+            owner = found.buffers.get(site.result)
+            origins = found.origins if owner is None else (owner,)
+            found = Record(site.kernel, is_extern=True, origins=origins, work=NodeWork())
+        elif site.workspace:
+            writers[site.workspace] = found
+        matched.append((site, found))
+    return matched
 
 
 def _plain(kernel: str) -> str:
@@ -216,6 +254,7 @@ def _describe(
     traced: TracedGraph | None,
     known: Known | None,
     matched: list[tuple[LaunchSite, Record | None]],
+    linemap: Sequence[tuple[int, str | None]],
 ) -> CompiledGraph:
     graph = CompiledGraph(
         id="",
@@ -223,14 +262,19 @@ def _describe(
         torch=torch.__version__,
         name="" if traced is None else traced.name,
         is_backward=known is not None and known.is_backward,
-        launches=tuple(_launch(site, record, traced) for site, record in matched),
+        launches=tuple(_launch(site, record, traced, linemap) for site, record in matched),
     )
     return replace(graph, id=sha256(json.dumps(asdict(graph)).encode()).hexdigest()[:10])
 
 
-def _launch(site: LaunchSite, record: Record | None, traced: TracedGraph | None) -> Launch:
+def _launch(
+    site: LaunchSite, record: Record | None, traced: TracedGraph | None, linemap: Sequence[tuple[int, str | None]]
+) -> Launch:
     if record is None:
-        return Launch(site.line, site.kernel, site.is_extern)
+        # Inductor keeps where each part of its code comes from: lines, no modules.
+        stacks = [stack for start, stack in linemap if start <= site.line]
+        line = line_of(stacks[-1]) if stacks else ""
+        return Launch(site.line, site.kernel, site.is_extern, lines=(line,) if line else ())
     origins, work = record.origins, record.work
     return Launch(
         line=site.line,

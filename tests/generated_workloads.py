@@ -1,0 +1,208 @@
+"""Trains small compiled models: ``python generated_workloads.py [hooked]``, with Inductor's cache in the environment.
+
+It prints the losses, what Dynamo counted and, hooked, the ranges of one recorded step of each case as JSON. A model is
+small and a part often repeated, because a C++ compiler takes seconds for each fused kernel that no cache has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+HOOKED = "hooked" in sys.argv
+
+
+class Block(nn.Module):
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).sin()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.second(hidden) + x
+
+
+class Model(nn.Module):
+    def __init__(self, breaks: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block(breaks) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x).sum()
+
+
+class Twin(nn.Module):
+    """Computes what `Model` does, by other names: Inductor's cache has its code already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            x = block(x)
+        return self.out(x).sum()
+
+
+def _whole() -> Any:
+    model = Model()
+    return model, torch.compile(model)
+
+
+def _twin() -> Any:
+    model = Twin()
+    return model, torch.compile(model)
+
+
+def _in_place() -> Any:
+    model = Model()
+    model.compile()
+    return model, model
+
+
+def _blocks() -> Any:
+    model = Model()
+    model.h = nn.ModuleList(map(torch.compile, model.h))
+    return model, model
+
+
+def _function() -> Any:
+    model = Model()
+    return model, torch.compile(lambda x: model(x) * 2)
+
+
+def _breaks() -> Any:
+    model = Model(breaks=True)
+    return model, torch.compile(model)
+
+
+def _checkpointed() -> Any:
+    model = Model(checkpointed=True)
+    return model, torch.compile(model)
+
+
+def _dynamic() -> Any:
+    model = Model()
+    return model, torch.compile(model, dynamic=True)
+
+
+def _eager() -> Any:
+    model = Model()
+    return model, model
+
+
+CASES = {
+    "eager": _eager,
+    "whole": _whole,
+    "twin": _twin,
+    "in place": _in_place,
+    "blocks": _blocks,
+    "function": _function,
+    "breaks": _breaks,
+    "checkpointed": _checkpointed,
+    "dynamic": _dynamic,
+}
+
+
+def _step(model: nn.Module, called: Callable[[Tensor], Tensor], update: Callable[[], None], x: Tensor) -> str:
+    loss = called(x)
+    loss.backward()
+    update()
+    model.zero_grad()
+    return float(loss).hex()
+
+
+def _run(case: str, record: Callable[[], Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, called = CASES[case]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = optimizer.step
+    if case == "whole":
+
+        @torch.compile
+        def update() -> None:
+            optimizer.step()
+
+    losses = [_step(model, called, update, torch.randn(3, 8)) for _ in range(2)]
+    with record() as ranges:
+        losses.append(_step(model, called, update, torch.randn(5 if case == "dynamic" else 3, 8)))
+    counters = torch._dynamo.utils.counters
+    return {
+        "losses": losses,
+        "dynamo": {name: dict(counters[name]) for name in ("stats", "graph_break", "recompiles")},
+        "ranges": ranges,
+    }
+
+
+def _hooked(file: Path) -> Any:
+    from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+    from profkit.capture.compiled.watch import CompiledCode
+    from profkit.capture.hooks import Hooks
+
+    class Listener:
+        def boundary(self, number: int) -> None: ...
+
+        def hooks_failed(self, error: Exception) -> None:
+            raise error
+
+    class Opened(RangeObserver):
+        def __init__(self) -> None:
+            self.names: list[list[str]] = []
+            self.open: list[str] = []
+
+        def opening(self, name: str) -> None:
+            self.open.append(name)
+            self.names.append(list(self.open))
+
+        def closed(self) -> None:
+            self.open.pop()
+
+    hooks = Hooks(Listener(), 9)
+    hooks.install()
+    compiled = CompiledCode(hooks, file)
+    compiled.install()
+
+    @contextmanager
+    def record() -> Iterator[list[list[str]]]:
+        opened = Opened()
+        observe_ranges(opened)
+        hooks.start()
+        yield opened.names
+        hooks.stop()
+        ignore_ranges(opened)
+        assert compiled.failure is None, compiled.failure
+
+    return record
+
+
+@contextmanager
+def _not_hooked() -> Iterator[None]:
+    yield None
+
+
+def main() -> None:
+    record = _hooked(Path(sys.argv[-1])) if HOOKED else _not_hooked
+    wanted = [name for name in CASES if name in sys.argv] or CASES
+    print(json.dumps({name: _run(name, record) for name in wanted}))
+
+
+main()
