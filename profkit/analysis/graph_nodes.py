@@ -28,7 +28,6 @@ from profkit.trace.columns import (
     Trace,
     Work,
     array_columns,
-    distinct_values,
     empty_ints,
     rows_by_value,
     take_rows,
@@ -67,7 +66,7 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
             begin_ns = trace.ranges.start_ns[replays[replay_of[those]]]
             node_ns[those] = begin_ns + layout.node[_nodes(rows)[those]]
         new.append(_opened(trace.ranges, replays[mine[fits]], layout, names))
-        if not fits.all():
+        if not fits.all() and not trace.work.is_graph.any():
             left = (
                 f"{trace.names[name]}: what {int((~fits).sum()):,} of {len(fits):,} replays ran lies under no module: "
             )
@@ -255,10 +254,9 @@ def _note_whole(trace: Trace) -> Trace:
     count = int(trace.work.is_graph.sum())
     if not count:
         return trace
-    graphs = len(distinct_values(trace.work.name[trace.work.is_graph]))
     note = (
-        f"{count:,} replays of {graphs:,} CUDA graphs were traced whole: each is one row, without its kernels and their"
-        " modules; profkit run --nsys --cuda-graph-trace node records them one by one"
+        f"{count:,} replays of CUDA graphs were traced whole: each is one row, without its kernels and their modules;"
+        " profkit run --nsys --cuda-graph-trace node records them one by one"
     )
     # A trace that profkit exported has it already.
     return trace if note in trace.notes else replace(trace, notes=(*trace.notes, note))
