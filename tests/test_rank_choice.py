@@ -87,4 +87,5 @@ def test_a_machine_without_a_chosen_rank_says_that_it_has_light_records_alone(tm
     assert done.returncode == 0, done.stderr
     assert "--ranks names no rank that ran here" in done.stderr
     assert manifest["status"] == "complete"
+    assert done.stdout.endswith("The run is run. Next:\n  profkit ranks run\n")
     assert files == {"manifest.json", "light.jsonl", "light.rank1.jsonl"}

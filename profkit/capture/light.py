@@ -220,7 +220,8 @@ class LightRecorder:
 
         @functools.wraps(destroy)
         def destroyed(*args: Any, **kwargs: Any) -> Any:
-            self._harmless(self._settle)
+            is_all = (args[0] if args else kwargs.get("group")) is None
+            self._harmless(self._settle if is_all else self._flight.note_groups)
             return destroy(*args, **kwargs)
 
         distributed.destroy_process_group = destroyed

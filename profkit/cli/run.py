@@ -314,7 +314,9 @@ def _show(recorded: Recorded) -> None:
 
 
 def _say_next(recorded: Recorded, target: Target, where: str) -> None:
-    if not (recorded.has_trace or recorded.has_snapshot):
+    is_job = (recorded.run.parent / JOB).exists()
+    has_ranks = is_job or len(Run(recorded.run).light_records) > 1
+    if not (recorded.has_trace or recorded.has_snapshot or has_ranks):
         return
     from profkit.run.directory import NSYS_EXPORT, NSYS_REPORT
 
@@ -331,9 +333,10 @@ def _say_next(recorded: Recorded, target: Target, where: str) -> None:
             f"\n{out.modules:,} modules have no range, to keep recording cheap: --depth {out.depth} gives them one."
         )
     print_line(f"\nThe run is {where}. Next:")
-    if (recorded.run.parent / JOB).exists():
-        print_line(f"  profkit ranks {quote_path(recorded.run.parent)}   (all machines of the job)")
-    print_line(f"  profkit report {where}")
+    if has_ranks:
+        print_line(f"  profkit ranks {quote_path(recorded.run.parent) if is_job else where}")
+    if recorded.has_trace or recorded.has_snapshot:
+        print_line(f"  profkit report {where}")
     if recorded.has_kernels:
         print_line(f"  profkit kernels {where} --range {_example_range(target, recorded.step)}")
     if recorded.has_trace:
