@@ -45,6 +45,9 @@ SOFTMAX = "computing softmax"
 VALUE_PRODUCT = "final matmul"
 
 
+SHARED = "shared: "
+"""Begins the name of the range of a kernel that several modules share: ``shared: h.3.ln_2 + h.3.mlp``."""
+
 MODEL = "model"
 """The range of the outermost module; the modules in it are named as its ``named_modules`` does."""
 
@@ -66,5 +69,20 @@ def layer_range(number: int) -> str:
 
 @lru_cache(4096)
 def kind_of(name: str) -> str:
-    """Return ``layer *`` for ``layer 3``: names that differ only in a number, alone or at their end, are one kind."""
-    return _NUMBER.sub("*", name)
+    """Return ``layer *`` for ``layer 3``: names that differ only in a number, alone or at their end, are one kind.
+
+    A line that modules share names each kind of them once.
+    """
+    if not is_shared(name):
+        return _NUMBER.sub("*", name)
+    return SHARED + " + ".join(dict.fromkeys(map(kind_of, sharing_modules(name))))
+
+
+def is_shared(name: str) -> bool:
+    """Return whether a range stands for launches that several modules share."""
+    return name.startswith(SHARED)
+
+
+def sharing_modules(name: str) -> list[str]:
+    """Return the modules that the name of a shared line holds, in the program's order."""
+    return name.removeprefix(SHARED).split(" + ")

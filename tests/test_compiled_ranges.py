@@ -11,7 +11,8 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.compiled_ranges import nest_compiled_launches
 from profkit.errors import TraceError
-from profkit.run.compiled_code import SHARED, LaunchPlace, launch_range, read_launch_range
+from profkit.names import SHARED, kind_of
+from profkit.run.compiled_code import LaunchPlace, launch_range, read_launch_range
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
 from tests import kineto_builder as kineto
@@ -210,6 +211,33 @@ def test_what_is_open_around_a_launch_is_not_repeated(tmp_path: Path) -> None:
     assert read_trace(path).kernels("h.0").total_ns == 30
 
 
+def test_a_model_in_a_model_of_the_same_name_keeps_its_range(tmp_path: Path) -> None:
+    program = Program()
+    begin = program.now
+    program.now += 5
+    program.launch(place(10, "model", "model", "model.layers.0"))
+    program.builder.range("model", program.now, program.now + 20)
+    program.now += 5
+    program.launch(place(11, "model", "model", "model.layers.1"))
+    program.now += 20
+    program.builder.range("model", begin, program.now)
+    path = program.builder.write(tmp_path / "trace.sqlite")
+    assert {name: count for name, (_, _, count) in tree(path).items()} == {
+        "model": 2,
+        "model/model": 2,
+        "model/model/model.layers.*": 2,
+    }
+
+
+def test_what_is_open_below_a_missing_range_is_not_repeated_either(tmp_path: Path) -> None:
+    program = Program()
+    begin = program.now
+    program.now += 5
+    program.launch(place(10, "model", "h.0", ATTENTION))
+    program.builder.range("h.0", begin, program.now)
+    assert set(tree(program.builder.write(tmp_path / "trace.sqlite"))) == {"h.0", "h.0/h.0.attn"}
+
+
 def test_other_ranges_within_a_launch_stay_in_its_module(tmp_path: Path) -> None:
     program = Program()
     start = program.now
@@ -285,3 +313,14 @@ def test_torch_profilers_trace_of_compiled_code_has_the_modules(tmp_path: Path) 
         "step 0/backward/model/h.0/h.0.mlp": 1,
         "step 0/backward/model/h.0/h.0.attn": 1,
     }
+
+
+def test_lines_that_name_the_same_kinds_are_one_kind(tmp_path: Path) -> None:
+    assert kind_of("shared: h.0 + h.1 + h.1.ln_2 + h.1.mlp") == "shared: h.* + h.*.ln_* + h.*.mlp"
+    assert kind_of(kind_of("shared: h.0 + h.1")) == kind_of("shared: h.0 + h.1") == "shared: h.*"
+    program = Program()
+    program.launch(place(1, "model", shared=("h.0", "h.1.ln_1")))
+    program.launch(place(2, "model", shared=("h.0", "h.1", "h.2.ln_1")))
+    path = program.builder.write(tmp_path / "trace.sqlite")
+    assert set(tree(path)) == {"model", "model/shared: h.* + h.*.ln_*"}
+    assert read_trace(path).kernels("shared: h.* + h.*.ln_*").kernel_count == 2

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.compiled_ranges import is_shared, sharing_modules
 from profkit.analysis.range_paths import build_nodes
-from profkit.names import PHASES
+from profkit.names import PHASES, is_shared, sharing_modules
 from profkit.run.directory import Run
 from profkit.trace.kineto import read_kineto
 from tests.in_process import run_command, run_profkit

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from profkit.analysis.compiled_ranges import is_shared
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.summary import EXPANDABLE, WORTH, Summary
+from profkit.names import is_shared
 
 _LAUNCHES = 0.1
 """The share of a step from which preparing kernels is worth a change of the program."""

@@ -25,7 +25,8 @@ import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors, build_timelines, mark_nested
 from profkit.errors import TraceError
-from profkit.run.compiled_code import SHARED, LaunchPlace, read_launch_range
+from profkit.names import SHARED
+from profkit.run.compiled_code import LaunchPlace, read_launch_range
 from profkit.trace.columns import (
     MOST_OPEN_RANGES,
     Bools,
@@ -107,16 +108,6 @@ def explain_no_modules(manifest: Manifest) -> str | None:
     return f"{what} it was recorded without the ranges that name the modules; record it again to have them"
 
 
-def is_shared(name: str) -> bool:
-    """Return whether a range stands for launches that several modules share."""
-    return name.startswith(SHARED)
-
-
-def sharing_modules(name: str) -> list[str]:
-    """Return the modules that share the launches of such a range, in the program's order."""
-    return name.removeprefix(SHARED).split(" + ")
-
-
 def _innermost(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:
     """Return each row's innermost range on its launching thread."""
     found = np.full(len(rows), NO_RANGE, dtype=np.int64)
@@ -174,30 +165,40 @@ def _paths_below(
     """Return each launch's path below the ranges around it, as a number, and those paths, as indices of names."""
     ranges_around, around_of = np.unique(parent[lead], return_inverse=True)
     # Few ranges differ in what is open there: all steps are alike but for their own names.
-    sets: dict[frozenset[str], int] = {}
+    lists: dict[tuple[str, ...], int] = {}
     modules = {module for place in places.values() for module in place.path}
     for_range = [
-        sets.setdefault(frozenset(modules.intersection(_open_at(one, ranges, parent, places, names))), len(sets))
-        for one in ranges_around.tolist()
+        lists.setdefault(tuple(one for one in open_ if one in modules), len(lists))
+        for open_ in (_open_at(range_, ranges, parent, places, names) for range_ in ranges_around.tolist())
     ]
-    around = list(sets)
+    around = list(lists)
     known: dict[tuple[int, ...], int] = {}
     number = []
     count = len(names.strings)
     pairs, inverse = np.unique(np.array(for_range)[around_of] * count + ranges.name[lead], return_inverse=True)
     for open_there, name in zip(*(part.tolist() for part in np.divmod(pairs, count)), strict=True):
         place = places[name]
-        last = max((at for at, module in enumerate(place.path) if module in around[open_there]), default=-1)
-        below = [*place.path[last + 1 :], *([SHARED + " + ".join(place.shared)] if place.shared else [])]
+        below = [
+            *_without_beginning(place.path, around[open_there]),
+            *([SHARED + " + ".join(place.shared)] if place.shared else []),
+        ]
         number.append(known.setdefault(tuple(names.intern(module) for module in below), len(known)))
     return np.array(number, dtype=np.int64)[inverse], list(known)
+
+
+def _without_beginning(path: Sequence[str], around: Sequence[str]) -> Sequence[str]:
+    """Return what of a path is not open around it, each range for one module: two may have one name."""
+    first = 0
+    for module in around:
+        first = next((at + 1 for at in range(first, len(path)) if path[at] == module), first)
+    return path[first:]
 
 
 def _open_at(
     range_: int, ranges: Ranges, parent: Ints, places: dict[int, LaunchPlace], names: NamesWithNew
 ) -> Iterator[str]:
-    """Yield the names of a range and those around it; of a launch's range the modules that it stands for."""
-    for name in ranges.name[ancestors(parent, range_)].tolist():
+    """Yield the names of a range and those around it, outermost first; of a launch the modules that it stands for."""
+    for name in ranges.name[ancestors(parent, range_)[::-1]].tolist():
         yield from places[name].path if name in places else (names.strings[name],)
 
 

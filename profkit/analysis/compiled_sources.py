@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.compiled_ranges import is_shared, sharing_modules
 from profkit.analysis.nesting import ancestors
 from profkit.analysis.range_paths import build_nodes
-from profkit.names import kind_of
+from profkit.names import is_shared, kind_of, sharing_modules
 from profkit.run.compiled_code import COMPILED_KERNEL, CompiledGraph, Launch, read_launch_range
 from profkit.run.directory import Run
 from profkit.trace.columns import Bools, Ints, NamesWithNew, Trace, distinct_values

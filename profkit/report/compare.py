@@ -12,12 +12,11 @@ from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, 
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
 from profkit.analysis.compare.module_changes import ModuleChange, ModuleComparison
 from profkit.analysis.compare.provenance import Difference
-from profkit.analysis.compiled_ranges import is_shared, sharing_modules
+from profkit.names import SHARED, is_shared, sharing_modules
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.memory_compare import TOP_PARTS, memory_parts, memory_table
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_count, format_interval, format_ns
-from profkit.run.compiled_code import SHARED
 
 View = Literal["phase", "category", "module", "range", "kernel"]
 VIEWS: tuple[View, ...] = ("phase", "category", "module", "range", "kernel")

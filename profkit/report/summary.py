@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from profkit.analysis.advice import Advice, repeated_module, repeated_time
-from profkit.analysis.compiled_ranges import is_shared
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.module_times import ModuleTime, own_time
 from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
-from profkit.names import MODEL
+from profkit.names import MODEL, is_shared
 from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.text import shorten
 from profkit.report.units import TEXT, format_bytes, format_count, format_ns, format_share

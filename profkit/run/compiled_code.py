@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from profkit.errors import RunError
+from profkit.names import SHARED
 from profkit.run.records import WrongRecord, decode, read_text
 
 PREFIX = "compiled "
-SHARED = "shared: "
 SEPARATOR = " / "
 GRAPH_PREFIX = "CUDA graph "
 _GRAPH_ID = re.compile(r"[0-9a-f]{10}")

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, change_of_columns, is_generated, total_kernels
 from profkit.analysis.compare.samples import Key, StepSamples
-from profkit.analysis.compiled_ranges import is_shared, sharing_modules
 from profkit.analysis.module_times import is_module_range
-from profkit.names import PHASES
+from profkit.names import PHASES, is_shared, sharing_modules
 from profkit.run.compiled_code import COMPILING
 
 _KEPT = frozenset({"gemm", "attention", "communication"})

@@ -23,8 +23,7 @@ from typing import Any
 from profkit.analysis.memory.generated_memory import Held
 from profkit.analysis.memory.owners import Owner, Part, read_text
 from profkit.analysis.memory.phases import Timeline
-from profkit.names import BACKWARD, MODEL, RECOMPUTE
-from profkit.run.compiled_code import SHARED
+from profkit.names import BACKWARD, MODEL, RECOMPUTE, SHARED
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Annotation
 

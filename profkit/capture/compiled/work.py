@@ -9,7 +9,8 @@ the same beginning of their paths share one instance, until another range begins
 from __future__ import annotations
 
 from profkit.capture.work_account import Instance, WorkAccount
-from profkit.run.compiled_code import SHARED, LaunchPlace
+from profkit.names import SHARED
+from profkit.run.compiled_code import LaunchPlace
 
 
 class CompiledInstances:
