@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from profkit.analysis.collectives.bandwidth import bus_factor
 from profkit.analysis.collectives.comparison import RanksResult, compare_records
 from profkit.cli import cli
-from profkit.errors import CaptureError, RunError, UsageError
+from profkit.errors import CaptureError, CheckError, RunError, UsageError
 from profkit.joining import read_ranks
 from tests.rank_builder import (
     BYTES,
@@ -238,3 +238,36 @@ def test_in_real_runs_without_a_delay_nobody_is_named(captures: Path) -> None:
     result = read_ranks(captures / "ddp.nsys2025.sqlite")
     assert result.verdict.culprit is None
     assert result.verdict.most_rank == 1
+
+
+def test_budgets_of_ranks_are_shares_of_a_step(tmp_path: Path) -> None:
+    trace = str(write_nsys(tmp_path / "trace.sqlite", simulate(2, delays=[Delay(1, "data", 30 * MS)])))
+    held = CliRunner().invoke(cli, ["check", trace, "--max-wait", "60%", "--max-skew", "60%"])
+    assert held.exit_code == 0, held.output
+    broken = CliRunner().invoke(cli, ["check", trace, "--max-wait", "10%", "--max-skew", "10%", "--format", "json"])
+    lines = {line["budget"]: line for line in json.loads(broken.stdout)["lines"]}
+    # 30 ms of a step of 55.8 ms; of two ranks one waits.
+    assert lines["max-skew"]["measured"] == pytest.approx(30 / 55.8, rel=0.01)
+    assert lines["max-wait"]["measured"] == pytest.approx(15 / 55.8, rel=0.01)
+    assert isinstance(broken.exception, CheckError)
+
+
+def test_a_budget_of_ranks_is_not_judged_where_there_is_one_rank(tmp_path: Path) -> None:
+    trace = write_nsys(tmp_path / "trace.sqlite", simulate(1))
+    done = CliRunner().invoke(cli, ["check", str(trace), "--max-wait", "10%"])
+    assert "NOT JUDGED (counts as failed): holds one rank" in done.stdout
+
+
+def test_two_runs_of_several_ranks_are_compared_by_group(tmp_path: Path) -> None:
+    late = [Delay(1, "data", 20 * MS)]
+    runs = [str(write_kineto_run(tmp_path / name, simulate(2, 3, some))) for name, some in (("a", late), ("b", []))]
+    done = CliRunner().invoke(cli, ["compare", *runs, "--force", "--format", "json"])
+    assert done.exit_code == 0, done.output
+    (group,) = json.loads(done.stdout)["groups"]
+    assert (group["group"], group["kind"], group["dtype"]) == ("all ranks", "all_reduce", "float32")
+    assert group["before"]["count"] == group["after"]["count"] == 1
+    assert group["before"]["waiting_ns"] == pytest.approx(10 * MS, rel=0.01)
+    assert group["after"]["waiting_ns"] < MS
+    text = " ".join(CliRunner().invoke(cli, ["compare", *runs, "--force"]).stdout.split())
+    assert "before: Rank 1 is late" in text
+    assert "after: No rank is late" in text

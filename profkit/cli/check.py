@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from profkit.analysis.collectives.comparison import RanksResult
 from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.cli.options import output_options
@@ -37,6 +38,12 @@ from profkit.report.document import Format
     "or range:NAME if a capture has both. May be given several times.",
 )
 @click.option(
+    "--max-wait",
+    type=Percent(),
+    help="Largest share of a step that ranks wait for each other in collectives, hidden behind computing or not.",
+)
+@click.option("--max-skew", type=Percent(), help="Largest share of a step that the latest rank costs the others.")
+@click.option(
     "--baseline",
     type=click.Path(path_type=Path),
     metavar="RUN0",
@@ -52,6 +59,8 @@ def check(
     max_idle: float | None,
     min_mfu: float | None,
     max_shares: tuple[tuple[str, float], ...],
+    max_wait: float | None,
+    max_skew: float | None,
     baseline: Path | None,
     max_slowdown: float | None,
     force: bool,
@@ -67,16 +76,29 @@ def check(
     if baseline is None and (force or max_slowdown is not None):
         raise UsageError(f"{'--force' if force else '--max-slowdown'} needs a baseline: give --baseline RUN0")
     refuse_overwriting([run, *([] if baseline is None else [baseline])], [output])
-    budgets = Budgets(max_step_ms, max_peak, max_idle, min_mfu, max_shares)
+    budgets = Budgets(max_step_ms, max_peak, max_idle, min_mfu, max_shares, max_wait, max_skew)
     if budgets == Budgets() and baseline is None:
         raise UsageError("nothing to check: give a budget such as --max-step-ms 120, or --baseline RUN0")
-    opened, earlier = _open(run), None if baseline is None else _open(baseline)
+    # A directory of several nodes holds nothing that one capture could be: its ranks alone are compared.
+    only_ranks = budgets == Budgets(max_wait=max_wait, max_skew=max_skew) and baseline is None
+    opened = OpenedCapture(run, None, None, None) if only_ranks else _open(run)
+    earlier = None if baseline is None else _open(baseline)
     with shown_after_a_second("judging"):
-        result = check_budgets(opened, budgets, earlier, allowed_slowdown=max_slowdown or 0.0, force=force)
+        ranks = _compare_ranks(run) if budgets.of_ranks else ""
+        result = check_budgets(opened, budgets, earlier, allowed_slowdown=max_slowdown or 0.0, force=force, ranks=ranks)
     print_document(build_check_document(result), style, output, full_names=full_names)
     failed = [budget_label(line) for line in result.lines if not line.held]
     if failed:
         raise CheckError(f"{run}: {len(failed)} of {len(result.lines)} budgets failed: {', '.join(failed)}")
+
+
+def _compare_ranks(run: Path) -> RanksResult | str:
+    from profkit.joining import read_ranks
+
+    try:
+        return read_ranks(run)
+    except UsageError as error:
+        return str(error).removeprefix(f"{run}: ").partition(";")[0]
 
 
 def _open(path: Path) -> OpenedCapture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -48,7 +49,7 @@ def compare(
 
     BEFORE and AFTER are traces, memory snapshots or run directories. Kernel time is compared per step; each change has
     a bootstrap interval over the steps if both sides have five or more. With two run directories, unprofiled steps and
-    memory are compared too.
+    memory are compared too; of two runs of several ranks, each group's collectives and who is late.
 
     Captures that differ in profiler, GPU, driver, torch, workload or precision, or that lost events, need --force;
     without it the command exits 2.
@@ -61,7 +62,19 @@ def compare(
         write_warnings(f"changed: {describe_difference(one)}" for one in disturbances)
     with shown_after_a_second("comparing"):
         result = compare_captures(old, new, range=name, force=force)
-    print_document(build_compare_document(result, by=by, top=top), style, output, full_names=full_names)
+    document = build_compare_document(result, by=by, top=top)
+    if by is None and name is None and _has_ranks(old) and _has_ranks(new):
+        from profkit.joining import read_ranks
+        from profkit.report.rank_changes import compare_groups
+
+        with shown_after_a_second("comparing ranks"):
+            parts, data = compare_groups(read_ranks(before), read_ranks(after))
+        document = replace(document, parts=[*document.parts, *parts], data={**document.data, **data})
+    print_document(document, style, output, full_names=full_names)
+
+
+def _has_ranks(capture: OpenedCapture) -> bool:
+    return capture.trace is not None and len(capture.trace.ranks.members) > 1
 
 
 def _open(path: Path) -> OpenedCapture:

@@ -29,6 +29,8 @@ from profkit.trace.columns import distinct_values
 if TYPE_CHECKING:
     import pandas as pd
 
+    from profkit.analysis.collectives.comparison import RanksResult
+
 MAX_STEP, MAX_PEAK, MAX_IDLE, MIN_MFU, MAX_SHARE = "max-step-ms", "max-peak", "max-idle", "min-mfu", "max-share"
 BASELINE = "baseline"
 
@@ -45,6 +47,13 @@ class Budgets:
     max_idle: float | None = None
     min_mfu: float | None = None
     max_shares: tuple[tuple[str, float], ...] = ()
+    max_wait: float | None = None
+    max_skew: float | None = None
+
+    @property
+    def of_ranks(self) -> bool:
+        """Return whether some of them are about several ranks."""
+        return self.max_wait is not None or self.max_skew is not None
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class BudgetLine:
     judged: bool = True
 
 
-def _not_judged(budget: str, unit: Unit, limit: float | None, reason: str, subject: str | None = None) -> BudgetLine:
+def not_judged(budget: str, unit: Unit, limit: float | None, reason: str, subject: str | None = None) -> BudgetLine:
     """Return the line of a budget that cannot be judged."""
     return BudgetLine(budget, subject, None, limit, unit, False, reason, judged=False)
 
@@ -98,6 +107,7 @@ def check_budgets(
     *,
     allowed_slowdown: float = 0.0,
     force: bool = False,
+    ranks: RanksResult | str = "the ranks were not read",
 ) -> BudgetCheck:
     """Return whether a run keeps its budgets.
 
@@ -107,6 +117,7 @@ def check_budgets(
         baseline: an earlier run; the run must be neither measurably slower nor need more memory.
         allowed_slowdown: how much slower it may be, as a fraction of the baseline's time.
         force: accept a baseline of other provenance.
+        ranks: the comparison of its ranks, or why there is none; needed for budgets of ranks alone.
 
     Raises:
         UsageError: there is no budget, or a share's name can mean two things.
@@ -119,6 +130,10 @@ def check_budgets(
     if budgets.max_peak_bytes is not None:
         lines.append(_judge_peak(run, budgets.max_peak_bytes))
     lines += _judge_trace(run.trace, budgets)
+    if budgets.of_ranks:
+        from profkit.analysis.compare.rank_budgets import judge_ranks
+
+        lines += judge_ranks(budgets, ranks)
     if baseline is not None:
         lines += _judge_against(run, baseline, allowed_slowdown=allowed_slowdown, force=force)
     return BudgetCheck(str(run.path), tuple(lines))
@@ -129,7 +144,7 @@ def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
     steps = None if run.run is None else read_unprofiled_steps(run.run.manifest)
     times = {} if steps is None else {name: times for name, times in steps.times_ns.items() if is_whole_step(name)}
     if steps is None or not times:
-        yield _not_judged(
+        yield not_judged(
             MAX_STEP, "ns", limit_ns, "no unprofiled step times; a run directory of `profkit run` has them"
         )
         return
@@ -141,12 +156,12 @@ def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
 
 def _judge_peak(run: OpenedCapture, limit_bytes: int) -> BudgetLine:
     if run.snapshot is None:
-        return _not_judged(MAX_PEAK, "bytes", limit_bytes, "no memory snapshot; record one with `profkit run --memory`")
+        return not_judged(MAX_PEAK, "bytes", limit_bytes, "no memory snapshot; record one with `profkit run --memory`")
     low, high = _peak_bounds(run.snapshot)
     if high is None or low <= limit_bytes < high:
         upper = "its upper bound is unknown" if high is None else f"at most {high:,} B"
         reason = f"the peak is at least {low:,} B and {upper}"
-        return _not_judged(MAX_PEAK, "bytes", limit_bytes, reason)
+        return not_judged(MAX_PEAK, "bytes", limit_bytes, reason)
     detail = "allocated, by replay: " + ("exact" if low == high else f"an upper bound; the peak is at least {low:,} B")
     return BudgetLine(MAX_PEAK, None, high, limit_bytes, "bytes", high <= limit_bytes, detail)
 
@@ -159,7 +174,7 @@ def _judge_trace(trace: OpenedTrace | None, budgets: Budgets) -> Iterator[Budget
     reason = _why_not(trace)
     if trace is None or reason is not None:
         for budget, subject, limit in (*asked, *of_kernels):
-            yield _not_judged(budget, "share", limit, reason or "", subject)
+            yield not_judged(budget, "share", limit, reason or "", subject)
         return
     if asked:
         yield from _judge_efficiency(trace, budgets)
@@ -183,7 +198,7 @@ def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLi
         for budget, limit in ((MAX_IDLE, budgets.max_idle), (MIN_MFU, budgets.min_mfu)):
             if limit is not None:
                 reason = str(error).removeprefix(f"{trace.trace.path}: ")
-                yield _not_judged(budget, "share", limit, reason)
+                yield not_judged(budget, "share", limit, reason)
         return
     if budgets.max_idle is not None:
         yield _judge_idle(found, budgets.max_idle)
@@ -193,7 +208,7 @@ def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLi
 
 def _judge_idle(found: EfficiencyResult, limit: float) -> BudgetLine:
     if found.idle_share is None:
-        return _not_judged(MAX_IDLE, "share", limit, "the capture has no steps (ranges `step N`)")
+        return not_judged(MAX_IDLE, "share", limit, "the capture has no steps (ranges `step N`)")
     clean = found.clean_idle_share
     share = found.idle_share if clean is None else clean
     how = "profiled" if clean is None else f"scaled to the unprofiled steps ({found.idle_share:.1%} with the profiler)"
@@ -203,7 +218,7 @@ def _judge_idle(found: EfficiencyResult, limit: float) -> BudgetLine:
 
 def _judge_mfu(found: EfficiencyResult, limit: float) -> BudgetLine:
     if found.mfu is None:
-        return _not_judged(MIN_MFU, "share", limit, _explain_no_mfu(found))
+        return not_judged(MIN_MFU, "share", limit, _explain_no_mfu(found))
     detail = f"{found.model_flops:,} model FLOPs per step over the median unprofiled step and the datasheet's peak"
     return BudgetLine(MIN_MFU, None, found.mfu, limit, "share", found.mfu >= limit, detail)
 
@@ -229,9 +244,9 @@ def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLin
     whole = sample_steps(attribution, by_step=by_step)
     kind, bare = _find_kind(attribution, whole, name)
     if not whole.total_ns:
-        return _not_judged(MAX_SHARE, "share", limit, "no kernel time was recorded in the steps", name)
+        return not_judged(MAX_SHARE, "share", limit, "no kernel time was recorded in the steps", name)
     if kind is None:
-        return _not_judged(MAX_SHARE, "share", limit, _explain_no_share(bare), name)
+        return not_judged(MAX_SHARE, "share", limit, _explain_no_share(bare), name)
     if kind == "range":
         part_ns = sample_steps(attribution, bare, by_step=by_step).total_ns
     else:
@@ -302,14 +317,14 @@ def _judge_against(
     try:
         compared = compare_captures(baseline, run, force=force)
     except UsageError as error:
-        yield _not_judged(BASELINE, "ns", None, str(error))
+        yield not_judged(BASELINE, "ns", None, str(error))
         return
     if compared.clean is not None or run.trace is not None or baseline.trace is not None:
         yield from _judge_time_against(compared, allowed_slowdown)
     if run.snapshot is not None and baseline.snapshot is not None:
         yield _judge_peak_against(run.snapshot, baseline.snapshot)
     elif (run.snapshot is None) != (baseline.snapshot is None):
-        yield _not_judged(BASELINE, "bytes", None, "only one of the two runs recorded memory", "peak")
+        yield not_judged(BASELINE, "bytes", None, "only one of the two runs recorded memory", "peak")
 
 
 def _peak_bounds(snapshot: OpenedSnapshot) -> tuple[int, int | None]:
@@ -338,7 +353,7 @@ def _judge_time_against(compared: CaptureComparison, allowed: float) -> Iterator
         sizes = (before, after, whole.change_ns, whole.low_ns)
         yield _judge_change("kernel time", sizes, whole.verdict, counts, allowed)
     else:
-        yield _not_judged(BASELINE, "ns", None, "the two runs have no steps in common, unprofiled or profiled")
+        yield not_judged(BASELINE, "ns", None, "the two runs have no steps in common, unprofiled or profiled")
 
 
 def _judge_change(
@@ -347,7 +362,7 @@ def _judge_change(
     before, after, change, low = sizes
     limit = round((1 + allowed) * before)
     if verdict == "unknown":
-        return _not_judged(BASELINE, "ns", limit, f"{counts}: an interval needs {FEWEST} on each side", name)
+        return not_judged(BASELINE, "ns", limit, f"{counts}: an interval needs {FEWEST} on each side", name)
     slower = verdict == "more" and low is not None and low > allowed * before
     words = {"more": "measurably slower", "less": "measurably faster"}.get(verdict, verdict)
     detail = f"{words} by {abs(change):,} ns" if verdict in ("more", "less") else words
@@ -368,5 +383,5 @@ def _judge_peak_against(run: OpenedSnapshot, baseline: OpenedSnapshot) -> Budget
         )
         return BudgetLine(BASELINE, "peak", after, before, "bytes", after <= before, detail)
     if high is None or base_high is None or (high > base_low and low <= base_high):
-        return _not_judged(BASELINE, "bytes", base_low, "the bounds of the two peaks overlap", "peak")
+        return not_judged(BASELINE, "bytes", base_low, "the bounds of the two peaks overlap", "peak")
     return BudgetLine(BASELINE, "peak", high, base_low, "bytes", high <= base_low, "allocated, by replay")
