@@ -76,6 +76,12 @@ def test_captured_graphs_stand_in_the_same_file_and_equal_ones_have_one_id(tmp_p
     assert one.id != other.id
 
 
+def test_a_graph_of_impossible_size_is_refused() -> None:
+    for run in (NodeRun(-1, "kernel"), NodeRun(2**40, "kernel"), NodeRun(1, "kernel", ("x",) * 2**23)):
+        with pytest.raises(ValueError, match="a CUDA graph"):
+            CapturedGraph("0123456789", (run,))
+
+
 def test_the_range_around_a_replay_leads_to_the_graph_that_was_captured() -> None:
     graph = CapturedGraph.of([NodeRun(2, "kernel")], is_chain=True)
     assert read_graph_range(graph_range(graph.id)) == graph.id

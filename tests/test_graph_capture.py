@@ -56,3 +56,29 @@ def test_a_recorded_replay_has_a_range_that_names_the_graph_if_its_nodes_are_kno
     (graph,) = found["graphs"]
     within_steps = [name for name in found["replays"] if not name.startswith("step ")]
     assert within_steps == [f"CUDA graph {graph['id']}", *["replayed"] * 3]
+
+
+@pytest.mark.gpu
+def test_the_driver_says_how_many_nodes_a_capture_has_and_what_they_are() -> None:
+    import torch
+
+    from profkit.capture.graph_nodes import Driver
+
+    driver, x = Driver(), torch.zeros(10, device="cuda")
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        assert driver.count(stream) == 0
+        x.add_(1)
+        x.sin_()
+        assert driver.count(stream) == 2
+        y = x.clone()
+        assert driver.kinds(stream) == (["kernel", "kernel", "copy"], True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y.cos_()
+        x.cos_()
+        torch.cuda.current_stream().wait_stream(side)
+        assert driver.kinds(stream) == (["kernel", "kernel", "copy", "kernel", "kernel"], False)
+    assert driver.count(stream) is None
+    assert driver.kinds(stream) == ([], False)

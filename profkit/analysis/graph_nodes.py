@@ -33,6 +33,9 @@ from profkit.trace.columns import (
     take_rows,
 )
 
+_MOST_RANGES_EACH = 64
+"""As many ranges open for each node of a graph at most; more are no program's."""
+
 _OTHER = "it is not the {:,} kernels that were captured"
 _BRANCHES = "the graph has branches, and torch.profiler does not say which node a kernel is; record with --nsys"
 
@@ -197,6 +200,7 @@ def _which_fit(trace: Trace, replays: Ints, layout: _Layout, replay_of: tuple[In
         kernels = np.sort(_nodes(trace.work)[work.get(one, empty_ints())])
         moved = np.sort(_nodes(trace.copies)[copies.get(one, empty_ints())])
         both = np.sort(np.concatenate([kernels, moved]))
+        fits[at] &= len(layout.name) <= _MOST_RANGES_EACH * len(both)
         fits[at] &= not len(both) or both[-1] < len(layout.node)
         fits[at] &= bool((both[1:] != both[:-1]).all())
         if fits[at]:

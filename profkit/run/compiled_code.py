@@ -166,6 +166,8 @@ class CapturedGraph:
     def __post_init__(self) -> None:
         if any(run.count < 0 for run in self.runs) or sum(run.count for run in self.runs) > _MOST_NODES:
             raise ValueError(f"a CUDA graph of less than no nodes, or of more than {_MOST_NODES:,}")
+        if sum(len(run.path) for run in self.runs) > _MOST_NODES:
+            raise ValueError(f"a CUDA graph with more than {_MOST_NODES:,} ranges")
 
     @staticmethod
     def of(runs: Sequence[NodeRun], *, is_chain: bool = False) -> CapturedGraph:
