@@ -13,8 +13,16 @@ torch = pytest.importorskip("torch")
 
 from profkit.annotation import annotate  # noqa: E402
 from profkit.capture.compiled.watch import loaded  # noqa: E402
+from profkit.capture.graph_nodes import captured  # noqa: E402
 from profkit.capture.work_counter import WorkCounter  # noqa: E402
-from profkit.run.compiled_code import Launch, LaunchPlace, launch_range  # noqa: E402
+from profkit.run.compiled_code import (  # noqa: E402
+    CapturedGraph,
+    Launch,
+    LaunchPlace,
+    NodeRun,
+    graph_range,
+    launch_range,
+)
 from profkit.run.work import RangeWork, RunWork, read_work  # noqa: E402
 from tests.in_process import run_profkit  # noqa: E402
 
@@ -114,6 +122,41 @@ def test_what_was_not_counted_of_compiled_code_is_said() -> None:
     with _Counted() as counted:
         pass
     assert counted.content.missing == ("compiled code",)
+
+
+def _replay(*runs: NodeRun) -> None:
+    graph = CapturedGraph.of(runs)
+    captured[graph.id] = graph
+    with annotate(graph_range(graph.id)):
+        pass
+    del captured[graph.id]
+
+
+def test_a_replay_does_the_launches_that_were_captured_under_their_modules() -> None:
+    first, second = (launch_range(LaunchPlace("f0", 1, ("model", name))) for name in ("h.0", "h.1"))
+    copy = launch_range(LaunchPlace("f0", 5, ("model", "h.1")))
+    with _Counted() as counted, annotate("forward"), annotate("model"):
+        for _ in range(2):
+            _replay(
+                NodeRun(1, "fill", (first,)),
+                NodeRun(1, "kernel", (first,)),
+                NodeRun(2, "kernel", (second,)),
+                NodeRun(1, "copy", (copy,)),
+            )
+    assert (counted["forward/model/h.0"].flops, counted["forward/model/h.0"].instances) == (PRODUCT, 2)
+    assert (counted["forward/model/h.1"].flops, counted["forward/model/h.1"].instances) == (PRODUCT, 2)
+    assert counted["forward/model"].flops == 4 * PRODUCT
+    assert counted["forward/model"].recomputed_flops == 80
+    assert counted.content.missing == ()
+
+
+def test_kernels_of_a_replay_that_no_compiled_code_launched_are_said_not_to_count() -> None:
+    with _Counted() as counted:
+        _replay(NodeRun(1, "kernel", ("forward", "h.0")))
+    assert counted.content.missing == ("replayed CUDA graphs",)
+    with _Counted() as counted, annotate(graph_range("0123456789")):
+        pass
+    assert counted.content.missing == ("replayed CUDA graphs",)
 
 
 _SCRIPT = """

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from profkit.capture.node_work import NodeWork, work_of_launches, work_of_node
+from profkit.capture.operators import torch_flops
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -131,6 +132,16 @@ def test_a_product_counts_for_the_library_call_and_not_for_the_copy_before_it() 
     product = next(node for node in nodes if work_of_node(node) != NodeWork())
     work = work_of_launches([[product], [product, *nodes], []], [False, True, False])
     assert work == [NodeWork(), NodeWork(2 * 3 * 16 * 4, "fp32"), NodeWork()]
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+def test_attention_counts_a_head_of_key_and_value_for_each_of_the_query(name: str) -> None:
+    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+    query, key = (torch.empty(2, heads, 8, 16, device="meta") for heads in (12, 4))
+    product = 2 * 2 * 12 * 8 * 8 * 16
+    assert torch_flops(packet.default, (query, key, key), {}, (query,)) == 2 * product
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward")
+    assert torch_flops(backward.default, (query, query, key, key), {}, (query, key, key)) == 5 * product
 
 
 def test_causal_attention_says_what_its_mask_hides() -> None:

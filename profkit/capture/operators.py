@@ -70,7 +70,7 @@ MOVES = _names(
     _local_scalar_dense _pin_memory _reshape_copy _to_copy _unique2 alias arange argmax argmin argsort as_strided
     bernoulli bucketize cat clone col2im constant_pad_nd copy count_nonzero diag_embed diagonal_backward embedding empty
     empty_like empty_permuted empty_strided equal exponential eye fill flip full full_like gather im2col index index_put
-    index_select isfinite isinf isnan lift_fresh_copy linspace masked_fill masked_scatter masked_select
+    index_select is_pinned isfinite isinf isnan lift_fresh_copy linspace masked_fill masked_scatter masked_select
     max_pool2d_with_indices multinomial new_empty new_empty_strided new_full new_ones new_zeros nll_loss2d_backward
     nll_loss_backward nonzero normal one_hot ones ones_like pin_memory pixel_shuffle rand rand_like randint randint_like
     randn randn_like random randperm record_stream reflection_pad2d repeat repeat_interleave replication_pad2d resize
@@ -149,13 +149,37 @@ PER_ELEMENT = {
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
+_ATTENTION = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+)
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def torch_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
-    """Return the FLOPs of an operator by torch's own formula, None if torch has none for it."""
+    """Return the FLOPs of an operator by torch's own formula, None if torch has none for it.
+
+    Attention in which several heads of the query share one of key and value counts with a head of their own for each,
+    as it runs: torch 2.13's formula does so too, older ones refuse it.
+    """
     formula = flop_registry.get(getattr(func, "_overloadpacket", func))
-    return None if formula is None else int(formula(*args, **kwargs, out_val=out))
+    if formula is None:
+        return None
+    if base_name(func).startswith(_ATTENTION):
+        args = _with_own_heads(func, args)
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+def _with_own_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return an attention's arguments with as many heads of key and value, by their shapes, as the query has."""
+    names = [one.name for one in func._schema.arguments]
+    at = names.index("query")
+    query, key = args[at], args[at + 1]
+    if query.dim() != 4 or query.shape[1] == key.shape[1]:
+        return args
+    shapes = [(one.shape[0], query.shape[1], *one.shape[2:]) for one in args[at + 1 : at + 3]]
+    return [*args[: at + 1], *shapes, *args[at + 3 :]]
 
 
 def other_flops(func: Any, given: dict[str, Any], results: Sequence[Tensor]) -> int | None:

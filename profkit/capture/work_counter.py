@@ -9,7 +9,8 @@ Of compiled code (torch.compile) it sees what the compiler leaves to torch's lib
 are those of the graph that the code was made of (`profkit.capture.node_work`), under the modules that the launch
 computes for. Where they are not known there, because a size is a symbol, what the libraries are asked for counts. What
 fused kernels do besides products, and the bytes that they move, is not counted: `missing` says so. It says "compiled
-code" where compiled code ran and no launch of it was seen.
+code" where compiled code ran and no launch of it was seen. The replay of a CUDA graph does the launches of compiled
+code that were captured; where it has other kernels, `missing` says "replayed CUDA graphs".
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compiled.watch import launch_at
 from profkit.capture.compiled.work import CompiledInstances
+from profkit.capture.graph_nodes import captured
 from profkit.capture.operators import (
     BLANK,
     LOOKED_UP,
@@ -47,11 +50,12 @@ from profkit.capture.operators import (
 from profkit.capture.recompute import is_computed_again, is_recomputing
 from profkit.capture.work_account import Access, Instance, WorkAccount, summarize_work
 from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP
-from profkit.run.compiled_code import Launch, LaunchPlace, read_launch_range
+from profkit.run.compiled_code import CapturedGraph, Launch, LaunchPlace, read_graph_range, read_launch_range
 from profkit.run.work import RunWork
 
 _COMPILED = "compiled code"
 _FUSED = "fused kernels of compiled code, but for their matrix products"
+_REPLAY = "replayed CUDA graphs"
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 
 
@@ -147,30 +151,56 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
 
     def opening(self, name: str) -> None:
         """Take note of a range that opens on this thread."""
-        place = read_launch_range(name)
+        replayed = read_graph_range(name)
         with self._lock:
-            around, thread = self._innermost(), threading.get_ident()
-            if place is not None:
-                self._launch(thread, place, around)
-                return
-            self._compiled.interrupt(thread)
-            is_step = around is self._account.step and _STEP.fullmatch(name)
-            instance = around if is_step else self._account.open(name, around)
-            self._open.setdefault(thread, []).append(instance)
+            thread = threading.get_ident()
+            if replayed is None:
+                self._opens(name, thread)
+            else:
+                self._open.setdefault(thread, []).append(self._innermost())
+                self._replay(captured.get(replayed), thread)
 
     def closed(self) -> None:
         """Take note that this thread's innermost range closed; one that was open before counting began is unknown."""
         with self._lock:
-            thread = threading.get_ident()
-            stack, launches = self._open.get(thread), self._launches.get(thread)
-            if launches and stack is not None and launches[-1][0] == len(stack):
-                launch = launches.pop()[1]
-                if not launches:
-                    self._launched(launch)
-            else:
-                self._compiled.interrupt(thread)
-            if stack:
-                stack.pop()
+            self._closes(threading.get_ident())
+
+    def _opens(self, name: str, thread: int) -> None:
+        around, place = self._innermost(), read_launch_range(name)
+        if place is not None:
+            self._launch(thread, place, around)
+            return
+        self._compiled.interrupt(thread)
+        is_step = around is self._account.step and _STEP.fullmatch(name)
+        instance = around if is_step else self._account.open(name, around)
+        self._open.setdefault(thread, []).append(instance)
+
+    def _closes(self, thread: int) -> None:
+        stack, launches = self._open.get(thread), self._launches.get(thread)
+        if launches and stack is not None and launches[-1][0] == len(stack):
+            launch = launches.pop()[1]
+            if not launches:
+                self._launched(launch)
+        else:
+            self._compiled.interrupt(thread)
+        if stack:
+            stack.pop()
+
+    def _replay(self, graph: CapturedGraph | None, thread: int) -> None:
+        """Count the launches of compiled code that a replay makes, in the ranges of its capture."""
+        if graph is None:
+            self._missing.add(_REPLAY)
+            return
+        now: list[str] = []
+        for path in (*(run.path for run in graph.runs), ()):
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now, path, strict=False)))
+            for _ in now[same:]:
+                self._closes(thread)
+            for name in path[same:]:
+                self._opens(name, thread)
+            now = list(path)
+        if any(run.kind == "kernel" and not any(map(read_launch_range, run.path)) for run in graph.runs):
+            self._missing.add(_REPLAY)
 
     def _launch(self, thread: int, place: LaunchPlace, around: Instance) -> None:
         """Count the products of a launch of compiled code, which begins."""
@@ -182,7 +212,8 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
         launch = _Launch(launch_at(place.graph, place.line))
         launches.append((len(stack), launch))
         record = launch.record
-        if len(launches) == 1 and record is not None and record.flops:
+        # What is captured into a CUDA graph runs when that is replayed.
+        if len(launches) == 1 and record is not None and record.flops and not _is_capturing():
             self._account.add(
                 innermost,
                 flops=record.flops,
@@ -317,6 +348,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_recomputation() -> bool:
