@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from profkit.analysis.collectives.comparison import RanksResult, compare_records
-from profkit.analysis.collectives.reduce import reduce_rank
+from profkit.analysis.collectives.reduce import reduce_ranks
 from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, UsageError
 from profkit.reading import open_trace
 from profkit.run.directory import MANIFEST, Run
@@ -117,10 +117,8 @@ def reduce_source(source: RankSource) -> ReadRanks:
         return ReadRanks(tuple(light.values()), tuple(lost))
     records: dict[int, LightRecord] = {}
     try:
-        opened = open_trace(source.trace, rank=source.rank)
-        for rank in opened.ranks.numbers or (source.rank or 0,):
-            one = opened if source.rank is not None or not opened.ranks.members else opened.of_rank(rank)
-            records[rank] = reduce_rank(one, rank, light=light.get(rank))
+        for record in reduce_ranks(open_trace(source.trace, rank=source.rank), light):
+            records[record.rank] = record
     except ProfkitError as error:
         known: list[int | None] = [source.rank] if source.rank is not None else [*light]
         lost += [(rank, str(error)) for rank in known or [None]]

@@ -15,6 +15,8 @@ from profkit.analysis.collectives.comparison import RanksResult, compare_records
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, UsageError
 from profkit.joining import read_ranks
+from profkit.reading import open_capture
+from profkit.report.page.page import render_report
 from tests.rank_builder import (
     BYTES,
     MS,
@@ -271,3 +273,27 @@ def test_two_runs_of_several_ranks_are_compared_by_group(tmp_path: Path) -> None
     text = " ".join(CliRunner().invoke(cli, ["compare", *runs, "--force"]).stdout.split())
     assert "before: Rank 1 is late" in text
     assert "after: No rank is late" in text
+
+
+def test_the_report_shows_ranks_and_who_waits_for_whom(tmp_path: Path) -> None:
+    trace = write_nsys(tmp_path / "trace.sqlite", simulate(3, 3, [Delay(1, "forward", 20 * MS)]))
+    page = render_report(open_capture(trace))
+    section = page.partition('<section id="ranks"')[2].partition("</section>")[0]
+    assert "Rank 1 is late" in section
+    # Two of three ranks wait for one.
+    assert section.count("<rect x=") == 2
+    assert "rank 0 waits 20.0" in section
+    assert "rank 2 waits 20.0" in section
+
+
+def test_a_report_of_one_rank_has_no_section_of_ranks(tmp_path: Path) -> None:
+    page = render_report(open_capture(write_nsys(tmp_path / "trace.sqlite", simulate(1, 3))))
+    assert '<section id="ranks"' not in page
+
+
+def test_the_matrix_of_waits_is_drawn(tmp_path: Path) -> None:
+    trace = write_nsys(tmp_path / "trace.sqlite", simulate(2, 2))
+    picture = tmp_path / "waits.png"
+    done = CliRunner().invoke(cli, ["ranks", str(trace), "--plot", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")

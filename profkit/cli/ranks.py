@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.cli.options import output_options
-from profkit.cli.outputs import print_document, refuse_overwriting
+from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.joining import read_ranks
 from profkit.report.document import Format
@@ -22,12 +22,16 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N ranks (default {_DEFAULT_TOP}).")
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Read with N processes (default: all cores).")
 @click.option("--scheduler", metavar="ADDRESS", help="Read on the workers of this Dask scheduler, which see RUN too.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw who waits for whom as a matrix."
+)
 @output_options
 def ranks(
     run: Path,
     top: int | None,
     workers: int | None,
     scheduler: str | None,
+    plot: Path | None,
     style: Format,
     output: Path | None,
     full_names: bool,
@@ -37,10 +41,15 @@ def ranks(
     RUN is a run directory of several ranks, a directory that holds one for each node, or one trace of several ranks.
     Each rank is read by itself: from its trace, else from the light record that it left.
     """
-    refuse_overwriting([run], [output])
+    require_png(plot)
+    refuse_overwriting([run], [output, plot])
     with shown_after_a_second(f"reading {run.name}"):
         result = read_ranks(run, workers=workers, scheduler=scheduler)
     if top is None and style in _FOR_PEOPLE:
         top = _DEFAULT_TOP
+    if plot is not None:
+        from profkit.report.wait_plot import plot_waits
+
+        plot_waits(result, plot)
     document = build_ranks_document(result, str(run), top=top)
     print_document(document, style, output, full_names=full_names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,6 +65,18 @@ def reduce_rank(opened: OpenedTrace, rank: int, world_size: int = 0, light: Ligh
         steps=tuple(_build_steps(attribution, own, calls, steps)),
     )
     return record if light is None else _complete(record, light)
+
+
+def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightRecord]) -> list[LightRecord]:
+    """Return what the trace says of each of its ranks; of a trace that names none, of rank 0.
+
+    Raises:
+        TraceError: the trace's times are impossible.
+    """
+    if not opened.ranks.members or opened.rank is not None:
+        rank = opened.rank or 0
+        return [reduce_rank(opened, rank, light=light.get(rank))]
+    return [reduce_rank(opened.of_rank(rank), rank, light=light.get(rank)) for rank in opened.ranks.numbers]
 
 
 def _find_calls(attribution: Attribution) -> tuple[_Calls, tuple[Group, ...]]:

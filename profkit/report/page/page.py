@@ -24,6 +24,7 @@ from profkit.report.page.head import build_head
 from profkit.report.page.markup import Section, view_parts, without_folders
 from profkit.report.page.memory_history import Stacking, build_memory
 from profkit.report.page.modules import build_modules
+from profkit.report.page.ranks import build_ranks
 from profkit.report.page.results import Results
 from profkit.report.page.step_bar import build_step_bar
 from profkit.report.page.step_timeline import build_timeline
@@ -108,6 +109,7 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
     sections = [
         Section("verdict", "In short", f"profkit summary {run.name}", build_verdict(ten_lines, run.name, headline)),
         _step_section(run),
+        *_rank_sections(run),
         _module_section(run, before),
         _timeline_section(run),
         _memory_section(run, source),
@@ -158,6 +160,12 @@ def _step_section(run: Results) -> Section:
     if not result.steps:
         return Section("step", title, command, missing=_WITHOUT_STEPS, findings=result.warnings)
     return Section("step", title, command, build_step_bar(result, manifest), findings=result.warnings)
+
+
+def _rank_sections(run: Results) -> list[Section]:
+    if run.ranks is None:
+        return []
+    return [Section("ranks", "Ranks", f"profkit ranks {run.name}", build_ranks(run.ranks, run.name))]
 
 
 def _module_section(run: Results, before: Results | None) -> Section:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from functools import cached_property
 
+from profkit.analysis.collectives.comparison import RanksResult, compare_records
+from profkit.analysis.collectives.reduce import reduce_ranks
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import KernelsResult
@@ -14,6 +16,7 @@ from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
 from profkit.report.page.markup import without_folders
 from profkit.report.text import make_visible
+from profkit.run.light_record import read_light_record
 from profkit.run.manifest import Manifest
 
 
@@ -37,6 +40,16 @@ class Results:
         trace = self.capture.trace
         is_on_gpu = self.kernels is not None and self.kernels.measure == "gpu-kernel"
         return trace.efficiency() if trace is not None and is_on_gpu else None
+
+    @cached_property
+    def ranks(self) -> RanksResult | None:
+        """Its ranks side by side; None of a capture of one rank."""
+        trace, run = self.capture.trace, self.capture.run
+        light = {} if run is None else {rank: read_light_record(path) for rank, path in run.light_records.items()}
+        records = [] if trace is None else reduce_ranks(trace, light)
+        missing = light.keys() - {record.rank for record in records}
+        records += [light[rank] for rank in sorted(missing)]
+        return compare_records(records) if len(records) > 1 else None
 
     @cached_property
     def device(self) -> DeviceMemory | None:

@@ -1,0 +1,51 @@
+"""Section 4, of a run of several ranks: who is late and why, who waits for whom as a picture, groups and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from profkit.analysis.collectives.comparison import RanksResult
+from profkit.report.page.markup import view_parts
+from profkit.report.rank_comparison import build_ranks_document, describe_ranks
+from profkit.report.units import format_ns
+
+MOST_IN_MATRIX = 64
+"""A matrix of more ranks than this is no picture: the table names those that others wait for most."""
+
+_WIDEST, _LARGEST_CELL = 640, 64
+
+
+def build_ranks(result: RanksResult, run: str) -> dict[str, Any]:
+    """Return the sentences, the matrix of waits and the tables of ``profkit ranks``."""
+    document = build_ranks_document(result, run)
+    return {
+        "lines": describe_ranks(result),
+        "matrix": _matrix(result) if len(result.ranks) <= MOST_IN_MATRIX else None,
+        "parts": view_parts(document.parts[1:]),
+    }
+
+
+def _matrix(result: RanksResult) -> dict[str, Any] | None:
+    """Return the cells of the matrix, each as dark as its wait is long; None if nobody waits."""
+    waits, steps = result.waits_ns, max(result.step_count, 1)
+    longest = int(waits.max())
+    if not longest:
+        return None
+    size = min(_WIDEST // len(result.ranks), _LARGEST_CELL)
+    numbers = [one.rank for one in result.ranks]
+    cells = [
+        {
+            "x": to * size,
+            "y": here * size,
+            "share": round(int(waits[here, to]) / longest, 3),
+            "text": f"rank {numbers[here]} waits {format_ns(round(int(waits[here, to]) / steps))} a step"
+            f" for rank {numbers[to]}",
+        }
+        for here in range(len(numbers))
+        for to in range(len(numbers))
+        if waits[here, to]
+    ]
+    # Of many ranks every so many have room for their number.
+    every = -(-24 // size)
+    labels = [{"at": at * size + size // 2, "rank": rank} for at, rank in enumerate(numbers) if at % every == 0]
+    return {"size": size, "whole": size * len(numbers), "cells": cells, "labels": labels}

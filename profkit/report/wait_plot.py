@@ -1,0 +1,40 @@
+"""Draw who waits for whom as a matrix, fit for a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from profkit.analysis.collectives.comparison import RanksResult
+from profkit.report.pictures import plain_text, write_png
+
+
+def plot_waits(result: RanksResult, path: Path) -> None:
+    """Write the matrix of waits per step to a PNG file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with plain_text():
+        write_png(_draw(result), path)
+
+
+def _draw(result: RanksResult) -> Figure:
+    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    waits = result.waits_ns / max(result.step_count, 1) / 1e6
+    picture = axes.imshow(waits, cmap="Reds", vmin=0.0, interpolation="nearest")
+    numbers = [one.rank for one in result.ranks]
+    every = max(1, -(-len(numbers) // 16))
+    where = list(range(0, len(numbers), every))
+    axes.set_xticks(where, [str(numbers[at]) for at in where])
+    axes.set_yticks(where, [str(numbers[at]) for at in where])
+    axes.set_xlabel("waits for rank")
+    axes.set_ylabel("rank")
+    culprit = result.verdict.culprit
+    axes.set_title("No rank is late" if culprit is None else f"Rank {culprit.rank} is late ({culprit.cause})")
+    figure.colorbar(picture, ax=axes, label="waiting in collectives, ms a step")
+    return figure
