@@ -16,7 +16,7 @@ from profkit.run.compiled_code import Allocation, CompiledGraph, Holder, Launch,
 from profkit.run.directory import COMPILED
 from tests.allocator_reference import MIB, Block
 from tests.in_process import run_command
-from tests.memory_captures import Training, assert_books_close
+from tests.memory_captures import Training, assert_books_close, sizes
 
 FORWARD, BACKWARD = "c" + "f" * 51, "c" + "b" * 51
 SEVERAL = ("h.0.a", "h.0.b")
@@ -170,15 +170,15 @@ def modules_at(memory: DeviceMemory, moment: int) -> dict[int, str]:
 @pytest.mark.parametrize("seed", range(20))
 def test_at_every_event_each_block_is_the_modules_whose_result_it_holds(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
-    sizes = iter(lambda: chance.randrange(1, 40) * 100_000, 0)
+    amounts = iter(lambda: chance.randrange(1, 40) * 100_000, 0)
     program = Compiled()
     forward = random_code(FORWARD, chance)
     backward = random_code(BACKWARD, chance, forward.returned)
     for _ in range(3):
         program.phase = "forward"
-        saved = program.call(forward, sizes)
+        saved = program.call(forward, amounts)
         program.phase = "backward"
-        left = program.call(backward, sizes, saved)
+        left = program.call(backward, amounts, saved)
         other = program.malloc(MIB, "forward")
         program.note()
         program.drop(*left.values())
@@ -242,6 +242,27 @@ def test_what_the_code_frees_itself_was_temporary(run: Path) -> None:
     rows = rows_of(run)
     assert rows["h.0.mlp.up"].categories == {"temporaries": SIZES[1]}
     assert "temporaries" not in rows["h.1.norm"].categories
+
+
+def test_what_a_library_keeps_of_what_no_line_asked_for_is_its_workspace(tmp_path: Path) -> None:
+    program, code = Compiled(), block_code()
+    program.call(code, iter(SIZES))
+    # The launch that writes buf0: a product of matrices, whose library needs memory of its own.
+    program.put(MIB, FORWARD, 11)
+    program.allocator.free(program.put(4 * MIB, FORWARD, 13))
+    result = read_snapshot(program.write_run(tmp_path)).memory()
+    rows = {row.name: row for row in result.composition.by_module}
+    assert rows["workspace"].bytes == MIB
+    assert (sizes(result)["workspace"], sizes(result)["temporaries"]) == (MIB, 4 * MIB)
+
+
+def test_the_modules_of_an_only_model_are_named_without_it(tmp_path: Path) -> None:
+    program = Compiled("model/")
+    program.call(block_code(), iter(SIZES))
+    result = read_snapshot(program.write_run(tmp_path)).memory()
+    names = {row.owner for row in result.composition.largest}
+    assert {"h.1.norm", "shared: h.0.a + h.0.b"} <= names
+    assert "h.0.shared: h.0.a + h.0.b" in {row.name for row in result.composition.by_module}
 
 
 def test_names_stand_below_the_module_that_was_compiled(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def _recomputed(program: Program) -> set[str]:
     found = set()
     for row in range(program.replay.start_count, len(program.replay)):
         if program.phases[row] == RECOMPUTE:
-            for name, _ in program.memory.place_of(row).modules:
+            for name, _ in program.memory.running_place_of(row).modules:
                 parts = name.removeprefix(f"{MODEL}/").split(".")
                 found |= {".".join(parts[: depth + 1]) for depth in range(len(parts))}
     spans = [(one.start_us, one.end_us) for one in timeline.recomputations]
@@ -175,7 +175,7 @@ def _module_calls(program: Program, glob: str) -> list[tuple[str, int, int]]:
     made = []
     for row in range(program.replay.start_count, len(program.replay)):
         if program.phases[row] not in (*_NO_FORWARD, RECOMPUTE):
-            modules = program.memory.place_of(row).modules
+            modules = program.memory.running_place_of(row).modules
             birth = int(program.replay.birth[row])
             made.append((modules[0][0].removeprefix(f"{MODEL}/") if modules else "", birth))
     runs = [(name, [birth for _, birth in some]) for name, some in groupby(made, lambda one: one[0])]
@@ -258,7 +258,7 @@ def _checkpoint(program: Program, stream: Stream, calls: list[Call], *, is_reent
 
 def _is_made_in(program: Program, row: int, module: str) -> bool:
     """Return whether an allocation was made in a module's own backward pass, as far as the snapshot says."""
-    names = (name.removeprefix(f"{MODEL}/") for name, _ in program.memory.place_of(row).modules)
+    names = (name.removeprefix(f"{MODEL}/") for name, _ in program.memory.running_place_of(row).modules)
     return any(name == module or name.startswith(f"{module}.") for name in names)
 
 

@@ -95,8 +95,7 @@ class Classifier:
         name = text or (owner.name if owner else None)
         number = self._stacks.number_of(row)
         category = self._category_of_stack(number)
-        if category is None and self._is_freed_by_its_code(row):
-            category = "temporaries"
+        category = category or self._category_of_code(row)
         if category is not None:
             return Claim(category, "stack", name)
         category = self._category_of_life(row, self._stacks.facts[number])
@@ -111,10 +110,19 @@ class Classifier:
             return None
         return ROLES[owner.role], owner.name
 
-    def _is_freed_by_its_code(self, row: int) -> bool:
-        """Return whether compiled code made an allocation whose buffer it deletes, so that it needs it for itself."""
+    def _category_of_code(self, row: int) -> str | None:
+        """Return what an allocation of compiled code is for, where the code says so.
+
+        What it frees itself was temporary. A library that it calls puts its result where it is told: what the library
+        allocates besides and keeps is its workspace.
+        """
         held = self._generated.held(row)
-        return held is not None and held.is_freed_in_call
+        if held is None:
+            return None
+        is_kept = int(self._history.replay.freed[row]) == self._history.replay.event_count
+        if held.is_librarys:
+            return "workspace" if is_kept else "temporaries"
+        return "temporaries" if held.is_freed_in_call else None
 
     def _category_of_stack(self, number: int) -> str | None:
         if number not in self._by_stack:

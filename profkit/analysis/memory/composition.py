@@ -14,6 +14,7 @@ from profkit.allocator.history import History
 from profkit.allocator.layout import lay_out
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
 from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.memory.owners import shown_module
 from profkit.analysis.memory.parts import (
     BEFORE_RECORDING,
     IN_NO_PHASE,
@@ -255,7 +256,7 @@ def _owner_of(memory: DeviceMemory, moment: int, row: int, claim: Claim) -> str 
     place = memory.place_of(row, moment)
     if place.evidence != "code":
         return claim.owner
-    return place.shared or place.modules[0][0] or None
+    return place.shared or shown_module(place.modules[0][0])
 
 
 def _by_evidence(memory: DeviceMemory, chosen: list[tuple[int, Claim]]) -> dict[str, int]:

@@ -105,6 +105,10 @@ class DeviceMemory:
         held = self.generated.held(row, moment)
         return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row), held)
 
+    def running_place_of(self, row: int) -> Place:
+        """Return the module that ran when an allocation was made; of compiled code, the one that was compiled."""
+        return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row), None)
+
     def stack_of(self, row: int, moment: int) -> StackFacts:
         """Return the stack that asked for an allocation; of compiled code the line whose result it holds then."""
         facts, held = self.stacks.of(row), self.generated.held(row, moment)

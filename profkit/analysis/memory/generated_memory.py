@@ -42,6 +42,8 @@ class Held:
     """Whether it is what the memory was allocated for."""
     is_freed_in_call: bool
     """Whether the generated code that allocated the memory frees it."""
+    is_librarys: bool
+    """Whether no line of the code asked for it, but a library that a line called, for itself."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ class _Code:
                 yield from ((number, one) for one in by_line[line])
             elif line in self.launches[number]:
                 yield number, Allocation(line, (Holder(line, line),))
+
+    def allocates(self, line: int) -> bool:
+        """Return whether the code itself allocates on a line."""
+        return any(line in by_line for by_line in self._by_line)
 
     def launches_at(self, line: int) -> bool:
         return any(line in launches for launches in self.launches)
@@ -155,6 +161,7 @@ class GeneratedMemory:
             is_decided=len(modules) == 1,
             is_first=all(one.is_first for one in tenants),
             is_freed_in_call=all(one.freed is not None for _, one in found),
+            is_librarys=not code.allocates(line),
         )
 
     def _after_taking(self, code: _Code, row: int, moment: int, tenants: list[_Tenant]) -> list[_Tenant]:

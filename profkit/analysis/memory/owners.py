@@ -126,13 +126,17 @@ def read_metadata(raw: dict[str, Any]) -> str | None:
     """
     text = read_text(raw)
     if text is not None:
-        # What stands before the names of the only model's parts tells people nothing.
-        return text.module.removeprefix(f"{MODEL}/").removesuffix("/") or (MODEL if text.module else None)
+        return shown_module(text.module)
     value = raw.get("user_metadata")
     if isinstance(value, dict):
         texts = {key: some for key, some in value.items() if isinstance(key, str) and isinstance(some, str)}
         value = " ".join(f"{key}={some}" for key, some in texts.items())
     return value[:_LONGEST_TEXT] if isinstance(value, str) and value else None
+
+
+def shown_module(name: str) -> str | None:
+    """Return a module's name as people read it: what stands before the names of the only model's parts is left out."""
+    return name.removeprefix(f"{MODEL}/").removesuffix("/") or (MODEL if name else None)
 
 
 def _find(entry: Owned, rows: list[int], replay: Replay, timeline: Timeline) -> int | None:

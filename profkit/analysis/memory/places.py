@@ -21,7 +21,7 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 from profkit.analysis.memory.generated_memory import Held
-from profkit.analysis.memory.owners import Owner, Part, read_text
+from profkit.analysis.memory.owners import Owner, Part, read_text, shown_module
 from profkit.analysis.memory.phases import Timeline
 from profkit.names import BACKWARD, MODEL, RECOMPUTE, SHARED
 from profkit.run.owners import Owners
@@ -169,7 +169,8 @@ def _place_in_code(held: Held, compiled: str) -> Place:
         return Place(((names[0] if names else compiled, None),), "code")
     same = takewhile(lambda parts: len(set(parts)) == 1, zip(*(name.split(".") for name in names), strict=False))
     ancestor = ".".join(parts[0] for parts in same) or compiled
-    shared = SHARED + " + ".join(names) if held.is_decided else f"one of: {', '.join(names)}"
+    shown = [shown_module(name) or MODEL for name in names]
+    shared = SHARED + " + ".join(shown) if held.is_decided else f"one of: {', '.join(shown)}"
     return Place(((ancestor, None),), "code", shared)
 
 
