@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import fx, nn
 
 from profkit.capture.compiled.origins import line_of, modules_of
 from profkit.capture.module_depth import plain_name
@@ -90,7 +90,10 @@ class TracedGraphs:
 
 
 def _traced(output: Any, gm: Any) -> TracedGraph:
-    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    graphs = [
+        part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)
+    ]  # a checkpoint's body has its own
+    calls = [node for graph in graphs for node in graph.nodes if node.op.startswith("call_")]
     operators = tuple((modules_of(node.meta), line_of(node.meta.get("stack_trace"))) for node in calls)
     local, global_ = output.local_scope, output.global_scope
     code = output.root_tx.f_code

@@ -188,7 +188,13 @@ def origin_of(node: Any) -> Origin:
     A sum of gradients comes from no operator. What torch writes down for it is that of the operator before.
     """
     meta = {} if node.meta.get("is_gradient_acc") else node.meta
-    return Origin(modules_of(meta), line_of(meta.get("stack_trace")), _operator(node.target))
+    modules, line = modules_of(meta), line_of(meta.get("stack_trace"))
+    if not modules and _operator(node.target) in _PRODUCTS:
+        # Inductor made one of a product and a sum, and kept what the sum came from: the product's input tells.
+        views = [one for one in node.args[-2:] if hasattr(one, "meta") and _is_view(one) and modules_of(one.meta)]
+        if views:
+            modules, line = modules_of(views[0].meta), line_of(views[0].meta.get("stack_trace"))
+    return Origin(modules, line, _operator(node.target))
 
 
 def modules_of(meta: dict[str, Any]) -> tuple[str, ...]:
@@ -223,6 +229,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZERS = f"{_TORCH}optim{os.sep}"
 
 _COPIES = frozenset({"DeviceCopy", "InplaceCopyFallback"})
+
+_PRODUCTS = frozenset({"aten.addmm", "aten.baddbmm"})
 
 # They compute nothing: they make no kernel by themselves, and are drawn into that of whoever reads their result.
 _VIEWS = frozenset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -34,9 +34,17 @@ def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks) -> dict[int,
     if call is None and opened.has_range(OPTIMIZER):
         around = (OPTIMIZER,)
     running = _running_module(graph.traced, call)
+    if running is not None and call is None:
+        hooks.name_model(running)
+    called = _called_modules(call)
+
+    def find(source: str) -> Part | None:
+        module = _module(source, running, graph.traced, hooks)
+        return None if module is None or module in called else hooks.names.part(module)
+
     paths: dict[Modules, tuple[str, ...]] = {(): around}
     for modules in {modules for owners in graph.owners.values() for modules in owners}:
-        paths[modules] = _path(modules, around, running, graph.traced, hooks)
+        paths[modules] = _path(modules, around, find)
     return {line: _place(graph.id, line, [paths[one] for one in owners]) for line, owners in graph.owners.items()}
 
 
@@ -67,6 +75,17 @@ def _names_around(call: Call | None, hooks: Hooks) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
+def _called_modules(call: Call | None) -> set[nn.Module]:
+    """Return the modules that are being called, and those that they wrap."""
+    found: set[nn.Module] = set()
+    while call is not None:
+        module = None if call.module is None else call.module()
+        if module is not None:
+            found |= {module, unwrap(module)}
+        call = call.around
+    return found
+
+
 def _running_module(traced: TracedGraph | None, call: Call | None) -> nn.Module | None:
     """Return the module on whose behalf a graph runs; None if it is of another function, or cannot be told."""
     if traced is None or traced.root is None:
@@ -83,29 +102,21 @@ def _running_module(traced: TracedGraph | None, call: Call | None) -> nn.Module 
     return None
 
 
-def _path(
-    modules: Modules, around: tuple[str, ...], running: nn.Module | None, traced: TracedGraph | None, hooks: Hooks
-) -> tuple[str, ...]:
+def _path(modules: Modules, around: tuple[str, ...], find: Callable[[str], Part | None]) -> tuple[str, ...]:
     """Return the names of the ranges that would be open in the eager program, ``around`` first."""
     if modules == (OPTIMIZER,):
         return around if OPTIMIZER in around else (*around, OPTIMIZER)
-    path = list(around)
-    for source in modules:
-        part = _part(source, running, traced, hooks)
-        if part is not None and part.range is not None and part.range not in path:
-            path.append(part.range)
-    return tuple(path)
+    ranges = (None if (part := find(source)) is None else part.range for source in modules)
+    return (*around, *(name for name in ranges if name is not None))
 
 
-def _part(source: str, running: nn.Module | None, traced: TracedGraph | None, hooks: Hooks) -> Part | None:
+def _module(source: str, running: nn.Module | None, traced: TracedGraph | None, hooks: Hooks) -> nn.Module | None:
     one = None if traced is None else traced.modules.get(source)
-    if traced is None or one is None:
+    if one is None:
         return None
     if one.path is not None:
-        return None if running is None else hooks.names.part(running.get_submodule(one.path))
+        return None if running is None else running.get_submodule(one.path)
     module = one.module()
-    if module is None:
-        return None
-    if one.name == "":
+    if module is not None and one.name == "":
         hooks.name_model(module)
-    return hooks.names.part(module)
+    return module

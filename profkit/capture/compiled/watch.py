@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from profkit.annotation import Range, observers_but
 from profkit.capture.compiled.buffers import BufferOwner, read_generated_code, with_memory
@@ -185,37 +186,40 @@ class _Ranges:
 
     def around(self, function: Callable[..., Any], line: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call of a launch within its range."""
-        one = self._range(line)
+        opened = self._hooks.on_thread.ranges
+        call = opened.call or opened.backward_call
+        last, ranges = self._last
+        if call is None or last is not call:
+            ranges = self._ranges_in(opened, call)
+            self._last = call, ranges
+        one, shown_to = ranges.get(line), self._shown_to
         if one is None:
             return function(*args, **kwargs)
-        token = one.open(self._shown_to)
+        if shown_to or profiler._is_profiler_enabled:
+            token = one.open(shown_to)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                one.close(token, shown_to)
+        one.push(one.attributes, one.domain)
         try:
             return function(*args, **kwargs)
         finally:
-            one.close(token, self._shown_to)
-
-    def _range(self, line: int) -> Range | None:
-        try:
-            opened = self._hooks.on_thread.ranges
-            call = opened.running_call
-            last, ranges = self._last
-            if call is None or last is not call:
-                ranges = self._ranges_in(opened, call)
-                self._last = call, ranges
-            return ranges.get(line)
-        except Exception as error:
-            self._failed(error)
-            return None
+            one.pop(one.domain)
 
     def _ranges_in(self, opened: OpenRanges, call: Call | None) -> dict[int, Range]:
         key: list[object] = [call is None and opened.has_range(OPTIMIZER)]
         while call is not None:
-            key += [call.name, call.module]
+            key += [call.name, None if call.module is None else id(call.module())]
             call = call.around
         ranges = self._known.get(tuple(key))
         if ranges is None:
-            places = places_in(self._graph, opened, self._hooks)
-            ranges = {line: Range(launch_range(place), None) for line, place in places.items()}
+            ranges = {}
+            try:
+                places = places_in(self._graph, opened, self._hooks)
+                ranges = {line: Range(launch_range(place), None) for line, place in places.items()}
+            except Exception as error:
+                self._failed(error)
             self._known[tuple(key)] = ranges
         return ranges
 
