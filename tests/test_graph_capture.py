@@ -18,8 +18,12 @@ SCRIPT = Path(__file__).parent / "captured_graphs.py"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
+    return _run()
+
+
+def _run(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -49,7 +53,13 @@ def test_ranges_open_for_a_capture_and_not_for_the_steps_around_it(found: dict[s
     assert found["before"] == []
     assert not found["was_recording"]
     assert not found["has_failed"]
-    assert len(set(found["losses"])) == 3
+
+
+def test_a_capture_computes_what_it_would_without_profkit(found: dict[str, Any]) -> None:
+    plain = _run("plain")
+    assert plain["graphs"] == []
+    assert found["losses"] == plain["losses"]
+    assert len(set(plain["losses"])) == 3
 
 
 def test_a_recorded_replay_has_a_range_that_names_the_graph_if_its_nodes_are_known(found: dict[str, Any]) -> None:
