@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config, reset
+from torch._guards import CompileContext, CompileId, compile_context
 
 from profkit.analysis.compilations import find_compilations, read_run_compilations, sum_compilations
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture.backward_calls import watch_backward_calls
 from profkit.capture.compilations import Compilations, program_line
 from profkit.findings import Finding
 from profkit.run.compiled_code import (
@@ -127,6 +129,19 @@ def test_a_function_beyond_the_recompile_limit_is_named(tmp_path: Path) -> None:
     assert (beyond[0].line or "").endswith(" scaled")
 
 
+def test_a_gradient_that_the_compiler_takes_is_no_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("backward", "grad"):
+        monkeypatch.setattr(torch.autograd, name, getattr(torch.autograd, name))
+    begun: list[object] = []
+    watch_backward_calls(lambda key, _: begun.append(key), lambda _key, _result: None)
+    x = torch.ones(2, requires_grad=True)
+    with compile_context(CompileContext(CompileId(frame_id=0, frame_compile_id=0))):
+        torch.autograd.grad(x.sum(), x)
+    assert begun == []
+    torch.autograd.grad(x.sum(), x)
+    assert len(begun) == 1
+
+
 def test_a_torch_whose_records_changed_ends_the_watch_and_not_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +204,7 @@ def test_what_was_not_compiled_and_what_runs_without_cuda_graphs_is_said(tmp_pat
     refused = replace(_FORWARD, failure="Unsupported: generator", failed_line="model.py:7 walk")
     skipped = replace(_FORWARD, id="1-9", cudagraphs_skipped="mutated inputs (1 instances)")
     assert [one.message for one in _findings(tmp_path, refused, skipped)] == [
-        "model.py:7 walk runs without torch.compile: Unsupported: generator",
+        "model.py:3 forward runs without torch.compile: Unsupported: generator at model.py:7 walk",
         "model.py:3 forward runs without CUDA graphs: mutated inputs (1 instances)",
     ]
 

@@ -98,6 +98,15 @@ def test_modules_that_share_with_a_common_one_are_one_fusion() -> None:
     assert (fusion.modules, fusion.before_count, fusion.after_count) == (("a", "b", "c"), 6, 4)
 
 
+def test_what_torch_compile_runs_to_choose_is_no_modules() -> None:
+    after = {**COMPILED, ("forward/model/h.*/compiling: choosing among configurations of k", FUSED): (9000, 90)}
+    found = _compare(EAGER, after)
+    rows = {one.module: one.change.after_per_sample_ns for one in found.modules}
+    assert rows["model"] == 1455
+    assert rows["(no module: compiling)"] == 9000
+    assert [one.modules for one in found.fusions] == [one.modules for one in _compare(EAGER, COMPILED).fusions]
+
+
 def test_the_compiled_run_may_be_the_one_before() -> None:
     there, back = _compare(EAGER, COMPILED).fusions, _compare(COMPILED, EAGER).fusions
     assert [one.modules for one in there] == [one.modules for one in back]

@@ -151,13 +151,14 @@ def _describe(known: Compilations) -> Iterator[Finding]:
         message = f"graphs break at {_count(len(places), 'place')}, and Python runs between: {_some(places)}"
         yield Finding("graph-break", message)
     for one in known.not_compiled:
-        at = one.failed_line or one.line or "a function"
+        at = one.line or one.failed_line or "a function"
         if _LIMIT in (one.failure or ""):
             message = f"{at} runs as it was compiled for other inputs, or not compiled: {one.failure}"
             message += f" ({one.reason})" if one.reason else ""
             yield Finding("recompile-limit", message)
         else:
-            yield Finding("not-compiled", f"{at} runs without torch.compile: {one.failure}")
+            where = "" if one.failed_line is None else f" at {one.failed_line}"
+            yield Finding("not-compiled", f"{one.line or at} runs without torch.compile: {one.failure}{where}")
     for one in known.without_graphs:
         message = f"{one.line or 'a backward pass'} runs without CUDA graphs: {one.cudagraphs_skipped}"
         yield Finding("without-cuda-graphs", message)
@@ -165,8 +166,8 @@ def _describe(known: Compilations) -> Iterator[Finding]:
 
 def _why_again(some: Sequence[Compilation]) -> str:
     """Return what was compiled again and why: what one change of the inputs caused is said once."""
-    reasons = [one.reason for one in some if one.reason is not None]
-    because = f" ({reasons[0]})" if reasons else ""
+    reasons = list(dict.fromkeys(one.reason for one in some if one.reason is not None))
+    because = f" ({_some(reasons)})" if reasons else ""
     is_size = any(mark in reason for reason in reasons for mark in _SIZES)
     cure = "; torch.compile(dynamic=True), or inputs of one size, need one code" if is_size else ""
     return f"{_lines(some)}{because}{cure}"

@@ -10,6 +10,7 @@ from profkit.analysis.attribution import Attribution
 from profkit.analysis.range_paths import build_nodes, split_path
 from profkit.analysis.steps import is_warmup
 from profkit.names import BACKWARD, PHASES, RECOMPUTE, REPLICA, kind_of
+from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import distinct_values
 
 if TYPE_CHECKING:
@@ -111,12 +112,19 @@ def modules_of_ranges(attribution: Attribution) -> list[str]:
 def _module_of(names: Sequence[str], labels: Sequence[tuple[str, str]], parent: Sequence[int], node: int) -> str:
     """Return the module of one node of the tree, whose ``names`` are those from the top down to its own."""
     phase = next((at for at, name in enumerate(names) if name in PHASES), None)
+    if is_compiling(names):
+        return f"(no module: {COMPILING})"
     for at in range(len(names) - 1, -1 if phase is None else phase, -1):
         name, domain = labels[node]
         if phase is not None and is_module_range(name, domain):
             return names[at]
         node = parent[node]
     return f"(no module: {names[-1 if phase is None else phase]})"
+
+
+def is_compiling(path: Iterable[str]) -> bool:
+    """Return whether a path of ranges lies in one around torch.compile's own work, which is no module's."""
+    return any(name.startswith(COMPILING) for name in path)
 
 
 def is_module_range(name: str, domain: str = "") -> bool:
@@ -170,6 +178,12 @@ def _credit(parents: dict[str, str | None], phase: str, inner: list[str]) -> Ite
                 yield module, "backward_ns", -1
                 yield module, "recompute_ns", 1
         return
+    if is_compiling(inner):
+        # What torch.compile runs to choose among kernels lies within the ranges of modules.
+        if not is_compiling(above):
+            for module in dict.fromkeys(one for one in above if one != RECOMPUTE):
+                yield module, _pass_of(phase, above), -1
+        return
     if name in above:
         return
     parents.setdefault(name, next((module for module in reversed(above) if module != RECOMPUTE), None))
@@ -182,4 +196,10 @@ def _credit(parents: dict[str, str | None], phase: str, inner: list[str]) -> Ite
             counted.add(around)
             around = parents[around]
     else:
-        yield name, "backward_ns" if phase == BACKWARD else "forward_ns", 1
+        yield name, _pass_of(phase, above), 1
+
+
+def _pass_of(phase: str, above: Sequence[str]) -> str:
+    if RECOMPUTE in above:
+        return "recompute_ns"
+    return "backward_ns" if phase == BACKWARD else "forward_ns"

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from profkit.capture.compiling import is_compiling
+
 Begins = Callable[[object, Sequence[Any]], None]
 Ends = Callable[[object, Any], None]
 
@@ -34,7 +36,7 @@ def _watched(backward: Callable[..., Any], begins: Begins, ends: Ends) -> Callab
 
     @functools.wraps(backward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return backward(*args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         key, creates_graph = object(), bool(given.get("create_graph"))

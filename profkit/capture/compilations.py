@@ -98,9 +98,11 @@ class Compilations:
 
         kind.autotune_to_one_config = choosing  # type: ignore[union-attr]
 
-    def _begins(self, *_: Any) -> None:
+    def _begins(self, *given: Any) -> None:
         self.look()
-        self._open_range(_describe_running(sys._getframe()) if self._is_recording() else "")
+        # A CUDA graph is recorded by running what was compiled before.
+        if self._is_recording() and "CUDAGRAPH" not in str(getattr(next(iter(given), None), "callback_trigger", "")):
+            self._open_range(_describe_running(sys._getframe()))
 
     def _ends(self, *_: Any) -> None:
         self._close_range()

@@ -129,7 +129,7 @@ def _failures(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     for step in summary.steps:
-        yield "STEP", _step(step)
+        yield "STEP", _step(step) + _compiling(summary)
     if summary.gpu is not None:
         yield "GPU", _gpu(summary)
     if summary.work is not None:
@@ -159,6 +159,15 @@ def _step(step: StepUse) -> str:
     if step.recorded_ns is not None:
         text += f"; recording made it {_time(step.recorded_ns)} ({step.recorded_ns / step.unprofiled_ns - 1:+.0%})"
     return text
+
+
+def _compiling(summary: Summary) -> str:
+    """Return what part of the recorded steps torch.compile took, if it worked in them."""
+    compiled = summary.compilations
+    if compiled is None or not compiled.recorded_ns:
+        return ""
+    count = format_count(len(compiled.steps), "recorded step")
+    return f"; torch.compile worked for {_time(compiled.recorded_ns)} in {count}"
 
 
 def _gpu(summary: Summary) -> str:

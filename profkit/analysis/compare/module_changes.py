@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, change_of_columns, is_generated, total_kernels
 from profkit.analysis.compare.samples import Key, StepSamples
-from profkit.analysis.module_times import is_module_range
+from profkit.analysis.module_times import is_compiling, is_module_range
 from profkit.names import PHASES, is_shared, sharing_modules
 from profkit.run.compiled_code import COMPILING
 
@@ -78,6 +78,8 @@ def _place(key: Key) -> Place:
     at = next((n for n, name in enumerate(key.path) if name in PHASES), None)
     if at is None:
         return _NO_PHASE, ()
+    if is_compiling(key.path):
+        return COMPILING, ()
     # A module within itself counts once.
     return key.path[at], tuple(dict.fromkeys(name for name in key.path[at + 1 :] if is_module_range(name)))
 
@@ -144,7 +146,7 @@ def _fusions(before: StepSamples, after: StepSamples, places: Sequence[Sequence[
     for side, samples in enumerate((before, after)):
         for column, key in enumerate(samples.keys):
             phase, modules = places[side][column]
-            if not modules or key.category in _KEPT or modules[-1].startswith(COMPILING):
+            if not modules or key.category in _KEPT:
                 continue
             joined = sharing_modules(modules[-1]) if is_shared(modules[-1]) else [modules[-1]]
             for one in joined:
