@@ -37,7 +37,7 @@ def _run(*arguments: str) -> dict[str, Any]:
 
 def test_each_node_is_written_down_with_the_ranges_of_its_capture(found: dict[str, Any]) -> None:
     (graph,) = found["graphs"]
-    runs = [(run["count"], run["kind"], "/".join(run["path"])) for run in graph["runs"]]
+    runs = [(run["count"], run["kind"], "/".join(run["ranges"])) for run in graph["runs"]]
     assert runs == [
         (1, "fill", "forward/model/0"),
         (1, "kernel", "forward/model/0"),

@@ -17,7 +17,8 @@ from profkit.analysis.selection import KernelFilter
 from profkit.reading import open_trace
 from profkit.report.chrome_trace import write_chrome_trace
 from profkit.report.ranges import build_ranges_document
-from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, graph_range, launch_range
+from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, append_records, graph_range, launch_range
+from profkit.sharing import scrub
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
 from tests.captures import capture
@@ -244,3 +245,15 @@ def test_the_nodes_of_a_real_capture_are_numbered_from_0_each_once_in_the_order_
     assert all(nodes == sorted(set(nodes)) for nodes in ran)
     # Nodes that do nothing leave no row.
     assert sum(nodes == list(range(len(nodes))) for nodes in ran) > 200
+
+
+def test_a_scrubbed_run_keeps_the_modules_of_its_graphs(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "manifest.json").write_text('{"schema": 1, "status": "complete", "command": ["python"], "argv": []}')
+    two_steps().write(run / "trace.sqlite")
+    append_records(run / "compiled.jsonl", [GRAPH])
+    scrub(run, tmp_path / "scrubbed")
+    before, after = (tree(open_trace(folder).trace) for folder in (run, tmp_path / "scrubbed"))
+    assert after == before
+    assert after["step 1/backward/model/h.1"] == (1, 50)

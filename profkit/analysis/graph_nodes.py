@@ -112,7 +112,7 @@ def _lay_out(graph: CapturedGraph) -> _Layout:
     open_now: list[int] = []
     now = 1
     for run in [*runs, NodeRun(0, "other")]:
-        path = run.path
+        path = run.ranges
         same = 0
         while same < min(len(path), len(open_now)) and names[open_now[same]] == path[same]:
             same += 1

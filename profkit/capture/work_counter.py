@@ -192,14 +192,14 @@ class WorkCounter(TorchDispatchMode, RangeObserver):
             self._missing.add(_REPLAY)
             return
         now: list[str] = []
-        for path in (*(run.path for run in graph.runs), ()):
+        for path in (*(run.ranges for run in graph.runs), ()):
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now, path, strict=False)))
             for _ in now[same:]:
                 self._closes(thread)
             for name in path[same:]:
                 self._opens(name, thread)
             now = list(path)
-        if any(run.kind == "kernel" and not any(map(read_launch_range, run.path)) for run in graph.runs):
+        if any(run.kind == "kernel" and not any(map(read_launch_range, run.ranges)) for run in graph.runs):
             self._missing.add(_REPLAY)
 
     def _launch(self, thread: int, place: LaunchPlace, around: Instance) -> None:

@@ -15,7 +15,7 @@ line here, and it names the modules by itself, so that a trace can be read witho
 Python does not run when a CUDA graph is replayed. So the file also says of each graph that was captured which ranges
 were open when each of its nodes was made, in the order in which they were made::
 
-    {"kind": "cuda_graph", "id": "9d21c07b4e", "runs": [{"count": 3, "kind": "kernel", "path": ["forward", "model"]}],
+    {"kind": "cuda_graph", "id": "9d21c07b4e", "runs": [{"count": 3, "kind": "kernel", "ranges": ["forward", "model"]}],
      "is_chain": true}
 
 A replay lies in a range that `graph_range` names.
@@ -143,18 +143,18 @@ class LaunchPlace:
 
 @dataclass(frozen=True)
 class NodeRun:
-    """``count`` nodes of a CUDA graph, made one after the other in the ranges ``path``, outermost first."""
+    """``count`` nodes of a CUDA graph, made one after the other in these ``ranges``, outermost first."""
 
     count: int
     kind: NodeKind
-    path: tuple[str, ...] = ()
+    ranges: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
     """What was captured into a CUDA graph: all its nodes, in the order in which they were made.
 
-    ``id`` is made from the nodes, so that equal graphs of all processes share a record. A path holds the ranges that
+    ``id`` is made from the nodes, so that equal graphs of all processes share a record. A node's ranges are those that
     were opened since the capture began. ``is_chain``: each node waits for the one before it, so that they run in this
     order.
     """
@@ -166,13 +166,13 @@ class CapturedGraph:
     def __post_init__(self) -> None:
         if any(run.count < 0 for run in self.runs) or sum(run.count for run in self.runs) > _MOST_NODES:
             raise ValueError(f"a CUDA graph of less than no nodes, or of more than {_MOST_NODES:,}")
-        if sum(len(run.path) for run in self.runs) > _MOST_NODES:
+        if sum(len(run.ranges) for run in self.runs) > _MOST_NODES:
             raise ValueError(f"a CUDA graph with more than {_MOST_NODES:,} ranges")
 
     @staticmethod
     def of(runs: Sequence[NodeRun], *, is_chain: bool = False) -> CapturedGraph:
         """Return the record of a graph with these nodes."""
-        content = json.dumps([is_chain, *((run.count, run.kind, run.path) for run in runs)])
+        content = json.dumps([is_chain, *((run.count, run.kind, run.ranges) for run in runs)])
         return CapturedGraph(sha256(content.encode()).hexdigest()[:10], tuple(runs), is_chain)
 
 
