@@ -210,7 +210,7 @@ class _Grouping:
             end=int(self._end[row]),
             category=claim.category,
             evidence=claim.evidence,
-            owner=claim.owner,
+            owner=self._memory.owner_of(row),
             module=self._module_of(row),
             label=facts.label,
             stack=facts.user_first,

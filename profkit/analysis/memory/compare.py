@@ -194,7 +194,7 @@ def _sum_up(kind: str, shares: list[_Share]) -> Part:
     stack = side.memory.stacks.of(row)
     owners: dict[str | None, int] = defaultdict(int)
     for size, side, row in shares:
-        owners[side.memory.classifier.claim_of(row).owner] += abs(size)
+        owners[side.memory.owner_of(row, side.peak)] += abs(size)
     names = sorted((-size, name) for name, size in owners.items() if name is not None)
     is_owned = len(names) == len(owners)
     return Part(

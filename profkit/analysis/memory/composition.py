@@ -14,7 +14,6 @@ from profkit.allocator.history import History
 from profkit.allocator.layout import lay_out
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
 from profkit.analysis.memory.device import DeviceMemory, Filter
-from profkit.analysis.memory.owners import shown_module
 from profkit.analysis.memory.parts import (
     BEFORE_RECORDING,
     IN_NO_PHASE,
@@ -244,19 +243,11 @@ def _large_row(memory: DeviceMemory, moment: int, row: int, claim: Claim) -> Lar
         requested_bytes=int(replay.requested_bytes[row]),
         category=claim.category,
         phase=memory.phase_of(row),
-        owner=_owner_of(memory, moment, row, claim),
+        owner=memory.owner_of(row, moment),
         stack=stack.user_first,
         label=stack.label,
         is_from_before=birth < 0,
     )
-
-
-def _owner_of(memory: DeviceMemory, moment: int, row: int, claim: Claim) -> str | None:
-    """Return the name of an allocation's tensor, or of the module that holds it in compiled code."""
-    place = memory.place_of(row, moment)
-    if place.evidence != "code":
-        return claim.owner
-    return place.shared or shown_module(place.modules[0][0])
 
 
 def _by_evidence(memory: DeviceMemory, chosen: list[tuple[int, Claim]]) -> dict[str, int]:

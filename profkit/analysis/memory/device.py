@@ -11,7 +11,7 @@ import numpy as np
 from profkit.allocator.history import History, replay_history
 from profkit.analysis.memory.categories import Classifier
 from profkit.analysis.memory.generated_memory import GeneratedMemory
-from profkit.analysis.memory.owners import Owner, match_owners
+from profkit.analysis.memory.owners import Owner, match_owners, shown_module
 from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
 from profkit.analysis.memory.places import Place, Places
 from profkit.analysis.memory.stacks import StackBook, StackFacts, format_frame
@@ -105,6 +105,13 @@ class DeviceMemory:
         held = self.generated.held(row, moment)
         return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row), held)
 
+    def owner_of(self, row: int, moment: int | None = None) -> str | None:
+        """Return the name of an allocation's tensor, or of the module that holds it at a moment; None if unknown."""
+        place = self.place_of(row, moment)
+        if place.evidence != "code":
+            return self.classifier.claim_of(row).owner
+        return place.shared or shown_module(place.modules[0][0])
+
     def running_place_of(self, row: int) -> Place:
         """Return the module that ran when an allocation was made; of compiled code, the one that was compiled."""
         return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row), None)
@@ -164,7 +171,7 @@ class DeviceMemory:
         return tuple(found.values())
 
     def _mentions(self, row: int, text: str) -> bool:
-        owner = self.classifier.claim_of(row).owner or ""
+        owner = self.owner_of(row) or ""
         return text in owner or any(text in frame for frame in self.stacks.of(row).user_first)
 
     @cached_property

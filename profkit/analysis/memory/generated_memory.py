@@ -62,6 +62,8 @@ class _Call:
 
     rows: list[int] = field(default_factory=list)
     next_row: int | None = None
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """The events that the generated file has a line for, and where in its order: (event, place)."""
 
 
 class _Code:
@@ -129,6 +131,8 @@ class GeneratedMemory:
         self._codes = {code: _Code(some) for code, some in by_code.items()}
         self._replay, self._stacks = replay, stacks
         self._ends_failing = ends_failing
+        self._sites: dict[int, tuple[_Code, int] | None] = {}
+        self._held: dict[tuple[int, int | None], Held | None] = {}
         self._calls: dict[int, _Call] = {}
         self._next_calls: dict[tuple[int, int], int | None] = {}
         self._taken: dict[tuple[int, int], dict[str, list[tuple[_Code, int, Allocation]]]] = {}
@@ -138,6 +142,11 @@ class GeneratedMemory:
 
         None if no compiled code that the run knows made it.
         """
+        if (row, moment) not in self._held:
+            self._held[row, moment] = self._find(row, moment)
+        return self._held[row, moment]
+
+    def _find(self, row: int, moment: int | None) -> Held | None:
         site = self._site(row)
         if site is None:
             return None
@@ -216,16 +225,19 @@ class GeneratedMemory:
         """Return the generated code that made an allocation, and the line."""
         if not self._codes:
             return None
-        for name, line in self._stacks.of(row).generated:
-            if name in self._codes:
-                return self._codes[name], line
-        return None
+        number = self._stacks.number_of(row)
+        if number not in self._sites:
+            known = (
+                (self._codes[name], line) for name, line in self._stacks.facts[number].generated if name in self._codes
+            )
+            self._sites[number] = next(known, None)
+        return self._sites[number]
 
     def _window(self, code: _Code, row: int, moment: int) -> tuple[int, int]:
         """Return the first and the last place at which the call that made an allocation may stand at a moment."""
         replay, call = self._replay, self._call(code, row)
         before, latest, after = 0, -1, _END
-        for event, place in self._events(code, call):
+        for event, place in call.events:
             if event < moment:
                 before, latest = max(before, place), max(latest, event)
             else:
@@ -238,7 +250,6 @@ class GeneratedMemory:
         return before, after
 
     def _events(self, code: _Code, call: _Call) -> Iterator[tuple[int, int]]:
-        """Yield the events of a call that the generated file has a line for: (event, place)."""
         for row in call.rows:
             site = self._site(row)
             assert site is not None
@@ -259,6 +270,7 @@ class GeneratedMemory:
             while self._follows(code, call.rows[-1], call.rows[-1] + 1):
                 call.rows.append(call.rows[-1] + 1)
             call.next_row = call.rows[-1] + 1 if call.rows[-1] + 1 < len(self._replay) else None
+            call.events = list(self._events(code, call))
             self._calls.update(dict.fromkeys(call.rows, call))
         return self._calls[row]
 

@@ -199,5 +199,4 @@ def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stre
 
 
 def _pin(memory: DeviceMemory, row: int) -> Pin:
-    claim = memory.classifier.claim_of(row)
-    return Pin(int(memory.history.replay.size_bytes[row]), claim.owner, memory.stacks.of(row).label)
+    return Pin(int(memory.history.replay.size_bytes[row]), memory.owner_of(row), memory.stacks.of(row).label)

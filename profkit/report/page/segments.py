@@ -72,7 +72,7 @@ def _draw(memory: DeviceMemory, layout: Layout | None, moment: int, sizes: dict[
         return {}
 
     def name_of(row: int) -> str:
-        return memory.classifier.claim_of(row).owner or memory.stack_of(row, moment).label
+        return memory.owner_of(row, moment) or memory.stack_of(row, moment).label
 
     found, longest = {}, max(sizes.values(), default=1)
     number_at = {address: number for number, address in enumerate(layout.segment_address.tolist())}
