@@ -31,6 +31,9 @@ from tests.rank_builder import (
     write_nsys,
 )
 
+RECORDED = Path(__file__).parent / "light_records"
+"""Eight steps of each of two ranks on 2 × H200, a sleep injected into rank 1 as the name says."""
+
 CAUSE = {
     "data": ("data", "data", ""),
     "forward": ("python", "forward", "layers.1"),
@@ -85,6 +88,29 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path) -> None:
         assert result.verdict.culprit is None
         assert result.verdict.most_rank is not None
         assert result.verdict.most_ns < 50_000
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "phase", "extra_ms"),
+    [
+        ("ddp-data", "data", "data", 30),
+        ("ddp-forward", "python", "forward", 30),
+        ("ddp-backward", "python", "backward", 30),
+        ("fsdp2-before-forward", "python", "before forward", 5),
+        ("tp-before-forward", "python", "before forward", 5),
+    ],
+)
+def test_real_light_records_of_two_gpus_name_what_was_injected(
+    name: str, cause: str, phase: str, extra_ms: int
+) -> None:
+    found = read_ranks(RECORDED / name).verdict.culprit
+    assert found is not None
+    assert (found.rank, found.cause, found.phase) == (1, cause, phase)
+    assert found.extra_ns == pytest.approx(extra_ms * MS, rel=0.2)
+
+
+def test_real_light_records_without_a_delay_name_nobody() -> None:
+    assert read_ranks(RECORDED / "ddp-none").verdict.culprit is None
 
 
 def test_a_rank_that_is_late_once_by_chance_is_not_named() -> None:

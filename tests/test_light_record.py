@@ -36,6 +36,7 @@ RECORD = LightRecord(
             throttle=("power cap",),
             collectives=Collectives([0], [41], ["all_reduce"], ["float32"], [4096], [-3], [50], [90], [None]),
             since=((0, "kernels", "forward", "layer 1", 30),),
+            outside_cuda=(("forward", "", 12),),
         ),
         StepRecord(None, 9_100, 9_200),
     ),
@@ -63,6 +64,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
         ('[0,"kernels"', '[7,"kernels"', "no collective of its step"),
         ('[0,"kernels"', '[0,"weather"', "unknown cause"),
         ('"start_ns":100', '"start_ns":"now"', "start_ns holds something else"),
+        ('["forward","",12]', '["forward","",null]', "outside_cuda holds"),
         ('"forward",20', '"forward",true', "a phase holds"),
     ],
 )

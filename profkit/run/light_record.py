@@ -32,8 +32,9 @@ how much of it ran while something else computed. ``kind`` is one of `KINDS` (`p
 torch and NCCL).
 
 ``since`` says what the rank did between the end of the previous collective and the end of this one, in disjoint parts
-that sum up to that time: the row of the collective, one of `CAUSES`, the phase, the module (or ""), and the time. A
-recorder without a profiler leaves it out.
+that sum up to that time: the row of the collective, one of `CAUSES`, the phase, the module (or ""), and the time.
+``outside_cuda`` is how long the host ran without calling CUDA from this step's start to the next one's, whatever the
+GPU did: phase, module, time. A recorder without a profiler leaves both out.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class StepRecord:
     """Why the GPU held its clock down."""
     collectives: Collectives = field(default_factory=Collectives)
     since: tuple[tuple[int, Cause, str, str, int], ...] = ()
+    outside_cuda: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,8 @@ def _step(entry: dict[str, Any]) -> StepRecord:
     spans = {key: tuple(_span(*item) for item in entry.get(key, ())) for key in ("phases", "gpu_phases")}
     columns = _collectives(entry.get("collectives", {}))
     since = tuple((row, cause, phase, where, time) for row, cause, phase, where, time in entry.get("since", ()))
+    outside = tuple((phase, module, time) for phase, module, time in entry.get("outside_cuda", ()))
+    _require_numbers("outside_cuda", (time for *_, time in outside))
     _require_numbers("since", (value for row, *_, time in since for value in (row, time)))
     if any(cause not in CAUSES or not 0 <= row < len(columns) for row, cause, *_ in since):
         raise WrongRecord("since names an unknown cause, or no collective of its step")
@@ -254,6 +258,7 @@ def _step(entry: dict[str, Any]) -> StepRecord:
         throttle=tuple(throttle),
         collectives=columns,
         since=since,
+        outside_cuda=outside,
     )
 
 

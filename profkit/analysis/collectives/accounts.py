@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from profkit.analysis.collectives.matching import Matched
-from profkit.analysis.collectives.own_time import BEFORE
-from profkit.analysis.intervals import unite
 from profkit.names import DATA
 from profkit.run.light_record import Cause, LightRecord, StepRecord
 
@@ -53,9 +51,9 @@ def build_account(record: LightRecord) -> Account:
 
     Of a full trace the first step is left out unless something before it was recorded.
     """
-    if not any(step.since for step in record.steps):
-        return account_of_phases(record, {})
     named = named_steps(record)
+    if not any(step.since for step in record.steps):
+        return Account(record.rank, tuple(map(sum_phases, named)), (0.0,) * len(named), False, clock_of(named))
     if len(named) > 1 and not (record.steps[0].name is None and record.steps[0].since):
         named = named[1:]
     steps, exposed = [], []
@@ -65,42 +63,26 @@ def build_account(record: LightRecord) -> Account:
             parts[cause, phase, module] = parts.get((cause, phase, module), 0.0) + time
         exposed.append(sum(time for (cause, *_), time in parts.items() if cause == "communication"))
         steps.append({key: time for key, time in parts.items() if key[0] != "communication"})
-    return Account(record.rank, tuple(steps), tuple(exposed), True, _clock(named))
+    return Account(record.rank, tuple(steps), tuple(exposed), True, clock_of(named))
 
 
-def account_of_phases(record: LightRecord, blocked: Mapping[int, Sequence[tuple[int, int]]]) -> Account:
-    """Return what phases took; ``blocked`` is when the host waited in collectives, by the step's position."""
-    steps = [
-        _phase_parts(step, blocked.get(number, ())) for number, step in enumerate(record.steps) if step.name is not None
-    ]
-    return Account(record.rank, tuple(steps), (0.0,) * len(steps), False, _clock(named_steps(record)))
+def sum_phases(step: StepRecord) -> Parts:
+    """Return what the phases of a step took on the host, and what they took longer on the GPU without collectives."""
+    parts: Parts = {}
+    for name, start, end in step.phases:
+        key: tuple[Cause, str, str] = ("data", DATA, "") if name == DATA else ("python", name, "")
+        parts[key] = parts.get(key, 0.0) + end - start
+    if step.data_ns is not None:
+        parts["data", DATA, ""] = float(step.data_ns)
+    return parts | longer_on_gpu(step)
 
 
-def named_steps(record: LightRecord) -> list[StepRecord]:
-    """Return the measured steps of a record."""
-    return [step for step in record.steps if step.name is not None]
-
-
-def _clock(steps: Sequence[StepRecord]) -> float | None:
-    clocks = [step.sm_mhz for step in steps if step.sm_mhz]
-    return float(np.median(clocks)) if clocks else None
-
-
-def _phase_parts(step: StepRecord, blocked: Sequence[tuple[int, int]]) -> Parts:
-    """Return what phases took on the host, and what they took longer on the GPU; waiting in collectives left out."""
+def longer_on_gpu(step: StepRecord) -> Parts:
+    """Return what phases took on the GPU beyond their time on the host, without their collectives."""
     host: dict[str, float] = {}
-    spans, reach = [], 0
-    for start, end, name in sorted((start, end, name) for name, start, end in step.phases):
-        spans += [(f"{BEFORE}{name}", reach, start), (name, start, end)]
-        reach = max(reach, end)
-    for name, start, end in spans:
-        host[name] = host.get(name, 0.0) + max(end - start, 0)
-    if blocked:
-        waits = unite(*np.array(blocked, dtype=np.int64).T)
-        for name, start, end in spans:
-            host[name] -= int(waits.within(np.array([start]), np.array([max(end, start)]))[0])
-    parts: Parts = {("python", name, ""): time for name, time in host.items() if name != DATA}
-    parts["data", DATA, ""] = float(step.data_ns if step.data_ns is not None else host.get(DATA, 0.0))
+    for name, start, end in step.phases:
+        host[name] = host.get(name, 0.0) + end - start
+    parts: Parts = {}
     calls = step.collectives
     for name, start, end in step.gpu_phases:
         talking = sum(
@@ -113,18 +95,15 @@ def _phase_parts(step: StepRecord, blocked: Sequence[tuple[int, int]]) -> Parts:
     return parts
 
 
-def blocked_times(record: LightRecord, matched: Sequence[Matched]) -> dict[int, list[tuple[int, int]]]:
-    """Return when the host of a rank waited in collectives of which only the call is known, by the step's position."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for one in matched:
-        if record.rank not in one.ranks:
-            continue
-        here = one.ranks.index(record.rank)
-        for at in np.flatnonzero(one.blocked_ns[here] >= 0).tolist():
-            step = int(one.step[here, at])
-            begin = int(one.blocked_ns[here, at]) - record.clock_base_ns - record.steps[step].start_ns
-            found.setdefault(step, []).append((begin, begin + int(one.wait_ns[here, at])))
-    return found
+def named_steps(record: LightRecord) -> list[StepRecord]:
+    """Return the measured steps of a record."""
+    return [step for step in record.steps if step.name is not None]
+
+
+def clock_of(steps: Sequence[StepRecord]) -> float | None:
+    """Return the median clock of the GPU, None if nobody recorded it."""
+    clocks = [step.sm_mhz for step in steps if step.sm_mhz]
+    return float(np.median(clocks)) if clocks else None
 
 
 def waited_by_step(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
@@ -166,16 +145,9 @@ def median_of_parts(parts: Sequence[Parts]) -> Parts:
 
 
 def longer_on_host(late: LightRecord, usual: LightRecord, phase: str) -> float:
-    """Return how much longer the host of one rank is in a phase, or between it and the phase before, per step."""
-    times = []
-    for record in (late, usual):
-        each = []
-        for step in named_steps(record):
-            spans = sorted((start, end, name) for name, start, end in step.phases)
-            if phase.startswith(BEFORE):
-                pairs = itertools.pairwise(spans)
-                each.append(sum(max(b[0] - a[1], 0) for a, b in pairs if b[2] == phase.removeprefix(BEFORE)))
-            else:
-                each.append(sum(end - start for start, end, name in spans if name == phase))
-        times.append(float(np.median(each)) if each else 0.0)
+    """Return how much longer the host of one rank ran without calling CUDA in a phase, per step, hidden or not."""
+    times = [
+        float(np.median([sum(time for name, _, time in step.outside_cuda if name == phase) for step in named]))
+        for named in map(named_steps, (late, usual))
+    ]
     return times[0] - times[1]

@@ -21,8 +21,6 @@ from profkit.analysis.collectives.accounts import (
     Account,
     Floats,
     Parts,
-    account_of_phases,
-    blocked_times,
     lateness_by_step,
     longer_on_host,
     median_of_parts,
@@ -30,6 +28,7 @@ from profkit.analysis.collectives.accounts import (
     step_times,
     waited_by_step,
 )
+from profkit.analysis.collectives.light_accounts import account_before_waits
 from profkit.analysis.collectives.matching import LATE_NS, Matched
 from profkit.names import kind_of
 from profkit.run.light_record import Cause, LightRecord, StepRecord
@@ -114,7 +113,7 @@ def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], ma
     of the two are compared.
     """
     exact = _usable(records, [one if one.is_exact else None for one in accounts])
-    every = _usable(records, [account_of_phases(record, blocked_times(record, matched)) for record in records])
+    every = _usable(records, [account_before_waits(record, matched) for record in records])
     if len(every) < 2 or not matched:
         return Verdict(None)
     lateness = lateness_by_step([record for record, _ in every], matched)
@@ -225,7 +224,9 @@ def _judge(
     phase, module, extra_ns = _find_place({key: time for key, time in extra.items() if key[0] == cause})
     if cause == "kernels" and _is_held_down([account for _, account in ranks], cost.late):
         cause = "clock"
-    on_host = longer_on_host(record, ranks[cost.usual][0], phase) if cause in ("data", "python") else 0.0
+    on_host = (
+        longer_on_host(record, ranks[cost.usual][0], phase) if cause in ("data", "python") and account.is_exact else 0.0
+    )
     group, share = _arrivals(matched, record.rank)
     found = Culprit(
         rank=record.rank,

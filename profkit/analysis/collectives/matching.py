@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.run.light_record import Collectives, Group, LightRecord
-from profkit.trace.columns import Ints
+from profkit.trace.columns import Bools, Ints
 
 WAITS_FOR_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """The kinds in which every rank waits for every other."""
@@ -71,8 +71,9 @@ class Matched:
     step: Ints
     wait_ns: Ints
     wire_ns: Ints
-    blocked_ns: Ints
-    """When each rank began to wait on its host, by its own clock, where that is all that is known; else -1."""
+    called_ns: Ints
+    only_called: Bools
+    """Of which collectives the call alone is known: they end when the last rank has called."""
     last: Ints
     """The position in ``ranks`` of who arrived last; -1 where nobody was late."""
     median_wait_ns: Ints
@@ -177,7 +178,8 @@ def _match(by_rank: dict[int, Calls]) -> Matched:
         step=table("step"),
         wait_ns=wait,
         wire_ns=np.where(waits & ~no_end, wire, _UNKNOWN),
-        blocked_ns=np.where(waits & no_end, called, _UNKNOWN),
+        called_ns=called,
+        only_called=waits & no_end,
         last=np.where(wait.max(axis=0) >= LATE_NS, duration.argmin(axis=0), _UNKNOWN),
         # Whoever came last waited for nobody: the others are the rest in order of their waits.
         median_wait_ns=np.median(np.sort(wait, axis=0)[1:], axis=0).astype(np.int64)

@@ -17,7 +17,13 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.efficiency.data_waits import is_data_wait
-from profkit.analysis.efficiency.gpu_time import GpuTime, build_gpu_times, communication_rows, threads_by_device
+from profkit.analysis.efficiency.gpu_time import (
+    GpuTime,
+    build_gpu_times,
+    build_host_times,
+    communication_rows,
+    threads_by_device,
+)
 from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, intersect, subtract, unite, unite_all
 from profkit.analysis.nesting import NO_RANGE
 from profkit.names import BACKWARD, DATA, PHASES
@@ -83,8 +89,11 @@ def collective_ranges(trace: Trace) -> Ints:
     return rows[np.argsort(trace.ranges.start_ns[rows], kind="stable")]
 
 
-def divide_own_time(attribution: Attribution) -> OwnTime:
-    """Return what a rank did from the first to the last thing recorded; the trace holds that rank alone."""
+def divide_own_time(attribution: Attribution) -> tuple[OwnTime, OwnTime]:
+    """Return what a rank did from the first to the last thing recorded, and when its host ran without calling CUDA.
+
+    The trace holds that rank alone. The latter is what hid behind the GPU's work too.
+    """
     trace = attribution.trace
     places, of_range = _find_places(attribution)
     time, computing, kernel_place = _busy_time(attribution, of_range)
@@ -114,7 +123,20 @@ def divide_own_time(attribution: Attribution) -> OwnTime:
     columns = [(start, end, np.full(len(start), number[cause]), place) for start, end, cause, place in pieces]
     start_ns, end_ns, causes, place = (np.concatenate(column) for column in zip(*columns, strict=True))
     order = np.argsort(start_ns, kind="stable")
-    return OwnTime(start_ns[order], end_ns[order], causes[order], place[order], places)
+    own = OwnTime(start_ns[order], end_ns[order], causes[order], place[order], places)
+    outside = _outside_cuda(trace, idle, begin, end)
+    start_ns, end_ns = host.cut(outside)
+    at = host.at(start_ns)
+    return own, OwnTime(start_ns, end_ns, np.full(len(start_ns), number["python"]), at, places)
+
+
+def _outside_cuda(trace: Trace, idle: Stretches, begin: int, end: int) -> Stretches:
+    """Return when the host called no CUDA; of a rank without a GPU, when it was idle."""
+    if trace.measure != "gpu-kernel":
+        return idle
+    hosts = build_host_times(trace).values()
+    calling = unite_all([part for host in hosts for part in (host.launching, host.synchronising)])
+    return subtract(Stretches(np.array([begin]), np.array([end])), calling) if begin < end else NOTHING
 
 
 def _busy_time(attribution: Attribution, of_range: Ints) -> tuple[GpuTime, Stretches, Ints]:

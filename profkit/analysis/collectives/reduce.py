@@ -50,7 +50,7 @@ def reduce_rank(opened: OpenedTrace, rank: int, world_size: int = 0, light: Ligh
     """
     attribution = opened.attribution
     trace = attribution.trace
-    own = divide_own_time(attribution)
+    own, host = divide_own_time(attribution)
     calls, groups = _find_calls(attribution)
     steps = measured_ranges(attribution).get(STEP, empty_ints())
     steps = steps[np.argsort(trace.ranges.start_ns[steps], kind="stable")]
@@ -62,7 +62,7 @@ def reduce_rank(opened: OpenedTrace, rank: int, world_size: int = 0, light: Ligh
         source=trace.source,
         clock_base_ns=trace.clock_base_ns,
         groups=groups,
-        steps=tuple(_build_steps(attribution, own, calls, steps)),
+        steps=tuple(_build_steps(attribution, own, host, calls, steps)),
     )
     return record if light is None else _complete(record, light)
 
@@ -119,7 +119,7 @@ def _guess(attribution: Attribution, row: int) -> CollectiveCall:
     return CollectiveCall(named or plain_kind(trace.names[int(trace.work.name[row])]) or "send")
 
 
-def _build_steps(attribution: Attribution, own: OwnTime, calls: _Calls, steps: Ints) -> list[StepRecord]:
+def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _Calls, steps: Ints) -> list[StepRecord]:
     """Return the steps, and what ran before the first and after the last as steps without a name."""
     trace = attribution.trace
     begin, end = (int(own.start_ns[0]), int(own.end_ns[-1])) if len(own.start_ns) else (0, 0)
@@ -130,11 +130,14 @@ def _build_steps(attribution: Attribution, own: OwnTime, calls: _Calls, steps: I
     edges = [*starts, ends[-1]] if spans else []
     spans = [(None, begin, starts[0]), *spans, (None, ends[-1], end)] if spans else [(None, begin, end)]
     step_of = np.searchsorted(np.array(edges, dtype=np.int64), calls.called_ns, side="right")
+    outside: dict[int, list[tuple[str, str, int]]] = {}
+    for number, _, phase, module, time in host.sum_between(np.array(edges, dtype=np.int64)):
+        outside.setdefault(number, []).append((phase, module, time))
     since = _since_by_call(own, calls)
     sequence = _number(calls, step_of)
     rows_of = [np.flatnonzero(step_of == number) for number in range(len(spans))]
     found = []
-    for (name, start, stop), rows in zip(spans, rows_of, strict=True):
+    for number, ((name, start, stop), rows) in enumerate(zip(spans, rows_of, strict=True)):
         if name is None and not len(rows):
             continue
         position = {row: at for at, row in enumerate(rows.tolist())}
@@ -144,6 +147,7 @@ def _build_steps(attribution: Attribution, own: OwnTime, calls: _Calls, steps: I
                 name=name,
                 collectives=_columns(calls, sequence, rows, start),
                 since=tuple((position[row], *rest) for row in rows.tolist() for rest in since.get(row, ())),
+                outside_cuda=tuple(outside.get(number, ())),
             )
         )
     return found

@@ -1,0 +1,107 @@
+"""What ranks did before the collective that waited, from light records: phases on the host, and on the GPU.
+
+In each step there is a first collective that makes the median rank wait long. What a rank's host did between its call
+of the collective before and its call of that one is where the time went: the phases, the time between two of them
+(named after the later), and waits for data. What kernels took longer is known for whole phases only, from events on
+the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from profkit.analysis.collectives.accounts import Account, Parts, clock_of, longer_on_gpu, named_steps
+from profkit.analysis.collectives.matching import Matched
+from profkit.analysis.collectives.own_time import BEFORE
+from profkit.analysis.intervals import unite
+from profkit.names import DATA
+from profkit.run.light_record import Cause, LightRecord
+from profkit.trace.columns import Ints
+
+_Spans = tuple[Ints, Ints, list[str]]
+
+
+def account_before_waits(record: LightRecord, matched: Sequence[Matched]) -> Account:
+    """Return what a rank did before the first long wait of each measured step; without one, in the whole step."""
+    spans = _host_spans(record)
+    windows, waits = _find_windows(record, matched), _host_waits(record, matched)
+    steps = []
+    for number, step in enumerate(record.steps):
+        if step.name is None:
+            continue
+        begin = record.clock_base_ns + step.start_ns
+        window = windows.get(number, (begin, begin + step.end_ns - step.start_ns))
+        steps.append(_sum_spans(spans, waits, *window) | longer_on_gpu(step))
+    return Account(record.rank, tuple(steps), (0.0,) * len(steps), False, clock_of(named_steps(record)))
+
+
+def _host_spans(record: LightRecord) -> _Spans:
+    """Return when the host was in each phase or between two, in order, by the rank's own clock."""
+    found = []
+    for step in record.steps:
+        begin = record.clock_base_ns + step.start_ns
+        found += [(begin + start, begin + end, name) for name, start, end in step.phases]
+    found.sort()
+    spans, reach = [], found[0][0] if found else 0
+    for start, end, name in found:
+        if start > reach:
+            spans.append((reach, start, f"{BEFORE}{name}"))
+        spans.append((max(start, reach), max(end, reach), name))
+        reach = max(reach, end)
+    starts, ends = (np.array([span[side] for span in spans], dtype=np.int64) for side in (0, 1))
+    return starts, ends, [name for _, _, name in spans]
+
+
+def _host_waits(record: LightRecord, matched: Sequence[Matched]) -> tuple[Ints, Ints]:
+    """Return when the host of a rank waited in collectives of which only the call is known, as of gloo's."""
+    starts, ends = [], []
+    for one in matched:
+        if record.rank in one.ranks and one.only_called.any():
+            here = one.ranks.index(record.rank)
+            called = one.called_ns[here, one.only_called]
+            starts.append(called)
+            ends.append(called + one.wait_ns[here, one.only_called])
+    none = np.empty(0, dtype=np.int64)
+    united = unite(np.concatenate([none, *starts]), np.concatenate([none, *ends]))
+    return united.start_ns, united.end_ns
+
+
+def _find_windows(record: LightRecord, matched: Sequence[Matched]) -> dict[int, tuple[int, int]]:
+    """Return for each step the calls of the collective before the first one that waited long, and of that one.
+
+    Long is half of the longest wait of the step: whoever is late in one collective is often late in all after it.
+    """
+    longest = np.zeros(len(record.steps), dtype=np.int64)
+    mine = [(one, one.ranks.index(record.rank)) for one in matched if record.rank in one.ranks]
+    for one, here in mine:
+        np.maximum.at(longest, one.step[here], one.median_wait_ns)
+    found: dict[int, tuple[int, int]] = {}
+    for one, here in mine:
+        step, called = one.step[here], one.called_ns[here]
+        is_long = (one.median_wait_ns > 0) & (one.median_wait_ns * 2 >= longest[step])
+        rows = np.flatnonzero(is_long)
+        rows = rows[rows > 0]
+        begin, end = called[rows - 1], called[rows]
+        known = (begin > 0) & (end > begin)
+        for number, start, stop in zip(
+            step[rows][known].tolist(), begin[known].tolist(), end[known].tolist(), strict=True
+        ):
+            if number not in found or stop < found[number][1]:
+                found[number] = start, stop
+    return found
+
+
+def _sum_spans(spans: _Spans, waits: tuple[Ints, Ints], begin: int, end: int) -> Parts:
+    """Return what the host did between two moments, without waiting in collectives."""
+    starts, ends, names = spans
+    low, high = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(starts, end, side="left"))
+    parts: Parts = {}
+    for at in range(low, high):
+        start, stop = max(int(starts[at]), begin), min(int(ends[at]), end)
+        inside = np.minimum(waits[1], stop) - np.maximum(waits[0], start) if len(waits[0]) else np.zeros(1)
+        name = names[at]
+        key: tuple[Cause, str, str] = ("data", DATA, "") if name == DATA else ("python", name, "")
+        parts[key] = parts.get(key, 0.0) + max(stop - start - int(np.maximum(inside, 0).sum()), 0)
+    return parts
