@@ -57,7 +57,7 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
     work_of, copies_of = (
         _replay_of(rows, _nodes(rows) >= 0, trace.ranges, replays) for rows in (trace.work, trace.copies)
     )
-    work_ns, copies_ns = trace.work.launch_ns.copy(), trace.copies.launch_ns.copy()
+    work_ns, copies_ns = trace.work.placed_ns.copy(), trace.copies.placed_ns.copy()
     names = NamesWithNew(trace.names)
     placed, new, notes = np.zeros(len(replays), dtype=np.bool_), [], list(trace.notes)
     for name, layout in layouts.items():
@@ -70,11 +70,10 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
             node_ns[those] = begin_ns + layout.node[_nodes(rows)[those]]
         new.append(_opened(trace.ranges, replays[mine[fits]], layout, names))
         if not fits.all() and not trace.work.is_graph.any():
-            left = (
-                f"{trace.names[name]}: what {int((~fits).sum()):,} of {len(fits):,} replays ran lies under no module: "
-            )
-            is_known = layout.is_chain or trace.source == "nsys" or bool((_nodes(trace.work) >= 0).any())
-            notes.append(left + (_OTHER.format(int(layout.is_kernel.sum())) if is_known else _BRANCHES))
+            left = f"what {int((~fits).sum()):,} of {len(fits):,} replays ran lies under no module"
+            is_numbered = layout.is_chain or trace.source == "nsys" or bool((_nodes(trace.work) >= 0).any())
+            why = _OTHER.format(int(layout.is_kernel.sum())) if is_numbered else _BRANCHES
+            notes.append(f"{trace.names[name]}: {left}: {why}")
     return _note_whole(
         replace(
             trace,
