@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
 from profkit.report.page.segments import build_segments, merge_blocks
 from profkit.report.units import format_bytes
+from profkit.run.compiled_code import Compilation, GraphBreak, append_records
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.browser import open_page, read_table
@@ -118,6 +120,25 @@ def test_what_was_not_recorded_is_said_with_the_command_that_records_it(tmp_path
     text = render_report(open_capture(trace))
     assert "memory: <code>profkit run --memory" in text
     assert 'torch</dt><dd class="unknown">not recorded' in text
+
+
+def test_what_torch_compile_did_in_recorded_steps_stands_with_its_line_and_reason(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"processes": [{"process": "7", "pid": 7}]}))
+    append_records(
+        folder / "compiled.jsonl",
+        [
+            Compilation(
+                "1", 7, "0/1", "forward", "model.py:3 forward", 1, True, True, 2_000_000, reason="size mismatch"
+            ),
+            GraphBreak("2", 7, "0/0", "Tensor.item()", None, "Do not call it.", ("model.py:9 forward",), 0, False),
+        ],
+    )
+    text = " ".join(re.sub(r"<[^>]*>", " ", render_report(open_capture(folder))).split())
+    assert "step 1 compiled again model.py:3 forward size mismatch 2.000 ms" in text
+    assert "before them graph break model.py:9 forward Do not call it." in text
 
 
 def test_columns_that_were_not_recorded_stay_and_name_the_command_that_records_them(run: Path, tmp_path: Path) -> None:

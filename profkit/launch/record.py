@@ -268,10 +268,8 @@ class _Recording:
             reason = last.what_failed or reason
         missing = [text for one in counted for text in shortfalls(one, is_last=one is last)]
         ranks = [(f"rank {one.rank}", one.error) for one in last.failures if has_failed and one.rank is not None]
-        compiled = [_NO_RANGES] * (manifest.workload.compile_mode not in (None, "none"))
         warnings = (
             *lost_events(self._run),
-            *compiled,
             *missing,
             *(f"{one[0]} failed: {one[1]}" for one in ranks),
             *disturbed,
@@ -392,9 +390,6 @@ def _with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
         return manifest
     attached = None if order.own_steps else Samples(first.attached, first.during.get("attached", {}))
     return replace(manifest, attached=attached, profiled=recorded)
-
-
-_NO_RANGES = "compiled code carries no ranges: the phases are there, layers and attention are not"
 
 
 def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:

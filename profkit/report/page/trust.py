@@ -7,10 +7,11 @@ from statistics import median
 from typing import Any
 
 from profkit.analysis.checks.self_check import SelfCheck
+from profkit.analysis.compilations import Compilations, read_run_compilations
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.clean_times import clean_times_parts
-from profkit.report.document import Column, Table
+from profkit.report.document import Column, Row, Table
 from profkit.report.page.markup import view_parts, view_table
 from profkit.report.page.results import Results
 from profkit.report.units import BYTES, COUNT, NS, SHARE, TEXT, format_count, format_exactly
@@ -31,12 +32,15 @@ def build_trust(results: Results) -> dict[str, Any]:
     capture, kernels, memory = results.capture, results.kernels, results.memory
     check = None if capture.trace is None else capture.trace.self_check
     costs = [] if capture.run is None else clean_times_parts(capture.run.manifest)
+    known = read_run_compilations(capture.run)
+    compiled = None if known is None else _compilations(known)
     return {
         "verdict": "" if check is None else _verdict_line(check),
         "findings": [] if check is None else [(one.verdict, one.message) for one in check.findings],
         "time_books": None if kernels is None else view_table(_time_books(kernels)),
         "memory_books": None if memory is None else view_table(_memory_books(memory)),
         "memory_proof": "" if memory is None else _proof(memory),
+        "compilations": None if compiled is None or not compiled.rows else view_table(compiled),
         "costs": view_parts(costs),
         "memory_cost": "" if capture.run is None else _memory_cost(capture.run.manifest),
         "missing": [{"what": what, "command": command} for what, command in find_missing(results)],
@@ -79,6 +83,41 @@ def _time_books(result: KernelsResult) -> Table:
     sizes = {words: getattr(ledger, name) for name, words in _PLACED.items()}
     rows = [_share_row(words, size, ledger.total_ns) for words, size in sizes.items() if size]
     return Table(columns, rows, rest=_share_row("all", ledger.total_ns, ledger.total_ns))
+
+
+def _compilations(known: Compilations) -> Table:
+    """Return what torch.compile did in recorded steps, and each line that breaks a graph or was not compiled."""
+    columns = (
+        Column("when", "when", TEXT),
+        Column("what", "what", TEXT),
+        Column("line", "line", TEXT),
+        Column("why", "why", TEXT),
+        Column("time", "time", NS),
+    )
+    rows: list[Row] = []
+    for step in known.steps:
+        for what, some in (("compiled again", step.again), ("compiled", step.first_time)):
+            rows += [
+                _compilation(f"step {step.step}", what, one.line or "a backward pass", one.reason, one.duration_ns)
+                for one in some
+                if one.what != "at run time"
+            ]
+    for place in known.breaks:
+        when = "recorded steps too" if place.in_recorded_steps else "before them"
+        rows.append(
+            _compilation(when, "graph break", place.line, place.hint or place.explanation or place.reason, None)
+        )
+    for one in known.not_compiled:
+        rows.append(_compilation("", "not compiled", one.line or one.failed_line or "", one.failure, None))
+    for one in known.without_graphs:
+        rows.append(
+            _compilation("", "without CUDA graphs", one.line or "a backward pass", one.cudagraphs_skipped, None)
+        )
+    return Table(columns, rows)
+
+
+def _compilation(when: str, what: str, line: str, why: str | None, time_ns: int | None) -> Row:
+    return {"when": when, "what": what, "line": line, "why": why or "", "time": time_ns}
 
 
 def _share_row(words: str, size: int, whole: int) -> dict[str, Any]:
