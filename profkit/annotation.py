@@ -21,7 +21,7 @@ def annotate(name: str | Callable[..., str], *, flops: int | Callable[..., int] 
 
     It goes to NVTX (the default domain) and, while torch.profiler records on this thread or `record_in_torch` is on,
     to torch's ``record_function`` too. It closes when the code raises. While Dynamo traces it does nothing, so that a
-    compiled model keeps its full graph; compiled code then carries no such range.
+    compiled model keeps its full graph; of compiled code only a module whose ``forward`` is decorated has such a range.
 
     A decorated function has a range in the backward pass too while ``profkit run`` records: ``backward/x``.
 
@@ -43,6 +43,25 @@ def own_kind(kind: Any) -> Any:
     Whoever watches a script's ranges by replacing these methods later does not see those that are opened here.
     """
     return type(kind.__name__, (kind,), {name: getattr(kind, name) for name in ("__enter__", "__exit__")})
+
+
+_RANGE = "_profkit_range"
+
+
+def method_range(of: object, method: str) -> str | None:
+    """Return the name of the range that a call of an object's decorated method opens.
+
+    None if the method is not decorated, or the name depends on more than the object.
+    """
+    one = getattr(getattr(type(of), method, None), _RANGE, None)
+    if not isinstance(one, Range):
+        return None
+    if not callable(one._name):
+        return one._name
+    try:
+        return str(one._name(of))
+    except Exception:  # the program's own function, made for a whole call
+        return None
 
 
 class Range:
@@ -119,6 +138,7 @@ class Range:
                 observer.has_returned(called.name)
             return result
 
+        vars(annotated)[_RANGE] = self
         return annotated
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from profkit import annotation as ranges
-from profkit.annotation import annotate, record_in_torch
+from profkit.annotation import annotate, method_range, record_in_torch
 from profkit.names import layer_range, step_range
 
 
@@ -170,3 +170,28 @@ def test_dynamo_captures_one_full_graph(decorated: bool) -> None:
     assert compiled(torch.ones(3)).tolist() == [4.0, 4.0, 4.0]
     assert len(graphs) == 1
     assert sum(node.op == "call_function" for node in graphs[0].graph.nodes) == (1 if decorated else 2)
+
+
+class Layer:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @annotate(lambda layer, *_: f"layer {layer.number}")
+    def forward(self, x: int) -> int:
+        return x
+
+    @annotate("loss")
+    def loss(self) -> None: ...
+
+    @annotate(lambda _layer, x: f"of {x}")
+    def told_by_its_argument(self, x: int) -> None: ...
+
+    def plain(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("forward", "layer 3"), ("loss", "loss"), ("told_by_its_argument", None), ("plain", None), ("missing", None)],
+)
+def test_the_range_of_a_method_is_known_without_a_call(method: str, name: str | None) -> None:
+    assert method_range(Layer(3), method) == name

@@ -138,6 +138,13 @@ def test_a_compiled_run_without_launch_ranges_says_why(tmp_path: Path, torch: st
         assert said in warned
 
 
+def test_the_reason_that_the_recording_noted_is_said(run_directory: Path) -> None:
+    process = {"process": "python", "compiled_failure": "1 of 4 compiled graphs came from Inductor's cache"}
+    (run_directory / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [process]}))
+    warned = " ".join(run_command("ranges", run_directory).stderr.split())
+    assert "not all kernels of compiled code lie under their modules: 1 of 4 compiled graphs" in warned
+
+
 def test_a_compiled_run_with_launch_ranges_says_nothing_of_it(run_directory: Path) -> None:
     manifest = {"status": "complete", "versions": {"torch": "2.11"}, "conditions": {"compiled": {"graphs": 2}}}
     (run_directory / "manifest.json").write_text(json.dumps(manifest))

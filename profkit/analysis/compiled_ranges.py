@@ -88,11 +88,13 @@ def nest_compiled_launches(trace: Trace) -> Trace:
     return replace(trace, names=names.strings, work=work, ranges=replace(kept, **columns, payload=payload))
 
 
-def explain_no_modules(manifest: Manifest) -> str | None:
-    """Return why the kernels of a run's compiled code lie under no modules; None if nothing was compiled.
-
-    To be asked of a run whose trace holds no ranges around compiled launches.
-    """
+def explain_no_modules(manifest: Manifest, trace: Trace) -> str | None:
+    """Return why kernels of a run's compiled code lie under no modules; None if all do, or nothing was compiled."""
+    failures = dict.fromkeys(one.compiled_failure for one in manifest.processes if one.compiled_failure)
+    if failures:
+        return f"not all kernels of compiled code lie under their modules: {'; '.join(failures)}"
+    if trace.work.compiled_launch is not None:
+        return None
     compiled = None if manifest.conditions is None else manifest.conditions.compiled
     if compiled is None or not compiled.graphs or manifest.workload.annotate is False:
         return None

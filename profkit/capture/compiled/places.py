@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from profkit.annotation import method_range
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, shape_of
 from profkit.capture.hooks import Hooks
-from profkit.capture.module_names import Part, unwrap
+from profkit.capture.module_names import unwrap
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import LaunchPlace
@@ -38,9 +39,14 @@ def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks) -> dict[int,
         hooks.name_model(running)
     called = _called_modules(call)
 
-    def find(source: str) -> Part | None:
+    def find(source: str) -> Iterator[str]:
         module = _module(source, running, graph.traced, hooks)
-        return None if module is None or module in called else hooks.names.part(module)
+        part = None if module is None or module in called else hooks.names.part(module)
+        if part is not None and part.range is not None:
+            yield part.range
+        annotated = None if module is None else method_range(module, "forward")
+        if annotated is not None and not (module in called and annotated in around):
+            yield annotated
 
     paths: dict[Modules, tuple[str, ...]] = {(): around}
     for modules in {modules for owners in graph.owners.values() for modules in owners}:
@@ -56,7 +62,10 @@ def _place(graph: str, line: int, paths: Sequence[tuple[str, ...]]) -> LaunchPla
     for path in several[1:]:
         same = [a == b for a, b in zip(common, path, strict=False)]
         common = common[: same.index(False) if False in same else len(same)]
-    return LaunchPlace(graph, line, common, tuple(dict.fromkeys(path[-1] for path in several)))
+    names = [path[-1] for path in several]
+    if len(set(names)) < len(names):  # two blocks' parts of one name
+        names = [".".join(path[len(common) :] or path[-1:]) for path in several]
+    return LaunchPlace(graph, line, common, tuple(names))
 
 
 def _names_around(call: Call | None, hooks: Hooks) -> tuple[str, ...]:
@@ -102,12 +111,14 @@ def _running_module(traced: TracedGraph | None, call: Call | None) -> nn.Module 
     return None
 
 
-def _path(modules: Modules, around: tuple[str, ...], find: Callable[[str], Part | None]) -> tuple[str, ...]:
-    """Return the names of the ranges that would be open in the eager program, ``around`` first."""
+def _path(modules: Modules, around: tuple[str, ...], find: Callable[[str], Iterable[str]]) -> tuple[str, ...]:
+    """Return the names of the ranges that would be open in the eager program, ``around`` first.
+
+    A call of a module may open two: that of the module, and within it that of a decorated ``forward``.
+    """
     if modules == (OPTIMIZER,):
         return around if OPTIMIZER in around else (*around, OPTIMIZER)
-    ranges = (None if (part := find(source)) is None else part.range for source in modules)
-    return (*around, *(name for name in ranges if name is not None))
+    return (*around, *(name for source in modules for name in find(source)))
 
 
 def _module(source: str, running: nn.Module | None, traced: TracedGraph | None, hooks: Hooks) -> nn.Module | None:
