@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -299,5 +298,42 @@ def test_a_torch_without_a_flight_recorder_has_no_collectives(monkeypatch: pytes
     c10d = torch._C._distributed_c10d
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
         monkeypatch.delattr(c10d, name, raising=False)
-    assert FlightRecorder().read() == []
-    assert json.dumps(FlightRecorder().group("0", 0).ranks) == "[]"
+    flight = FlightRecorder()
+    flight.look()
+    assert flight.all() == []
+    assert flight.group("0", 0).ranks == ()
+
+
+@pytest.mark.parametrize(
+    ("collectives", "reading_ns", "period"),
+    [
+        (100, 0, 8),  # twice as many as the ring holds between two readings are lost otherwise
+        (1, 0, 512),
+        (100, 1_000, 256),  # 1 part in 200 of 256 steps of 1,000 ns
+        (100, 1_000_000, 1024),
+    ],
+)
+def test_the_file_is_written_as_seldom_as_its_cost_asks_and_the_ring_allows(
+    collectives: int,
+    reading_ns: int,
+    period: int,
+    tmp_path: Path,
+    recorder: Recorder,
+    ticks: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dump = recorder.dump
+
+    def slow(**_options: bool) -> bytes:
+        ticks[0] += reading_ns
+        return dump()
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", slow)
+    record = LightRecorder(tmp_path)
+    _steps(record, recorder, ticks, range(8), calls=collectives)
+    written = len(_read(tmp_path).steps)
+    _steps(record, recorder, ticks, range(8, period - 1))
+    assert len(_read(tmp_path).steps) == written
+    if period < 1000:  # after that steps are kept in rows
+        _steps(record, recorder, ticks, range(max(8, period - 1), max(16, period)))
+        assert len(_read(tmp_path).steps) > written

@@ -8,12 +8,14 @@ second, has seen their end; gloo's have none.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
 import pickle
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
@@ -83,6 +85,11 @@ class FlightRecorder:
         self._described: dict[str, str] = {}
         self._backends: dict[str, str] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
+        self._known: list[Collective] = []
+        self._next = 0
+        self._called_ns = 0
+        self._dropped: list[tuple[int, int]] = []
+        """Spans of time in which collectives were called that it no longer held when it was read."""
 
     def watch_meshes(self) -> None:
         """Note each device mesh that is made: it names groups by their dimension."""
@@ -99,10 +106,46 @@ class FlightRecorder:
 
             DeviceMesh.__init__ = noted
 
-    def read(self) -> list[Collective]:
-        """Return all that it holds, in the order of the calls; empty if this torch has none."""
-        found = [list(self._entries(dump)) for dump in _dumps()]
-        return max(found, key=len, default=[])
+    def look(self) -> None:
+        """Read what is new, and what was not settled when it was read before."""
+        unsettled = next((at for at, one in enumerate(self._known) if not one.is_settled), len(self._known))
+        first = self._known[unsettled].number if unsettled < len(self._known) else self._next
+        with _no_garbage_collection():
+            self._read(first)
+
+    def _read(self, first: int) -> None:
+        dump = max(_dumps(), key=lambda one: len(one.get("entries", ())), default={})
+        held = dump.get("entries", ())
+        if held and held[0]["record_id"] > self._next:
+            self._dropped.append((self._called_ns, held[0]["time_created_ns"]))
+        found = list(self._entries(dump, first))
+        if held:
+            self._next, self._called_ns = held[-1]["record_id"] + 1, held[-1]["time_created_ns"]
+        changed = {one.number for one in found}
+        self._known = [one for one in self._known if one.number not in changed] + found
+        self._known.sort(key=_called)
+
+    def between(self, start_ns: int, end_ns: int) -> list[Collective]:
+        """Return those called in a span of time since the epoch; none where some of them were dropped."""
+        if any(first < end_ns and start_ns < last for first, last in self._dropped):
+            return []
+        return self._known[
+            bisect_left(self._known, start_ns, key=_called) : bisect_left(self._known, end_ns, key=_called)
+        ]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more will be known of any collective."""
+        return all(one.is_settled for one in self._known)
+
+    def forget_before(self, time_ns: int) -> None:
+        """Drop what was called before a time since the epoch."""
+        self._known = self._known[bisect_left(self._known, time_ns, key=_called) :]
+        self._dropped = [(first, last) for first, last in self._dropped if last >= time_ns]
+
+    def all(self) -> list[Collective]:
+        """Return all that is known, in the order of the calls."""
+        return list(self._known)
 
     def group(self, name: str, number: int) -> Group:
         """Return a group that collectives named, with its ranks and its dimension in a device mesh."""
@@ -119,13 +162,14 @@ class FlightRecorder:
         for group, name in list(getattr(world, "pg_names", {}).items()):
             self._ranks[name] = tuple(sorted(world.pg_group_ranks.get(group, ()))) if world is not None else ()
 
-    def _entries(self, dump: Mapping[str, Any]) -> Iterator[Collective]:
+    def _entries(self, dump: Mapping[str, Any], first: int) -> Iterator[Collective]:
+        """Yield the collectives with this number or a higher one."""
         for name, group in dump.get("pg_config", {}).items():
             if name not in self._ranks and isinstance(group.get("ranks"), str):
                 self._ranks[name] = tuple(json.loads(group["ranks"]))
         for entry in dump.get("entries", ()):
-            kind = plain_kind(entry["profiling_name"])
-            if kind is None:  # the frame around a batch, whose parts have entries of their own
+            kind = plain_kind(entry["profiling_name"]) if entry["record_id"] >= first else None
+            if kind is None:  # known, or the frame around a batch whose parts have entries of their own
                 continue
             name, *said = entry["process_group"]
             self._described.setdefault(name, said[0] if said else "")
@@ -154,6 +198,22 @@ class FlightRecorder:
                 with suppress(Exception):  # a mesh without groups, or of another world
                     found.setdefault(mesh.get_group(dimension).group_name, dimension)
         return found
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Do not look for garbage within the block: some 20,000 objects come and go, and none is in a cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _called(one: Collective) -> int:
+    return one.called_ns
 
 
 def _dumps() -> Iterator[Mapping[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,10 @@ _PATIENCE_S, _POLL_S = 0.5, 0.02
 
 @dataclass
 class _Step:
-    """A step that was kept: the host's times, and events that the GPU may not have passed yet."""
+    """A step that was kept: times in numbers, and events until the GPU has passed them.
+
+    Few objects are kept for long: many would have Python look for garbage among all that the program holds.
+    """
 
     name: str
     start_ns: int
@@ -57,13 +61,13 @@ class _Step:
     end_ns: int = 0
     last: Any = None
     spans: list[Span] = field(default_factory=list)
+    phases: tuple[tuple[str, int, int], ...] = ()
+    gpu_phases: tuple[tuple[str, int, int], ...] = ()
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     sm_mhz: int | None = None
     throttle: tuple[str, ...] = ()
     is_delayed: bool = False
-    lacks_collectives: bool = False
-    """The flight recorder has dropped some of them."""
 
     def has_passed(self) -> bool:
         """Return whether the GPU has done all of the step."""
@@ -86,13 +90,12 @@ class LightRecorder:
         self._number = -1
         self._step: _Step | None = None
         self._steps: list[_Step] = []
+        self._on_gpu: deque[_Step] = deque()
+        """Steps whose events the GPU had not passed when they were looked at."""
         self._period = _FIRST_PERIOD
         self._flight = FlightRecorder()
         self._gpu_clock = GpuClock()
         self._groups: dict[str, int] = {}
-        self._collectives: dict[int, Collective] = {}
-        self._last_read = -1
-        self._last_read_ns = 0
         self._zero_ns = 0
         self._epoch_ns = 0
         self._gpu_zero: tuple[Any, int] | None = None
@@ -124,6 +127,7 @@ class LightRecorder:
         """Do nothing more."""
         self._is_over = True
         self._step, self._steps, self._gpu_zero = None, [], None
+        self._on_gpu.clear()
 
     def _harmless(self, call: Callable[..., None], *args: Any) -> None:
         if self._is_over:
@@ -137,6 +141,7 @@ class LightRecorder:
     def _begin_step(self, number: int) -> None:
         if number <= self._number:  # something else counts as a step from now on
             self._steps = []
+            self._on_gpu.clear()
             if self._path is not None:
                 self._open()
         self._number = number
@@ -160,16 +165,29 @@ class LightRecorder:
         if self._steps and self._is_due():
             began_ns = perf_counter_ns()
             last = self._steps[-1]
-            self._write(is_last=False)
-            self._choose_period(perf_counter_ns() - began_ns, last)
+            in_step = self._write(is_last=False, of=last)
+            self._choose_period(perf_counter_ns() - began_ns, max(1, last.end_ns - last.start_ns), max(1, in_step))
 
     def _keep(self, step: _Step, spans: list[Span]) -> None:
-        step.end_ns, step.spans = perf_counter_ns(), spans
+        step.end_ns = perf_counter_ns()
+        step.phases = tuple(
+            (span.phase, span.first.host_ns - step.start_ns, span.last.host_ns - step.start_ns) for span in spans
+        )
         if torch.cuda.is_initialized():
+            step.spans = [span for span in spans if span.is_on_gpu]
             step.last = mark_on_gpu()
             step.peak_bytes, step.reserved_bytes = _read_allocator()
             step.sm_mhz, step.throttle = self._gpu_clock.look()
+            self._on_gpu.append(step)
+            self._read_passed()
         self._steps.append(step)
+
+    def _read_passed(self) -> None:
+        """Turn the events of steps that the GPU has done into times."""
+        while self._on_gpu and self._on_gpu[0].has_passed():
+            step = self._on_gpu.popleft()
+            step.gpu_phases = self._gpu_phases(step)
+            step.first, step.last, step.spans = None, None, []
 
     def _is_due(self) -> bool:
         """Return whether the file is written after the step that has ended."""
@@ -193,23 +211,25 @@ class LightRecorder:
         )
         self._path.write_text(header_line(record), encoding="utf-8")
 
-    def _choose_period(self, took_ns: int, last: _Step) -> None:
+    def _choose_period(self, took_ns: int, step_ns: int, in_step: int) -> None:
         """Write so often that no collective is lost, and so seldom that it costs little."""
-        step_ns = max(1, last.end_ns - last.start_ns)
-        in_step = sum(1 for one in self._collectives.values() if self._is_in(one, last))
-        period = _FIRST_PERIOD
-        while period < _LONGEST_PERIOD and (took_ns * _SHARE > period * step_ns or period * 4 * max(1, in_step) < RING):
-            period *= 2
-        self._period = period
+        self._period = _FIRST_PERIOD
+        while self._period < _LONGEST_PERIOD:
+            is_seldom = self._period * step_ns >= _AT_LEAST_EVERY_NS or self._period * 4 * in_step >= RING
+            if is_seldom and took_ns * _SHARE <= self._period * step_ns:
+                break
+            self._period *= 2
 
     def _settle(self) -> None:
         """Write what is left, once torch knows how long the last collectives took."""
         if self._path is None:
             return
         patience = _PATIENCE_S if torch.cuda.is_initialized() else 0.0
-        while patience > 0 and not all(one.is_settled for one in self._flight.read()):
+        self._flight.look()
+        while patience > 0 and not self._flight.is_settled:
             sleep(_POLL_S)
             patience -= _POLL_S
+            self._flight.look()
         self._write(is_last=True)
 
     def _settle_before_groups_end(self) -> None:
@@ -226,37 +246,34 @@ class LightRecorder:
 
         distributed.destroy_process_group = destroyed
 
-    def _write(self, *, is_last: bool) -> None:
-        """Append the steps of which all is known, or will not be known better."""
-        found = self._flight.read()
-        if found and found[0].number > self._last_read + 1:
-            # Between what was read before and the oldest that is left the flight recorder dropped some.
-            for step in self._steps:
-                is_read = self._last_read_ns > self._on_our_clock(step.end_ns)
-                step.lacks_collectives |= not is_read and self._on_our_clock(step.start_ns) < found[0].called_ns
-        self._collectives.update((one.number, one) for one in found)
-        if found:
-            self._last_read, self._last_read_ns = found[-1].number, found[-1].called_ns
-        lines = []
-        while self._steps:
-            step = self._steps[0]
-            mine = [one for one in self._collectives.values() if self._is_in(one, step)]
-            if not is_last and not (step.has_passed() and (step.is_delayed or all(one.is_settled for one in mine))):
-                step.is_delayed = True
+    def _write(self, *, is_last: bool, of: _Step | None = None) -> int:
+        """Append the steps of which all is known, or will not be known better; return the collectives of one step."""
+        self._flight.look()
+        self._read_passed()
+        count = 0 if of is None else len(self._collectives_of(of))
+        lines: list[str] = []
+        done = 0
+        for step in self._steps:
+            mine = self._collectives_of(step)
+            if not is_last and not (step.last is None and (step.is_delayed or all(one.is_settled for one in mine))):
                 break
-            lines += self._describe(self._steps.pop(0), [] if step.lacks_collectives else mine)
-        oldest_ns = self._on_our_clock(self._steps[0].start_ns if self._steps else perf_counter_ns())
-        self._collectives = {at: one for at, one in self._collectives.items() if one.called_ns >= oldest_ns}
+            lines += self._describe(step, mine)
+            done += 1
+        self._steps = self._steps[done:]
+        for step in self._steps:
+            step.is_delayed = True
+        self._flight.forget_before(self._on_our_clock(self._steps[0].start_ns if self._steps else perf_counter_ns()))
         if lines and self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
+        return count
+
+    def _collectives_of(self, step: _Step) -> list[Collective]:
+        return self._flight.between(self._on_our_clock(step.start_ns), self._on_our_clock(step.end_ns))
 
     def _on_our_clock(self, host_ns: int) -> int:
         """Return the time since the epoch that is ``host_ns`` on the clock of this file."""
         return host_ns - self._zero_ns + self._epoch_ns
-
-    def _is_in(self, one: Collective, step: _Step) -> bool:
-        return self._on_our_clock(step.start_ns) <= one.called_ns < self._on_our_clock(step.end_ns)
 
     def _describe(self, step: _Step, collectives: list[Collective]) -> list[str]:
         """Return the step's line, behind those of groups that it is the first to use."""
@@ -265,16 +282,13 @@ class LightRecorder:
             if one.group not in self._groups:
                 self._groups[one.group] = len(self._groups)
                 lines.append(group_line(self._flight.group(one.group, self._groups[one.group])))
-        phases = [
-            (span.phase, span.first.host_ns - step.start_ns, span.last.host_ns - step.start_ns) for span in step.spans
-        ]
         record = StepRecord(
             step.name,
             step.start_ns - self._zero_ns,
             step.end_ns - self._zero_ns,
-            phases=tuple(phases),
-            gpu_phases=self._on_gpu(step),
-            data_ns=sum(end - start for phase, start, end in phases if phase == DATA),
+            phases=step.phases,
+            gpu_phases=step.gpu_phases,
+            data_ns=sum(end - start for phase, start, end in step.phases if phase == DATA),
             peak_bytes=step.peak_bytes,
             reserved_bytes=step.reserved_bytes,
             sm_mhz=step.sm_mhz,
@@ -283,10 +297,9 @@ class LightRecorder:
         )
         return [*lines, step_line(record)]
 
-    def _on_gpu(self, step: _Step) -> tuple[tuple[str, int, int], ...]:
+    def _gpu_phases(self, step: _Step) -> tuple[tuple[str, int, int], ...]:
         """Return when the GPU was in each phase, from the step's start on the host."""
-        spans = [span for span in step.spans if span.is_on_gpu]
-        if self._gpu_zero is None or step.first is None or not spans:
+        if self._gpu_zero is None or step.first is None or not step.spans:
             return ()
         event, host_ns = self._gpu_zero
         host_ns += _between(event, step.first)
@@ -299,7 +312,7 @@ class LightRecorder:
                 lag_ns + _between(step.first, span.first.event),
                 lag_ns + _between(step.first, span.last.event),
             )
-            for span in spans
+            for span in step.spans
         )
 
     def _columns(self, found: list[Collective], start_ns: int) -> Collectives:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -17,16 +16,14 @@ Part = Literal["attached", "profiled"]
 """Steps of a recorded process before its recording, and the steps that were asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """One moment: the host's time, and an event if the GPU's own clock says when; None within a stream's capture."""
 
     host_ns: int
     event: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A phase from one moment to another."""
 
     phase: str
