@@ -6,6 +6,7 @@ small and a part often repeated, because a C++ compiler takes seconds for each f
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -130,6 +131,7 @@ def _step(model: nn.Module, called: Callable[[Tensor], Tensor], update: Callable
 
 
 def _run(case: str, record: Callable[[], Any]) -> dict[str, Any]:
+    gc.collect()  # models of the same class have names that tell them apart
     torch.manual_seed(0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

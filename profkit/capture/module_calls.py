@@ -83,7 +83,20 @@ def observe_module_calls(observer: CallObserver) -> None:
 
     code: CodeType = call.__code__  # type: ignore[attr-defined]
     nn.Module.__call__ = call
-    torch.compile = _compile_around(code, torch.compile)
+    pass_over(call)
+    torch.compile = _compile_around(torch.compile)
+
+
+def pass_over(wrapper: Callable[..., Any]) -> None:
+    """Have Dynamo pass over frames of a wrapper to those within, as over torch's own, once something is compiled.
+
+    All modules' calls share the code of their wrapper, all optimizers' steps that of theirs: compiled, it would soon
+    have been compiled more often than Dynamo allows.
+    """
+    _passed_over.add(wrapper.__code__)
+
+
+_passed_over: set[CodeType] = set()
 
 
 def _hide_frames(code: CodeType, error: BaseException) -> None:
@@ -99,18 +112,16 @@ def _no_callback() -> None:
     return None
 
 
-def _compile_around(code: CodeType, compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.compile`` so that Dynamo passes over frames of ``code`` to those within, as over torch's own.
-
-    All modules' calls share this code: compiled, it would soon have been compiled more often than Dynamo allows.
-    """
+def _compile_around(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.compile`` so that Dynamo passes over what `pass_over` was given."""
 
     @functools.wraps(compile_)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         result = compile_(*args, **kwargs)
         skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
         if skip is not None:
-            skip(code)
+            for code in _passed_over:
+                skip(code)
         return result
 
     return compiled

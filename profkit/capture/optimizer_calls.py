@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer
 
+from profkit.capture.module_calls import pass_over
+
 
 class OptimizerListener(Protocol):
     """Sees an optimizer's steps, on the thread that makes them."""
@@ -48,6 +50,8 @@ def watch_optimizers(listener: OptimizerListener) -> None:
         return _around(around_step(_within(step, listener)), listener)
 
     Optimizer.profile_hook_step = staticmethod(watched)
+    for around in (_around, _within):
+        pass_over(around(around_step, listener))
 
 
 def _around(step: Callable[..., Any], listener: OptimizerListener) -> Callable[..., Any]:

@@ -35,8 +35,12 @@ def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks) -> dict[int,
     if call is None and opened.has_range(OPTIMIZER):
         around = (OPTIMIZER,)
     running = _running_module(graph.traced, call)
-    if running is not None and call is None:
+    if running is not None and call is None and graph.traced is not None:
         hooks.name_model(running)
+        part = hooks.names.part(running)
+        is_called_within = any(one.path == "" for one in graph.traced.modules.values())
+        if part is not None and part.range is not None and not is_called_within:
+            around = (part.range,)  # nobody saw its call: backward work of what ran before anything was recorded
     called = _called_modules(call)
 
     def find(source: str) -> Iterator[str]:

@@ -1,0 +1,134 @@
+"""Compiled programs with and without profkit: the same code, caches, losses, graphs; every launch has its module.
+
+Real ones, by Inductor's C++ kernels. The cache of the second program has the first one's kernels, which take seconds to
+compile, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from profkit.run.compiled_code import CompiledGraph, LaunchPlace, read_compiled_code, read_launch_range
+
+ROOT = Path(__file__).parent.parent
+COMPILED = ("whole", "twin", "in place", "blocks", "function", "breaks", "checkpointed", "dynamic")
+
+
+class Programs(NamedTuple):
+    plain: dict[str, Any]
+    hooked: dict[str, Any]
+    warm: dict[str, Any]
+    graphs: tuple[CompiledGraph, ...]
+    caches: tuple[Path, Path]
+
+
+def _run(cache: Path, *arguments: str | Path) -> dict[str, Any]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tests" / "generated_workloads.py"), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    folder = tmp_path_factory.mktemp("generated")
+    first, second = folder / "plain", folder / "hooked"
+    plain = _run(first)
+    shutil.copytree(first, second, ignore=shutil.ignore_patterns("*.py", "fxgraph", "aotautograd"))
+    hooked = _run(second, "hooked", folder / "compiled.jsonl")
+    warm = _run(second, "whole", "twin", "hooked", folder / "warm.jsonl")
+    return Programs(plain, hooked, warm, read_compiled_code(folder / "compiled.jsonl"), (first, second))
+
+
+def _places(case: dict[str, Any]) -> list[LaunchPlace]:
+    found = (read_launch_range(stack[-1]) for stack in case["ranges"])
+    return [place for place in found if place is not None]
+
+
+@pytest.mark.parametrize("case", ["eager", *COMPILED])
+def test_a_watched_program_computes_and_compiles_the_same(programs: Programs, case: str) -> None:
+    for what in ("losses", "dynamo"):
+        assert programs.hooked[case][what] == programs.plain[case][what]
+
+
+def test_generated_files_and_cache_keys_are_the_same(programs: Programs) -> None:
+    def content(cache: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("c*.py")}
+
+    def keys(cache: Path) -> set[str]:
+        return {str(path.relative_to(cache).parent) for path in (cache / "fxgraph").rglob("*") if path.is_file()}
+
+    plain, hooked = map(content, programs.caches)
+    assert len(plain) > len(COMPILED)
+    assert hooked == plain
+    assert keys(programs.caches[0]) == keys(programs.caches[1]) != set()
+
+
+def _modules(case: dict[str, Any]) -> set[tuple[str, ...]]:
+    """Return the paths of modules of an eager program, whatever phase they are in."""
+    stacks = (stack[stack.index("model") :] for stack in case["ranges"] if "model" in stack)
+    return {tuple(stack) for stack in stacks}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_launches_stand_where_the_eager_program_would_make_them(programs: Programs, case: str) -> None:
+    eager = _modules(programs.hooked["eager"])
+    as_twin = {"layers": "h", "out": "head"}
+    found = set()
+    for place in _places(programs.hooked[case]):
+        path = tuple(name if name == "model" else _renamed(name, as_twin) for name in place.path)
+        if path in ((), ("optimizer",)):
+            continue
+        assert path in eager, place
+        assert all(
+            (*path, _renamed(name, as_twin)) in eager or _renamed(name, as_twin) in path for name in place.shared
+        )
+        found.add(path)
+    leaves = {path for path in eager if len(path) == 3}
+    assert leaves <= found, "each linear layer launches something"
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    first, dot, rest = name.partition(".")
+    return names.get(first, first) + dot + rest
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_hardly_a_launch_has_no_module(programs: Programs, case: str) -> None:
+    places = _places(programs.hooked[case])
+    without = [place for place in places if not place.path]
+    # The gradient of what the function itself does after the model.
+    assert len(without) <= (1 if case == "function" else 0)
+    assert len(places) >= 17
+
+
+def test_a_compiled_optimizer_is_its_launches_module(programs: Programs) -> None:
+    assert [place.path for place in _places(programs.hooked["whole"])].count(("optimizer",)) == 1
+
+
+def test_a_warm_cache_tells_the_same(programs: Programs) -> None:
+    for case in ("whole", "twin"):
+        assert _places(programs.warm[case]) == _places(programs.hooked[case])
+        assert programs.warm[case]["losses"] == programs.plain[case]["losses"]
+
+
+def test_what_is_written_of_a_launch_is_its_module_line_and_operators(programs: Programs) -> None:
+    for graph in programs.graphs:
+        assert graph.launches
+        if graph.name.startswith("Model.forward"):
+            externs = [launch for launch in graph.launches if launch.is_extern]
+            assert all(len(launch.modules) == 1 for launch in externs)
+            assert all("generated_workloads.py:" in line for launch in graph.launches for line in launch.lines)
+            assert all(launch.lines and launch.operators for launch in graph.launches)
+    products = {launch.operators for graph in programs.graphs for launch in graph.launches if launch.is_extern}
+    assert {("aten.mm",), ("aten.addmm",)} <= products
