@@ -123,8 +123,9 @@ def test_a_rank_that_the_others_wait_for_is_named_even_if_another_computes_longe
         builder.kernel(10, own * 1000, name=GEMM, pid=pid, tid=pid, device=pid)
         builder.kernel(20, waited * 1000, name=NCCL, pid=pid, tid=pid, device=pid)
     text = " ".join(profkit("kernels", builder.write(tmp_path / "t.sqlite")).stdout.split())
-    assert "the slowest is rank 0: 30.00 µs computing, 20.0% more than rank 1" in text
-    assert "but the others wait for rank 1, which spends the least time in communication: 2.000 µs" in text
+    assert "the slowest is" not in text
+    assert "the others wait for rank 1, which spends the least time in communication: 2.000 µs" in text
+    assert "`profkit ranks` says why" in text
 
 
 def test_with_many_ranks_the_table_shows_the_least_the_median_and_the_most(profkit: Run, tmp_path: Path) -> None:

@@ -46,20 +46,22 @@ def rank_head(result: KernelsResult, steps: int | None) -> list[str]:
     if slowest is None:
         return lines
     each = ns_over(steps).show
-    least = min(result.ranks, key=lambda row: row.own_ns)
-    more = f"{format_share(slowest.own_ns / least.own_ns - 1)} more" if least.own_ns else "more"
-    lines.append(
-        f"the slowest is rank {slowest.rank}: {each(slowest.own_ns)} computing, {more} than rank {least.rank}"
-        " (time in communication includes waiting for other ranks)"
-    )
     awaited = min(result.ranks, key=lambda row: row.communication_ns)
     # A collective that waits slows the kernels that run next to it: a rank that lags less than it waits is no
     # straggler.
     if slowest.own_ns - awaited.own_ns < slowest.communication_ns - awaited.communication_ns:
         shortest = each(awaited.communication_ns)
         lines.append(
-            f"but the others wait for rank {awaited.rank}, which spends the least time in communication: {shortest}"
+            f"the others wait for rank {awaited.rank}, which spends the least time in communication: {shortest}"
+            " (`profkit ranks` says why)"
         )
+        return lines
+    least = min(result.ranks, key=lambda row: row.own_ns)
+    more = f"{format_share(slowest.own_ns / least.own_ns - 1)} more" if least.own_ns else "more"
+    lines.append(
+        f"the slowest is rank {slowest.rank}: {each(slowest.own_ns)} computing, {more} than rank {least.rank}"
+        " (time in communication includes waiting for other ranks)"
+    )
     return lines
 
 
