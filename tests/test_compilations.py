@@ -78,9 +78,13 @@ def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
         watched.step_begins(step, is_recorded=is_recording)
         _train(model, size)
     watched.look()
+    watched.recording_ends()
+    is_recording = False
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     watched.look()
 
-    compiled = read_compilations(path)
+    *compiled, after = read_compilations(path)
+    assert (after.is_recorded, after.is_again) == (False, False)
     first = [one for one in compiled if one.step == 0]
     again = [one for one in compiled if one.step == 2]
     assert len(first) + len(again) == len(compiled)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from profkit.findings import Finding
-from profkit.run.compiled_code import Compilation, GraphBreak, read_compilations, read_graph_breaks
+from profkit.run.compiled_code import Compilation, GraphBreak
 from profkit.run.directory import Run
 
 IN_RECORDED_STEPS = ("recompiled", "compiled")
@@ -72,9 +72,9 @@ def read_run_compilations(run: Run | None) -> Compilations | None:
         return None
     recording = {process.pid for process in run.manifest.processes}
     found: list[Compilations] = []
-    for file in run.compiled_files:
-        compiled = [one for one in read_compilations(file) if one.pid in recording]
-        breaks = [one for one in read_graph_breaks(file) if one.pid in recording]
+    for of_rank in run.compilations:
+        compiled = [one for one in of_rank[0] if one.pid in recording]
+        breaks = [one for one in of_rank[1] if one.pid in recording]
         if compiled or breaks:
             found.append(sum_compilations(compiled, breaks))
     return max(found, key=lambda one: one.recorded_ns, default=None)

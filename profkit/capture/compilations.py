@@ -31,6 +31,7 @@ _EXPLANATION = "  Explanation: "
 _HINT = "  Hint: "
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 """The rest of a function after a graph break."""
+_OURS = "_profkit_opens_a_range"
 _NS_PER_US = 1000
 _NS_PER_S = 10**9
 
@@ -61,6 +62,11 @@ class Compilations:
         self._step = (number, is_recorded)
         self._watch()
 
+    def recording_ends(self) -> None:
+        """Note what was compiled in the last recorded step; what follows is in no step of the trace."""
+        self.look()
+        self._step = (self._step[0], False)
+
     def look(self) -> None:
         """Write down what is new in Dynamo's records."""
         if self._has_failed or _DYNAMO not in sys.modules:
@@ -85,7 +91,7 @@ class Compilations:
     def _watch_autotuning(self) -> None:
         kind = getattr(sys.modules.get(_HEURISTICS), "CachingAutotuner", None)
         method = getattr(kind, "autotune_to_one_config", None)
-        if method is None or hasattr(method, "__wrapped__"):
+        if method is None or hasattr(method, _OURS):
             return
 
         @functools.wraps(method)
@@ -96,6 +102,7 @@ class Compilations:
             finally:
                 self._close_range()
 
+        setattr(choosing, _OURS, True)
         kind.autotune_to_one_config = choosing  # type: ignore[union-attr]
 
     def _begins(self, *given: Any) -> None:
@@ -222,7 +229,8 @@ def _describe_running(frame: FrameType | None) -> str:
         if frame.f_globals.get("__name__") == f"{_DYNAMO}.convert_frame" and "code" in frame.f_locals:
             code = frame.f_locals["code"]
             resumed = _RESUMED.fullmatch(code.co_name)
-            return f"{COMPILING} {resumed[1] if resumed else getattr(code, 'co_qualname', code.co_name)}"
+            name = resumed[1] if resumed else getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no other
+            return f"{COMPILING} {name.rpartition('<locals>.')[2]}"
         frame = frame.f_back
     return f"{COMPILING} backward"
 

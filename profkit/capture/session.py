@@ -381,7 +381,7 @@ class Session:
     def _finish(self, state: str) -> None:
         self._is_over = True
         if self._compilations is not None:
-            self._compilations.look()
+            self._compilations.recording_ends()
         if self._scripts_profiler is not None:
             self._scripts_profiler.before_start = None
         self._samples.end()

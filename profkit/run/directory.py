@@ -22,7 +22,7 @@ from profkit.run.records import read_text
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
     from profkit.run.ceilings import Ceilings
-    from profkit.run.compiled_code import CapturedGraph, CompiledGraph
+    from profkit.run.compiled_code import CapturedGraph, Compilation, CompiledGraph, GraphBreak
     from profkit.run.manifest import Manifest
     from profkit.run.work import RunWork
 
@@ -105,6 +105,17 @@ class Run:
         from profkit.run.ceilings import read_ceilings
 
         return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
+
+    @cached_property
+    def compilations(self) -> tuple[tuple[tuple[Compilation, ...], tuple[GraphBreak, ...]], ...]:
+        """What torch.compile did while the run was recorded, and where graphs broke: a pair for each rank's file.
+
+        Raises:
+            RunError: a file cannot be read.
+        """
+        from profkit.run.compiled_code import read_compilations, read_graph_breaks
+
+        return tuple((read_compilations(file), read_graph_breaks(file)) for file in self.compiled_files)
 
     @cached_property
     def captured_graphs(self) -> tuple[CapturedGraph, ...]:
