@@ -125,3 +125,11 @@ def test_a_long_list_is_written_with_a_line_for_each_item() -> None:
     assert json.loads(text) == data
     assert text.count("\n") == 3000 + 9
     assert text.splitlines()[5:8] == ["  ],", '  "many": [', '    {"name": "a\\nb", "share": 0.5},']
+
+
+def test_a_shared_line_that_is_too_long_keeps_the_last_part_of_each_module() -> None:
+    name = "  shared: transformer.h.* + transformer.h.*.ln_* + transformer.h.*.mlp.c_fc"
+    assert shorten(name, 100) == name
+    assert shorten(name, 40) == "  shared: h.* + ln_* + c_fc"
+    assert shorten(name, 20) == "  shared:…n_* + c_fc"
+    assert shorten("shared: " + "x" * 80, 20) == "shared: x…xxxxxxxxxx"

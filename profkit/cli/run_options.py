@@ -156,7 +156,7 @@ def model_options(command: Command) -> Command:
             type=click.Choice(get_args(CompileMode)),
             default="none",
             show_default=True,
-            help="torch.compile's mode. Compiled layers, attention and ffn keep their ranges, its parts not.",
+            help="torch.compile's mode. Compiled layers, attention and ffn keep their ranges.",
         ),
         click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the tokens."),
         _choice("--device", Device, "auto", "auto: CUDA if there is a GPU, otherwise the CPU."),

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from profkit.names import SHARED, is_shared, sharing_modules
+
 WIDTH = 80
 _LEAST_WIDTH = 40
 
@@ -93,11 +95,28 @@ def make_visible(text: str) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return text of at most ``width`` characters, its middle replaced by an ellipsis; both ends say the most."""
+    """Return text of at most ``width`` characters, its middle replaced by an ellipsis; both ends say the most.
+
+    Of the modules that share a line the last parts of their names stay: ``shared: h.* + ln_* + c_fc``.
+    """
+    text = _with_last_parts(text, width)
     if len(text) <= width:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def _with_last_parts(text: str, width: int) -> str:
+    if len(text) <= width or not is_shared(text.lstrip()):
+        return text
+    indent = text[: len(text) - len(text.lstrip())]
+    return f"{indent}{SHARED}{' + '.join(map(_last_part, sharing_modules(text.lstrip())))}"
+
+
+def _last_part(module: str) -> str:
+    """Return the end of a module's dotted name, with what stands before a number."""
+    above, _, last = module.rpartition(".")
+    return f"{above.rpartition('.')[2]}.{last}" if above and (last == "*" or last.isdecimal()) else last
 
 
 def shorten_apart(texts: Sequence[str], width: int) -> list[str]:
@@ -105,6 +124,7 @@ def shorten_apart(texts: Sequence[str], width: int) -> list[str]:
 
     A forward and a backward kernel may differ in one letter in the middle of a long name.
     """
+    texts = [_with_last_parts(text, width) for text in texts]
     groups: dict[str, set[str]] = {}
     for text in texts:
         groups.setdefault(shorten(text, width), set()).add(text)
