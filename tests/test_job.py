@@ -224,3 +224,10 @@ def test_a_scrubbed_run_of_a_job_names_no_host(two_machines: Path, tmp_path: Pat
     assert "localhost" not in (tmp_path / "copy" / "manifest.json").read_text()
     (light,) = (two_machines / "node0").glob("light*")
     assert (tmp_path / "copy" / light.name).read_text() == light.read_text()
+
+
+def test_the_ranks_of_all_machines_are_compared(two_machines: Path) -> None:
+    done = run_command("ranks", two_machines, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert sorted(rank["node"] for rank in found["ranks"]) == [0, 1]
