@@ -87,3 +87,13 @@ def test_a_child_called_like_the_model_is_told_from_it() -> None:
 def test_a_tensor_without_bytes_is_not_written_down(ledger: OwnerLedger, tmp_path: Path) -> None:
     ledger.note_inputs([("empty", torch.zeros(0)), ("full", torch.zeros(1))])
     assert [one.name for one in _owned(ledger, tmp_path)] == ["full"]
+
+
+def test_a_wrapped_model_has_its_wrappers_name_and_only_the_wrapper_a_range() -> None:
+    names, model = ModuleNames(9), nn.Sequential(nn.Linear(1, 1))
+    names.name_root(model)  # called by itself, before it was wrapped
+    wrapper = torch.compile(model, backend="eager")
+    of_wrapper = names.name_root(wrapper)
+    assert names.part(model) is names.part(wrapper) is of_wrapper
+    assert id(model) not in names.parts
+    assert names.parts[id(model[0])].range == "0"

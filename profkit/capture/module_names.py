@@ -66,6 +66,7 @@ class ModuleNames:
         """What got no range because there would be too many, of the model with the most."""
         self.parts: dict[int, Part] = {}
         """What is known of each module; by its id, which is much faster to look up than a weak reference to it."""
+        self._of_wrapped: WeakKeyDictionary[nn.Module, Part] = WeakKeyDictionary()
 
     def name_root(self, root: nn.Module, name: str = ROOT) -> Part:
         """Register ``root``, which has no name yet, as an outermost module named ``name``."""
@@ -79,19 +80,23 @@ class ModuleNames:
             has_range = path in paths and path in named
             named.discard(path)  # of a part that was compiled by itself, the wrapper has the range
             self._register(module, path, prefix + path, path if has_range else None)
-        return self._register(root, name, prefix or name, None if self._depth is None else name)
+        part = self._register(root, name, prefix or name, None if self._depth is None else name)
+        if model is not root:
+            self.parts.pop(id(model), None)
+            self._of_wrapped[model] = part
+        return part
 
     def name_replicas(self, model: nn.Module, replicas: Iterable[nn.Module]) -> None:
         """Name the modules of copies of ``model`` as its own."""
         for replica in replicas:
             for module, copy in zip(model.modules(), replica.modules(), strict=True):
-                known = self.part(module)
+                known = self.parts.get(id(module))
                 if known is not None:
                     self._register(copy, known.name, known.owner, known.range)
 
     def part(self, module: nn.Module) -> Part | None:
-        """Return what is known of the module, or None if it is in no known model."""
-        return self.parts.get(id(module))
+        """Return what is known of the module, or of the wrapper that stands for it; None if no known model has it."""
+        return self.parts.get(id(module)) or self._of_wrapped.get(module)
 
     def _paths_with_range(self, model: nn.Module) -> frozenset[str]:
         if self._depth == BY_TREE:
