@@ -49,13 +49,14 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.emb, self.h = nn.Embedding(64, 32), nn.ModuleList(Block() for _ in range(2))
-        self.ln_f, self.head = nn.LayerNorm(32), nn.Linear(32, 64)
+        self.ln_f = nn.LayerNorm(32)
+        self.add_module("the head", nn.Linear(32, 64))
 
     def forward(self, x):
         y = self.emb(x)
         for block in self.h:
             y = block(y)
-        return F.cross_entropy(self.head(self.ln_f(y)).flatten(0, 1), x.flatten())
+        return F.cross_entropy(getattr(self, "the head")(self.ln_f(y)).flatten(0, 1), x.flatten())
 
 
 torch.manual_seed(0)

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypeVar
+from urllib.parse import unquote
 
 from profkit.errors import RunError
 from profkit.names import SHARED
@@ -37,6 +38,7 @@ from profkit.run.records import WrongRecord, decode, read_text
 
 PREFIX = "compiled "
 SEPARATOR = " / "
+_SEPARATING = re.compile(r"[%/+]|(?<=^shared):")
 GRAPH_PREFIX = "CUDA graph "
 _GRAPH_ID = re.compile(r"[0-9a-f]{10}")
 COMPILED_KERNEL = "compiled kernel"
@@ -234,9 +236,12 @@ def read_graph_range(name: str) -> str | None:
 
 
 def launch_range(place: LaunchPlace) -> str:
-    """Return the name of the range around a launch: ``compiled 3f9a1c22e0:123 model / h.0 / shared: h.0.a + h.0.b``."""
-    last = (SHARED + " + ".join(place.shared),) if place.shared else ()
-    return f"{PREFIX}{place.graph}:{place.line} {SEPARATOR.join((*place.path, *last))}".rstrip()
+    """Return the name of the range around a launch: ``compiled 3f9a1c22e0:123 model / h.0 / shared: h.0.a + h.0.b``.
+
+    What separates names is percent-encoded within a name: ``x%2Fy`` is the module ``x/y``.
+    """
+    last = (SHARED + " + ".join(map(_encoded, place.shared)),) if place.shared else ()
+    return f"{PREFIX}{place.graph}:{place.line} {SEPARATOR.join((*map(_encoded, place.path), *last))}".rstrip()
 
 
 def read_launch_range(name: str) -> LaunchPlace | None:
@@ -247,7 +252,11 @@ def read_launch_range(name: str) -> LaunchPlace | None:
         return None
     path = rest.split(SEPARATOR) if rest else []
     shared = path.pop().removeprefix(SHARED).split(" + ") if path and path[-1].startswith(SHARED) else []
-    return LaunchPlace(graph, int(line), tuple(path), tuple(shared))
+    return LaunchPlace(graph, int(line), tuple(map(unquote, path)), tuple(map(unquote, shared)))
+
+
+def _encoded(name: str) -> str:
+    return _SEPARATING.sub(lambda found: f"%{ord(found[0]):02X}", name)
 
 
 def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph | Compilation | GraphBreak]) -> None:

@@ -19,8 +19,9 @@ from torch import fx, nn
 from profkit.capture.compiled.origins import line_of, modules_of
 from profkit.capture.module_depth import plain_name
 
-_GETATTR = re.compile(r"getattr\(([^()]*), '(\w+)'\)")
-_STEP = re.compile(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]")
+_GETATTR = re.compile(r"getattr\(([^()]*), '([^'.]+)'\)")
+# A module's name may hold anything but a dot.
+_STEP = re.compile(r"\.([^.\[\]]+)|\['([^']+)'\]|\[(\d+)\]")
 _STEPS = re.compile(f"(?:{_STEP.pattern})+")
 _VARIABLE = re.compile(r"L\['(\w+)'\]")
 
