@@ -77,6 +77,12 @@ def test_a_launch_counts_once_by_its_record_under_its_modules() -> None:
     assert counted.content.missing == ()
 
 
+def test_a_module_with_the_name_of_the_one_around_it_has_its_own_place() -> None:
+    with _Counted() as counted, annotate("forward"), annotate("model"):
+        _launch(1, "model", "model", "model.layers.0")
+    assert counted["forward/model/model/model.layers.0"].flops == PRODUCT
+
+
 def test_launches_in_a_row_share_instances_until_another_range_comes_between() -> None:
     with _Counted() as counted, annotate("forward"):
         _launch(1, "h.0", "h.0.a")

@@ -25,7 +25,6 @@ import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors, build_timelines, mark_nested
 from profkit.errors import TraceError
-from profkit.names import SHARED
 from profkit.run.compiled_code import LaunchPlace, read_launch_range
 from profkit.trace.columns import (
     MOST_OPEN_RANGES,
@@ -179,21 +178,9 @@ def _paths_below(
     count = len(names.strings)
     pairs, inverse = np.unique(np.array(for_range)[around_of] * count + ranges.name[lead], return_inverse=True)
     for open_there, name in zip(*(part.tolist() for part in np.divmod(pairs, count)), strict=True):
-        place = places[name]
-        below = [
-            *_without_beginning(place.path, around[open_there]),
-            *([SHARED + " + ".join(place.shared)] if place.shared else []),
-        ]
+        below = places[name].below(around[open_there])
         number.append(known.setdefault(tuple(names.intern(module) for module in below), len(known)))
     return np.array(number, dtype=np.int64)[inverse], list(known)
-
-
-def _without_beginning(path: Sequence[str], around: Sequence[str]) -> Sequence[str]:
-    """Return what of a path is not open around it, each range for one module: two may have one name."""
-    first = 0
-    for module in around:
-        first = next((at + 1 for at in range(first, len(path)) if path[at] == module), first)
-    return path[first:]
 
 
 def _open_at(

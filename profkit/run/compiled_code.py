@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -141,6 +141,16 @@ class LaunchPlace:
     line: int
     path: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+
+    def below(self, around: Iterable[str]) -> list[str]:
+        """Return the ranges that the launch lies in below those that are open around it, outermost first.
+
+        What is open there already is not repeated, each range for one module: two modules may have one name.
+        """
+        first = 0
+        for module in around:
+            first = next((at + 1 for at in range(first, len(self.path)) if self.path[at] == module), first)
+        return [*self.path[first:], *([SHARED + " + ".join(self.shared)] if self.shared else [])]
 
 
 @dataclass(frozen=True)

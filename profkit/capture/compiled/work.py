@@ -9,7 +9,6 @@ the same beginning of their paths share one instance, until another range begins
 from __future__ import annotations
 
 from profkit.capture.work_account import Instance, WorkAccount
-from profkit.names import SHARED
 from profkit.run.compiled_code import LaunchPlace
 
 
@@ -22,9 +21,7 @@ class CompiledInstances:
 
     def enter(self, thread: int, place: LaunchPlace, around: Instance) -> Instance:
         """Return the innermost instance for a launch within the instance ``around``."""
-        is_open = {one.path[-1] for one in around.chain() if one.path}
-        last = max((at for at, module in enumerate(place.path) if module in is_open), default=-1)
-        names = [*place.path[last + 1 :], *([SHARED + " + ".join(place.shared)] if place.shared else [])]
+        names = place.below(around.path)
         before, open_there = self._last.get(thread, (around, []))
         joined: list[tuple[str, Instance]] = []
         for name, (was, instance) in zip(names, open_there if before is around else [], strict=False):
