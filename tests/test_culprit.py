@@ -32,7 +32,8 @@ from tests.rank_builder import (
 )
 
 RECORDED = Path(__file__).parent / "light_records"
-"""Eight steps of each of two ranks on 2 × H200, a sleep injected into rank 1 as the name says."""
+"""Some steps of two ranks on 2 × H200, a sleep injected into rank 1 as the name says; those that are reduced come from
+full traces."""
 
 CAUSE = {
     "data": ("data", "data", ""),
@@ -109,8 +110,24 @@ def test_real_light_records_of_two_gpus_name_what_was_injected(
     assert found.extra_ns == pytest.approx(extra_ms * MS, rel=0.2)
 
 
-def test_real_light_records_without_a_delay_name_nobody() -> None:
-    assert read_ranks(RECORDED / "ddp-none").verdict.culprit is None
+@pytest.mark.parametrize(
+    ("name", "doubt"), [("ddp-none", None), ("reduced-ddp-none", None), ("reduced-ddp-launches", "launches")]
+)
+def test_real_runs_of_two_gpus_without_a_delay_name_nobody(name: str, doubt: str | None) -> None:
+    verdict = read_ranks(RECORDED / name).verdict
+    assert (verdict.culprit, verdict.doubt) == (None, doubt)
+
+
+def test_a_delay_is_named_though_kernels_next_to_waiting_collectives_hide_it() -> None:
+    result = read_ranks(RECORDED / "reduced-ddp-optimizer")
+    found = result.verdict.culprit
+    assert found is not None
+    assert (found.rank, found.cause, found.phase) == (1, "python", "before optimizer")
+    # 30 ms were injected, half of them while the GPU had work left.
+    assert found.extra_ns == pytest.approx(30 * MS, rel=0.03)
+    assert found.idle_ns < 20 * MS
+    # Without a delay the same program took 75 ms a step.
+    assert result.verdict.step_ns - found.gain_ns == pytest.approx(75 * MS, rel=0.05)
 
 
 def test_a_rank_that_is_late_once_by_chance_is_not_named() -> None:

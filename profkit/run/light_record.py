@@ -232,7 +232,7 @@ def read_light_record(path: Path) -> LightRecord:
 
 def _step(entry: dict[str, Any]) -> StepRecord:
     """Return a step; its long lists are checked a column at a time, as there may be thousands of collectives."""
-    spans = {key: tuple(_span(*item) for item in entry.get(key, ())) for key in ("phases", "gpu_phases")}
+    spans = {key: _spans(entry.get(key, ())) for key in ("phases", "gpu_phases")}
     columns = _collectives(entry.get("collectives", {}))
     since = tuple((row, cause, phase, where, time) for row, cause, phase, where, time in entry.get("since", ()))
     outside = tuple((phase, module, time) for phase, module, time in entry.get("outside_cuda", ()))
@@ -262,11 +262,12 @@ def _step(entry: dict[str, Any]) -> StepRecord:
     )
 
 
-def _span(name: str, start_ns: int, end_ns: int) -> tuple[str, int, int]:
-    if not isinstance(name, str):
+def _spans(found: Iterable[Any]) -> tuple[tuple[str, int, int], ...]:
+    spans = tuple((name, start_ns, end_ns) for name, start_ns, end_ns in found)
+    if not all(isinstance(name, str) for name, *_ in spans):
         raise WrongRecord("a phase has no name")
-    _require_numbers("a phase", (start_ns, end_ns))
-    return name, start_ns, end_ns
+    _require_numbers("a phase", [time for _, *times in spans for time in times])
+    return spans
 
 
 def _collectives(found: Mapping[str, list[Any]]) -> Collectives:
@@ -281,7 +282,8 @@ def _collectives(found: Mapping[str, list[Any]]) -> Collectives:
             if not set(map(type, column)) <= ({str} if name == "kind" else {str, type(None)}):
                 raise WrongRecord(f"collectives.{name} is not a list of text")
         else:
-            numbers = column if name in ("group", "sequence") else [value for value in column if value is not None]
+            may_lack = name not in ("group", "sequence") and None in column
+            numbers = [value for value in column if value is not None] if may_lack else column
             _require_numbers(f"collectives.{name}", numbers)
         columns[name] = column
     return Collectives(**columns)
@@ -289,8 +291,9 @@ def _collectives(found: Mapping[str, list[Any]]) -> Collectives:
 
 def _require_numbers(what: str, values: Iterable[Any]) -> None:
     """Raise unless all are whole numbers that a file may hold."""
-    values = list(values)
-    if not set(map(type, values)) <= {int} or (values and max(map(abs, values)) >= LARGEST_NUMBER):
+    values = values if isinstance(values, list) else list(values)
+    is_whole = set(map(type, values)) <= {int}
+    if not is_whole or (values and not -LARGEST_NUMBER < min(values) <= max(values) < LARGEST_NUMBER):
         raise WrongRecord(f"{what} holds something else than whole numbers")
 
 
