@@ -171,7 +171,9 @@ class CodeGeneration:
             written.told = kernel
             owners = {node.get_name(): owner for node in ir_nodes if (owner := _owner(node)) is not None}
             computed = owners.values() if is_extern else [one for node in ir_nodes for one in _computed(node)]
-            origins = tuple(map(origin_of, _in_order(computed)))
+            computed = list(computed)
+            # A constant that many operators share says where the first of them is, not what this launch computes.
+            origins = tuple(map(origin_of, _in_order([one for one in computed if not _is_constant(one)] or computed)))
             buffers = {name: origin_of(owner) for name, owner in owners.items()}
             written.records.append(Record(kernel, is_extern, origins, buffers))
             written.nodes.append(
@@ -202,6 +204,8 @@ def modules_of(meta: dict[str, Any]) -> tuple[str, ...]:
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     if not stack and _OPTIMIZERS in (meta.get("stack_trace") or ""):
         return (OPTIMIZER,)
+    if not stack and not meta.get("stack_trace") and ("source_fn_stack" in meta or "fwd_source_fn_stack" in meta):
+        return ("",)  # of the compiled function itself, whose source nobody can read
     return tuple(entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values())
 
 
@@ -265,6 +269,15 @@ def _is_view(node: Any) -> bool:
     return getattr(operator, "__name__", "") in _VIEWS
 
 
+def _is_constant(node: Any, inputs: int = 4) -> bool:
+    """Return whether no tensor of the program goes into an operator, looking back over so many inputs."""
+    if node.op != "call_function":
+        return node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
+    if "rand" in str(node.target) or "seed" in str(node.target):
+        return False
+    return inputs > 0 and all(_is_constant(one, inputs - 1) for one in node.all_input_nodes)
+
+
 def _computed(ir_node: Any) -> Iterable[Any]:
     """Return the operators that a node of a fused kernel computes: its own, and those drawn into it."""
     origins = [node for node in getattr(ir_node, "origins", ()) if node.op == "call_function" and not _is_view(node)]
@@ -278,7 +291,8 @@ def _owner(ir_node: Any) -> Any | None:
     if owner is not None:
         return owner
     origins = [node for node in getattr(ir_node, "origins", ()) if node.op == "call_function"]
-    return _in_order(origins)[-1] if origins else None
+    computed = _in_order([node for node in origins if not _is_constant(node)] or origins)
+    return computed[-1] if computed else None
 
 
 def _in_order(nodes: Iterable[Any]) -> list[Any]:
