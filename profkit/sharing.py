@@ -41,6 +41,8 @@ _TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')
 # Whatever has none of these is no path, environment or identifier.
 _SUSPECT = re.compile(r"[/\\\\=:-]")
 _PYTHON_FUNCTION = re.compile(r"(?P<path>[^\s()]+\.py)(?P<line>\(\d+\): .*)", re.DOTALL)
+# Of compiled code: "/home/a/model.py:12 forward", or "Model.forward /home/a/model.py:12".
+_SOURCE_LINE = re.compile(r"(?P<before>(?:[\w.<>]+ )?)(?P<path>/[^:]+\.py)(?P<line>:\d+(?: [\w.<>]+)?)")
 _INSTALLED = re.compile(r".*/(?=(?:site|dist)-packages/|lib/python\d|torchinductor_)")
 
 
@@ -146,6 +148,9 @@ class _Texts:
         if not _SUSPECT.search(literal):
             return match[0]
         text = json.loads(match[0], strict=False)
+        source = _SOURCE_LINE.fullmatch(text)
+        if source is not None:
+            return json.dumps(source["before"] + self.file_name(source["path"]) + source["line"])
         cleaned = self._of_event(text) if self._key == "name" else self.clean(text)
         return match[0] if cleaned == text else json.dumps(cleaned)
 

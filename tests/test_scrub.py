@@ -482,6 +482,24 @@ def test_of_a_run_every_file_is_copied_but_the_report_and_the_log(tmp_path: Path
     assert "the report, which holds the environment" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("written", "shared"),
+    [
+        ("/home/ada/model.py:12 forward", f"{TAKEN}/model.py:12 forward"),
+        ("Model.forward /home/ada/my code/model.py:12", f"Model.forward {TAKEN}/model.py:12"),
+        ("/opt/lib/python3.12/site-packages/timm/vit.py:9 <lambda>", "site-packages/timm/vit.py:9 <lambda>"),
+        ("model.py:12 forward", "model.py:12 forward"),
+    ],
+)
+def test_a_line_of_compiled_code_keeps_its_file_and_loses_the_folders(
+    tmp_path: Path, written: str, shared: str
+) -> None:
+    source, copy = tmp_path / "compiled.jsonl", tmp_path / "copy.jsonl"
+    source.write_text(json.dumps({"kind": "graph", "name": written, "lines": [written]}) + "\n")
+    scrub(source, copy)
+    assert json.loads(copy.read_text()) == {"kind": "graph", "name": shared, "lines": [shared]}
+
+
 def test_a_run_that_cannot_be_copied_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
