@@ -294,6 +294,16 @@ def test_the_ring_is_asked_for_by_the_name_that_torch_knows(
     assert environment == {**given, **ring, "TORCH_NCCL_ENABLE_TIMING": "1"}
 
 
+@pytest.mark.parametrize("given", [{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"TORCH_NCCL_ENABLE_TIMING": "0"}])
+def test_collectives_are_not_timed_where_that_would_hold_up_others_or_is_not_wanted(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(given)
+    monkeypatch.setattr(flight_recorder.os, "environ", environment)
+    flight_recorder.turn_on()
+    assert environment.get("TORCH_NCCL_ENABLE_TIMING", "0") == "0"
+
+
 def test_a_torch_without_a_flight_recorder_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     c10d = torch._C._distributed_c10d
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):

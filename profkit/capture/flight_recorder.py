@@ -33,6 +33,7 @@ _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 _RENAMED = (2, 9)
 _TIMING = "TORCH_NCCL_ENABLE_TIMING"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _DTYPES = {
     **{"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Double": "float64"},
@@ -51,7 +52,10 @@ def turn_on() -> None:
     if not any(name in os.environ for name in _SIZES):
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         os.environ[_SIZES[version < _RENAMED]] = str(RING)
-    os.environ.setdefault(_TIMING, "1")
+    # With one connection to the GPU an event with a time holds up what the other streams could do meanwhile
+    # (NVIDIA/TransformerEngine 1353): communication would no longer overlap with computing.
+    if os.environ.get(_CONNECTIONS) != "1":
+        os.environ.setdefault(_TIMING, "1")
 
 
 def several_ranks() -> bool:
