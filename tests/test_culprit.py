@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from profkit.analysis.collectives.bandwidth import bus_factor
 from profkit.analysis.collectives.comparison import RanksResult, compare_records
 from profkit.cli import cli
-from profkit.errors import CaptureError, CheckError, RunError, UsageError
+from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import read_ranks
 from profkit.reading import open_capture
 from profkit.report.page.page import render_report
@@ -252,6 +252,12 @@ def test_what_people_read_names_rank_cause_phase_and_module(tmp_path: Path) -> N
     assert "Rank 1 is late: it arrives last in 100.0% of the collectives in which anybody waits, by 30.0" in text
     assert "running Python, in forward (layers.1)" in text
     assert "estimate" in text
+
+
+def test_a_record_that_names_more_ranks_than_any_job_has_is_refused() -> None:
+    records = light_records(simulate(2, 2))
+    with pytest.raises(TraceError, match="not compared"):
+        compare_records([records[0], replace(records[1], world_size=10**15)])
 
 
 def test_one_rank_alone_cannot_be_compared(tmp_path: Path) -> None:

@@ -11,8 +11,12 @@ from profkit.analysis.collectives.accounts import Account, build_account, named_
 from profkit.analysis.collectives.bandwidth import GroupRow, sum_groups
 from profkit.analysis.collectives.culprit import Verdict, find_culprit
 from profkit.analysis.collectives.matching import ClockFit, fit_clocks, match_collectives, sum_waits
+from profkit.errors import TraceError
 from profkit.run.light_record import Cause, LightRecord
 from profkit.trace.columns import Ints
+
+MOST_RANKS = 2**17
+"""No job has as many ranks."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,15 @@ class RanksResult:
 
 
 def compare_records(records: Iterable[LightRecord], lost: Mapping[int, str] | None = None) -> RanksResult:
-    """Return the comparison of ranks; the order of ``records`` does not matter."""
+    """Return the comparison of ranks; the order of ``records`` does not matter.
+
+    Raises:
+        TraceError: a record names more ranks than any job has, as a damaged file may.
+    """
     found = sorted(records, key=lambda record: record.rank)
     world_size = max([len(found), *(max(record.world_size, record.rank + 1) for record in found)], default=0)
+    if world_size > MOST_RANKS:
+        raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
     everyone = tuple(range(world_size))
     found = [
         replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
