@@ -37,6 +37,8 @@ class Held:
 
     modules: tuple[str, ...]
     source: str | None
+    buffers: tuple[str, ...]
+    """The names of the buffers in the generated file of which one holds it."""
     is_decided: bool
     is_first: bool
     """Whether it is what the memory was allocated for."""
@@ -167,6 +169,7 @@ class GeneratedMemory:
         return Held(
             modules=tuple(dict.fromkeys(name for some in modules for name in some)),
             source=next(iter(sources)) if len(sources) == 1 else None,
+            buffers=tuple(dict.fromkeys(one.holder.name for one in tenants)),
             is_decided=len(modules) == 1,
             is_first=all(one.is_first for one in tenants),
             is_freed_in_call=all(one.freed is not None for _, one in found),

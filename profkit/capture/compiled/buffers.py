@@ -56,7 +56,7 @@ class HeldMemory:
     holders: list[tuple[int, str]] = field(default_factory=list)
     """(line from which on, name)"""
     freed: int | None = None
-    """The line that deletes the last name; None if the code returns the memory."""
+    """The line that deletes the last name, or the last line; None if the code returns the memory."""
     given: str = ""
     """The input's name, of memory that the code is given."""
 
@@ -266,6 +266,9 @@ class _Reader:
         value = statement.value
         found = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
         self.outputs = [self._held_by(_viewed(one)) for one in found]
+        for held in self.memory:  # what it neither deletes nor returns ends with the call
+            if held.freed is None and held.holders and held.holders[-1][1] not in self.outputs:
+                held.freed = statement.lineno
 
     def _held_by(self, name: str) -> str:
         """Return the name that holds the memory which a name is or views; "" if it is none."""
