@@ -20,6 +20,7 @@ from tests.test_compiled_ranges import rows_of, tree_launch_by_launch
 SCRIPT = """
 import sys
 import torch
+from profkit import annotate
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,6 +30,7 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
 
+    @annotate("attention")
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).split(32, 2))
         return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
@@ -109,6 +111,13 @@ def products(run: Path) -> Counter[tuple[str, ...]]:
         for place, name in zip(places.tolist(), trace.work.name.tolist(), strict=True)
         if trace.names[name] in PRODUCTS
     )
+
+
+def test_a_decorated_forward_has_its_range_in_both(runs: dict[str, Path]) -> None:
+    for run in runs.values():
+        own, _ = modules_of(run)
+        for phase in ("forward", "backward"):
+            assert (phase, "model", "h.0", "h.0.attn", "attention", "h.0.attn.qkv") in own
 
 
 def test_a_compiled_run_has_the_modules_of_the_eager_one(runs: dict[str, Path]) -> None:
