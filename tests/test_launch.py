@@ -13,9 +13,12 @@ from profkit.launch.importer import find_importer, import_raw, missing_libraries
 from profkit.launch.manifest import SECRET_NAMES, redact
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, parse_version
 from profkit.launch.nsys_run import export_report
+from profkit.launch.passes import model_passes
 from profkit.launch.targets import build_rank_argv, parse_target, target_kind
+from profkit.models.options import CompileMode, TrainingOptions
 from profkit.models.presets import PRESETS
 from profkit.run.directory import make_run_directory
+from profkit.run.recording import MemoryOptions
 
 VERSION_LINE = "NVIDIA Nsight Systems version {} "
 
@@ -371,3 +374,12 @@ def test_a_command_that_cannot_be_started_as_ranks_is_refused_in_one_line(words:
 )
 def test_the_manifest_leaves_the_values_of_secrets_out(words: list[str], said: list[str]) -> None:
     assert list(redact(words, [*SECRET_NAMES, "web*"])) == said
+
+
+@pytest.mark.parametrize(
+    ("mode", "recorders"),
+    [("none", ["memory", "none", "kineto"]), ("default", ["memory", "kineto", "none"])],
+)
+def test_compiled_code_is_recorded_before_a_plain_pass_fills_the_cache(mode: CompileMode, recorders: list[str]) -> None:
+    options = TrainingOptions("tiny", compile_mode=mode)
+    assert [one.order.recorder for one in model_passes(options, "kineto", MemoryOptions())] == recorders

@@ -104,8 +104,8 @@ def run(
 ) -> int:
     """Run TARGET under a profiler and keep what it recorded in a run directory.
 
-    A built-in model, or a callable of yours, runs its steps twice, in separate processes: first unprofiled to time
-    them, then recorded. With --memory a third process records the allocator before the other two.
+    A built-in model, or a callable of yours, runs its steps twice, in separate processes: unprofiled to time
+    them, and recorded. With --memory a third process records the allocator before the other two.
 
     A command runs once: the first --warmup steps run unprofiled (profkit times all but the first of them), the next
     --steps are recorded, and then the command finishes, unless --stop. With --memory the command runs twice: the first

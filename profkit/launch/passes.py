@@ -121,15 +121,17 @@ def model_passes(
     """Return the passes over a built-in model: the allocator if it is wanted, then unprofiled, then with the profiler.
 
     The allocator goes first, so that a model that does not fit leaves its snapshot. The unprofiled pass has ten steps
-    of each context where they are quick, and counts the model's work in one more.
+    of each context where they are quick, and counts the model's work in one more. Of compiled code the recorded pass
+    goes before the unprofiled one: code that this one left in Inductor's cache would say nothing of its modules.
     """
     contexts = len(options.contexts)
     order = Order("", recorder, options.warmup_steps, options.steps * contexts, depth=None, own_steps=True)
     rounds = -(-_ENOUGH_STEPS // options.steps)
     clean = (replace(options, rounds=rounds, count=True), replace(order, recorder="none", steps=None, flops=True))
     wanted = [(options, replace(order, recorder="memory", memory=memory))] if memory is not None else []
+    recorded = (options, order)
     found = []
-    for one, how in (*wanted, clean, (options, order)):
+    for one, how in (*wanted, *((clean, recorded) if options.compile_mode == "none" else (recorded, clean))):
         words = _python("profkit.models", *replace(one, losses=Path("{run}", LOSSES)).to_argv())
         found.append(Pass(tuple(build_rank_argv(words, ranks) if ranks > 1 else words), how))
     return found
