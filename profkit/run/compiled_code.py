@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypeVar
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from profkit.errors import RunError
 from profkit.names import SHARED
@@ -38,7 +38,8 @@ from profkit.run.records import WrongRecord, decode, read_text
 
 PREFIX = "compiled "
 SEPARATOR = " / "
-_SEPARATING = re.compile(r"[%/+]|(?<=^shared):")
+# What separates names, and what torch.profiler writes no name with: it would be "unknown".
+_SPECIAL = re.compile(r"[%/+]|[^ -~]|(?<=^shared):")
 GRAPH_PREFIX = "CUDA graph "
 _GRAPH_ID = re.compile(r"[0-9a-f]{10}")
 COMPILED_KERNEL = "compiled kernel"
@@ -248,7 +249,7 @@ def read_graph_range(name: str) -> str | None:
 def launch_range(place: LaunchPlace) -> str:
     """Return the name of the range around a launch: ``compiled 3f9a1c22e0:123 model / h.0 / shared: h.0.a + h.0.b``.
 
-    What separates names is percent-encoded within a name: ``x%2Fy`` is the module ``x/y``.
+    What separates names, and what is not ASCII, is percent-encoded within a name: ``x%2Fy`` is the module ``x/y``.
     """
     last = (SHARED + " + ".join(map(_encoded, place.shared)),) if place.shared else ()
     return f"{PREFIX}{place.graph}:{place.line} {SEPARATOR.join((*map(_encoded, place.path), *last))}".rstrip()
@@ -266,7 +267,7 @@ def read_launch_range(name: str) -> LaunchPlace | None:
 
 
 def _encoded(name: str) -> str:
-    return _SEPARATING.sub(lambda found: f"%{ord(found[0]):02X}", name)
+    return _SPECIAL.sub(lambda found: quote(found[0], safe=""), name)
 
 
 def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph | Compilation | GraphBreak]) -> None:
