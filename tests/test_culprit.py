@@ -335,6 +335,12 @@ def test_the_report_shows_ranks_and_who_waits_for_whom(tmp_path: Path) -> None:
     assert "rank 2 waits 20.0" in section
 
 
+def test_a_damaged_light_record_leaves_the_rest_of_the_report(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", simulate(2, 3))
+    (run / "light.rank1.jsonl").write_text("{}\n{}\n")
+    assert '<section id="ranks"' in render_report(open_capture(run))
+
+
 def test_a_report_of_one_rank_has_no_section_of_ranks(tmp_path: Path) -> None:
     page = render_report(open_capture(write_nsys(tmp_path / "trace.sqlite", simulate(1, 3))))
     assert '<section id="ranks"' not in page
