@@ -50,6 +50,21 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return Programs(plain, hooked, warm, read_compiled_code(folder / "compiled.jsonl"), (first, second))
 
 
+def test_code_from_a_cache_that_was_filled_without_profkit_has_lines_and_a_reason(
+    programs: Programs, tmp_path: Path
+) -> None:
+    assert programs.hooked["failure"] is programs.warm["failure"] is None
+    shutil.copytree(programs.caches[0], tmp_path / "cache")
+    found = _run(tmp_path / "cache", "in place", "hooked", tmp_path / "compiled.jsonl")
+    assert found["failure"].startswith("2 of 2 compiled graphs came from Inductor's cache, which was filled without")
+    assert found["in place"]["losses"] == programs.plain["in place"]["losses"]
+    launches = [launch for graph in read_compiled_code(tmp_path / "compiled.jsonl") for launch in graph.launches]
+    assert launches
+    assert not any(launch.modules for launch in launches)
+    assert all(line.startswith(str(ROOT)) or "tests/" in line for launch in launches for line in launch.lines)
+    assert sum(map(bool, (launch.lines for launch in launches))) > len(launches) / 2
+
+
 def _places(case: dict[str, Any]) -> list[LaunchPlace]:
     found = (read_launch_range(stack[-1]) for stack in case["ranges"])
     return [place for place in found if place is not None]
