@@ -64,6 +64,21 @@ def _blocks(model: Model, compile_: Callable[..., Any]) -> Any:
     return model
 
 
+def _optimizer(model: Model, compile_: Callable[..., Any]) -> Any:
+    """Return the model as it is, with a compiled function that is only an optimizer's step after each call of it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = compile_(lambda: optimizer.step())  # noqa: PLW0108  as programs write it; the method compiles otherwise
+
+    def called(x: Tensor) -> Tensor:
+        if next(model.parameters()).grad is not None:
+            step()
+            optimizer.zero_grad()
+        output: Tensor = model(x)
+        return output
+
+    return called
+
+
 _graphs: list[int] = []
 
 
@@ -73,7 +88,7 @@ def _backend(graph: Any, _inputs: Any) -> Any:
 
 
 def _train(called: Any) -> list[Any]:
-    """Return the losses, the nodes of each graph that was compiled, and how often a graph was broken."""
+    """Return the losses, the nodes of each graph, and how many graphs were broken and frames looked at."""
     torch._dynamo.utils.counters.clear()
     _graphs.clear()
     losses = []
@@ -81,7 +96,8 @@ def _train(called: Any) -> list[Any]:
         loss = called(torch.ones(2, 4)).sum()
         loss.backward()
         losses.append(loss.item().hex())
-    return [losses, list(_graphs), sum(torch._dynamo.utils.counters["graph_break"].values())]
+    counters = torch._dynamo.utils.counters
+    return [losses, list(_graphs), sum(counters["graph_break"].values()), counters["frames"]["total"]]
 
 
 def _install() -> None:
@@ -100,7 +116,7 @@ def main() -> None:
     if "hooked" in sys.argv:
         _install()
     found["first again"] = _train(first)
-    for way in (_whole, _function, _in_place, _blocks):
+    for way in (_whole, _function, _in_place, _blocks, _optimizer):
         for breaks in (False, True):
             for has_hook in (False, True):
                 torch._dynamo.reset()

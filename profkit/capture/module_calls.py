@@ -14,12 +14,14 @@ import functools
 import sys
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
+
+Result = TypeVar("Result")
 
 
 class CallObserver(Protocol):
@@ -97,6 +99,19 @@ def pass_over(wrapper: Callable[..., Any]) -> None:
 
 
 _passed_over: set[CodeType] = set()
+
+
+def outside_dynamo(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call a function of profkit's from a wrapper that Dynamo passes over: Dynamo would compile it, with the rest."""
+    frames = torch._C._dynamo.eval_frame
+    callback = frames.set_eval_frame(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        frames.set_eval_frame(callback)
+
+
+pass_over(outside_dynamo)
 
 
 def _hide_frames(code: CodeType, error: BaseException) -> None:

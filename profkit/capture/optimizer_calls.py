@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer
 
-from profkit.capture.module_calls import pass_over
+from profkit.capture.module_calls import outside_dynamo, pass_over
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call, by position and by name."""
 
 
 class OptimizerListener(Protocol):
@@ -57,18 +60,25 @@ def watch_optimizers(listener: OptimizerListener) -> None:
 def _around(step: Callable[..., Any], listener: OptimizerListener) -> Callable[..., Any]:
     """Return ``step``, torch's range and all, as ``listener`` sees it."""
 
+    def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        if listener.is_in_optimizer:
+            return None
+        listener.optimizer_begins(args[0], is_update=not _has_closure(args, kwargs))
+        return _with_closure(args, kwargs, listener)
+
     @functools.wraps(step)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or listener.is_in_optimizer:
+        if torch.compiler.is_compiling():
             return step(*args, **kwargs)
-        optimizer = args[0]
-        listener.optimizer_begins(optimizer, is_update=not _has_closure(args, kwargs))
-        args, kwargs = _with_closure(args, kwargs, listener)
+        begun = outside_dynamo(begins, args, kwargs)
+        if begun is None:
+            return step(*args, **kwargs)
+        args, kwargs = begun
         try:
             result = step(*args, **kwargs)
         finally:
-            listener.optimizer_left(optimizer)
-        listener.optimizer_stepped(optimizer)
+            outside_dynamo(listener.optimizer_left, args[0])
+        outside_dynamo(listener.optimizer_stepped, args[0])
         return result
 
     return watched
@@ -82,8 +92,8 @@ def _within(step: Callable[..., Any], listener: OptimizerListener) -> Callable[.
         try:
             return step(*args, **kwargs)
         finally:
-            if _has_closure(args, kwargs) and not torch.compiler.is_compiling():
-                listener.update_ends(args[0])
+            if not torch.compiler.is_compiling() and outside_dynamo(_has_closure, args, kwargs):
+                outside_dynamo(listener.update_ends, args[0])
 
     return watched
 
@@ -92,9 +102,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return callable(args[1] if len(args) > 1 else kwargs.get("closure"))
 
 
-def _with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], listener: OptimizerListener
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], listener: OptimizerListener) -> Call:
     """Return the arguments of ``Optimizer.step`` with their closure, if they have one, as the listener sees it."""
     if not _has_closure(args, kwargs):
         return args, kwargs
