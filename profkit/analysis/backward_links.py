@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
-from profkit.trace.columns import Ints, Ranges, Trace, array_columns, empty_ints, rows_by_value
+from profkit.trace.columns import Ints, Ranges, Trace, empty_ints, join_tables, rows_by_value
 
 MIRROR_THREAD = -9
 """The ``thread`` of mirrors: no thread opened them."""
@@ -202,7 +201,4 @@ class _Builder:
         new = Ranges(name, domain, start, start, process, thread, thread, np.zeros(len(model), dtype=np.bool_))
         if ranges.is_replayed is not None:
             new = replace(new, is_replayed=np.zeros(len(model), dtype=np.bool_))
-        joined: dict[str, Any] = {
-            column: np.concatenate([getattr(ranges, column), getattr(new, column)]) for column in array_columns(ranges)
-        }
-        return replace(trace, names=names, ranges=replace(ranges, **joined))
+        return replace(trace, names=names, ranges=join_tables([ranges, new]))

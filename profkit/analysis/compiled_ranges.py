@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from profkit.trace.columns import (
     Ranges,
     Trace,
     Work,
-    array_columns,
+    exchange_ranges,
     rows_by_value,
     take_rows,
 )
@@ -78,13 +78,7 @@ def nest_compiled_launches(trace: Trace) -> Trace:
     path, paths = _paths_below(ranges, lead, parent, places, names)
     _refuse_deep(trace, paths)
     new = list(_nested(ranges, lead, joined, path, paths))
-    kept = take_rows(ranges, ~is_launch)
-    number = np.cumsum(~is_launch) - 1
-    payload = {int(number[at]): value for at, value in ranges.payload.items() if not is_launch[at]}
-    columns: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in (kept, *new)]) for name in array_columns(kept)
-    }
-    return replace(trace, names=names.strings, work=work, ranges=replace(kept, **columns, payload=payload))
+    return replace(trace, names=names.strings, work=work, ranges=exchange_ranges(ranges, ~is_launch, new))
 
 
 def explain_no_modules(manifest: Manifest, trace: Trace) -> str | None:

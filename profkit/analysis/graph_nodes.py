@@ -12,9 +12,8 @@ and a note says why.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -27,8 +26,8 @@ from profkit.trace.columns import (
     Ranges,
     Trace,
     Work,
-    array_columns,
     empty_ints,
+    exchange_ranges,
     rows_by_value,
     take_rows,
 )
@@ -74,13 +73,16 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
             is_numbered = layout.is_chain or trace.source == "nsys" or bool((_nodes(trace.work) >= 0).any())
             why = _OTHER.format(int(layout.is_kernel.sum())) if is_numbered else _BRANCHES
             notes.append(f"{trace.names[name]}: {left}: {why}")
+    is_kept = np.ones(len(trace.ranges), dtype=np.bool_)
+    is_kept[replays[placed]] = False
+    marked = replace(trace.ranges, is_replayed=~trace.ranges.was_open)
     return _note_whole(
         replace(
             trace,
             names=names.strings,
             work=replace(trace.work, node_ns=work_ns),
             copies=replace(trace.copies, node_ns=copies_ns),
-            ranges=_exchanged(trace.ranges, replays[placed], new),
+            ranges=exchange_ranges(marked, is_kept, new),
             notes=tuple(notes),
         )
     )
@@ -224,19 +226,6 @@ def _opened(ranges: Ranges, replays: Ints, layout: _Layout, names: NamesWithNew)
         is_replayed=np.ones(len(copied), dtype=np.bool_),
         payload={},
     )
-
-
-def _exchanged(ranges: Ranges, left_out: Ints, new: Sequence[Ranges]) -> Ranges:
-    """Return the ranges without some of them, and with those of others behind."""
-    is_kept = np.ones(len(ranges), dtype=np.bool_)
-    is_kept[left_out] = False
-    ranges = replace(ranges, is_replayed=~ranges.was_open)
-    kept, number = take_rows(ranges, is_kept), np.cumsum(is_kept) - 1
-    columns: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in (kept, *new)]) for name in array_columns(kept)
-    }
-    payload = {int(number[at]): value for at, value in ranges.payload.items() if is_kept[at]}
-    return replace(kept, **columns, payload=payload)
 
 
 def _note_unknown(trace: Trace, known: Container[str]) -> Trace:

@@ -26,15 +26,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
-from profkit.errors import RunError
 from profkit.names import SHARED
-from profkit.run.records import WrongRecord, decode, read_text
+from profkit.run.records import decode, read_lines
 
 PREFIX = "compiled "
 SEPARATOR = " / "
@@ -321,24 +321,15 @@ Record = TypeVar("Record", CompiledGraph, CapturedGraph, Compilation, GraphBreak
 
 
 def _read(path: Path, kind: type[Record]) -> tuple[Record, ...]:
-    try:
-        lines = read_text(path).splitlines()
-    except FileNotFoundError:
-        return ()
-    except UnicodeDecodeError:
-        raise RunError(f"{path}: not UTF-8 text") from None
     found: dict[str, Record] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            record = decode(kind, entry) if isinstance(entry, dict) and entry.get("kind") == _KINDS[kind] else None
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            what = f" ({error})" if isinstance(error, WrongRecord) else ""
-            raise RunError(f"{path}:{number}: not a line about compiled code{what}; was it edited?") from None
-        if record is not None:
+
+    def take(entry: dict[str, Any]) -> None:
+        if entry["kind"] == _KINDS[kind]:
+            record = decode(kind, entry)
             found[record.id] = record
+
+    with suppress(FileNotFoundError):  # a run without compiled code has none
+        read_lines(path, take, "a line about compiled code")
     return tuple(found.values())
 
 

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from profkit.errors import RunError
-from profkit.run.records import LARGEST_NUMBER, WrongRecord, decode, read_text
+from profkit.run.records import LARGEST_NUMBER, WrongRecord, decode, read_lines
 
 VERSION = 1
 
@@ -58,27 +58,28 @@ slower clock, or did nothing but communicate, which includes waiting for other r
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
-KINDS = (
-    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"),
-    *("broadcast", "reduce", "gather", "scatter", "send", "recv"),
-)
-"""The kinds of collectives; in the first five every rank waits for every other."""
+WAITS_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+"""The kinds of collectives in which every rank waits for every other."""
 
 _NUMBERS = ("start_ns", "end_ns", "data_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz")
 
-_KIND = (
-    ("all_reduce", r"all_?reduce"),
-    ("all_gather", r"all_?gather"),
-    ("reduce_scatter", r"reduce_?scatter"),
-    ("all_to_all", r"all_?to_?all"),
-    ("barrier", r"barrier"),
-    ("broadcast", r"broadcast"),
-    ("reduce", r"reduce"),
-    ("gather", r"gather"),
-    ("scatter", r"scatter"),
-    ("send", r"send"),
-    ("recv", r"recv|receive"),
-)
+_PATTERNS = {
+    "all_reduce": r"all_?reduce",
+    "all_gather": r"all_?gather",
+    "reduce_scatter": r"reduce_?scatter",
+    "all_to_all": r"all_?to_?all",
+    "barrier": r"barrier",
+    "broadcast": r"broadcast",
+    "reduce": r"reduce",
+    "gather": r"gather",
+    "scatter": r"scatter",
+    "send": r"send",
+    "recv": r"recv|receive",
+}
+"""Kind → what names of it contain. The first that fits counts: ``all_reduce`` before ``reduce``."""
+
+KINDS = tuple(_PATTERNS)
+"""The kinds of collectives."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def plain_kind(name: str) -> str | None:
 
     ``nccl:_all_gather_base``, ``c10d::allreduce_``, ``ncclDevKernel_ReduceScatter_Sum_f32_RING_LL`` are such names.
     """
-    return next((kind for kind, pattern in _KIND if re.search(pattern, name, re.IGNORECASE)), None)
+    return next((kind for kind, pattern in _PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 def header_line(record: LightRecord) -> str:
@@ -193,32 +194,26 @@ def read_light_record(path: Path) -> LightRecord:
     Raises:
         RunError: it cannot be read, has no header, is of a newer version, or a line other than the last is damaged.
     """
-    try:
-        lines = read_text(path).splitlines()
-    except FileNotFoundError:
-        raise RunError(f"{path}: no such file") from None
-    except UnicodeDecodeError:
-        raise RunError(f"{path}: not a light record (it is not UTF-8 text)") from None
     header: dict[str, Any] | None = None
     groups: list[Group] = []
     steps: list[StepRecord] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            kind = entry["kind"]
-            if kind == "step":
-                steps.append(_step(entry))
-            elif kind == "group":
-                groups.append(decode(Group, entry))
-            elif kind == "header":
-                header = entry
-                if entry["version"] > VERSION:
-                    raise RunError(f"{path}: version {entry['version']}, written by a newer profkit")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if number == len(lines):
-                break
-            what = f" ({error})" if isinstance(error, WrongRecord) else ""
-            raise RunError(f"{path}:{number}: not a line of a light record{what}") from None
+
+    def take(entry: dict[str, Any]) -> None:
+        nonlocal header
+        kind = entry["kind"]
+        if kind == "step":
+            steps.append(_step(entry))
+        elif kind == "group":
+            groups.append(decode(Group, entry))
+        elif kind == "header":
+            header = entry
+            if entry["version"] > VERSION:
+                raise RunError(f"{path}: version {entry['version']}, written by a newer profkit")
+
+    try:
+        read_lines(path, take, "a line of a light record")
+    except FileNotFoundError:
+        raise RunError(f"{path}: no such file") from None
     if header is None:
         raise RunError(f"{path}: not a light record (it has no header)")
     try:

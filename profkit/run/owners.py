@@ -30,13 +30,12 @@ just before the first event; only those of the moment ``start`` are older, from 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from profkit.errors import SnapshotError
-from profkit.run.records import LARGEST_NUMBER, read_text
+from profkit.run.records import LARGEST_NUMBER, WrongRecord, read_lines
 
 VERSION = 1
 
@@ -118,36 +117,29 @@ def read_owners(path: Path) -> Owners:
     Raises:
         SnapshotError: it cannot be read, is of a newer version, or a line other than the last is damaged.
     """
-    try:
-        lines = read_text(path).splitlines()
-    except FileNotFoundError:
-        raise SnapshotError(f"{path}: no such file") from None
-    except UnicodeDecodeError:
-        raise SnapshotError(f"{path}: not a ledger of owners (it is not UTF-8 text)") from None
     owned: list[Owned] = []
     figures: list[Figures] = []
     steps: list[Step] = []
-    unread = 0
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            kind = entry["kind"]
-            if kind == "owned":
-                owned.append(_owned(entry))
-            elif kind == "figures":
-                figures.append(_figures(entry))
-            elif kind == "step":
-                steps.append(Step(_text(entry, "name"), _number(entry, "start_us"), _number(entry, "end_us")))
-            elif kind == "unread":
-                unread += _number(entry, "saved_tensors")
-            elif kind == "header" and _number(entry, "version") > VERSION:
-                raise SnapshotError(f"{path}: version {entry['version']}, written by a newer profkit")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if number == len(lines):
-                break
-            what = f" ({error})" if isinstance(error, _WrongValueError) else ""
-            raise SnapshotError(f"{path}:{number}: not a line of a ledger of owners{what}; was it edited?") from None
-    return Owners(tuple(owned), tuple(figures), tuple(steps), unread)
+    unread: list[int] = []
+
+    def take(entry: dict[str, Any]) -> None:
+        kind = entry["kind"]
+        if kind == "owned":
+            owned.append(_owned(entry))
+        elif kind == "figures":
+            figures.append(_figures(entry))
+        elif kind == "step":
+            steps.append(Step(_text(entry, "name"), _number(entry, "start_us"), _number(entry, "end_us")))
+        elif kind == "unread":
+            unread.append(_number(entry, "saved_tensors"))
+        elif kind == "header" and _number(entry, "version") > VERSION:
+            raise SnapshotError(f"{path}: version {entry['version']}, written by a newer profkit")
+
+    try:
+        read_lines(path, take, "a line of a ledger of owners", SnapshotError)
+    except FileNotFoundError:
+        raise SnapshotError(f"{path}: no such file") from None
+    return Owners(tuple(owned), tuple(figures), tuple(steps), sum(unread))
 
 
 def _figures(entry: dict[str, Any]) -> Figures:
@@ -156,7 +148,7 @@ def _figures(entry: dict[str, Any]) -> Figures:
     }
     for key, value in sizes.items():
         if value < 0:
-            raise _WrongValueError(f"{key} is negative")
+            raise WrongRecord(f"{key} is negative")
     return Figures(**sizes, moment=_text(entry, "moment"), capacity_bytes=_number_or_none(entry, "capacity_bytes"))
 
 
@@ -172,14 +164,10 @@ def _owned(entry: dict[str, Any]) -> Owned:
     )
 
 
-class _WrongValueError(ValueError):
-    """A value is not of its type; the message names its key."""
-
-
 def _number(entry: dict[str, Any], key: str) -> int:
     value = entry[key]
     if not isinstance(value, int) or not abs(value) < LARGEST_NUMBER:
-        raise _WrongValueError(f"{key} is no whole number")
+        raise WrongRecord(f"{key} is no whole number")
     return value
 
 
@@ -190,5 +178,5 @@ def _number_or_none(entry: dict[str, Any], key: str) -> int | None:
 def _text(entry: dict[str, Any], key: str) -> str:
     value = entry[key]
     if not isinstance(value, str):
-        raise _WrongValueError(f"{key} is no text")
+        raise WrongRecord(f"{key} is no text")
     return value

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import stat
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from profkit.errors import RunError
+from profkit.errors import ProfkitError, RunError
 
 T = TypeVar("T")
 
@@ -67,6 +67,34 @@ def read_text(path: Path, errors: str = "strict") -> str:
         raise
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}") from None
+
+
+def read_lines(
+    path: Path, take: Callable[[dict[str, Any]], None], what: str, error: type[ProfkitError] = RunError
+) -> None:
+    """Hand the JSON object on each line to ``take``; a last line that was cut off, or is damaged, is left out.
+
+    ``what`` says in a message what a line is: "a line of a light record". ``take`` may raise what a wrong value leads
+    to, best a `WrongRecord`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RunError: it cannot be read.
+        error: it is not UTF-8 text, or a line other than the last is damaged.
+    """
+    try:
+        lines = read_text(path).splitlines()
+    except UnicodeDecodeError:
+        raise error(f"{path}: not UTF-8 text") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            take(entry if isinstance(entry, dict) else _refuse("the line", entry, "an object"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+            if number == len(lines):
+                return
+            why = f" ({failure})" if isinstance(failure, WrongRecord) else ""
+            raise error(f"{path}:{number}: not {what}{why}; was it edited?") from None
 
 
 def read_record(kind: type[T], path: Path, version: int | None = None) -> T:

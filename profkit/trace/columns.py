@@ -315,6 +315,21 @@ def take_rows(table: Table, rows: Bools | Ints) -> Table:
     return replace(table, **taken)
 
 
+def join_tables(tables: Sequence[Table]) -> Table:
+    """Return the rows of several tables as one; what is no column is that of the first."""
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(table, name) for table in tables]) for name in array_columns(tables[0])
+    }
+    return replace(tables[0], **joined)
+
+
+def exchange_ranges(ranges: Ranges, is_kept: Bools, new: Sequence[Ranges]) -> Ranges:
+    """Return the ranges that are kept, with their payloads, and the new ones after them."""
+    number = np.cumsum(is_kept) - 1
+    payload = {int(number[at]): value for at, value in ranges.payload.items() if is_kept[at]}
+    return replace(join_tables([take_rows(ranges, is_kept), *new]), payload=payload)
+
+
 def distinct_values(values: Ints) -> Ints:
     """Return the distinct values in order; quick where they are small numbers, as ids are."""
     if not len(values):

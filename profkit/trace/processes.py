@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Table, Trace, Work, array_columns, distinct_values, take_rows
+from profkit.trace.columns import Table, Trace, Work, distinct_values, join_tables, take_rows
 
 _NCCL = ("ncclKernel", "ncclDevKernel")
 
@@ -61,7 +61,7 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         _shift_collectives(_shift_origins(part.work, offset), begin)
         for part, offset, begin in zip(parts, offsets, called, strict=False)
     ]
-    calls = _join([part.calls for part in parts])
+    calls = join_tables([part.calls for part in parts])
     begun = np.cumsum([0, *(len(part.ranges) for part in parts)]).tolist()
     payload = {
         begin + index: number
@@ -73,11 +73,13 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         path=path,
         product="; ".join(dict.fromkeys(trace.product for trace in traces)),
         names=list(names),
-        work=_join(works),
-        copies=_join([part.copies for part in parts]),
+        work=join_tables(works),
+        copies=join_tables([part.copies for part in parts]),
         calls=take_rows(calls, np.argsort(calls.start_ns, kind="stable")),
-        ranges=replace(_join([part.ranges for part in parts]), payload=payload),
-        origins=_join([part.origins for part in parts if part.origins]) if any(p.origins for p in parts) else None,
+        ranges=replace(join_tables([part.ranges for part in parts]), payload=payload),
+        origins=join_tables([part.origins for part in parts if part.origins])
+        if any(p.origins for p in parts)
+        else None,
         thread_names={thread: name for part in parts for thread, name in part.thread_names.items()},
         process_ids={process: pid for part in parts for process, pid in part.process_ids.items()},
         main_threads=frozenset(thread for part in parts for thread in part.main_threads),
@@ -170,10 +172,3 @@ def _shift_origins(work: Work, offset: int) -> Work:
 def _shift_collectives(work: Work, offset: int) -> Work:
     collective = np.full(len(work), -1, dtype=np.int64) if work.collective is None else work.collective
     return replace(work, collective=np.where(collective < 0, collective, collective + offset))
-
-
-def _join(tables: Sequence[Table]) -> Table:
-    joined: dict[str, Any] = {
-        name: np.concatenate([getattr(table, name) for table in tables]) for name in array_columns(tables[0])
-    }
-    return replace(tables[0], **joined)

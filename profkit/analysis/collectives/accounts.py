@@ -14,8 +14,10 @@ from profkit.names import DATA
 from profkit.run.light_record import Cause, LightRecord, StepRecord
 
 Floats = npt.NDArray[np.float64]
-Parts = dict[tuple[Cause, str, str], float]
-"""(cause, phase, module) → nanoseconds."""
+Part = tuple[Cause, str, str]
+"""Cause, phase and module of what a rank did."""
+Parts = dict[Part, float]
+"""Part → nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,16 @@ def sum_phases(step: StepRecord) -> Parts:
     """Return what the phases of a step took on the host, and what they took longer on the GPU without collectives."""
     parts: Parts = {}
     for name, start, end in step.phases:
-        key: tuple[Cause, str, str] = ("data", DATA, "") if name == DATA else ("python", name, "")
-        parts[key] = parts.get(key, 0.0) + end - start
+        part = part_on_host(name)
+        parts[part] = parts.get(part, 0.0) + end - start
     if step.data_ns is not None:
         parts["data", DATA, ""] = float(step.data_ns)
     return parts | longer_on_gpu(step)
+
+
+def part_on_host(phase: str) -> Part:
+    """Return what a host's time in a phase counts as."""
+    return ("data", DATA, "") if phase == DATA else ("python", phase, "")
 
 
 def longer_on_gpu(step: StepRecord) -> Parts:
@@ -90,8 +97,8 @@ def longer_on_gpu(step: StepRecord) -> Parts:
             for begin, stop in zip(calls.start_ns, calls.end_ns, strict=True)
             if begin is not None and stop is not None and start <= begin < end
         )
-        key: tuple[Cause, str, str] = ("kernels", name, "")
-        parts[key] = parts.get(key, 0.0) + max(end - start - talking - host.get(name, 0.0), 0.0)
+        part: Part = ("kernels", name, "")
+        parts[part] = parts.get(part, 0.0) + max(end - start - talking - host.get(name, 0.0), 0.0)
     return parts
 
 

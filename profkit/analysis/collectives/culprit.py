@@ -166,7 +166,7 @@ def _cost_by_waits(
     slow, ordinary = ranks[late][0], ranks[usual][0]
     waited = waited_by_step([ordinary], matched)[ordinary.rank]
     cost = [
-        max(wait, min(_longer_on_gpu(theirs, mine), total))
+        max(wait, min(_sum_longer_phases(theirs, mine), total))
         for wait, total, theirs, mine in zip(
             lateness[latest], waited, named_steps(ordinary), named_steps(slow), strict=False
         )
@@ -175,7 +175,7 @@ def _cost_by_waits(
     return _Cost(late, usual, np.array(cost), step_ns, median_of_parts(others))
 
 
-def _longer_on_gpu(one: StepRecord, other: StepRecord) -> float:
+def _sum_longer_phases(one: StepRecord, other: StepRecord) -> float:
     """Return how much longer phases took on the GPU of the one rank, without those that took less."""
     sums: list[dict[str, int]] = [{}, {}]
     for times, step in zip(sums, (one, other), strict=True):

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from profkit.analysis.collectives.accounts import Account, Parts, clock_of, longer_on_gpu, named_steps
+from profkit.analysis.collectives.accounts import Account, Parts, clock_of, longer_on_gpu, named_steps, part_on_host
 from profkit.analysis.collectives.matching import Matched
 from profkit.analysis.collectives.own_time import BEFORE
 from profkit.analysis.intervals import unite
-from profkit.names import DATA
-from profkit.run.light_record import Cause, LightRecord
+from profkit.run.light_record import LightRecord
 from profkit.trace.columns import Ints
 
 _Spans = tuple[Ints, Ints, list[str]]
@@ -101,7 +100,6 @@ def _sum_spans(spans: _Spans, waits: tuple[Ints, Ints], begin: int, end: int) ->
     for at in range(low, high):
         start, stop = max(int(starts[at]), begin), min(int(ends[at]), end)
         inside = np.minimum(waits[1], stop) - np.maximum(waits[0], start) if len(waits[0]) else np.zeros(1)
-        name = names[at]
-        key: tuple[Cause, str, str] = ("data", DATA, "") if name == DATA else ("python", name, "")
-        parts[key] = parts.get(key, 0.0) + max(stop - start - int(np.maximum(inside, 0).sum()), 0)
+        part = part_on_host(names[at])
+        parts[part] = parts.get(part, 0.0) + max(stop - start - int(np.maximum(inside, 0).sum()), 0)
     return parts

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.run.light_record import Collectives, Group, LightRecord
+from profkit.run.light_record import WAITS_FOR_ALL, Collectives, Group, LightRecord
 from profkit.trace.columns import Bools, Ints
-
-WAITS_FOR_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-"""The kinds in which every rank waits for every other."""
 
 LATE_NS = 20_000
 """Who arrives last in a collective is said if the others waited at least this long: ranks that arrive together differ

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 _NAMESPACES = ("extern_kernels", "aten", "torch.ops", "inductor_ops", "_quantized")
-_PARTITION = re.compile(r"partition_\d+")
 # They give a tensor another shape, or memory: nothing is launched.
 _NO_LAUNCH = re.compile(r".*\b(_reinterpret_tensor|_alloc_from_pool|set_source_tensor|as_strided)(\.\w+)?")
 
