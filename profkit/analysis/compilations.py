@@ -40,7 +40,6 @@ class BreakPlace:
     reason: str
     explanation: str | None
     hint: str | None
-    called_from: tuple[str, ...]
     times: int
     in_recorded_steps: int
 
@@ -115,7 +114,6 @@ def _places(breaks: Sequence[GraphBreak]) -> tuple[BreakPlace, ...]:
             reason=reason,
             explanation=mine[0].explanation,
             hint=mine[0].hint,
-            called_from=mine[0].lines[1:],
             times=len(mine),
             in_recorded_steps=sum(one.is_recorded for one in mine),
         )

@@ -25,7 +25,7 @@ import numpy as np
 
 from profkit.analysis.nesting import NO_RANGE, ThreadTimeline, ancestors, build_timelines, mark_nested
 from profkit.errors import TraceError
-from profkit.run.compiled_code import LaunchPlace, read_launch_range
+from profkit.run.compiled_code import FIRST_TORCH, LaunchPlace, read_launch_range
 from profkit.trace.columns import (
     MOST_OPEN_RANGES,
     Bools,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 INDUCTOR = "inductor"
 """What Dynamo calls the backend whose launches are known."""
 
-_FIRST_TORCH = (2, 10)
-"""The first torch that says, at each launch that Inductor writes, what it was made of."""
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 
 
@@ -97,8 +95,8 @@ def explain_no_modules(manifest: Manifest, trace: Trace) -> str | None:
         return f"{what} modules are only known of code that Inductor made, not {', '.join(sorted(backends))}"
     torch = manifest.versions.get("torch") or ""
     version = _VERSION.match(torch)
-    if version is not None and (int(version[1]), int(version[2])) < _FIRST_TORCH:
-        needed = ".".join(map(str, _FIRST_TORCH))
+    if version is not None and (int(version[1]), int(version[2])) < FIRST_TORCH:
+        needed = ".".join(map(str, FIRST_TORCH))
         return f"{what} torch {torch} does not say which modules they compute for; torch {needed} does"
     return f"{what} it was recorded without the ranges that name the modules; record it again to have them"
 

@@ -102,7 +102,7 @@ def _source(kernel: str, launch_range: str, launches: Mapping[tuple[str, int], L
     place = read_launch_range(launch_range)
     assert place is not None  # compiled_launch names no other ranges
     modules = tuple(dict.fromkeys(map(kind_of, place.shared or place.path[-1:])))
-    one = launches.get(_place(launch_range))
+    one = launches.get((place.graph, place.line))
     if one is None:
         return KernelSource(kernel, modules, None, None, None, None, 0, 0, 0)
     return KernelSource(kernel, modules, one.kernel, one.is_extern, one.operators, one.lines, 0, 0, 0)

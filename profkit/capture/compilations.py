@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from profkit.annotation import Range
+from profkit.capture.errors import describe_error, say
 from profkit.run.compiled_code import COMPILING, Compilation, GraphBreak, append_records
 
 _DYNAMO = "torch._dynamo"
@@ -37,7 +38,7 @@ _NS_PER_S = 10**9
 
 
 class Compilations:
-    """Writes what torch.compile does to a run's file; whatever fails in here ends it, and never reaches the script.
+    """Writes what torch.compile does to a run's file. What fails in here ends that with a line, and never the script.
 
     Args:
         path: the file.
@@ -76,8 +77,9 @@ class Compilations:
                 found: list[Compilation | GraphBreak] = [*self._new_breaks(), *self._new_compilations()]
             if found:
                 append_records(self._path, found)
-        except Exception:
+        except Exception as error:
             self._has_failed = True
+            say(f"what torch.compile does is not recorded from here on ({describe_error(error)})")
 
     def _watch(self) -> None:
         """Open a range around each compilation from now on; `torch._dynamo.reset` forgets who asked for that."""
@@ -212,7 +214,7 @@ class Compilations:
         return f"{os.getpid()}-{self._count}"
 
 
-def program_line(file: str, line: int | None, function: str | None) -> str:
+def program_line(file: str, line: int | str | None, function: str | None) -> str:
     """Return ``file:line function``, the file as it lies below the working directory, else by its own name."""
     with suppress(OSError):
         file = file.removeprefix(f"{Path.cwd()}/")

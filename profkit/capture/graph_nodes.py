@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture.errors import describe_error, say
 from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun, graph_range
 
 # CUgraphNodeType
@@ -109,14 +110,15 @@ captured: dict[str, CapturedGraph] = {}
 
 
 def _harmless(method: Method) -> Method:
-    """End the notes on the graph if something fails, and never let the script see it."""
+    """End the notes on the graph if something fails, say so, and let the script go on."""
 
     @functools.wraps(method)
     def guarded(self: GraphNodes, *args: Any) -> None:
         try:
             method(self, *args)
-        except Exception:
+        except Exception as error:
             self.forget()
+            self.fail(error)
 
     return guarded  # type: ignore[return-value]
 
@@ -138,6 +140,7 @@ class GraphNodes(RangeObserver):
         self._stream = 0
         self._open: list[tuple[int, str]] = []
         self._parts: list[tuple[int, tuple[str, ...]]] = []
+        self._has_failed = False
 
     @_harmless
     def capture_began(self, graph: Any) -> None:
@@ -173,6 +176,12 @@ class GraphNodes(RangeObserver):
             ignore_ranges(self)
             self._hooks.capture_runs(False)
         self._open, self._parts = [], []
+
+    def fail(self, error: Exception) -> None:
+        """Say once that something failed."""
+        if not self._has_failed:
+            self._has_failed = True
+            say(f"kernels of a CUDA graph may lie under no module ({describe_error(error)})")
 
     @_harmless
     def opening(self, name: str) -> None:

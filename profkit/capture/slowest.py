@@ -51,6 +51,6 @@ def _agree(rank: int, mine: float) -> int:
     names = [_MINE.format(other) for other in range(1, distributed.get_world_size())]
     store.wait(names, _PATIENCE)
     waits = [mine, *(float(store.get(name)) for name in names)]
-    slowest = min(range(len(waits)), key=lambda one: waits[one])
+    slowest = waits.index(min(waits))
     store.set(_ANSWER, str(slowest))
     return slowest

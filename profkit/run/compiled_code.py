@@ -45,6 +45,8 @@ _GRAPH_ID = re.compile(r"[0-9a-f]{10}")
 COMPILED_KERNEL = "compiled kernel"
 """What a launch on the CPU that calls no operator of torch is named in torch.profiler's trace: compiled C++."""
 _MOST_NODES = 2**22
+FIRST_TORCH = (2, 10)
+"""The first torch that says, at each launch that Inductor writes, what it was made of."""
 COMPILING = "compiling"
 """The range around torch.compile's own work begins so: kernels in it were run to choose among them."""
 

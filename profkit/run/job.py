@@ -120,6 +120,7 @@ def find_job(environment: Mapping[str, str], words: Sequence[str]) -> Job | None
             is_node = count is not None or started == number_in(environment, machines)
             unit = "node" if is_node else "rank"
             return replace(job, count=started, number=number_in(environment, task), unit=unit)
+    # SLURM_NODEID says nothing here: a whole allocation has it, also for a command that runs on one machine.
     number = number_in(environment, "NODE_RANK", "GROUP_RANK")
     return replace(job, number=number) if number is not None or (count or 1) > 1 else None
 

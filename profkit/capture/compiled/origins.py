@@ -17,8 +17,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from profkit.capture.compilations import program_line
 from profkit.capture.node_work import NodeWork, work_of_launches
 from profkit.names import OPTIMIZER
+from profkit.run.compiled_code import FIRST_TORCH
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class CodeGeneration:
         if plain is None:
             return
         # Earlier ones have the function, and call it if a setting says so.
-        self.is_possible = _torch_version() >= (2, 10)
+        self.is_possible = _torch_version() >= FIRST_TORCH
 
         @functools.wraps(plain)
         def watched(node_schedule: Any, kernel_name: str, is_extern: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +212,7 @@ def modules_of(meta: dict[str, Any]) -> tuple[str, ...]:
 
 
 def line_of(stack_trace: str | None) -> str:
-    """Return the innermost line of a stack that is not PyTorch's own, as ``file:line function``."""
+    """Return the innermost line of a stack that is not PyTorch's own, as ``file:line function``; "" if it has none."""
     frames = []
     for line in (stack_trace or "").splitlines():
         parts = line.strip().split('"')
@@ -221,8 +223,7 @@ def line_of(stack_trace: str | None) -> str:
     if not own:
         return ""
     file, number, function = own[-1]
-    here = os.getcwd() + os.sep
-    return f"{file.removeprefix(here)}:{number} {function}".rstrip()
+    return program_line(file, number, function)
 
 
 def _torch_version() -> tuple[int, ...]:
