@@ -249,6 +249,7 @@ def _made(steps: int, step: str | None = "optimizer", **seen: int) -> Process:
 def test_what_a_second_run_records(process: Process, wanted: tuple[int, int, str | None]) -> None:
     again = find_another_try(_outcome(process))
     assert again is not None
+    assert again.order is not None
     assert (again.order.warmup_steps, again.order.steps, again.order.step_on) == wanted
 
 

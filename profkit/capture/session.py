@@ -439,6 +439,7 @@ class Session:
             loading=loading,
             left_out=self.hooks.names.left_out,
             compiled_failure=self._compiled.failure,
+            cached_graphs=self._compiled.cached_graphs,
         )
 
     def _leave_failure(self) -> None:

@@ -1,18 +1,24 @@
-"""A second run of a command that recorded nothing, or the wrong steps: what the first run showed says how.
+"""A second run of a command that recorded nothing, the wrong steps, or no modules: what the first run showed says how.
 
-A script with fewer steps than warm-up steps, one without anything that makes a step, and one whose steps turned into
-others while they were recorded.
+A script with fewer steps than warm-up steps, one without anything that makes a step, one whose steps turned into others
+while they were recorded, and one whose compiled code came from a cache that was filled without profkit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from profkit.launch.passes import Outcome, Pass
 from profkit.run.manifest import Process, Workload
 from profkit.run.recording import CUT_SHORT, NOT_REACHED, Order
 from profkit.run.step_choice import StepChoice, StepKind, describe_step
 
+_INDUCTOR_CACHE, _TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _SHORT_WARMUP = 2
 """Of a short script's steps: the first builds what the others have, the second is timed without a profiler."""
 _NEEDED_TO_COUNT = 2
@@ -20,12 +26,16 @@ _NEEDED_TO_COUNT = 2
 
 @dataclass(frozen=True)
 class AnotherTry:
-    """How to run the command again: what the first run showed, what the second does, and by which options."""
+    """How to run the command again: what the first run showed, what the second does, and by which options.
 
-    order: Order
+    ``order`` None: what is recorded stays as it was. ``caches`` are the variables that name caches of profkit's own.
+    """
+
+    order: Order | None
     shown: str
     then: str
     options: str
+    caches: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def why(self) -> str:
@@ -42,8 +52,10 @@ class AnotherTry:
         return f"its first run ended well and its second failed: run it with {self.options}, and it runs once"
 
     def adjust(self, one: Pass) -> Pass:
-        """Return a pass with what is recorded changed to this."""
-        mine = self.order
+        """Return a pass with what is recorded, and from which caches, changed to this."""
+        mine, one = self.order, replace(one, environment={**one.environment, **self.caches})
+        if mine is None:
+            return one
         flops = mine.flops and one.order.flops
         order = replace(one.order, warmup_steps=mine.warmup_steps, steps=mine.steps, step_on=mine.step_on, flops=flops)
         return replace(one, order=order)
@@ -51,20 +63,70 @@ class AnotherTry:
     def describe(self, workload: Workload) -> Workload:
         """Return what the manifest says was asked for, with this."""
         mine = self.order
+        if self.caches:
+            workload = replace(workload, own_caches=True)
+        if mine is None:
+            return workload
         return replace(workload, warmup_steps=mine.warmup_steps, steps=mine.steps, step_on=mine.step_on)
 
 
-def find_another_try(outcome: Outcome) -> AnotherTry | None:
-    """Return how to run a command again so that more is recorded; None if nothing more can be had by that."""
+def find_another_try(outcome: Outcome, own_cache: Path | None = None, took_s: float = 0) -> AnotherTry | None:
+    """Return how to run a command again so that more is recorded; None if nothing more can be had by that.
+
+    Args:
+        outcome: of the first run, which took ``took_s``.
+        own_cache: profkit's own cache of compiled code, which is made if it is needed; None: the first run used it.
+    """
     order, processes = outcome.order, outcome.processes
-    if outcome.exit_status != 0 or order.own_steps or order.recorder == "oom" or order.step_on == _WHOLE:
+    if outcome.exit_status != 0 or order.recorder == "oom" or not processes or processes[0].failure is not None:
         return None
-    if not processes or processes[0].failure is not None:
-        return None
-    return _better_order(order, processes[0])
+    better = _better_order(order, processes[0])
+    # An allocator's recording that holds nothing would hold nothing again, and steps not found stay unfound.
+    is_worth = outcome.reason is None or (better is not None and order.recorder != "memory")
+    cached = max((one.cached_graphs for one in processes if one.is_recorded), default=0)
+    if own_cache is None or not cached or not is_worth or not _can_write(own_cache):
+        return better
+    return _compiled_anew(cached, own_cache, took_s, better)
+
+
+def own_cache_folder() -> Path:
+    """Return profkit's own cache of compiled code, which is kept: each later run finds the modules there."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("profkit") / "inductor"
+
+
+def _can_write(folder: Path) -> bool:
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _compiled_anew(cached: int, folder: Path, took_s: float, better: AnotherTry | None) -> AnotherTry:
+    caches = {_INDUCTOR_CACHE: str(folder)}
+    if _TRITON_CACHE in os.environ:  # else Inductor has Triton's cache within its own
+        caches[_TRITON_CACHE] = str(folder / "triton")
+    graphs = "1 compiled graph" if cached == 1 else f"{cached} compiled graphs"
+    shown = f"{graphs} came from Inductor's cache without modules, because a run without profkit filled it"
+    then = (
+        f"with a cache of profkit's own, which takes about {max(took_s, 1):.0f} s and, the first time, the time to"
+        " compile"
+    )
+    options = " ".join(f"{name}={shlex.quote(value)}" for name, value in caches.items())
+    if better is None:
+        return AnotherTry(None, shown, then, options, caches)
+    return AnotherTry(
+        better.order,
+        f"{better.shown}, and {shown}",
+        f"{better.then}, {then}",
+        f"{better.options} and {options}",
+        caches,
+    )
 
 
 def _better_order(order: Order, first: Process) -> AnotherTry | None:
+    if order.own_steps or order.step_on == _WHOLE:
+        return None
     if first.step_changed_to in _WORTH_ANOTHER:
         found = describe_step(first.step_changed_to)
         return AnotherTry(

@@ -1,19 +1,21 @@
-"""What a run's manifest says before the run begins: what is run, with what, on what."""
+"""What a run's manifest says: before the run begins what is run, with what, on what; after each pass what it found."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
 from profkit.launch.nsys import Nsys
-from profkit.launch.passes import Target
+from profkit.launch.passes import Outcome, Target
 from profkit.launch.versions import driver_in
-from profkit.run.manifest import Manifest
+from profkit.run.manifest import Manifest, MemoryPass
+from profkit.run.samples import Samples
 from profkit.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -107,3 +109,35 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+def with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
+    """Return the manifest with what a pass found; of several ranks the first one that was recorded counts."""
+    manifest = replace(manifest, exit_status=outcome.exit_status, finished_utc=utc_now())
+    order = outcome.order
+    first = min(outcome.processes, key=lambda one: not one.is_recorded, default=None)
+    recorded = Samples()
+    if first is not None:
+        recorded = Samples(first.profiled, first.during.get("profiled", {}), outcome.losses)
+        manifest = replace(
+            manifest,
+            versions={**manifest.versions, "torch": first.torch, "cuda": first.cuda},
+            device=first.device,
+            gpu=first.gpu,
+            conditions=first.conditions,
+            float32_matmul_precision=first.conditions.float32_matmul_precision if first.conditions else None,
+        )
+    if order.memory is not None:
+        processes = tuple(replace(one, attached=(), profiled=(), during={}) for one in outcome.processes)
+        remembered = MemoryPass(processes=processes, **asdict(order.memory))
+        if order.recorder in ("memory", "oom"):
+            return replace(manifest, memory=replace(remembered, steps=recorded.steps, losses=outcome.losses))
+        # Its steps are those of the trace, which the recorder slowed too.
+        manifest = replace(manifest, memory=remembered)
+    if order.recorder == "none":
+        return replace(manifest, clean=recorded)
+    manifest = replace(manifest, processes=outcome.processes)
+    if first is None:
+        return manifest
+    attached = None if order.own_steps else Samples(first.attached, first.during.get("attached", {}))
+    return replace(manifest, attached=attached, profiled=recorded)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from profkit.launch.targets import build_rank_argv
@@ -27,11 +27,12 @@ _ENOUGH_STEPS = 10
 class Pass:
     """One execution of the target: its command line, and what profkit does in its processes.
 
-    ``{run}`` in the command line stands for the run directory.
+    ``{run}`` in the command line stands for the run directory. ``environment`` are variables besides ours.
     """
 
     argv: tuple[str, ...]
     order: Order
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from profkit.errors import RunError, ToolError
 from profkit.files import clear_partial_files
-from profkit.launch.another_try import AnotherTry, find_another_try
+from profkit.launch.another_try import AnotherTry, find_another_try, own_cache_folder
 from profkit.launch.conditions import GpuWatch, warn_of_run
-from profkit.launch.manifest import begin_manifest, utc_now
+from profkit.launch.manifest import begin_manifest, utc_now, with_outcome
 from profkit.launch.nsys import Nsys, build_nsys_argv
 from profkit.launch.nsys_run import collect_report, lost_events, own_outputs, private, require_room, run_in_nsys
 from profkit.launch.passes import (
@@ -37,7 +37,7 @@ from profkit.launch.side_effects import why_not_twice
 from profkit.run.compiled_code import read_compilations
 from profkit.run.directory import COMPILED, LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.job import find_job
-from profkit.run.manifest import Manifest, MemoryPass, RangesLeftOut, write_manifest
+from profkit.run.manifest import Manifest, RangesLeftOut, write_manifest
 from profkit.run.recording import (
     PARTIAL,
     VARIABLE,
@@ -49,7 +49,6 @@ from profkit.run.recording import (
     take_refused,
 )
 from profkit.run.records import decode, read_json
-from profkit.run.samples import Samples
 
 Progress = Callable[[str], AbstractContextManager[object]]
 
@@ -59,6 +58,8 @@ _INTERRUPTED = 130
 _TOO_LONG_S = 600
 """A command that took longer is not run again unasked."""
 _CAPTURES = ("trace.*", "snapshot.*")
+_OF_MEMORY = ("snapshot*.pickle", "ledger*.jsonl")
+_COMPILED = COMPILED.replace(".", "*.")
 
 # nsys writes its own lines to the standard streams; the target's go where the launcher's go.
 _REDIRECTED = "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -134,8 +135,9 @@ def record_run(
     run = make_run_directory(output, target.name, job)
     manifest = replace(begin_manifest(target, nsys, command, secret_names), job=job)
     _keep_manifest(run, manifest)
-    recording = _Recording(run, target, nsys, progress, is_alone=job is None)
     conditions, input_start = GpuWatch(os.environ), _input_position()
+    reads_once = input_start is None and not os.isatty(_STDIN)
+    recording = _Recording(run, target, nsys, progress, is_alone=job is None, reads_once=reads_once)
     try:
         passes, tried = list(target.passes), None
         while passes:
@@ -143,20 +145,18 @@ def record_run(
                 os.lseek(_STDIN, input_start, os.SEEK_SET)
             one = passes.pop(0)
             outcome = recording.make_pass(one)
-            manifest = _with_outcome(manifest, outcome)
+            manifest = with_outcome(manifest, outcome)
             if tried is not None and outcome.exit_status != 0:
                 say(f"{target.name}: {tried.why_failed}")
-            again = recording.another_try() if input_start is not None or os.isatty(_STDIN) else None
-            against = None if again is None else recording.why_not_again()
+            again = recording.another_try()
+            against = None if again is None else recording.why_not(again)
             if again is not None and against is not None:
                 recording.decline(again.why_not(against), say)
                 again = None
             if again is not None:
-                recording.clear()
+                recording.clear(again)
                 tried = again
-                # The allocator was recorded up to the script's end: what it lacks another run lacks too.
-                again_too = [] if outcome.order.recorder == "memory" else [one]
-                passes = [again.adjust(each) for each in (*again_too, *passes)]
+                passes = [again.adjust(each) for each in (*([one] if recording.makes_anew(again) else []), *passes)]
             elif not outcome.may_go_on:
                 break
             if again is not None and passes:
@@ -193,21 +193,29 @@ def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool
 class _Recording:
     """The passes over a target, into the run directory ``run``."""
 
-    def __init__(self, run: Path, target: Target, nsys: Nsys | None, progress: Progress, *, is_alone: bool) -> None:
+    def __init__(
+        self, run: Path, target: Target, nsys: Nsys | None, progress: Progress, *, is_alone: bool, reads_once: bool
+    ) -> None:
         self._run = run
         self._target = target
         self._nsys = nsys
         self._progress = progress
         self._is_alone = is_alone
+        self._reads_once = reads_once
         self.done: list[Outcome] = []
         self._made_anew: list[Outcome] = []
         self._took_s = 0.0
+        self._has_own_caches = False
+        self._may_not_compile = False
+        self._compiled_before: dict[Path, int] = {}
 
     def make_pass(self, one: Pass) -> Outcome:
         """Run the target once."""
         order = replace(one.order, run=str(self._run.resolve()))
         words = [word.replace("{run}", order.run) for word in one.argv]
-        environment = build_environment(os.environ, order)
+        environment = build_environment({**os.environ, **one.environment}, order)
+        self._has_own_caches = bool(one.environment)
+        self._compiled_before = {path: path.stat().st_size for path in self._run.glob(_COMPILED)}
         began = monotonic()
         if order.recorder == "nsys" and self._nsys is not None:
             status = self._run_in_nsys(self._nsys, words, environment)
@@ -229,32 +237,51 @@ class _Recording:
     def another_try(self) -> AnotherTry | None:
         """Return how to make the last pass anew; None if that is not worth it."""
         last = self.done[-1]
-        again = find_another_try(last)
+        own_cache = None if self._has_own_caches or self._may_not_compile else own_cache_folder()
+        again = find_another_try(last, own_cache, self._took_s)
         earlier = [one for one in self.done[:-1] if one.order.recorder == last.order.recorder]
-        return None if earlier or self._took_s > _TOO_LONG_S else again
+        # Too few steps are a reason that says what to change; the modules that a recording lacks give no reason.
+        is_refused = self._why_not_by_itself() is not None and (again is None or not again.caches)
+        return None if earlier or is_refused else again
 
-    def why_not_again(self) -> str | None:
-        """Return what speaks against the run that `another_try` would add, in a clause; None if nothing does."""
-        if self.done[-1].order.recorder == "memory":  # it adds none
+    def _why_not_by_itself(self) -> str | None:
+        if self._took_s > _TOO_LONG_S:
+            return f"it took longer than {_TOO_LONG_S // 60} minutes"
+        return "it reads a pipe" if self._reads_once else None
+
+    def makes_anew(self, again: AnotherTry) -> bool:
+        """Return whether the last pass is made anew, not only those that follow.
+
+        The allocator was recorded up to the script's end: what it lacks another run lacks too, but for modules.
+        """
+        return bool(again.caches) or self.done[-1].order.recorder != "memory"
+
+    def why_not(self, again: AnotherTry) -> str | None:
+        """Return what speaks against the run that ``again`` would add, in a clause; None if nothing does."""
+        if not self.makes_anew(again):
             return None
         if not self._is_alone:
             return "the job's other machines do not run it again"
-        return why_not_twice(self._target.argv, self._run / MANIFEST, self._run)
+        return self._why_not_by_itself() or why_not_twice(self._target.argv, self._run / MANIFEST, self._run)
 
     def decline(self, why: str, say: Callable[[str], None]) -> None:
         """Have the run end with ``why`` it is not made anew; if the last pass recorded something, say it now."""
-        last = self.done[-1]
+        last, self._may_not_compile = self.done[-1], True
         if last.reason is None:
             say(f"{self._target.name}: {why}")
         else:
             self.done[-1] = replace(last, reason=f"nothing was recorded: {why}")
 
-    def clear(self) -> None:
-        """Remove what the last pass recorded, which is made anew."""
-        if self.done[-1].order.recorder != "memory":
-            self._made_anew.append(self.done[-1])
-            for path in (*self._run.glob("trace.*"), self._run / WORK):
-                path.unlink(missing_ok=True)
+    def clear(self, again: AnotherTry) -> None:
+        """Remove what the last pass recorded, if it is made anew."""
+        if not self.makes_anew(again):
+            return
+        self._made_anew.append(self.done[-1])
+        recorded = _OF_MEMORY if self.done[-1].order.recorder == "memory" else ("trace.*", WORK)
+        for path in [path for pattern in recorded for path in self._run.glob(pattern)]:
+            path.unlink()
+        for path in self._run.glob(_COMPILED):
+            os.truncate(path, self._compiled_before.get(path, 0))
 
     def conclude(self, manifest: Manifest, disturbed: list[str]) -> Recorded:
         """Write the last manifest and return what there is to say; ``disturbed`` is what happened to the GPUs."""
@@ -358,38 +385,6 @@ def _take_losses(run: Path) -> tuple[float, ...]:
     losses: tuple[float, ...] = decode(tuple[float, ...], read_json(path))
     path.unlink()
     return losses
-
-
-def _with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
-    """Return the manifest with what a pass found; of several ranks the first one that was recorded counts."""
-    manifest = replace(manifest, exit_status=outcome.exit_status, finished_utc=utc_now())
-    order = outcome.order
-    first = min(outcome.processes, key=lambda one: not one.is_recorded, default=None)
-    recorded = Samples()
-    if first is not None:
-        recorded = Samples(first.profiled, first.during.get("profiled", {}), outcome.losses)
-        manifest = replace(
-            manifest,
-            versions={**manifest.versions, "torch": first.torch, "cuda": first.cuda},
-            device=first.device,
-            gpu=first.gpu,
-            conditions=first.conditions,
-            float32_matmul_precision=first.conditions.float32_matmul_precision if first.conditions else None,
-        )
-    if order.memory is not None:
-        processes = tuple(replace(one, attached=(), profiled=(), during={}) for one in outcome.processes)
-        remembered = MemoryPass(processes=processes, **asdict(order.memory))
-        if order.recorder in ("memory", "oom"):
-            return replace(manifest, memory=replace(remembered, steps=recorded.steps, losses=outcome.losses))
-        # Its steps are those of the trace, which the recorder slowed too.
-        manifest = replace(manifest, memory=remembered)
-    if order.recorder == "none":
-        return replace(manifest, clean=recorded)
-    manifest = replace(manifest, processes=outcome.processes)
-    if first is None:
-        return manifest
-    attached = None if order.own_steps else Samples(first.attached, first.during.get("attached", {}))
-    return replace(manifest, attached=attached, profiled=recorded)
 
 
 def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:

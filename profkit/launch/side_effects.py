@@ -6,6 +6,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _MOST_ENTRIES = 50_000
@@ -21,12 +22,13 @@ def why_not_twice(words: Sequence[str], since: Path, run: Path) -> str | None:
 
     A command that adds to a file, resumes from its own checkpoint or refuses an output that is there does other things
     the second time. So each file counts that was written after the file ``since`` in the working directory or a folder
-    that the command names, with all below it. Not counted are ``run``, hidden folders, caches and the files that our
-    own standard streams are. What is written elsewhere, or sent over a network, is not seen.
+    that the command names, with all below it. Not counted are ``run``, hidden folders, caches (also of compiled
+    code) and the files that our own standard streams are. What is written elsewhere, or sent over a network, is not
+    seen.
     """
     try:
         began_ns = since.stat().st_mtime_ns
-        passed_over = {_identity(run.stat()), *_streams()}
+        passed_over = {_identity(run.stat()), *_streams(), *_compiler_caches()}
         for path, status in _files(_folders(words), passed_over):
             if status.st_mtime_ns > began_ns:
                 return f"it wrote {os.path.relpath(path)}"
@@ -73,11 +75,19 @@ def _files(folders: Iterable[Path], passed_over: set[tuple[int, int]]) -> Iterat
                 continue
             if stat.S_ISREG(status.st_mode):
                 yield entry.path, status
-            elif stat.S_ISDIR(status.st_mode) and not entry.name.startswith(".") and entry.name not in _CACHES:
+            elif stat.S_ISDIR(status.st_mode) and not entry.name.startswith(_HIDDEN) and entry.name not in _CACHES:
                 waiting.append(entry.path)
 
 
 _CACHES = frozenset({"__pycache__", "site-packages"})
+_HIDDEN = (".", "torchinductor_")
+"""How the names of folders begin that are passed over: hidden ones, and Inductor's cache where nobody chose a place."""
+
+
+def _compiler_caches() -> Iterator[tuple[int, int]]:
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        with suppress(KeyError, OSError):
+            yield _identity(os.stat(os.environ[variable]))
 
 
 def _streams() -> Iterator[tuple[int, int]]:

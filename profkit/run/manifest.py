@@ -26,6 +26,7 @@ class Workload:
 
     ``preset_name``, ``batch``, ``context`` or ``contexts``, ``passes``, ``dtype``, ``compile_mode``, ``seed`` and
     ``checkpoint_layers`` are a built-in model's. ``steps`` are those that were to be recorded, after ``warmup_steps``.
+    ``own_caches``: compiled code came from profkit's own caches instead of the user's, to have its modules.
     """
 
     steps: int | None = None
@@ -45,6 +46,7 @@ class Workload:
     seed: int | None = None
     ranks: int | None = None
     checkpoint_layers: int | None = None
+    own_caches: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ class Process:
     ``step`` is the kind of its steps, in the words of ``--step-on``, and ``step_names`` are the classes or functions
     that make one. ``seen`` says how often each thing that may make a step happened, and ``step_changed_to`` which kind
     of steps began only when the recording had. ``compiled_failure`` says why compiled code, or some of it, has no
-    modules.
+    modules, and ``cached_graphs`` how many graphs have none because they came from a cache that was filled without
+    profkit.
     """
 
     process: str = ""
@@ -150,6 +153,7 @@ class Process:
     loading: Loading | None = None
     left_out: RangesLeftOut | None = None
     compiled_failure: str | None = None
+    cached_graphs: int = 0
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,12 @@ class CompiledCode:
             "profkit; to compile them anew, set TORCHINDUCTOR_CACHE_DIR to a new folder"
         )
 
+    @property
+    def cached_graphs(self) -> int:
+        """How many graphs have no modules because they came from a cache, and would have them if compiled anew."""
+        is_possible = self._error is None and not self._in_cpp and self._generation.is_possible
+        return self._unknown if is_possible else 0
+
     def _watch_code_cache(self, codecache: Any) -> None:
         plain = codecache.PyCodeCache.load_by_key_path.__func__
 
