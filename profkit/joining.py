@@ -22,7 +22,7 @@ from profkit.run.directory import MANIFEST, Run
 from profkit.run.light_record import LightRecord, read_light_record
 
 _LIGHT_PER_TASK = 64
-"""A light record takes some milliseconds: so many are worth a worker's while."""
+"""One light record takes some milliseconds: a worker gets this many at a time."""
 
 
 @dataclass(frozen=True)

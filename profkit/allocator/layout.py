@@ -49,13 +49,23 @@ class Layout:
 
     @property
     def releasable_bytes(self) -> int:
-        """Return what ``empty_cache()`` would give back: segments without a block in use.
+        """Return what ``empty_cache()`` would give back."""
+        free = self.state == INACTIVE
+        return sum_releasable(self.size_bytes[free], self.segment[free], self.segment_bytes, self.is_expandable)
 
-        Of expandable segments it is an estimate: all that is free, although only whole pages can be unmapped.
-        """
-        is_free = self.state == INACTIVE
-        is_whole = is_free & (self.size_bytes == self.segment_bytes[self.segment])
-        return int(self.size_bytes[np.where(self.is_expandable[self.segment], is_free, is_whole)].sum())
+
+def sum_releasable(size_bytes: Ints, segment: Ints, segment_bytes: Ints, is_expandable: npt.NDArray[np.bool_]) -> int:
+    """Return what ``empty_cache()`` would give back of free blocks: segments without a block in use.
+
+    Of expandable segments it is an estimate: all that is free, although only whole pages can be unmapped.
+
+    Args:
+        size_bytes: of the free blocks.
+        segment: of each free block, the row of its segment.
+        segment_bytes: of all segments.
+        is_expandable: which segments are.
+    """
+    return int(size_bytes[is_expandable[segment] | (size_bytes == segment_bytes[segment])].sum())
 
 
 def lay_out(history: History, moment: int) -> Layout | None:

@@ -36,13 +36,13 @@ _IN_ROW, _LATER = 32, 8
 of steps of 20 ms leaves some 3,000. A row is written 8 steps after its end, when its collectives are known."""
 
 _FIRST_PERIOD, _LONGEST_PERIOD = 8, 1024
-"""While all steps are kept, the file is written every so many steps, always a power of two."""
+"""While all steps are kept, the file is written after this many at least and at most; always a power of two."""
 
 _AT_LEAST_EVERY_NS = 5_000_000_000
 """A process that is killed loses what was not written yet: no more than this, unless writing takes too much time."""
 
 _SHARE = 200
-"""Writing may take one part in so many of the steps' time."""
+"""Writing may take 1 part in 200 of the steps' time."""
 
 _PATIENCE_S, _POLL_S = 0.5, 0.02
 """How long the end of the process may wait for torch's watchdog to see the last collectives."""

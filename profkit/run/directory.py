@@ -159,19 +159,22 @@ class Run:
     @property
     def snapshots(self) -> dict[int, Path]:
         """Return the memory snapshots by rank; a run without ranks has rank 0 alone."""
-        named = {path: _RANK_SNAPSHOT.fullmatch(path.name) for path in self.path.iterdir()}
-        return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
+        return self._by_rank(_RANK_SNAPSHOT)
 
     @property
     def light_records(self) -> dict[int, Path]:
         """Return the light records by rank."""
-        named = {path: _RANK_LIGHT.fullmatch(path.name) for path in self.path.iterdir()}
-        return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
+        return self._by_rank(_RANK_LIGHT)
 
     @property
     def files(self) -> list[Path]:
         """Return every file that belongs to a run by its name, whether or not it is there."""
         return [*(self.path / name for name in _FILES), *self.path.glob("*.rank*.*")]
+
+    def _by_rank(self, name: re.Pattern[str]) -> dict[int, Path]:
+        """Return the files whose names match, by rank; the plain name is rank 0's."""
+        named = {path: name.fullmatch(path.name) for path in self.path.iterdir()}
+        return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
 
     def find_trace(self) -> Path:
         """Return the preferred trace; of several ranks' the first, `rank_traces` has them all.

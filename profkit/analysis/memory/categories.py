@@ -113,14 +113,14 @@ class Classifier:
     def _category_of_code(self, row: int) -> str | None:
         """Return what an allocation of compiled code is for, where the code says so.
 
-        What it frees itself was temporary. A library that it calls puts its result where it is told: what the library
-        allocates besides and keeps is its workspace.
+        What it frees itself was temporary. A library that it calls writes its result into memory of the code: what the
+        library allocates besides and keeps is its workspace.
         """
         held = self._generated.held(row)
         if held is None:
             return None
         is_kept = int(self._history.replay.freed[row]) == self._history.replay.event_count
-        if held.is_librarys:
+        if held.is_of_library:
             return "workspace" if is_kept else "temporaries"
         return "temporaries" if held.is_freed_in_call else None
 

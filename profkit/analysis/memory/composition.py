@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from profkit.allocator.history import History
-from profkit.allocator.layout import lay_out
+from profkit.allocator.layout import lay_out, sum_releasable
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.parts import (
@@ -271,8 +271,7 @@ def measure_fragmentation(history: History, moment: int) -> Fragmentation:
     # Less than nothing only where the replay contradicts itself, which `History.contradictions` says.
     free = max(reserved - allocated - pending, 0)
     is_free = blocks.state == INACTIVE
-    is_whole = is_free & (blocks.size_bytes == segments.size_bytes[blocks.segment])
-    is_releasable = np.where(segments.is_expandable[blocks.segment], is_free, is_whole)
+    free_bytes, segment = blocks.size_bytes[is_free], blocks.segment[is_free]
     layout = lay_out(history, moment)
     return Fragmentation(
         reserved_bytes=reserved,
@@ -284,8 +283,8 @@ def measure_fragmentation(history: History, moment: int) -> Fragmentation:
         free_blocks=None if layout is None else len(layout.free_blocks),
         largest_free_bytes=None if layout is None else int(layout.free_blocks.max(initial=0)),
         releasable_bytes=None if layout is None else layout.releasable_bytes,
-        end_free_bytes=int(blocks.size_bytes[is_free].sum()),
-        end_free_blocks=int(np.count_nonzero(is_free)),
-        end_largest_free_bytes=int(blocks.size_bytes[is_free].max(initial=0)),
-        end_releasable_bytes=int(blocks.size_bytes[is_releasable].sum()),
+        end_free_bytes=int(free_bytes.sum()),
+        end_free_blocks=len(free_bytes),
+        end_largest_free_bytes=int(free_bytes.max(initial=0)),
+        end_releasable_bytes=sum_releasable(free_bytes, segment, segments.size_bytes, segments.is_expandable),
     )

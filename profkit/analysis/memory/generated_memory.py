@@ -44,7 +44,7 @@ class Held:
     """Whether it is what the memory was allocated for."""
     is_freed_in_call: bool
     """Whether the generated code that allocated the memory frees it."""
-    is_librarys: bool
+    is_of_library: bool
     """Whether no line of the code asked for it, but a library that a line called, for itself."""
 
 
@@ -173,7 +173,7 @@ class GeneratedMemory:
             is_decided=len(modules) == 1,
             is_first=all(one.is_first for one in tenants),
             is_freed_in_call=all(one.freed is not None for _, one in found),
-            is_librarys=not code.allocates(line),
+            is_of_library=not code.allocates(line),
         )
 
     def _after_taking(self, code: _Code, row: int, moment: int, tenants: list[_Tenant]) -> list[_Tenant]:

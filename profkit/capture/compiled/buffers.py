@@ -14,10 +14,12 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from profkit.capture.compiled.launch_sites import partition_of
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder
 
 _ALLOCATES = ("empty_strided", "tracked_empty_strided", "empty(", "torch.empty")
 _VIEWS = ("reinterpret_tensor", "alloc_from_pool", "torch.ops.inductor._alloc_from_pool")
+_PARTS = ("partition_", "subgraph_")
 # Calls that neither launch nor allocate.
 _NO_LAUNCH = (
     "assert_size_stride",
@@ -220,8 +222,8 @@ class _Reader:
 
     def _call(self, call: ast.Call, made: tuple[str, ...]) -> None:
         function = ast.unparse(call.func)
-        partition = _partition(function)
-        if partition is not None and partition in self._functions and partition not in self._open:
+        partition = partition_of(call.func) or (function if function.startswith(_PARTS) else "")
+        if partition in self._functions and partition not in self._open:
             after = self._span
             self.end_span()
             self.read_function(partition)
@@ -293,12 +295,6 @@ def _outermost(call: ast.Call) -> ast.Call:
     """Return the call that an ``.as_strided(…)`` is applied to."""
     inner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "as_strided" else None
     return inner if isinstance(inner, ast.Call) else call
-
-
-def _partition(function: str) -> str | None:
-    if function.startswith("self.partitions["):
-        return f"partition_{function.removeprefix('self.partitions[').partition(']')[0]}"
-    return function if function.startswith(("partition_", "subgraph_")) else None
 
 
 def _names(node: ast.AST) -> Iterator[str]:

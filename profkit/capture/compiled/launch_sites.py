@@ -112,7 +112,7 @@ class _Reader(ast.NodeVisitor):
         if site is not None:
             self.sites.append(site)
             return
-        inner = self._functions.get(_partition(node.func) or called)
+        inner = self._functions.get(partition_of(node.func) or called)
         if inner is not None:
             self.read(inner)
 
@@ -155,8 +155,8 @@ def is_copy(node: ast.Call) -> bool:
     return isinstance(node.func, ast.Attribute) and node.func.attr == "copy_" and _dotted(node.func) != "aten.copy_"
 
 
-def _partition(called: ast.expr) -> str | None:
-    """Return the function that ``self.partitions[N]`` calls."""
+def partition_of(called: ast.expr) -> str | None:
+    """Return the function that ``self.partitions[N]`` calls; None for another expression."""
     if isinstance(called, ast.Subscript) and _dotted(called.value) == "self.partitions":
         index = called.slice
         return f"partition_{index.value!r}" if isinstance(index, ast.Constant) else None

@@ -45,7 +45,7 @@ def _matrix(result: RanksResult) -> dict[str, Any] | None:
         for to in range(len(numbers))
         if waits[here, to]
     ]
-    # Of many ranks every so many have room for their number.
+    # Where there are many ranks, not every one has room for its number.
     every = -(-24 // size)
     labels = [{"at": at * size + size // 2, "rank": rank} for at, rank in enumerate(numbers) if at % every == 0]
     return {"size": size, "whole": size * len(numbers), "cells": cells, "labels": labels}
