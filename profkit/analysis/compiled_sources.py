@@ -57,7 +57,7 @@ def name_compiled_kernels(trace: Trace, run: Run) -> Trace:
     return replace(trace, names=names.strings, work=replace(trace.work, name=name))
 
 
-def find_sources(
+def find_kernel_sources(
     attribution: Attribution, rows: Bools, graphs: Mapping[str, CompiledGraph]
 ) -> tuple[KernelSource, ...]:
     """Return where the chosen rows of work come from, the longest first; nothing of what no compiled code launched.

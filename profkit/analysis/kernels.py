@@ -17,7 +17,7 @@ from profkit.analysis.attribution import (
     warn_of_placement,
 )
 from profkit.analysis.categories import categorize
-from profkit.analysis.compiled_sources import KernelSource, SharedKernels, find_shared, find_sources
+from profkit.analysis.compiled_sources import KernelSource, SharedKernels, find_kernel_sources, find_shared
 from profkit.analysis.intervals import busy_ns, union_ns
 from profkit.analysis.module_times import modules_of_ranges
 from profkit.analysis.notebook import NotebookResult, table_of
@@ -213,7 +213,7 @@ def summarize_kernels(
         slowest_rank=None if slowest is None else slowest.rank,
         steps=count_steps(attribution, rows),
         shared=_find_shared(attribution, wanted, chosen),
-        sources=None if compiled_code is None else find_sources(attribution, rows, compiled_code),
+        sources=None if compiled_code is None else find_kernel_sources(attribution, rows, compiled_code),
     )
 
 

@@ -45,7 +45,7 @@ class RankSummary:
 
 @dataclass(frozen=True, eq=False)
 class RanksResult:
-    """What the ranks of a run tell together; times of ``ranks`` are per step, those of ``groups`` are sums.
+    """What the ranks of a run show together; times of ``ranks`` are per step, those of ``groups`` are sums.
 
     ``lost`` are the ranks of which nothing can be read, each with the reason.
     """

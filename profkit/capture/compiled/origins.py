@@ -1,8 +1,8 @@
 """What a launch in generated code comes from, taken while Inductor generates it.
 
-Inductor tells of every launch that it writes to a function for its own debugging. That function is wrapped: it returns
+Inductor reports every launch that it writes to a function for its own debugging. That function is wrapped: it returns
 what it did before, and no setting of Inductor's is changed, so that the code and the keys of its caches stay as they
-are. What Inductor does not tell of is taken where it writes the call of a library.
+are. What it does not report is taken where it writes the call of a library.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class _Written:
     nodes: list[set[Any]] = field(default_factory=list)
     are_calls: list[bool] = field(default_factory=list)
     defined: dict[str, list[Any]] = field(default_factory=dict)
-    told: str | None = None
-    """The kernel that Inductor's debugging was told of last, until its call is written."""
+    reported: str | None = None
+    """The kernel that Inductor reported last, until its call is written."""
 
 
 class CodeGeneration:
@@ -96,7 +96,7 @@ class CodeGeneration:
                 setattr(where, name, watched)
 
     def watch_scheduler(self, module: Any) -> None:
-        """Watch ``torch._inductor.scheduler``: the calls of libraries that its debugging is not told of."""
+        """Watch ``torch._inductor.scheduler``: the calls of libraries that Inductor does not report."""
         plain = module.Scheduler.codegen_extern_call
 
         @functools.wraps(plain)
@@ -127,7 +127,7 @@ class CodeGeneration:
         module.TritonScheduling.define_kernel = watched
 
     def watch_wrapper(self, module: Any) -> None:
-        """Watch ``torch._inductor.codegen.wrapper``: the call of a kernel that its debugging was not told of.
+        """Watch ``torch._inductor.codegen.wrapper``: the call of a kernel that Inductor did not report.
 
         Such are reductions of one input in two directions at once.
         """
@@ -141,9 +141,9 @@ class CodeGeneration:
             graph = _current_graph()
             written = self._written.get(graph) if graph is not None else None
             if written is not None:
-                if written.told != kernel_name and kernel_name in written.defined:
+                if written.reported != kernel_name and kernel_name in written.defined:
                     self._note(written.defined[kernel_name], kernel_name, is_extern=False)
-                written.told = None
+                written.reported = None
             return plain(code, kernel_name, *args, **kwargs)
 
         wrapper.generate_kernel_call = watched
@@ -170,7 +170,7 @@ class CodeGeneration:
             if graph is None:
                 return
             written = self._written.setdefault(graph, _Written())
-            written.told = kernel
+            written.reported = kernel
             owners = {node.get_name(): owner for node in ir_nodes if (owner := _owner(node)) is not None}
             computed = owners.values() if is_extern else [one for node in ir_nodes for one in _computed(node)]
             computed = list(computed)
@@ -313,7 +313,7 @@ def _is_template(ir_node: Any) -> bool:
 
 
 def _ir_nodes(schedule: Any) -> list[Any]:
-    """Return the nodes of Inductor's program that a launch computes, from what its debugging is told."""
+    """Return the nodes of Inductor's program that a launch computes, from what it reports."""
     if not isinstance(schedule, Sequence):
         return [schedule]
     return [node for one in schedule for node in _of_scheduled(one)]
