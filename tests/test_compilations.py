@@ -70,6 +70,7 @@ def _train(called: Any, size: int) -> None:
 
 def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(tmp_path: Path, names: Names) -> None:
     reset()
+    torch._dynamo.utils.clear_compilation_metrics()  # of the tests before
     model = torch.compile(Broken(), backend="aot_eager")
     path, is_recording = tmp_path / COMPILED, False
     watched = Compilations(path, lambda: is_recording)

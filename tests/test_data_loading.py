@@ -109,7 +109,7 @@ def test_waiting_for_data_is_timed_by_the_host_also_where_cuda_is_in_use(monkeyp
     for _ in range(2):
         clock.begin("data")
         clock.end()
-    assert clock.take() == {"data_ns": 10}
+    assert times.sum_times(clock.take()) == {"data_ns": 10}
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_the_snapshot_gives_the_allocators_own_peaks() -> None:
 
 
 def test_the_traces_are_small_and_carry_no_environment() -> None:
-    files = [path for path in TRACES.iterdir() if path.suffix != ".md"]
+    files = [path for path in TRACES.rglob("*") if path.is_file() and path.suffix != ".md"]
     assert sum(path.stat().st_size for path in files) < 5_000_000
     for path in files:
         data = path.read_bytes()
@@ -163,5 +163,7 @@ def test_the_traces_are_small_and_carry_no_environment() -> None:
 
 def test_every_trace_is_described() -> None:
     text = (TRACES / "README.md").read_text()
-    for path in TRACES.iterdir():
-        assert path.suffix == ".md" or f"`{path.name}`" in text
+    runs = {path.parent for path in TRACES.rglob("manifest.json")}
+    for path in (*TRACES.iterdir(), *runs):
+        is_folder_of_runs = path.is_dir() and path not in runs
+        assert path.suffix == ".md" or is_folder_of_runs or f"`{path.relative_to(TRACES)}`" in text

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 FIRST_PER_NODE = "first-per-node"
 SLOWEST = "slowest"
 
-_PART = re.compile(r"(\d+)(?:-(\d+))?")
+_PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 @dataclass(frozen=True)
