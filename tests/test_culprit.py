@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from profkit import read_trace
 from profkit.analysis.collectives.bandwidth import bus_factor
 from profkit.analysis.collectives.comparison import RanksResult, compare_records
+from profkit.analysis.collectives.reduce import reduce_rank, reduce_ranks
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import read_ranks
 from profkit.reading import open_capture
 from profkit.report.page.page import render_report
+from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
     BYTES,
     MS,
@@ -157,6 +160,14 @@ def test_own_time_and_communication_sum_up_to_the_step_of_every_rank(tmp_path: P
         assert sum(one.parts.values()) + one.exposed_ns == one.step_ns
     # The same time passes on all of them between two collectives that end together.
     assert len({one.step_ns for one in result.ranks}) == 1
+
+
+def test_a_rank_without_any_range_has_its_own_time_at_no_place(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(1_000, 500)
+    record = reduce_rank(read_trace(builder.write(tmp_path / "trace.sqlite")), 0)
+    assert [step.name for step in record.steps] in ([], [None])
+    assert reduce_ranks(read_trace(tmp_path / "trace.sqlite"), {})[0].steps == record.steps
 
 
 def test_waits_stand_in_the_row_of_who_waited_and_the_column_of_whom_they_waited_for(tmp_path: Path) -> None:

@@ -440,7 +440,14 @@ def test_ranks_under_torchrun_have_a_trace_each_and_ddp_keeps_its_losses(place: 
     done = run("--flops", "--warmup", "2", "--steps", "2", "--", *target)
     assert done.returncode == 0, done.stderr
     names = sorted(path.name for path in (place / "run").iterdir())
-    assert names == ["manifest.json", "trace.json.gz", "trace.rank1.json.gz", "work.json"]
+    assert names == [
+        "light.jsonl",
+        "light.rank1.jsonl",
+        "manifest.json",
+        "trace.json.gz",
+        "trace.rank1.json.gz",
+        "work.json",
+    ]
     assert [one["process"] for one in _manifest(place)["processes"]] == ["rank0", "rank1"]
     losses = plain.stdout.splitlines()
     assert len(losses) == 4

@@ -152,7 +152,7 @@ def _busy_time(attribution: Attribution, of_range: Ints) -> tuple[GpuTime, Stret
     rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
     _, start_ns, end_ns = disjoint_pieces(np.zeros(len(rows), dtype=np.int64), work.start_ns[rows], work.end_ns[rows])
     innermost = attribution.work.innermost[rows]
-    place = np.where(innermost == NO_RANGE, 0, of_range[innermost])
+    place = np.append(of_range, 0)[innermost]  # what is in no range (-1) is at no place
     kept = start_ns < end_ns
     return time, Stretches(start_ns[kept], end_ns[kept]), place[kept]
 
