@@ -108,11 +108,11 @@ def _compiled_anew(cached: int, folder: Path, took_s: float, better: AnotherTry 
         caches[_TRITON_CACHE] = str(folder / "triton")
     graphs = "1 compiled graph" if cached == 1 else f"{cached} compiled graphs"
     shown = f"{graphs} came from Inductor's cache without modules, because a run without profkit filled it"
+    options = " ".join(f"{name}={shlex.quote(value)}" for name, value in caches.items())
     then = (
         f"with a cache of profkit's own, which takes about {max(took_s, 1):.0f} s and, the first time, the time to"
-        " compile"
+        f" compile (with {options} it runs once)"
     )
-    options = " ".join(f"{name}={shlex.quote(value)}" for name, value in caches.items())
     if better is None:
         return AnotherTry(None, shown, then, options, caches)
     return AnotherTry(
