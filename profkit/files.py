@@ -1,7 +1,8 @@
-"""Writing files so that each appears whole or not at all: the one place that does it, for results and for runs."""
+"""Writing files so that each appears whole or not at all, and reading large ones: within memory, and without scans."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -74,6 +75,21 @@ def write_json(path: Path, content: Any, *, mode: int | None = None) -> None:
         OSError: it cannot be written; ``filename`` is ``path``.
     """
     write_whole(path, (json.dumps(content, indent=2) + "\n").encode(), mode=mode)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Switch cyclic garbage collection off within this block.
+
+    What is read consists of very many containers and no garbage; each collection would walk them all.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -8,14 +8,13 @@ second, has seen their end; gloo's have none.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import math
 import os
 import pickle
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
@@ -23,6 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import distributed
 
+from profkit.files import collector_off
 from profkit.run.light_record import Group, plain_kind
 
 RING = 2000
@@ -114,7 +114,7 @@ class FlightRecorder:
         """Read what is new, and what was not settled when it was read before."""
         unsettled = next((at for at, one in enumerate(self._known) if not one.is_settled), len(self._known))
         first = self._known[unsettled].number if unsettled < len(self._known) else self._next
-        with _no_garbage_collection():
+        with collector_off():  # some 20,000 objects come and go, and none is in a cycle
             self._read(first)
 
     def _read(self, first: int) -> None:
@@ -202,18 +202,6 @@ class FlightRecorder:
                 with suppress(Exception):  # a mesh without groups, or of another world
                     found.setdefault(mesh.get_group(dimension).group_name, dimension)
         return found
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Do not look for garbage within the block: some 20,000 objects come and go, and none is in a cycle."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _called(one: Collective) -> int:

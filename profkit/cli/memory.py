@@ -16,13 +16,13 @@ from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
 from profkit.errors import UsageError
+from profkit.files import collector_off
 from profkit.reading import open_snapshot
 from profkit.report.document import Format
 from profkit.report.memory import BY, TOP_STACKS, By, build_memory_document
 from profkit.report.memory_parts import TOP_MODULES
 from profkit.report.page.memory_history import STACKINGS, Stacking
 from profkit.run.directory import Run, find_run
-from profkit.snapshot.unpickler import collector_off
 
 _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
 

@@ -9,9 +9,9 @@ import click
 from profkit.cli.outputs import refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
+from profkit.files import collector_off
 from profkit.reading import open_capture
 from profkit.report.page.page import render_report, write_page
-from profkit.snapshot.unpickler import collector_off
 
 
 @click.command()

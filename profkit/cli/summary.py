@@ -11,10 +11,10 @@ from profkit.analysis.summarize import summarize_capture
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
+from profkit.files import collector_off
 from profkit.reading import open_capture
 from profkit.report.document import Format
 from profkit.report.summary import build_summary_document
-from profkit.snapshot.unpickler import collector_off
 
 
 @click.command()

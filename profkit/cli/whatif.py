@@ -13,10 +13,10 @@ from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
 from profkit.errors import ProfkitError, UsageError
+from profkit.files import collector_off
 from profkit.reading import open_snapshot, open_trace
 from profkit.report.document import Format
 from profkit.report.whatif import build_whatif_document
-from profkit.snapshot.unpickler import collector_off
 
 
 @click.command()

@@ -11,7 +11,6 @@ the kernel stops (`_rehearse`). A large one that was made to harm can still take
 
 from __future__ import annotations
 
-import gc
 import gzip
 import io
 import os
@@ -20,13 +19,11 @@ import stat
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from profkit.errors import SnapshotError
-from profkit.files import GZIP_RATIO, bounded_memory
+from profkit.files import GZIP_RATIO, bounded_memory, collector_off
 
 MAX_DECOMPRESSED_BYTES = 4 * 2**30
 """A ``.pickle.gz`` may not decompress to more than this."""
@@ -152,18 +149,3 @@ def _rehearse(path: Path, is_gzip: bool) -> None:
         raise MemoryError
     if os.WIFSIGNALED(status):
         raise _RefusedError("it takes more time or memory to read than its size can need")
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Switch cyclic garbage collection off within this block.
-
-    A snapshot consists of hundreds of thousands of containers and no garbage; each collection would walk them all.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -6,7 +6,6 @@ Decimal numbers stay text (`profkit.trace.json_stream`): times are converted exa
 
 from __future__ import annotations
 
-import gc
 import gzip
 import re
 import zlib
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.files import GZIP_RATIO, bounded_memory
+from profkit.files import GZIP_RATIO, bounded_memory, collector_off
 from profkit.trace.columns import Bools, Diagnostic, Ints
 from profkit.trace.json_stream import CutOffError, JsonError, JsonStream
 
@@ -91,10 +90,9 @@ def load_chrome_trace(path: Path, *, size_limit_bytes: int | None = None) -> tup
         TraceError: the file is missing, unreadable, empty, cut off, no JSON, JSON that holds no list of events, or
             larger than ``size_limit_bytes`` once it is decompressed.
     """
-    collecting = gc.isenabled()
-    gc.disable()  # nothing in a JSON document is garbage; scanning for it doubles the time
     try:
-        with _open(path, size_limit_bytes) as (read, memory_bytes), bounded_memory(memory_bytes):
+        # Scanning a JSON document for garbage doubles the time.
+        with collector_off(), _open(path, size_limit_bytes) as (read, memory_bytes), bounded_memory(memory_bytes):
             return _read_document(path, JsonStream(read))
     except MemoryError:
         raise TraceError(f"{path}: damaged, or too large for this machine's memory") from None
@@ -110,9 +108,6 @@ def load_chrome_trace(path: Path, *, size_limit_bytes: int | None = None) -> tup
         raise TraceError(f"{path}: the gzip file is damaged; copy or record the trace again") from None
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _read_document(path: Path, stream: JsonStream) -> tuple[dict[str, Any], Rows]:
