@@ -1,12 +1,15 @@
-"""Launchers of one child, as processes of their own that a test sends signals to; and how it sees what is left."""
+"""Processes of their own that tests start: launchers to send signals to, what is left of them, scripts that print."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 LAUNCHER = """
 import os, signal, sys
@@ -40,3 +43,18 @@ def wait_until(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def printed_json(script: Path, *arguments: str, warnings: str = "default") -> dict[str, Any]:
+    """Return the JSON that a script of the tests prints, run in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", warnings, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result

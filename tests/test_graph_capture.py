@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.launched import printed_json
 
 pytest.importorskip("torch")
 
@@ -22,17 +20,7 @@ def found() -> dict[str, Any]:
 
 
 def _run(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)},
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return printed_json(SCRIPT, *arguments)
 
 
 def test_each_node_is_written_down_with_the_ranges_of_its_capture(found: dict[str, Any]) -> None:

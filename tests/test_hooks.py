@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.launched import printed_json
 
 pytest.importorskip("torch")
 
@@ -19,17 +17,7 @@ SCRIPT = Path(__file__).parent / "hooked_workloads.py"
 
 
 def _run(*arguments: str, script: Path = SCRIPT, warnings: str = "error") -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", warnings, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)},
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return printed_json(script, *arguments, warnings=warnings)
 
 
 @pytest.fixture(scope="module")
