@@ -45,6 +45,7 @@ class CallObserver(Protocol):
 def observe_module_calls(observer: CallObserver) -> None:
     """Show ``observer`` every call of a module in this process from now on, until the process ends."""
     plain = nn.Module.__call__
+    is_torchs_own = plain is getattr(nn.Module, "_wrapped_call_impl", None)
     enter, leave, on_thread = observer.enter, observer.leave, observer.on_thread
     is_dynamo_tracing = torch.compiler.is_dynamo_compiling
     is_tracing = torch._C._is_tracing
@@ -56,8 +57,14 @@ def observe_module_calls(observer: CallObserver) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_tracing():
             return plain(self, *args, **kwargs)
-        callback, opened = in_compiled_code(), on_thread.ranges
-        if (not observer.is_recording if opened.root is not None else callback is not None) or is_tracing():
+        opened = on_thread.ranges
+        if opened.root is not None and not observer.is_recording:
+            # As torch's own does, in its place: no further frame around each of a model's modules.
+            if is_torchs_own and self._compiled_call_impl is None:
+                return self._call_impl(*args, **kwargs)
+            return plain(self, *args, **kwargs)
+        callback = in_compiled_code()
+        if (opened.root is None and callback is not None) or is_tracing():
             return plain(self, *args, **kwargs)
         if callback is not None:
             compile_with(None)
