@@ -13,13 +13,11 @@ torch = pytest.importorskip("torch")
 
 from profkit.annotation import annotate  # noqa: E402
 from profkit.capture.compiled.watch import loaded  # noqa: E402
-from profkit.capture.graph_nodes import captured  # noqa: E402
+from profkit.capture.graph_work import GraphPart, GraphWork, replay_observers  # noqa: E402
 from profkit.capture.work_counter import WorkCounter  # noqa: E402
 from profkit.run.compiled_code import (  # noqa: E402
-    CapturedGraph,
     Launch,
     LaunchPlace,
-    NodeRun,
     graph_range,
     launch_range,
 )
@@ -130,12 +128,10 @@ def test_what_was_not_counted_of_compiled_code_is_said() -> None:
     assert counted.content.missing == ("compiled code",)
 
 
-def _replay(*runs: NodeRun) -> None:
-    graph = CapturedGraph.of(runs)
-    captured[graph.id] = graph
-    with annotate(graph_range(graph.id)):
-        pass
-    del captured[graph.id]
+def _replay(work: GraphWork | None) -> None:
+    with annotate(graph_range("0123456789")):
+        for observer in replay_observers:
+            observer(work)
 
 
 def test_a_replay_does_the_launches_that_were_captured_under_their_modules() -> None:
@@ -143,12 +139,7 @@ def test_a_replay_does_the_launches_that_were_captured_under_their_modules() -> 
     copy = launch_range(LaunchPlace("f0", 5, ("model", "h.1")))
     with _Counted() as counted, annotate("forward"), annotate("model"):
         for _ in range(2):
-            _replay(
-                NodeRun(1, "fill", (first,)),
-                NodeRun(1, "kernel", (first,)),
-                NodeRun(2, "kernel", (second,)),
-                NodeRun(1, "copy", (copy,)),
-            )
+            _replay(GraphWork((GraphPart(2, (first,)), GraphPart(2, (second,)), GraphPart(1, (copy,))), {}))
     assert (counted["forward/model/h.0"].flops, counted["forward/model/h.0"].instances) == (PRODUCT, 2)
     assert (counted["forward/model/h.1"].flops, counted["forward/model/h.1"].instances) == (PRODUCT, 2)
     assert counted["forward/model"].flops == 4 * PRODUCT
@@ -156,12 +147,9 @@ def test_a_replay_does_the_launches_that_were_captured_under_their_modules() -> 
     assert counted.content.missing == ()
 
 
-def test_kernels_of_a_replay_that_no_compiled_code_launched_are_said_not_to_count() -> None:
+def test_a_replay_of_a_graph_that_nobody_saw_captured_is_said_not_to_count() -> None:
     with _Counted() as counted:
-        _replay(NodeRun(1, "kernel", ("forward", "h.0")))
-    assert counted.content.missing == ("replayed CUDA graphs",)
-    with _Counted() as counted, annotate(graph_range("0123456789")):
-        pass
+        _replay(None)
     assert counted.content.missing == ("replayed CUDA graphs",)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count  # noqa: E402
 
 from profkit.annotation import annotate  # noqa: E402
-from profkit.capture import work_counter  # noqa: E402
+from profkit.capture import operators  # noqa: E402
 from profkit.capture.backward_calls import watch_backward_calls  # noqa: E402
 from profkit.capture.work_counter import WorkCounter  # noqa: E402
 from profkit.models.flops import backward_flops, forward_flops  # noqa: E402
@@ -226,8 +226,8 @@ def test_fused_attention_computes_its_scores_again_in_backward(channels: int, va
     flops = sdpa_backward_flop_count((2, 4, 8, value_channels), query.shape, key.shape, value.shape)
     scores = 2 * 2 * 4 * 8 * 6 * channels
     given = {"query": query, "key": key, "value": value}
-    assert work_counter.recomputed_flops(backward, given, flops) == scores
-    assert work_counter.recomputed_flops(torch.ops.aten._scaled_dot_product_flash_attention, given, flops) == 0
+    assert operators.recomputed_flops(backward, given, flops) == scores
+    assert operators.recomputed_flops(torch.ops.aten._scaled_dot_product_flash_attention, given, flops) == 0
 
 
 def test_ranges_nest_and_instances_that_differ_say_so() -> None:
@@ -311,8 +311,8 @@ def test_causal_attention_as_needed() -> None:
     given = {"query": query, "key": query[:, :, :6], "is_causal": True}
     flops = 2 * 2 * 2 * 4 * 8 * 6 * 16
     seen = 1 + 2 + 3 + 4 + 5 + 6 + 6 + 6
-    assert work_counter.masked_flops(packet, given, flops) == flops - 2 * 2 * 2 * 4 * seen * 16
-    assert work_counter.masked_flops(packet, {**given, "is_causal": False}, flops) == 0
+    assert operators.masked_flops(packet, given, flops) == flops - 2 * 2 * 2 * 4 * seen * 16
+    assert operators.masked_flops(packet, {**given, "is_causal": False}, flops) == 0
 
 
 def test_bytes_of_views_and_of_rows_that_are_looked_up() -> None:
@@ -351,6 +351,6 @@ def test_a_formula_of_torchs_that_fails_does_not_end_the_script(monkeypatch: pyt
     def fails(*_: Any, **__: Any) -> int:
         raise AssertionError
 
-    monkeypatch.setitem(work_counter.torch_flops.__globals__["flop_registry"], torch.ops.aten.mm, fails)
+    monkeypatch.setitem(operators.torch_flops.__globals__["flop_registry"], torch.ops.aten.mm, fails)
     content = _count(lambda: torch.ones(2, 2) @ torch.ones(2, 2))[("",)]
     assert content["missing"] == ["aten::mm (AssertionError in torch's formula)"]

@@ -4,23 +4,32 @@ A replay runs no Python, so the capture is the only moment at which this can be 
 asked how many nodes the graph has, whenever a range opens or closes; what was added in between was made within the
 ranges open there. The driver is only asked: the graph is the same as without profkit. Outside of captures this costs
 nothing.
+
+``torch.cuda.make_graphed_callables`` captures a module by itself, before it is known to which model it belongs, and the
+replays lie in calls of that module. There the ranges are those that its parts have in the model.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
-from itertools import groupby, pairwise
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise, takewhile
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import nn
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.errors import describe_error, say
-from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun, graph_range
+from profkit.capture.graph_work import CapturedOperators, GraphPart, GraphWork, replay_observers
+from profkit.capture.module_names import ModuleNames, Part
+from profkit.capture.open_ranges import OpenOnThread
+from profkit.capture.operator_work import OperatorWork
+from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun, graph_range, launch_range, read_launch_range
 
 # CUgraphNodeType
 _KINDS: dict[int, NodeKind] = {0: "kernel", 1: "copy", 2: "fill"}
@@ -99,14 +108,11 @@ class Recorder(Protocol):
     """Opens the ranges of this process."""
 
     is_recording: bool
-    on_thread: Any
+    on_thread: OpenOnThread
+    names: ModuleNames
 
     def capture_runs(self, runs: bool) -> None:
         """A capture has begun, during which ranges are wanted, or has ended."""
-
-
-captured: dict[str, CapturedGraph] = {}
-"""What this process has captured, by the graphs' ids."""
 
 
 def _harmless(method: Method) -> Method:
@@ -117,10 +123,28 @@ def _harmless(method: Method) -> Method:
         try:
             method(self, *args)
         except Exception as error:
-            self.forget()
             self.fail(error)
 
     return guarded  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A graph as it is replayed: the name of the range around it, and what it does, None if nobody counts work."""
+
+    range: str
+    work: GraphWork | None
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """What was captured into a graph; ``names`` are those that the modules of its ranges had then."""
+
+    record: CapturedGraph
+    work: GraphWork
+    names: WeakKeyDictionary[nn.Module, str]
+    replays: dict[Part | None, _Replay] = field(default_factory=dict)
+    """By the module in whose call the replay lies, if that is one of them."""
 
 
 class GraphNodes(RangeObserver):
@@ -128,57 +152,73 @@ class GraphNodes(RangeObserver):
 
     Args:
         hooks: they open ranges during a capture, whether or not something records.
-        keep: is called with each captured graph.
+        keep: is called with each captured graph; None: nothing is written down.
+        counts_work: whether somebody may ask what a replay computes.
     """
 
-    def __init__(self, hooks: Recorder, keep: Callable[[CapturedGraph], None]) -> None:
+    def __init__(self, hooks: Recorder, keep: Callable[[CapturedGraph], None] | None, *, counts_work: bool) -> None:
         self._hooks = hooks
         self._keep = keep
+        self._counts_work = counts_work
         self._driver: Driver | None = None
-        self._ranges: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._captured: WeakKeyDictionary[Any, _Captured] = WeakKeyDictionary()
+        self._kept: set[str] = set()
         self._capturing: ref[Any] | None = None
+        self._operators: CapturedOperators | None = None
         self._stream = 0
         self._open: list[tuple[int, str]] = []
-        self._parts: list[tuple[int, tuple[str, ...]]] = []
+        self._parts: list[GraphPart] = []
+        self._noted = 0
         self._has_failed = False
 
     @_harmless
     def capture_began(self, graph: Any) -> None:
         """What follows on the current stream is captured into ``graph``."""
-        self.forget()
-        self._driver = self._driver or Driver()
-        self._stream = torch.cuda.current_stream().cuda_stream
-        if self._driver.count(self._stream) is None:
+        self._forget()
+        if self._keep is None:
+            return
+        driver = self._driver = self._driver or Driver()
+        stream = self._stream = torch.cuda.current_stream().cuda_stream
+        if driver.count(stream) is None:
             return
         self._capturing = ref(graph)
         observe_ranges(self)
         self._hooks.capture_runs(True)
+        if self._counts_work:
+            self._operators = CapturedOperators(lambda: driver.count(stream), self.fail)
+            self._operators.__enter__()
 
     @_harmless
     def capture_ends(self) -> None:
         """The capture is about to end."""
         graph = None if self._capturing is None else self._capturing()
-        if graph is not None and self._driver is not None:
-            self._note()
-            kinds, is_chain = self._driver.kinds(self._stream)
-            if kinds and len(kinds) == self._noted():
-                record = CapturedGraph.of(_runs(kinds, self._parts), is_chain=is_chain)
-                if record.id not in captured:
-                    captured[record.id] = record
-                    self._keep(record)
-                self._ranges[graph] = graph_range(record.id)
-        self.forget()
+        try:
+            if graph is not None and self._driver is not None:
+                self._note()
+                kinds, is_chain = self._driver.kinds(self._stream)
+                if kinds and len(kinds) == self._noted:
+                    buffers = {} if self._operators is None else self._operators.buffers
+                    record = CapturedGraph.of(_runs(kinds, self._parts), is_chain=is_chain)
+                    work = GraphWork(tuple(self._parts), buffers)
+                    self._captured[graph] = _Captured(record, work, self._names_in(self._parts))
+                    self._write(record)
+        finally:
+            self._forget()
+            if self._operators is not None:
+                operators, self._operators = self._operators, None
+                operators.__exit__(None, None, None)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Take no more notes on the capture that runs."""
         if self._capturing is not None:
             self._capturing = None
             ignore_ranges(self)
             self._hooks.capture_runs(False)
-        self._open, self._parts = [], []
+        self._open, self._parts, self._noted = [], [], 0
 
     def fail(self, error: Exception) -> None:
-        """Say once that something failed."""
+        """Take no more notes on the capture that runs, and say once that something failed."""
+        self._forget()
         if not self._has_failed:
             self._has_failed = True
             say(f"kernels of a CUDA graph may lie under no module ({describe_error(error)})")
@@ -200,33 +240,109 @@ class GraphNodes(RangeObserver):
     @_harmless
     def replay_begins(self, graph: Any) -> None:
         """``graph`` is about to be replayed."""
-        name = self._ranges.get(graph)
-        if name is not None and self._hooks.is_recording:
-            self._hooks.on_thread.ranges.open(_REPLAY, name)
+        work = None
+        found = self._captured.get(graph)
+        if found is not None and self._hooks.is_recording:
+            replayed = self._replay_of(found)
+            self._hooks.on_thread.ranges.open(_REPLAY, replayed.range)
+            work = replayed.work
+        for observer in replay_observers:
+            observer(work)
 
     @_harmless
     def replay_ends(self, _graph: Any) -> None:
         """It has been launched."""
         self._hooks.on_thread.ranges.close(_REPLAY)
 
-    def _noted(self) -> int:
-        return self._parts[-1][0] if self._parts else 0
-
     def _note(self) -> None:
         """Note that the nodes made since the last note lie in the ranges that are open now.
 
         A thread that works for another, as autograd's do, has its ranges within those of the one that waits for it.
         """
-        count = None if self._driver is None else self._driver.count(self._stream)
-        if count is not None and count > self._noted():
-            self._parts.append((count, tuple(name for _, name in self._open)))
+        count = None if self._driver is None or self._capturing is None else self._driver.count(self._stream)
+        if count is not None and count > self._noted:
+            operators: tuple[OperatorWork, ...] = ()
+            if self._operators is not None:
+                operators, self._operators.since = tuple(self._operators.since), []
+            self._parts.append(GraphPart(count - self._noted, tuple(name for _, name in self._open), operators))
+            self._noted = count
+
+    def _write(self, record: CapturedGraph) -> None:
+        if self._keep is not None and record.id not in self._kept:
+            self._kept.add(record.id)
+            self._keep(record)
+
+    def _names_in(self, parts: Iterable[GraphPart]) -> WeakKeyDictionary[nn.Module, str]:
+        """Return what the modules are called whose names the ranges have."""
+        wanted = {name for part in parts for path in map(_names, part.ranges) for name in path}
+        found: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        for known in self._hooks.names.parts.values():
+            module = known.reference()
+            if module is not None and known.range in wanted:
+                found[module] = known.range
+        return found
+
+    def _replay_of(self, captured: _Captured) -> _Replay:
+        """Return how a graph is replayed where this thread is now."""
+        call = self._hooks.on_thread.ranges.running_call
+        module = None if call is None or call.module is None else call.module()
+        part = None if module is None or module not in captured.names else self._hooks.names.part(module)
+        replay = captured.replays.get(part)
+        if replay is None:
+            record, work = captured.record, captured.work
+            place = None if part is None or module is None else self._place_in(module, captured)
+            if place is not None:
+                runs = tuple(replace(run, ranges=place(run.ranges)) for run in record.runs)
+                record = CapturedGraph.of(runs, is_chain=record.is_chain)
+                work = replace(work, parts=tuple(replace(one, ranges=place(one.ranges)) for one in work.parts))
+                self._write(record)
+            replay = _Replay(graph_range(record.id), work if self._counts_work else None)
+            captured.replays[part] = replay
+        return replay
+
+    def _place_in(self, module: nn.Module, captured: _Captured) -> Callable[[tuple[str, ...]], tuple[str, ...]] | None:
+        """Return what makes the ranges of the capture those within a call of ``module``; None if it holds no others."""
+        before = captured.names[module]
+        paths = [run.ranges for run in captured.record.runs]
+        around = next((path[: path.index(before) + 1] for path in paths if before in path), None)
+        now = {was: self._range_of(one) for one in module.modules() if (was := captured.names.get(one)) is not None}
+
+        def place(path: tuple[str, ...]) -> tuple[str, ...]:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, around or (), strict=False)))
+            renamed = (_renamed(name, now) for name in path[same:])
+            return tuple(name for name in renamed if name is not None)
+
+        is_compiled = any(before in _names(name) for path in paths for name in path)
+        return place if around is not None or is_compiled else None
+
+    def _range_of(self, module: nn.Module) -> str | None:
+        part = self._hooks.names.part(module)
+        return None if part is None else part.range
 
 
 _REPLAY = object()
 
 
-def _runs(kinds: list[NodeKind], parts: list[tuple[int, tuple[str, ...]]]) -> list[NodeRun]:
-    """Return the nodes in runs of one kind and path; ``parts`` say up to which node each path holds."""
-    path_of = [path for at, (count, path) in enumerate(parts) for _ in range(count - (parts[at - 1][0] if at else 0))]
+def _names(range_: str) -> tuple[str, ...]:
+    """Return the modules that a range's name has: itself, or those around a launch of compiled code."""
+    place = read_launch_range(range_)
+    return (range_,) if place is None else (*place.path, *place.shared)
+
+
+def _renamed(range_: str, now: dict[str, str | None]) -> str | None:
+    """Return a range's name with the modules' names ``now``; None if it has none any more."""
+    place = read_launch_range(range_)
+    if place is None:
+        return now.get(range_, range_)
+    path, shared = (
+        tuple(name for name in (now.get(one, one) for one in names) if name is not None)
+        for names in (place.path, place.shared)
+    )
+    return launch_range(replace(place, path=path, shared=shared))
+
+
+def _runs(kinds: list[NodeKind], parts: Iterable[GraphPart]) -> list[NodeRun]:
+    """Return the nodes in runs of one kind and path."""
+    path_of = [part.ranges for part in parts for _ in range(part.node_count)]
     groups = groupby(zip(kinds, path_of, strict=True))
     return [NodeRun(len(list(nodes)), kind, path) for (kind, path), nodes in groups]

@@ -31,7 +31,7 @@ class GraphListener(Protocol):
 _Event = Callable[[Any], None]
 
 
-def watch_graphs(listener: GraphListener, show: Callable[..., None], nodes: GraphNodes | None = None) -> None:
+def watch_graphs(listener: GraphListener, show: Callable[..., None], nodes: GraphNodes) -> None:
     """Begin to watch; what torch does not have under these names is not watched.
 
     Args:
@@ -40,15 +40,13 @@ def watch_graphs(listener: GraphListener, show: Callable[..., None], nodes: Grap
         nodes: what notes the nodes of the graphs, while a capture runs and within a step.
     """
     steps: dict[str, tuple[list[_Event], list[_Event]]] = {
-        "capture_begin": ([partial(show, listener.capture_begins)], []),
-        "capture_end": ([], [lambda _graph: show(listener.capture_ends)]),
-        "replay": ([partial(show, listener.replay_begins)], [partial(show, listener.replay_ends)]),
+        "capture_begin": ([partial(show, listener.capture_begins)], [nodes.capture_began]),
+        "capture_end": ([lambda _graph: nodes.capture_ends()], [lambda _graph: show(listener.capture_ends)]),
+        "replay": (
+            [partial(show, listener.replay_begins), nodes.replay_begins],
+            [nodes.replay_ends, partial(show, listener.replay_ends)],
+        ),
     }
-    if nodes is not None:
-        steps["capture_begin"][1].append(nodes.capture_began)
-        steps["capture_end"][0].append(lambda _graph: nodes.capture_ends())
-        steps["replay"][0].append(nodes.replay_begins)
-        steps["replay"][1].insert(0, nodes.replay_ends)
     for name, (begins, ends) in steps.items():
         method = getattr(torch.cuda.CUDAGraph, name, None)
         if method is not None:

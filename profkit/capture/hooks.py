@@ -85,6 +85,7 @@ class Hooks(RangeObserver):
         depth: modules with at most this many parts in their dotted names get a range; 0: the outermost alone; None:
             none at all; `BY_TREE`: as `reach_by_tree` says.
         keep_graph: is called with what was captured into each CUDA graph; None: nobody asks.
+        counts_work: whether somebody may ask what a CUDA graph computes.
         counts_steps: False where the listener knows the steps: they are not counted then, and have no ranges.
     """
 
@@ -97,6 +98,7 @@ class Hooks(RangeObserver):
         *,
         counts_steps: bool = True,
         keep_graph: Callable[[CapturedGraph], None] | None = None,
+        counts_work: bool = False,
     ) -> None:
         self._listener = listener
         self._watcher = watcher or Watcher()
@@ -106,7 +108,7 @@ class Hooks(RangeObserver):
         self._parts = self.names.parts
         self.on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
         self._is_started = self.is_recording = False
-        self._nodes = None if keep_graph is None else GraphNodes(self, keep_graph)
+        self._nodes = GraphNodes(self, keep_graph, counts_work=counts_work)
         self._replicas: dict[int, Call | None] = {}
         self.steps = StepPolicy(step_on, counts=counts_steps)
         self.clock = PhaseClock()

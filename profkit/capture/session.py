@@ -97,6 +97,7 @@ class Session:
             self.memory,
             counts_steps=not order.own_steps,
             keep_graph=self._keep_graph if order.annotate and order.recorder in ("nsys", "kineto") else None,
+            counts_work=order.flops and not self._rank,
         )
         self.context: int | None = None
         """The context length of the steps that run now, in a target that has several."""
