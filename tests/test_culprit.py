@@ -19,6 +19,8 @@ from profkit.errors import CaptureError, CheckError, RunError, TraceError, Usage
 from profkit.joining import read_ranks
 from profkit.reading import open_capture
 from profkit.report.page.page import render_report
+from profkit.run.directory import KINETO_TRACE, name_of_rank
+from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
     BYTES,
@@ -363,3 +365,27 @@ def test_the_matrix_of_waits_is_drawn(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["ranks", str(trace), "--plot", str(picture)])
     assert done.exit_code == 0, done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_operator_that_waits_for_a_collective_does_not_compute(tmp_path: Path) -> None:
+    # As FSDP2 does on a CPU: the operator that gathers the weights returns when all ranks are there.
+    start_run(tmp_path)
+    for rank in (0, 1):
+        events = []
+        for step in range(4):
+            begin = step * 60_000
+            called, end = begin + 2_000 + rank * 30_000, begin + 34_000
+            events += [
+                row("user_annotation", f"step {step}", begin, 55_000),
+                row("user_annotation", "forward", begin + 1_000, 50_000),
+                row("cpu_op", "c10d::_allgather_base_", called, end - called),
+                row("user_annotation", "gloo:all_gather", called + 100, end - called - 100, 8),
+                row("cpu_op", "aten::mm", end + 1_000, 10_000),
+            ]
+        facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
+        written(tmp_path, events, name_of_rank(KINETO_TRACE, rank), **facts)
+    result = read_ranks(tmp_path, workers=1)
+    assert [one.parts["kernels"] for one in result.ranks] == [10 * MS, 10 * MS]
+    found = result.verdict.culprit
+    assert found is not None
+    assert (found.rank, found.cause, found.phase, found.late_ns) == (1, "python", "forward", 30 * MS)

@@ -2,8 +2,8 @@
 
 At each moment the first that applies counts: a kernel computed; only collectives ran; only copies ran; the rank was
 idle: it waited for data, the host launched (or waited for the GPU), or the host ran without calling CUDA. So the pieces
-sum up to the whole time. Without a GPU, operators count as kernels, and torch's ranges around collectives (``gloo:…``)
-as collectives.
+sum up to the whole time. Without a GPU, operators count as kernels; those that communicate or wait for it, and torch's
+ranges around collectives (``gloo:…``), count as collectives.
 
 A kernel's place is where it was launched; that of idle time is where the host was then.
 """
@@ -148,13 +148,15 @@ def _busy_time(attribution: Attribution, of_range: Ints) -> tuple[GpuTime, Stret
         time = times[0] if len(times) == 1 else _join_times(times)
         rows = np.flatnonzero(~communication_rows(trace))
     else:
-        time, rows = _host_time(trace), _computes(trace)
+        time, rows = host_time(trace), _computes(trace)
     rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
     _, start_ns, end_ns = disjoint_pieces(np.zeros(len(rows), dtype=np.int64), work.start_ns[rows], work.end_ns[rows])
-    innermost = attribution.work.innermost[rows]
+    edges = np.sort(np.concatenate([time.computing.start_ns, time.computing.end_ns]))
+    start_ns, end_ns, piece = cut_at(edges, start_ns, end_ns)
+    kept = time.computing.within(start_ns, end_ns) > 0
+    innermost = attribution.work.innermost[rows[piece[kept]]]
     place = np.append(of_range, 0)[innermost]  # what is in no range (-1) is at no place
-    kept = start_ns < end_ns
-    return time, Stretches(start_ns[kept], end_ns[kept]), place[kept]
+    return time, Stretches(start_ns[kept], end_ns[kept]), place
 
 
 def _join_times(times: list[GpuTime]) -> GpuTime:
@@ -180,15 +182,29 @@ def _join_times(times: list[GpuTime]) -> GpuTime:
 def _computes(trace: Trace) -> Ints:
     """Return the operators of a rank without a GPU that compute by themselves: hooks run in the engine's own ones."""
     names = [i for i, name in enumerate(trace.names) if name.startswith(BACKWARD_NODE)]
-    return np.flatnonzero(~np.isin(trace.work.name, names))
+    return np.flatnonzero(~np.isin(trace.work.name, names) & ~communication_rows(trace))
 
 
-def _host_time(trace: Trace) -> GpuTime:
-    """Return the time of a rank without a GPU: its operators compute, and nothing is launched."""
-    rows = _computes(trace)
-    computing = unite(trace.work.start_ns[rows], trace.work.end_ns[rows])
+def host_time(trace: Trace) -> GpuTime:
+    """Return the time of a rank without a GPU: its operators compute, and nothing is launched.
+
+    What an operator calls to communicate, or to wait for it, is not computing.
+    """
+    work = trace.work
+    computes = np.zeros(len(work), dtype=np.bool_)
+    computes[_computes(trace)] = True
+    talks = communication_rows(trace)
+    of_threads, talking = [], [NOTHING]
+    for thread in distinct_values(work.launch_thread).tolist():
+        mine, talk = (
+            unite(work.start_ns[rows], work.end_ns[rows])
+            for rows in (which & (work.launch_thread == thread) for which in (computes, talks))
+        )
+        of_threads.append(subtract(mine, talk))
+        talking.append(talk)
+    computing = unite_all([NOTHING, *of_threads])
     calls = collective_ranges(trace)
-    communicating = unite(trace.ranges.start_ns[calls], trace.ranges.end_ns[calls])
+    communicating = unite_all([unite(trace.ranges.start_ns[calls], trace.ranges.end_ns[calls]), *talking])
     return GpuTime(
         busy=unite_all([computing, communicating]),
         computing=computing,
@@ -280,13 +296,18 @@ class _HostPlaces:
 
     def cut(self, when: Stretches) -> tuple[Ints, Ints]:
         """Return the stretches cut wherever the host's place may change."""
-        first = np.searchsorted(self._edges, when.start_ns, side="right")
-        last = np.searchsorted(self._edges, when.end_ns, side="left")
-        count = last - first + 1
-        number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-        at = np.repeat(first, count) + number
-        edges = np.concatenate([[-_EVER], self._edges, [_EVER]])
-        start_ns = np.maximum(np.repeat(when.start_ns, count), edges[at])
-        end_ns = np.minimum(np.repeat(when.end_ns, count), edges[at + 1])
-        kept = start_ns < end_ns
-        return start_ns[kept], end_ns[kept]
+        start_ns, end_ns, _ = cut_at(self._edges, when.start_ns, when.end_ns)
+        return start_ns, end_ns
+
+
+def cut_at(edges_ns: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the intervals cut at the edges, which are sorted, and of each piece which interval it is of."""
+    first = np.searchsorted(edges_ns, start_ns, side="right")
+    last = np.searchsorted(edges_ns, end_ns, side="left")
+    count = last - first + 1
+    which = np.repeat(np.arange(len(start_ns)), count)
+    at = np.repeat(first, count) + np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    edges = np.concatenate([[-_EVER], edges_ns, [_EVER]])
+    begin, end = np.maximum(start_ns[which], edges[at]), np.minimum(end_ns[which], edges[at + 1])
+    kept = begin < end
+    return begin[kept], end[kept], which[kept]

@@ -9,7 +9,7 @@ import numpy as np
 
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import categorize
-from profkit.analysis.collectives.own_time import OwnTime, collective_ranges, divide_own_time
+from profkit.analysis.collectives.own_time import OwnTime, collective_ranges, divide_own_time, host_time
 from profkit.analysis.efficiency.data_waits import is_data_wait
 from profkit.analysis.efficiency.gpu_time import communication_rows
 from profkit.analysis.intervals import Stretches, unite
@@ -100,7 +100,7 @@ def _find_calls(attribution: Attribution) -> tuple[_Calls, tuple[Group, ...]]:
         names = [trace.names[name] for name in trace.ranges.name[rows].tolist()]
         facts = [CollectiveCall(plain_kind(name) or "barrier") for name in names]
         keys = [(name.partition(":")[0], ()) for name in names]
-        busy = unite(work.start_ns, work.end_ns)
+        busy = host_time(trace).computing
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     dimension = dict(zip(keys, (fact.dimension for fact in facts), strict=True))
     groups = tuple(
