@@ -20,6 +20,7 @@ from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, Usag
 from profkit.reading import open_trace
 from profkit.run.directory import MANIFEST, Run
 from profkit.run.light_record import LightRecord, read_light_record
+from profkit.run.links import GpuLink, MeasuredLinks
 
 _LIGHT_PER_TASK = 64
 """One light record takes some milliseconds: a worker gets this many at a time."""
@@ -76,7 +77,8 @@ def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str |
     unknown = [reason for rank, reason in lost if rank is None]
     if unknown:
         raise CaptureError(unknown[0])
-    return compare_records(records, {rank: reason for rank, reason in lost if rank is not None})
+    measured, links = _read_links(path)
+    return compare_records(records, {rank: reason for rank, reason in lost if rank is not None}, measured, links)
 
 
 def find_sources(path: Path) -> list[RankSource]:
@@ -87,11 +89,24 @@ def find_sources(path: Path) -> list[RankSource]:
     """
     if not path.is_dir():
         return [RankSource(path, None, ())]
-    inner = sorted(one.parent for one in path.glob(f"*/{MANIFEST}"))
-    runs = [Run(one) for one in ([path] if (path / MANIFEST).exists() else []) + inner]
+    runs = _runs_in(path)
     if not runs:
         raise RunError(f"{path}: a directory, but no profkit run, and none in it (no {MANIFEST})")
     return [source for run in runs for source in _sources_of(run)]
+
+
+def _runs_in(path: Path) -> list[Run]:
+    inner = sorted(one.parent for one in path.glob(f"*/{MANIFEST}"))
+    return [Run(one) for one in ([path] if (path / MANIFEST).exists() else []) + inner]
+
+
+def _read_links(path: Path) -> tuple[MeasuredLinks | None, tuple[GpuLink, ...]]:
+    """Return what was measured of the links in the first run that knows, and what its manifest says they are."""
+    runs = _runs_in(path) if path.is_dir() else []
+    measured = next((run.ceilings.links for run in runs if run.ceilings is not None and run.ceilings.links), None)
+    return measured, next(
+        (run.manifest.gpus.links for run in runs if run.manifest.gpus and run.manifest.gpus.links), ()
+    )
 
 
 def _sources_of(run: Run) -> list[RankSource]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from profkit.errors import ToolError
 from profkit.launch import doctor
 from profkit.launch.doctor import (
     Check,
@@ -37,6 +38,7 @@ from profkit.launch.nsys import Nsys
 from profkit.launch.versions import cuda_of_driver, cupti_of, is_before
 from profkit.report.doctor import build_doctor_document
 from profkit.report.document import render
+from profkit.run.links import CollectiveTime, GpuLink, MeasuredLinks
 
 OLD, NEW = "2023.4.4.54-234433681190v0", "2025.3.1.90-253135822126v0"
 COMPUTE = "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
@@ -86,6 +88,7 @@ def machine(tmp_path: Path) -> Machine:
         package=_packages(),
         output=lambda argv: None,
         lacking=lambda importer: [],
+        links=tuple,
     )
 
 
@@ -444,3 +447,31 @@ class TestCommand:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestLinks:
+    LINK = GpuLink((0, 1), "nvlink", 18, 4, 478_000_000_000)
+
+    def test_they_are_said_where_there_are_several_gpus(self, machine: Machine) -> None:
+        assert doctor.check_links(replace(machine, links=tuple)) == []
+        (check,) = doctor.check_links(replace(machine, links=lambda: (self.LINK,)))
+        assert (check.check, check.state) == ("GPU links", "ok")
+        assert check.found.startswith("2 GPUs: 18 × NVLink 4 (478 GB/s each way)")
+
+    def test_a_trial_measures_them(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        measured = MeasuredLinks(
+            "nccl", 2, (CollectiveTime("all_reduce", 1024, 9_000), CollectiveTime("all_reduce", 2**30, 4_000_000))
+        )
+        monkeypatch.setattr(doctor, "measure_links", lambda count, device: {(2, "cuda"): measured}[count, device])
+        (check,) = doctor.try_links(replace(machine, links=lambda: (self.LINK,)))
+        assert check.state == "ok"
+        assert "268.4 GB/s bus bandwidth with 1024 MiB; the smallest takes 9.0 µs" in check.found
+        assert doctor.try_links(replace(machine, links=tuple)) == []
+
+    def test_a_trial_that_fails_says_why(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(_count: int, _device: str) -> MeasuredLinks:
+            raise ToolError("a GPU's memory is full")
+
+        monkeypatch.setattr(doctor, "measure_links", fail)
+        (check,) = doctor.try_links(replace(machine, links=lambda: (self.LINK,)))
+        assert (check.state, check.found) == ("failed", "a GPU's memory is full")

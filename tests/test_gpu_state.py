@@ -45,6 +45,8 @@ class FakeNvml:
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
     NVML_FI_DEV_PERF_POLICY_POWER = 74
+    NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_NVLINK_MAX_LINKS = 4, 18
 
     def __init__(self, *gpus: dict[str, Any]) -> None:
         self.gpus = gpus
@@ -78,7 +80,19 @@ class FakeNvml:
 
     def nvmlDeviceGetFieldValues(self, gpu: dict[str, Any], fields: list[int]) -> list[Any]:
         found = [gpu.get(f"field {field}") for field in fields]
-        return [SimpleNamespace(nvmlReturn=one is None, value=SimpleNamespace(ullVal=one)) for one in found]
+        return [SimpleNamespace(nvmlReturn=one is None, value=SimpleNamespace(ullVal=one, uiVal=one)) for one in found]
+
+    def nvmlDeviceGetP2PStatus(self, gpu: dict[str, Any], other: dict[str, Any], index: int) -> int:
+        return 0 if (other["UUID"], index) in self._tell(gpu, "P2P") else 5
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, gpu: dict[str, Any], other: dict[str, Any]) -> int:
+        return int(self._tell(gpu, "levels")[other["UUID"]])
+
+    def nvmlDeviceGetNvLinkState(self, gpu: dict[str, Any], link: int) -> int:
+        return int(self._tell(gpu, "NvLinks")[link])
+
+    def nvmlDeviceGetNvLinkVersion(self, gpu: dict[str, Any], _link: int) -> int:
+        return int(self._tell(gpu, "NvLinkVersion"))
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("nvmlDeviceGet"):
@@ -171,3 +185,29 @@ def test_the_gpus_of_a_run_are_those_that_its_processes_or_its_environment_name(
     reported: list[str | None], environment: dict[str, str], indices: list[int]
 ) -> None:
     assert [gpu.index for gpu in used_gpus(BOTH, reported, environment)] == indices
+
+
+def _linked(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    return [str(link) for link in read_gpu_state(FakeNvml(H200 | first, BARE | second)).links]
+
+
+def test_gpus_with_nvlinks_have_the_links_that_are_active_on_both() -> None:
+    links = {"P2P": {(SECOND, 4)}, "NvLinkVersion": 4, "field 90": 26_562}
+    first, second = links | {"NvLinks": [1] * 18}, links | {"NvLinks": [1] * 17 + [0]}
+    assert _linked(first, second) == ["17 × NVLink 4 (452 GB/s each way)"]
+
+
+def test_nvlinks_of_which_nvml_says_no_more_are_still_nvlinks() -> None:
+    assert _linked({"P2P": {(SECOND, 4)}}, {}) == ["NVLink"]
+
+
+def test_gpus_without_nvlink_meet_where_their_pcie_paths_do() -> None:
+    slow = {"MaxPcieLinkGeneration": 4, "CurrPcieLinkWidth": 8}
+    first = {"P2P": {(SECOND, 1)}, "levels": {SECOND: 50}, "MaxPcieLinkGeneration": 5, "CurrPcieLinkWidth": 16}
+    said = "PCIe and the link between two CPUs, PCIe 4.0 x8 (16 GB/s each way)"
+    assert _linked(first, slow) == [said]
+    assert _linked({"levels": {SECOND: 10}}, {}) == ["one PCIe switch"]
+
+
+def test_links_of_which_nvml_says_nothing_are_not_said() -> None:
+    assert _linked({}, {}) == []

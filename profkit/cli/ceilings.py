@@ -1,4 +1,4 @@
-"""``profkit ceilings``: what this machine's GPU can do at most."""
+"""``profkit ceilings``: what this machine's GPU, and the links between its GPUs, can do at most."""
 
 from __future__ import annotations
 
@@ -30,23 +30,33 @@ from profkit.run.directory import CEILINGS, Run
 @click.option(
     "-o", "output", type=click.Path(path_type=Path), help=f"Also write to this file, or to {CEILINGS} of this run."
 )
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Measure the links with N processes, one a GPU (default: as many as there are GPUs; 1: leave it out).",
+)
 @click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
-def ceilings(device: Device, output: Path | None, style: Format) -> None:
-    """Measure this machine's peaks: matrix products in fp32, TF32, BF16 and FP16, and a memory copy.
+def ceilings(device: Device, output: Path | None, ranks: int | None, style: Format) -> None:
+    """Measure this machine's peaks: matrix products in fp32, TF32, BF16 and FP16, a memory copy, and the GPUs' links.
 
-    It takes some seconds and needs the GPU for itself. The table also shows what NVIDIA's datasheet says of that GPU.
+    It takes some seconds and needs the GPUs for itself. The table also shows what NVIDIA's datasheet says of that GPU.
+    With several GPUs it runs collectives of 1 KiB to 1 GiB over NCCL; `profkit ranks RUN` holds a run's against them.
     """
     require_torch()
     if output is not None and output.is_dir():
         Run(output)
-    measured = measure_to(output, device)
+    measured = measure_to(output, device, ranks)
     print_document(build_ceilings_document(measured), style, None)
 
 
-def measure_to(output: Path | None, device: Device) -> Ceilings:
-    """Measure, keep the result in ``output`` (a file or a run directory) if one is named, and return it."""
+def measure_to(output: Path | None, device: Device, ranks: int | None) -> Ceilings:
+    """Measure, keep the result in ``output`` (a file or a run directory) if one is named, and return it.
+
+    ``ranks`` processes measure the links between GPUs: by default one a GPU, below 2 none.
+    """
     with shown_after_a_second("measuring what the device can do"):
-        measured = measure_ceilings(device)
+        measured = measure_ceilings(device, ranks)
     if output is not None:
         path = output / CEILINGS if output.is_dir() else output
         try:

@@ -17,27 +17,31 @@ from profkit.report.document import FORMATS, Format
 
 @click.command()
 @click.option(
-    "--try", "with_trial", is_flag=True, help="Record a Python process with nsys for one second, and export it."
+    "--try",
+    "with_trial",
+    is_flag=True,
+    help="Record a Python process with nsys for one second, and export it; measure the links between several GPUs.",
 )
 @click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
 def doctor(with_trial: bool, style: Format) -> None:
     """Say what this machine can record, and the one thing to do for each part that it cannot.
 
-    Looks at nsys, its version against the driver, its importer, nvtx, GPU, permission, torch, disk and cache; imports
-    no torch. Exits 0 unless nothing can be recorded (neither an nsys that starts nor torch, or no room), or the trial
-    failed: then 3.
+    Looks at nsys, its version against the driver, its importer, nvtx, GPUs and their links, permission, torch, disk
+    and cache; imports no torch. Exits 0 unless nothing can be recorded (neither an nsys that starts nor torch, or no
+    room), or a trial failed: then 3.
     """
-    nsys = _find()
+    nsys, machine = _find(), Machine()
     with shown_after_a_second("looking at this machine"):
-        findings = examine(Machine(), nsys)
+        findings = examine(machine, nsys)
     possible = can_record(findings)
-    if with_trial:
-        findings.append(_try(nsys))
+    trials = [] if not with_trial else [_try(nsys), *_try_links(machine)]
+    findings += trials
     print_document(build_doctor_document(findings, can_record=possible, on_screen=style == "table"), style, None)
     if not possible:
         raise CheckError("nothing can be recorded here: profkit needs torch or a working nsys, and free disk space")
-    if with_trial and findings[-1].state == "failed":
-        raise CheckError("the trial failed: nsys records no ranges here")
+    for failed in (one for one in trials if one.state == "failed"):
+        what = "nsys records no ranges here" if failed.check == "trial" else "no collectives between the GPUs"
+        raise CheckError(f"the {failed.check} failed: {what}")
 
 
 def _find() -> Nsys | str | None:
@@ -54,3 +58,10 @@ def _try(nsys: Nsys | str | None) -> Check:
 
     with shown_after_a_second("recording a second of a Python process"):
         return try_nsys(nsys)
+
+
+def _try_links(machine: Machine) -> list[Check]:
+    from profkit.launch.doctor import try_links
+
+    with shown_after_a_second("measuring the links between the GPUs"):
+        return try_links(machine)

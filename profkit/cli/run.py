@@ -260,7 +260,7 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
     if recorded.reason is not None:
         say(recorded.reason)
     elif ceilings is not None:
-        measure_to(recorded.run, ceilings)
+        measure_to(recorded.run, ceilings, None if len(Run(recorded.run).light_records) > 1 else 1)
     _show(recorded)
     _say_next(recorded, target, where)
     return 1 if recorded.reason else 0

@@ -201,7 +201,7 @@ class GpuWatch:
     @property
     def gpus(self) -> Gpus:
         """Return the GPUs before and after."""
-        return Gpus(self._before.gpus, self._after.gpus, self._before.reason or self._after.reason)
+        return Gpus(self._before.gpus, self._after.gpus, self._before.reason or self._after.reason, self._before.links)
 
     def warnings(self, processes: Iterable[Process]) -> list[str]:
         """Return what disturbed the GPUs that these processes of the run used."""

@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import IO, Literal
 
 from profkit.errors import ToolError
+from profkit.launch.ceilings import measure_links
+from profkit.launch.gpu_state import read_gpu_state
 from profkit.launch.importer import find_importer, how_to_install, import_raw, lacking_libraries
 from profkit.launch.nsys import Nsys, build_nsys_argv, list_installed
 from profkit.launch.nsys_run import NO_ROOM_BYTES, export_to
 from profkit.launch.processes import run_child
 from profkit.launch.versions import CUPTI, cuda_of_driver, cupti_of, driver_in, is_before, numbers
+from profkit.run.links import GpuLink, describe_links
 
 State = Literal["ok", "note", "warning", "failed"]
 
@@ -90,6 +93,7 @@ class Machine:
     package: Callable[[str], Package | None] = installed_package
     output: Callable[[Sequence[str]], str | None] = output_of
     lacking: Callable[[Path], list[str]] = lacking_libraries
+    links: Callable[[], tuple[GpuLink, ...]] = lambda: read_gpu_state().links
 
     def text(self, path: str) -> str | None:
         """Return the text of a file under the root, None if it cannot be read."""
@@ -106,6 +110,7 @@ def examine(machine: Machine, nsys: Nsys | str | None) -> list[Check]:
         check_nsys(machine, nsys),
         *(_checks_of(machine, nsys, driver) if isinstance(nsys, Nsys) else ()),
         check_driver(machine, driver),
+        *check_links(machine),
         check_permission(machine),
         check_torch(machine, driver),
         *check_disk(machine),
@@ -236,6 +241,15 @@ def check_driver(machine: Machine, driver: str | None) -> Check:
     return Check("GPU", "ok", found)
 
 
+def check_links(machine: Machine) -> list[Check]:
+    """Say how the GPUs of this machine reach each other; nothing where there are no two."""
+    links = machine.links()
+    if not links:
+        return []
+    found = f"{len({gpu for link in links for gpu in link.gpus})} GPUs: {describe_links(links)}"
+    return [Check("GPU links", "ok", f"{found}; `profkit doctor --try` or `profkit ceilings` measures them")]
+
+
 def check_permission(machine: Machine) -> Check:
     """Say whether tracing is permitted: it always is; sampling the CPU and GPU counters may not be.
 
@@ -344,6 +358,24 @@ def try_nsys(nsys: Nsys) -> Check:
         return Check(_CHECK, "ok", f"recorded and exported: all {_COUNT} ranges came through")
     cure = "pip install 'nvtx<0.2.12', or use another nsys ($NSYS)"
     return Check(_CHECK, "failed", f"recorded and exported, but {count} of {_COUNT} ranges came through", cure)
+
+
+def try_links(machine: Machine) -> list[Check]:
+    """Measure how fast collectives between this machine's GPUs are; nothing where there are no two."""
+    count = len({gpu for link in machine.links() for gpu in link.gpus})
+    if count < 2:
+        return []
+    check = "link trial"
+    try:
+        links = measure_links(count, "cuda")
+    except ToolError as error:
+        return [Check(check, "failed", str(error), "run an all-reduce of your own with NCCL_DEBUG=INFO")]
+    best = links.best
+    found = (
+        f"all-reduce between {links.ranks} GPUs: {links.bus_bandwidth(best) / 1e9:.1f} GB/s bus bandwidth with"
+        f" {best.bytes // 2**20} MiB; the smallest takes {(links.time_of('all_reduce', 0) or 0) / 1000:.1f} µs"
+    )
+    return [Check(check, "ok", f"{found}; `profkit ceilings` shows each size")]
 
 
 def _record(nsys: Nsys, folder: Path, log: IO[bytes]) -> int:

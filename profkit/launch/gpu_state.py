@@ -1,11 +1,13 @@
-"""The state of the GPUs before and after a run, as NVML reports it: clocks, temperature, other processes."""
+"""The GPUs of this machine as NVML reports them: clocks, temperature, other processes, and the links between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
+from profkit.run.links import GpuLink, Way
 from profkit.run.manifest import THROTTLE_REASONS, Gpu
 
 # How long each of them has held the clocks down, in ns; older versions of the library lack some of the names.
@@ -16,14 +18,23 @@ _COUNTERS = {
     "hw_power_brake_slowdown": "NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN",
 }
 
+# nvml.h, nvmlGpuTopologyLevel_t: where the PCIe paths of two GPUs meet.
+_LEVELS: dict[int, Way] = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "node", 50: "system"}
+# PCIe generation → bytes a second of one lane each way: 8, 16 and 32 GT/s, of which 128 bits in 130 are data.
+_LANE_RATES = {3: 984_615_385, 4: 1_969_230_769, 5: 3_938_461_538}
+
 
 @dataclass(frozen=True)
 class GpuState:
-    """All GPUs of this machine, and the GPU of each MIG device by UUID; ``reason`` says why there are none."""
+    """All GPUs of this machine, the links between each two of them, and the GPU of each MIG device by UUID.
+
+    ``reason`` says why there are none.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     mig_parents: Mapping[str, str] | None = None
     reason: str | None = None
+    links: tuple[GpuLink, ...] = ()
 
 
 def read_gpu_state(nvml: Any = None) -> GpuState:
@@ -44,13 +55,19 @@ def read_gpu_state(nvml: Any = None) -> GpuState:
         return GpuState(reason=f"NVML cannot be loaded: {error}")
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        gpus = tuple(_Device(nvml, handle).describe(index) for index, handle in enumerate(handles))
-        parents = {mig: gpu for handle in handles for mig, gpu in _Device(nvml, handle).mig_devices().items()}
+        devices = [_Device(nvml, handle) for handle in handles]
+        gpus = tuple(device.describe(index) for index, device in enumerate(devices))
+        links = tuple(
+            link
+            for one, other in combinations(range(len(devices)), 2)
+            if (link := _link(devices, one, other)) is not None
+        )
+        parents = {mig: gpu for device in devices for mig, gpu in device.mig_devices().items()}
     except nvml.NVMLError as error:
         return GpuState(reason=f"NVML failed: {error}")
     finally:
         nvml.nvmlShutdown()
-    return GpuState(gpus, parents)
+    return GpuState(gpus, parents, links=links)
 
 
 class _Device:
@@ -92,6 +109,35 @@ class _Device:
                 found[uuid] = own
         return found
 
+    def has_nvlink_to(self, other: _Device) -> bool:
+        """Return whether this GPU reaches another one by NVLink, directly or through a switch."""
+        nvml = self._nvml
+        index = getattr(nvml, "NVML_P2P_CAPS_INDEX_NVLINK", None)
+        return index is not None and self._ask(nvml.nvmlDeviceGetP2PStatus, other._handle, index) == 0
+
+    def nvlinks(self) -> tuple[int, int | None, int | None]:
+        """Return how many NVLinks are active, their version, and what each carries each way in bytes a second."""
+        nvml, ask = self._nvml, self._ask
+        active = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if ask(nvml.nvmlDeviceGetNvLinkState, link) == 1]
+        version = ask(nvml.nvmlDeviceGetNvLinkVersion, active[0]) if active else None
+        speed = self._field("NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON") if active else None
+        return len(active), version, speed * 1_000_000 if speed else None
+
+    def level_to(self, other: _Device) -> int:
+        """Return where the PCIe paths of this GPU and another one meet, -1 if unknown."""
+        level = self._ask(self._nvml.nvmlDeviceGetTopologyCommonAncestor, other._handle)
+        return -1 if level is None else int(level)
+
+    def pcie(self) -> tuple[int | None, int | None]:
+        """Return the generation of PCIe that GPU and slot allow (an idle GPU uses a lower one), and its lanes."""
+        nvml = self._nvml
+        return self._ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration), self._ask(nvml.nvmlDeviceGetCurrPcieLinkWidth)
+
+    def _field(self, name: str) -> int | None:
+        field = getattr(self._nvml, name, None)
+        values = None if field is None else self._ask(self._nvml.nvmlDeviceGetFieldValues, [field])
+        return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
+
     def _ask(self, function: Callable[..., Any], *more: Any) -> Any:
         try:
             return function(self._handle, *more)
@@ -110,6 +156,22 @@ class _Device:
         values = self._ask(self._nvml.nvmlDeviceGetFieldValues, list(fields.values())) or []
         counted = zip(fields, values, strict=False)
         return {name: value.value.ullVal // 1000 for name, value in counted if value.nvmlReturn == 0}
+
+
+def _link(devices: list[_Device], one: int, other: int) -> GpuLink | None:
+    """Return how two GPUs reach each other; None where NVML does not say."""
+    first, second = devices[one], devices[other]
+    if first.has_nvlink_to(second):
+        (count, version, rate), (other_count, *_) = first.nvlinks(), second.nvlinks()
+        count = min(count, other_count)
+        return GpuLink((one, other), "nvlink", count or None, version, rate * count if rate and count else None)
+    way = _LEVELS.get(first.level_to(second))
+    if way is None:
+        return None
+    slots = first.pcie(), second.pcie()
+    generation, lanes = (None if None in values else min(filter(None, values)) for values in zip(*slots, strict=True))
+    rate = _LANE_RATES.get(generation or 0)
+    return GpuLink((one, other), way, lanes, generation, rate * lanes if rate and lanes else None)
 
 
 def used_gpus(state: GpuState, uuids: Iterable[str | None], environment: Mapping[str, str]) -> tuple[Gpu, ...]:

@@ -1,13 +1,15 @@
-"""The document of ``profkit ceilings``: what a device was measured to do at most, beside what its datasheet says."""
+"""The document of ``profkit ceilings``: what a device and its links do at most, beside what a datasheet says."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
 from profkit.report.document import Column, Document, Lines, Table
-from profkit.report.units import SHARE, TEXT, Unit, four_digits
+from profkit.report.units import BYTES, GIGABYTES, NS, SHARE, TEXT, Unit, four_digits
 from profkit.run.ceilings import Ceilings
+from profkit.run.links import MeasuredLinks, describe_links
 
 
 def _rate(value: float) -> str:
@@ -45,7 +47,44 @@ def build_ceilings_document(ceilings: Ceilings) -> Document:
         "driver": ceilings.driver,
         "measured_utc": ceilings.measured_utc,
     }
-    return Document("ceilings", {"device": facts, "rows": table.rows}, (table, Lines(_notes(ceilings, sheet))), table)
+    parts: list[Table | Lines] = [table, Lines(_notes(ceilings, sheet))]
+    content: dict[str, Any] = {"device": facts, "rows": table.rows, "links": None}
+    if ceilings.links is not None:
+        links = _links_table(ceilings.links)
+        parts += [links, Lines(_links_notes(ceilings.links))]
+        content["links"] = {**asdict(ceilings.links), "times": links.rows}
+    return Document("ceilings", content, parts, table)
+
+
+def _links_table(links: MeasuredLinks) -> Table:
+    """Return a line for each size, and for each kind of collective its time and bus bandwidth, smallest size first."""
+    kinds = list(dict.fromkeys(one.kind for one in links.times))
+    rows = [
+        {
+            "kind": one.kind,
+            "bytes": one.bytes,
+            "time_ns": one.time_ns,
+            "algorithm_bandwidth": one.bytes / one.time_ns * 1e9,
+            "bus_bandwidth": links.bus_bandwidth(one),
+        }
+        for kind in kinds
+        for one in links.of_kind(kind)
+    ]
+    columns = (
+        Column("kind", "collective", TEXT),
+        Column("bytes", "size", BYTES),
+        Column("time_ns", "time", NS),
+        Column("algorithm_bandwidth", "alg GB/s", GIGABYTES),
+        Column("bus_bandwidth", "bus GB/s", GIGABYTES),
+    )
+    return Table(
+        columns, rows, title=f"Collectives between {links.ranks} {'GPUs' if links.backend == 'nccl' else 'processes'}"
+    )
+
+
+def _links_notes(links: MeasuredLinks) -> list[str]:
+    lines = [f"bandwidths as nccl-tests counts them; each time is the median on the slowest rank ({links.backend})"]
+    return [f"the GPUs are linked by {describe_links(links.links)}", *lines] if links.links else lines
 
 
 def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> list[dict[str, Any]]:

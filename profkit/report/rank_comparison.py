@@ -10,10 +10,22 @@ from profkit.analysis.collectives.comparison import RanksResult, RankSummary, ou
 from profkit.analysis.collectives.culprit import Culprit, Doubt
 from profkit.findings import Finding
 from profkit.report.document import Column, Document, Lines, Table
-from profkit.report.units import BYTES, COUNT, NS, TEXT, Unit, format_bytes, format_count, format_ns, format_share
+from profkit.report.units import (
+    BYTES,
+    COUNT,
+    GIGABYTES,
+    NS,
+    SHARE,
+    TEXT,
+    Unit,
+    format_bytes,
+    format_count,
+    format_ns,
+    format_share,
+)
+from profkit.run.links import describe_links
 
 _PLAIN = Unit(str)
-_RATE = Unit(lambda value: f"{value / 1e9:.1f}")
 _MOST_RANKS_SHOWN = 16
 _WIDEST_MATRIX = 8
 
@@ -39,6 +51,7 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
     parts: list[Table | Lines] = [
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
+        Lines(_describe_links(result, run)),
         wait_table(result),
         ranks,
         Lines(_notes(result)),
@@ -67,6 +80,10 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
         "groups": [asdict(row) for row in result.groups],
         "ranks": [_rank_data(one) for one in result.ranks],
         "waits": result.waits_ns.tolist(),
+        "links": {
+            "links": [asdict(link) for link in result.links],
+            "measured": None if result.measured is None else asdict(result.measured),
+        },
         "clocks": None if result.clocks is None else asdict(result.clocks),
         "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
     }
@@ -142,7 +159,34 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     ]
 
 
+def _describe_links(result: RanksResult, run: str) -> list[str]:
+    """Return what bandwidths are held against, and which collectives no faster link would help."""
+    known = [row for row in result.groups if row.bus_bandwidth is not None]
+    if not known:
+        return []
+    linked = f" ({describe_links(result.links)})" if result.links else ""
+    if result.measured is None:
+        return [f"how fast the links are{linked} was not measured: `profkit ceilings -o {run}` on that machine"]
+    best = result.measured.best
+    rate = result.measured.bus_bandwidth(best) / 1e9
+    lines = [
+        f"of measured: bus bandwidth against that of the same size between {result.measured.ranks} processes that do"
+        f" nothing else{linked}; all_reduce reaches {rate:.1f} GB/s there, with {format_bytes(best.bytes)}"
+    ]
+    for row in known:
+        if row.limited_by == "latency" and row.byte_count is not None:
+            least, each = round(result.measured.time_of(row.kind, 0) or 0), format_bytes(row.byte_count // row.count)
+            lines.append(
+                f"{row.kind} of {row.group} is limited by latency, not by the links: {each} each, and the smallest"
+                f" takes {format_ns(least)}"
+            )
+    if any(row.measured_ns is None for row in known):
+        lines.append("no share: a kind that was not measured, or a group with ranks on several machines")
+    return lines
+
+
 def _group_table(result: RanksResult) -> Table:
+    is_compared = any(row.measured_share is not None for row in result.groups)
     columns = (
         Column("group", "group", TEXT),
         Column("kind", "collective", TEXT),
@@ -150,8 +194,9 @@ def _group_table(result: RanksResult) -> Table:
         Column("count", "times", COUNT),
         Column("each_bytes", "size", BYTES),
         Column("each_wire_ns", "at the wire", NS),
-        Column("algorithm_bandwidth", "alg GB/s", _RATE),
-        Column("bus_bandwidth", "bus GB/s", _RATE),
+        Column("algorithm_bandwidth", "alg GB/s", GIGABYTES, wide=is_compared),
+        Column("bus_bandwidth", "bus GB/s", GIGABYTES),
+        *([Column("measured_share", "of measured", SHARE)] if is_compared else []),
         Column("hidden_ns", "hidden", NS, wide=True),
         Column("exposed_ns", "not hidden", NS, wide=True),
         Column("waiting_ns", "waiting", NS),

@@ -94,6 +94,8 @@ NS = Unit(format_ns)
 SIGNED_NS = Unit(format_signed_ns)
 SHARE = Unit(format_share)
 BYTES = Unit(format_bytes)
+GIGABYTES = Unit(lambda value: f"{value / 1e9:.1f}")
+"""Bytes a second, in 10⁹: the column's heading says so, as in nccl-tests."""
 
 
 def ns_over(steps: int | None) -> Unit:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from profkit.errors import RunError
 from profkit.files import write_json
+from profkit.run.links import MeasuredLinks
 from profkit.run.records import read_record
 
 VERSION = 1
@@ -53,7 +54,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The content of ``ceilings.json``."""
+    """The content of ``ceilings.json``; ``links`` is None where there was one GPU, or none."""
 
     version: int
     device: MeasuredDevice
@@ -62,6 +63,7 @@ class Ceilings:
     measured_utc: str
     gemm: tuple[Gemm, ...]
     copy: Copy
+    links: MeasuredLinks | None = None
 
 
 def read_ceilings(path: Path) -> Ceilings:

@@ -13,6 +13,7 @@ from typing import Literal
 from profkit.errors import RunError
 from profkit.files import write_json
 from profkit.run.job import Job
+from profkit.run.links import GpuLink
 from profkit.run.records import Plain, read_record
 from profkit.run.samples import Samples
 
@@ -207,11 +208,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The machine's GPUs before the run and after it; ``reason`` says why there are none to tell of."""
+    """The machine's GPUs before and after the run, and their links; ``reason`` says why there are none to tell of."""
 
     before: tuple[Gpu, ...] = ()
     after: tuple[Gpu, ...] = ()
     reason: str | None = None
+    links: tuple[GpuLink, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from profkit.analysis.collectives.matching import Matched
-
-_FACTORS = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-}
-
-
-def bus_factor(kind: str, ranks: int) -> float:
-    """Return what nccl-tests multiplies the algorithm bandwidth by to get the bus bandwidth."""
-    factor = _FACTORS.get(kind)
-    return 1.0 if factor is None else factor(ranks)
+from profkit.run.links import MeasuredLinks, bus_factor
 
 
 @dataclass(frozen=True)
@@ -33,6 +20,10 @@ class GroupRow:
     None where sizes are unknown, ``wire_ns`` where nobody need wait, so that the last arrival is unknown. Hidden,
     exposed and waiting time are those of the mean rank; ``hidden_ns`` and ``exposed_ns`` are None where a rank does not
     say.
+
+    ``measured_ns`` is how long collectives of these sizes took when the links were measured, ``measured_share`` what
+    share of the measured bandwidth the row reaches, and ``limited_by`` says whether most of ``measured_ns`` passes
+    whatever the size. All are None where nobody measured, or where the group has ranks on several machines.
     """
 
     group: str
@@ -48,6 +39,9 @@ class GroupRow:
     hidden_ns: int | None
     exposed_ns: int | None
     waiting_ns: int
+    measured_ns: int | None = None
+    measured_share: float | None = None
+    limited_by: Literal["latency", "bandwidth"] | None = None
 
 
 def group_label(one: Matched, world_size: int) -> str:
@@ -58,8 +52,20 @@ def group_label(one: Matched, world_size: int) -> str:
     return "all ranks" if size == world_size else f"groups of {size}"
 
 
-def sum_groups(matched: Sequence[Matched], world_size: int) -> list[GroupRow]:
-    """Return a row for each name of groups, kind and dtype; the longest first."""
+def sum_groups(
+    matched: Sequence[Matched],
+    world_size: int,
+    links: MeasuredLinks | None = None,
+    nodes: Mapping[int, int] | None = None,
+) -> list[GroupRow]:
+    """Return a row for each name of groups, kind and dtype; the longest first.
+
+    Args:
+        matched: the collectives of each group.
+        world_size: how many ranks there are.
+        links: what was measured of the links within one machine.
+        nodes: rank → its machine; without it all ranks are on one.
+    """
     found: dict[tuple[str, int, str, str | None], list[tuple[Matched, list[int]]]] = {}
     for one in matched:
         label = group_label(one, world_size)
@@ -67,11 +73,21 @@ def sum_groups(matched: Sequence[Matched], world_size: int) -> list[GroupRow]:
         for kind, dtype in dict.fromkeys(kinds):
             which = [at for at, pair in enumerate(kinds) if pair == (kind, dtype)]
             found.setdefault((label, len(one.group.ranks), kind, dtype), []).append((one, which))
-    rows = [_sum_one(*key, parts) for key, parts in found.items()]
+    rows = []
+    for key, parts in found.items():
+        machines = max(len({(nodes or {}).get(rank, 0) for rank in one.group.ranks}) for one, _ in parts)
+        row = _sum_one(*key, parts)
+        rows.append(row if links is None or machines > 1 else _against(links, row, parts))
     return sorted(rows, key=lambda row: (-(row.wire_ns or 0) - row.waiting_ns, row.group, row.kind, row.dtype or ""))
 
 
-def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: list[tuple[Matched, list[int]]]) -> GroupRow:
+def _sum_one(
+    label: str,
+    size: int,
+    kind: str,
+    dtype: str | None,
+    parts: list[tuple[Matched, list[int]]],
+) -> GroupRow:
     count = sum(len(which) for _, which in parts)
     sizes = np.concatenate([one.byte_count[which] for one, which in parts])
     wires = np.concatenate([one.wire_ns[which] for one, which in parts])
@@ -97,4 +113,24 @@ def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: list[tu
         hidden_ns=hidden_ns,
         exposed_ns=None if hidden_ns is None else whole_ns - hidden_ns,
         waiting_ns=round(sum(float(one.wait_ns[:, which].sum()) / len(one.ranks) for one, which in parts)),
+    )
+
+
+def _against(links: MeasuredLinks, row: GroupRow, parts: list[tuple[Matched, list[int]]]) -> GroupRow:
+    """Return the row with how long its collectives took when the links were measured, and what most of that depends on.
+
+    Of another number of ranks than were measured the bus bandwidth is held to be the same, as nccl-tests defines it.
+    """
+    least = links.time_of(row.kind, 0)
+    if least is None or row.byte_count is None or not row.wire_ns:
+        return row
+    sizes, counts = np.unique(np.concatenate([one.byte_count[which] for one, which in parts]), return_counts=True)
+    scale = bus_factor(row.kind, row.rank_count) / bus_factor(row.kind, links.ranks)
+    alone = [max(least, (links.time_of(row.kind, size) or 0.0) * scale) for size in sizes.tolist()]
+    total = float(np.dot(alone, counts))
+    return replace(
+        row,
+        measured_ns=round(total),
+        measured_share=total / row.wire_ns,
+        limited_by="latency" if 2 * least * row.count >= total else "bandwidth",
     )

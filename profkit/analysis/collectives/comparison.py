@@ -13,6 +13,7 @@ from profkit.analysis.collectives.culprit import Verdict, find_culprit
 from profkit.analysis.collectives.matching import ClockFit, fit_clocks, match_collectives, sum_waits
 from profkit.errors import TraceError
 from profkit.run.light_record import Cause, LightRecord
+from profkit.run.links import GpuLink, MeasuredLinks
 from profkit.trace.columns import Ints
 
 MOST_RANKS = 2**17
@@ -58,6 +59,10 @@ class RanksResult:
     clocks: ClockFit | None
     lost: Mapping[int, str]
     step_count: int
+    measured: MeasuredLinks | None = None
+    """What was measured of the links."""
+    links: tuple[GpuLink, ...] = ()
+    """What the links between the GPUs of the first machine are."""
 
     @property
     def step_ns(self) -> int:
@@ -76,8 +81,19 @@ class RanksResult:
         return round(sum(one.waiting_ns for one in self.ranks) / len(self.ranks)) if self.ranks else 0
 
 
-def compare_records(records: Iterable[LightRecord], lost: Mapping[int, str] | None = None) -> RanksResult:
+def compare_records(
+    records: Iterable[LightRecord],
+    lost: Mapping[int, str] | None = None,
+    measured: MeasuredLinks | None = None,
+    links: tuple[GpuLink, ...] = (),
+) -> RanksResult:
     """Return the comparison of ranks; the order of ``records`` does not matter.
+
+    Args:
+        records: one for each rank.
+        lost: the ranks of which nothing can be read, each with the reason.
+        measured: what was measured of the links between GPUs of one machine.
+        links: what the links are.
 
     Raises:
         TraceError: a record names more ranks than any job has, as a damaged file may.
@@ -102,12 +118,14 @@ def compare_records(records: Iterable[LightRecord], lost: Mapping[int, str] | No
             _summarize(record, account, int(waited))
             for record, account, waited in zip(found, accounts, waits.sum(axis=1), strict=True)
         ),
-        groups=tuple(sum_groups(matched, world_size)),
+        groups=tuple(sum_groups(matched, world_size, measured, {record.rank: record.node for record in found})),
         waits_ns=waits,
         verdict=find_culprit(found, accounts, matched),
         clocks=fit_clocks(matched),
         lost=missing | dict(lost or {}),
         step_count=max((len(named_steps(record)) for record in found), default=0),
+        measured=measured,
+        links=measured.links if measured is not None and measured.links else links,
     )
 
 
