@@ -20,6 +20,10 @@ _COUNTERS = {
 
 # nvml.h, nvmlGpuTopologyLevel_t: where the PCIe paths of two GPUs meet.
 _LEVELS: dict[int, Way] = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "node", 50: "system"}
+# nvml.h: what nvmlDeviceGetNvLinkVersion returns, as a whole number; 3 is 2.2 and 5 is 3.1.
+_NVLINK_VERSIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
+# nvml.h, nvmlIntNvLinkDeviceType_t: what is at the other end of an NVLink.
+_SWITCH = 2
 # PCIe generation → bytes a second of one lane each way: 8, 16 and 32 GT/s, of which 128 bits in 130 are data.
 _LANE_RATES = {3: 984_615_385, 4: 1_969_230_769, 5: 3_938_461_538}
 
@@ -109,19 +113,36 @@ class _Device:
                 found[uuid] = own
         return found
 
-    def has_nvlink_to(self, other: _Device) -> bool:
-        """Return whether this GPU reaches another one by NVLink, directly or through a switch."""
-        nvml = self._nvml
-        index = getattr(nvml, "NVML_P2P_CAPS_INDEX_NVLINK", None)
-        return index is not None and self._ask(nvml.nvmlDeviceGetP2PStatus, other._handle, index) == 0
+    def nvlinks_to(self, other: _Device) -> tuple[int, ...]:
+        """Return the NVLinks of this GPU that lead to another one: straight, or through a switch that both are at."""
+        switched = other._nvlinks(lambda link: other._remote_type(link) == _SWITCH)
+        bus_id = other._bus_id()
+        return self._nvlinks(
+            lambda link: self._remote_bus_id(link) == bus_id if self._remote_type(link) != _SWITCH else bool(switched)
+        )
 
-    def nvlinks(self) -> tuple[int, int | None, int | None]:
-        """Return how many NVLinks are active, their version, and what each carries each way in bytes a second."""
-        nvml, ask = self._nvml, self._ask
-        active = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if ask(nvml.nvmlDeviceGetNvLinkState, link) == 1]
-        version = ask(nvml.nvmlDeviceGetNvLinkVersion, active[0]) if active else None
-        speed = self._field("NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON") if active else None
-        return len(active), version, speed * 1_000_000 if speed else None
+    def nvlink_facts(self, link: int) -> tuple[int | None, int | None]:
+        """Return the version of NVLink, and what one link carries each way in bytes a second."""
+        version = self._ask(self._nvml.nvmlDeviceGetNvLinkVersion, link)
+        field = getattr(self._nvml, "NVML_FI_DEV_NVLINK_GET_SPEED", None)
+        values = None if field is None else self._ask(self._nvml.nvmlDeviceGetFieldValues, [(field, link)])
+        speed = values[0].value.uiVal if values and values[0].nvmlReturn == 0 else 0
+        return _NVLINK_VERSIONS.get(version or 0), speed * 1_000_000 or None
+
+    def _nvlinks(self, wanted: Callable[[int], bool]) -> tuple[int, ...]:
+        """Return the active links that are wanted."""
+        ask, state = self._ask, self._nvml.nvmlDeviceGetNvLinkState
+        return tuple(link for link in range(self._nvml.NVML_NVLINK_MAX_LINKS) if ask(state, link) == 1 and wanted(link))
+
+    def _remote_type(self, link: int) -> int | None:
+        ask = getattr(self._nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", None)
+        return None if ask is None else self._ask(ask, link)
+
+    def _remote_bus_id(self, link: int) -> str | None:
+        return _text(getattr(self._ask(self._nvml.nvmlDeviceGetNvLinkRemotePciInfo, link), "busId", None))
+
+    def _bus_id(self) -> str:
+        return _text(getattr(self._ask(self._nvml.nvmlDeviceGetPciInfo), "busId", None)) or "unknown"
 
     def level_to(self, other: _Device) -> int:
         """Return where the PCIe paths of this GPU and another one meet, -1 if unknown."""
@@ -132,11 +153,6 @@ class _Device:
         """Return the generation of PCIe that GPU and slot allow (an idle GPU uses a lower one), and its lanes."""
         nvml = self._nvml
         return self._ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration), self._ask(nvml.nvmlDeviceGetCurrPcieLinkWidth)
-
-    def _field(self, name: str) -> int | None:
-        field = getattr(self._nvml, name, None)
-        values = None if field is None else self._ask(self._nvml.nvmlDeviceGetFieldValues, [field])
-        return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
     def _ask(self, function: Callable[..., Any], *more: Any) -> Any:
         try:
@@ -161,10 +177,11 @@ class _Device:
 def _link(devices: list[_Device], one: int, other: int) -> GpuLink | None:
     """Return how two GPUs reach each other; None where NVML does not say."""
     first, second = devices[one], devices[other]
-    if first.has_nvlink_to(second):
-        (count, version, rate), (other_count, *_) = first.nvlinks(), second.nvlinks()
-        count = min(count, other_count)
-        return GpuLink((one, other), "nvlink", count or None, version, rate * count if rate and count else None)
+    links = first.nvlinks_to(second)
+    if links:
+        count = min(len(links), len(second.nvlinks_to(first)) or len(links))
+        version, rate = first.nvlink_facts(links[0])
+        return GpuLink((one, other), "nvlink", count, version, None if rate is None else rate * count)
     way = _LEVELS.get(first.level_to(second))
     if way is None:
         return None
