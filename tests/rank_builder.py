@@ -162,7 +162,7 @@ def light_records(lines: Sequence[Timeline]) -> list[LightRecord]:
             )
             call = Collectives(
                 *([0], [number], ["all_reduce"], ["float32"], [BYTES]),
-                *([called - start], [begin - start], [stop - start], [None]),
+                *([called - start], [begin - start], [stop - start], [None], [None]),
             )
             data = sum(b - a for what, a, b in phases if what == "data")
             steps.append(StepRecord(name, start, end, phases, on_gpu, data_ns=data, sm_mhz=1980, collectives=call))

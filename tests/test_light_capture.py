@@ -15,6 +15,7 @@ from tests.in_process import run_profkit
 torch = pytest.importorskip("torch")
 
 from profkit.capture import flight_recorder, light  # noqa: E402
+from profkit.capture.backward_nodes import at_graph_end, watch_graph_end  # noqa: E402
 from profkit.capture.flight_recorder import FlightRecorder  # noqa: E402
 from profkit.capture.light import LightRecorder  # noqa: E402
 from profkit.capture.times import Mark, Span  # noqa: E402
@@ -179,10 +180,18 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return now
 
 
-def _steps(record: LightRecorder, recorder: Recorder, ticks: list[int], numbers: range, calls: int = 1) -> None:
+def _steps(
+    record: LightRecorder,
+    recorder: Recorder,
+    ticks: list[int],
+    numbers: range,
+    calls: int = 1,
+    *,
+    is_recorded: bool = False,
+) -> None:
     """Make steps of 1,000 ns, with this many collectives each."""
     for number in numbers:
-        record.step_begins(number)
+        record.step_begins(number, is_recorded=is_recorded)
         for call in range(calls):
             recorder.call(1_000_000 + ticks[0] + 10 * (call + 1))
         ticks[0] += 1000
@@ -238,14 +247,26 @@ def test_a_step_of_which_the_ring_lost_collectives_has_none(
     assert [len(step.collectives) for step in _read(tmp_path).steps] == [0, 0, 0, 0, 0, 0, 4, 4]
 
 
-def test_after_a_thousand_steps_rows_of_32_are_kept(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
+def test_after_128_steps_rows_of_32_are_kept(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
     record = LightRecorder(tmp_path)
     _steps(record, recorder, ticks, range(1600))
     record.end()
     record_read = _read(tmp_path)
     kept = [int(str(step.name).removeprefix("step ")) for step in record_read.steps]
-    assert kept == [*range(1000), *range(1024, 1056), *range(1536, 1568)]
+    assert kept == [*range(128), *range(512, 544), *range(1024, 1056), *range(1536, 1568)]
     assert all(len(step.collectives) == 1 for step in record_read.steps)
+
+
+def test_steps_that_other_ranks_record_in_full_are_kept_too(
+    tmp_path: Path, recorder: Recorder, ticks: list[int]
+) -> None:
+    record = LightRecorder(tmp_path)
+    _steps(record, recorder, ticks, range(300))
+    _steps(record, recorder, ticks, range(300, 305), is_recorded=True)
+    _steps(record, recorder, ticks, range(305, 312))
+    assert len(_read(tmp_path).steps) == 128
+    _steps(record, recorder, ticks, range(312, 313))
+    assert [step.name for step in _read(tmp_path).steps[128:]] == [f"step {number}" for number in range(300, 305)]
 
 
 def test_counting_anew_begins_the_file_anew(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
@@ -289,9 +310,32 @@ def test_the_ring_is_asked_for_by_the_name_that_torch_knows(
     environment = dict(given)
     monkeypatch.setattr(flight_recorder.torch, "__version__", version)
     monkeypatch.setattr(flight_recorder.os, "environ", environment)
-    flight_recorder.turn_on()
+    flight_recorder.turn_on(times=True)
     ring = {} if name is None else {name: "2000"}
     assert environment == {**given, **ring, "TORCH_NCCL_ENABLE_TIMING": "1"}
+
+
+def test_nccl_is_not_asked_for_times_which_cost_more_than_all_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(flight_recorder.os, "environ", environment)
+    monkeypatch.setattr(light.distributed, "destroy_process_group", lambda: None)
+    LightRecorder(Path()).begin()
+    assert len(environment) == 1
+    assert "TORCH_NCCL_ENABLE_TIMING" not in environment
+
+
+def test_the_end_of_a_graph_is_seen_before_what_its_nodes_wait_for() -> None:
+    seen: list[str] = []
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(lambda _: at_graph_end(lambda: seen.append("reduced")))
+    loss = (weight * 2).sum()
+    watch = watch_graph_end([None, loss], lambda: seen.append("computed"))
+    assert watch is not None
+    loss.backward(retain_graph=True)
+    watch.remove()
+    loss.backward()
+    assert seen == ["computed", "reduced", "reduced"]
+    assert watch_graph_end([weight], lambda: seen.append("never")) is None
 
 
 @pytest.mark.parametrize("given", [{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"TORCH_NCCL_ENABLE_TIMING": "0"}])
@@ -300,7 +344,7 @@ def test_collectives_are_not_timed_where_that_would_hold_up_others_or_is_not_wan
 ) -> None:
     environment = dict(given)
     monkeypatch.setattr(flight_recorder.os, "environ", environment)
-    flight_recorder.turn_on()
+    flight_recorder.turn_on(times=True)
     assert environment.get("TORCH_NCCL_ENABLE_TIMING", "0") == "0"
 
 
@@ -318,9 +362,9 @@ def test_a_torch_without_a_flight_recorder_has_no_collectives(monkeypatch: pytes
     ("collectives", "reading_ns", "period"),
     [
         (100, 0, 8),  # twice as many as the ring holds between two readings are lost otherwise
-        (1, 0, 512),
-        (100, 1_000, 256),  # 1 part in 200 of 256 steps of 1,000 ns
-        (100, 1_000_000, 1024),
+        (5, 0, 128),
+        (100, 200, 64),  # 1 part in 200 of 64 steps of 1,000 ns
+        (100, 1_000_000, 128),
     ],
 )
 def test_the_file_is_written_as_seldom_as_its_cost_asks_and_the_ring_allows(
@@ -344,6 +388,65 @@ def test_the_file_is_written_as_seldom_as_its_cost_asks_and_the_ring_allows(
     written = len(_read(tmp_path).steps)
     _steps(record, recorder, ticks, range(8, period - 1))
     assert len(_read(tmp_path).steps) == written
-    if period < 1000:  # after that steps are kept in rows
-        _steps(record, recorder, ticks, range(max(8, period - 1), max(16, period)))
-        assert len(_read(tmp_path).steps) > written
+    _steps(record, recorder, ticks, range(max(8, period - 1), max(16, period)))
+    assert len(_read(tmp_path).steps) > written
+
+
+class Event:
+    """An event of CUDA's that the GPU passes at a time that the test says."""
+
+    def __init__(self, passed_ns: int) -> None:
+        self.passed_ns = passed_ns
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.passed_ns - self.passed_ns) / 1e6
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, ticks: list[int]) -> list[Event]:
+    """A GPU whose clock is the host's; what is recorded there is noted, and its events can be used again."""
+    unused: list[Event] = []
+    cuda = light.torch.cuda
+    monkeypatch.setattr(cuda, "Event", Event)
+    monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(light, "mark_on_gpu", lambda: Event(ticks[0]))
+    monkeypatch.setattr(light, "give_back", unused.extend)
+    monkeypatch.setattr(light, "_read_allocator", lambda: (2000, 3000))
+    monkeypatch.setattr(light, "_PATIENCE_S", 0.0)
+    return unused
+
+
+def test_what_a_backward_pass_waited_for_at_its_end_is_noted_with_its_last_collective(
+    tmp_path: Path, recorder: Recorder, ticks: list[int], gpu: list[Event]
+) -> None:
+    record = LightRecorder(tmp_path)
+    for number in range(2):
+        start = ticks[0]
+        record.step_begins(number)
+        for at in (3_000, 4_000, 7_000):
+            recorder.call(1_000_000 + start + at, profiling_name="nccl:all_reduce", duration_ms=None)
+        ticks[0] += 10_000
+        forward = Span("forward", Mark(start + 1_000, Event(start + 1_100)), Mark(start + 2_000, Event(start + 2_500)))
+        backward = Span(
+            "backward",
+            Mark(start + 2_000, Event(start + 2_500)),
+            Mark(start + 5_000, Event(start + 9_000)),
+            Mark(start + 4_900, Event(start + 8_600)),
+        )
+        record.step_ended([forward, backward])
+    record.end()
+    steps = _read(tmp_path).steps
+    assert [step.gpu_phases for step in steps] == [(("forward", 1_100, 2_500), ("backward", 2_500, 9_000))] * 2
+    assert [step.collectives.exposed_ns for step in steps] == [[None, 400, None]] * 2
+    assert [step.collectives.end_ns for step in steps] == [[None] * 3] * 2
+    assert [(step.peak_bytes, step.reserved_bytes) for step in steps] == [(2000, 3000)] * 2
+    # Of each step all events but the one that the next step's times count from, and the one that this step's did.
+    assert sorted(event.passed_ns for event in gpu) == [0, 1_100, 2_500, 2_500, 8_600, 9_000] + [
+        10_000 + time for time in (2_500, 2_500, 8_600, 9_000)
+    ]

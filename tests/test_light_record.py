@@ -34,7 +34,7 @@ RECORD = LightRecord(
             kernel_ns={"gemm": 300},
             peak_bytes=1 << 30,
             throttle=("power cap",),
-            collectives=Collectives([0], [41], ["all_reduce"], ["float32"], [4096], [-3], [50], [90], [None]),
+            collectives=Collectives([0], [41], ["all_reduce"], ["float32"], [4096], [-3], [50], [90], [None], [None]),
             since=((0, "kernels", "forward", "layer 1", 30),),
             outside_cuda=(("forward", "", 12),),
         ),

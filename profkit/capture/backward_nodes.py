@@ -6,12 +6,14 @@ that runs before a node holds nothing, changes nothing, and fires on the thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 _MARK = "profkit"
 _NESTING = 4
@@ -72,6 +74,18 @@ def new_carrier() -> Tensor:
 
 running_graph: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward pass that this thread runs, -1 if none."""
+
+
+def watch_graph_end(tensors: Iterable[Any], callback: Callable[[], None]) -> RemovableHandle | None:
+    """Call ``callback`` once the backward pass of ``tensors`` that begins now has run all its nodes.
+
+    It comes before what was to be called at the pass's end by nodes that ran, such as DDP's and FSDP's waits for
+    reductions. Return what ends the watch; None where there is nothing to watch, or Dynamo compiles backward passes.
+    """
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False):
+        return None
+    node = next((one.grad_fn for one in tensors if isinstance(one, Tensor) and one.grad_fn is not None), None)
+    return None if node is None else node.register_prehook(lambda _gradient: at_graph_end(callback))
 
 
 def at_graph_end(callback: Callable[[], None]) -> None:

@@ -1,45 +1,39 @@
-"""The clock of this process's GPU and what holds it down, as NVML says, about once a second."""
+"""The clock of this process's GPU and what holds it down, as NVML says."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from profkit.run.manifest import THROTTLE_REASONS
 
-_INTERVAL_NS = 1_000_000_000
 _IDLE = "gpu_idle"
 
 
 class GpuClock:
-    """Asks NVML, if it is here and knows the GPU; a question takes some 50 µs."""
+    """Asks NVML, if it is here and knows the GPU; a question takes some 3 to 50 µs."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handle: Any = None
         self._is_tried = False
-        self._asked_ns = -_INTERVAL_NS
-        self._found: tuple[int | None, tuple[str, ...]] = (None, ())
 
     def look(self) -> tuple[int | None, tuple[str, ...]]:
         """Return the clock of the multiprocessors in MHz, None if unknown, and why it is not higher."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-            return self._found
+            return None, ()
         if not self._is_tried:
             self._is_tried = True
             with suppress(Exception):  # NVML is an extra: whatever it lacks is not said
                 self._open()
-        now_ns = perf_counter_ns()
-        if self._handle is not None and now_ns - self._asked_ns >= _INTERVAL_NS:
-            self._asked_ns = now_ns
+        if self._handle is not None:
             try:
-                self._found = self._ask()
+                return self._ask()
             except Exception:
-                self._handle, self._found = None, (None, ())
-        return self._found
+                self._handle = None
+        return None, ()
 
     def _open(self) -> None:
         import pynvml

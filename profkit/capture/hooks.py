@@ -22,10 +22,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_calls import watch_backward_calls
-from profkit.capture.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph
+from profkit.capture.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph, watch_graph_end
 from profkit.capture.boundaries import Boundaries
 from profkit.capture.conditions import autocast_dtypes
 from profkit.capture.data_loading import DataLoading
@@ -123,6 +124,9 @@ class Hooks(RangeObserver):
         """The types that autocast computed in around the modules called while ranges were open."""
         self._boundaries = Boundaries(self._begin_step, self._count_script_ranges)
         self._is_interrupted = False
+        self.times_waits = False
+        """Whether the clock also notes when a backward pass has nothing left to do but wait for other ranks."""
+        self._graph_end: RemovableHandle | None = None
         self.begun = -1
         """The number of the step that runs now, counted from 0; -1 before the first."""
 
@@ -376,6 +380,9 @@ class Hooks(RangeObserver):
         self._boundaries.work_begins()
         self._make_boundary(self.steps.backward_begins())
         self._begin_phase(key, BACKWARD)
+        if self.times_waits and self.clock.is_running and torch.cuda.is_initialized():
+            (given,) = tensors
+            self._graph_end = watch_graph_end(given if isinstance(given, Sequence) else tensors, self.clock.graph_ran)
         self._watcher.backward_begins(tensors)
         if self.is_recording and self._knows_owners:
             # What runs until a module's backward is entered is the loss's own.
@@ -387,6 +394,9 @@ class Hooks(RangeObserver):
         if is_within_another:
             self._open.resume_backward(key)
         else:
+            if self._graph_end is not None:
+                self._graph_end.remove()
+                self._graph_end = None
             self._end_phase(key)
         self._outside.backward_ended(key, gradients, self._mark_here())
         if not is_within_another:

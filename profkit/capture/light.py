@@ -4,6 +4,9 @@ It begins with the first step at which torch.distributed has several ranks, and 
 waits for nothing: CUDA events and the flight recorder's collectives are read some steps later, when the GPU has passed
 them. Which steps are kept and when the file is written depends on the step's number and on its collectives, not on the
 time, so that all ranks stop for it in the same steps. Whatever fails in here ends the record, never the program.
+
+How long NCCL's collectives take is known only where the program asked for it (TORCH_NCCL_ENABLE_TIMING). How long a
+backward pass waited for them at its end is known from its own events, and is noted with the last of them.
 """
 
 from __future__ import annotations
@@ -23,20 +26,32 @@ from torch import distributed
 from profkit.capture.errors import say
 from profkit.capture.flight_recorder import RING, Collective, FlightRecorder, several_ranks, turn_on
 from profkit.capture.gpu_clock import GpuClock
-from profkit.capture.times import Span, mark_on_gpu
+from profkit.capture.times import Span, give_back, mark_on_gpu
 from profkit.names import DATA, step_range
 from profkit.run.directory import LIGHT, name_of_rank
 from profkit.run.job import node_number
-from profkit.run.light_record import Collectives, LightRecord, StepRecord, group_line, header_line, step_line
+from profkit.run.light_record import (
+    WAITS_FOR_ALL,
+    Collectives,
+    LightRecord,
+    StepRecord,
+    group_line,
+    header_line,
+    step_line,
+)
 
-_ALL, _MANY = 1_000, 10_000
+_ALL, _MANY = 128, 10_000
 _OFTEN, _SELDOM = 512, 4096
 _IN_ROW, _LATER = 32, 8
-"""All of the first 1,000 steps are kept, then 32 in a row of every 512, and after 10,000 steps of every 4,096: an hour
-of steps of 20 ms leaves some 3,000. A row is written 8 steps after its end, when its collectives are known."""
+"""All of the first 128 steps are kept and all that are recorded, then 32 in a row of every 512, and after 10,000 steps
+of every 4,096: an hour of steps of 20 ms leaves some 2,000. The last of a row are written 8 steps after its end, when
+their collectives are known."""
 
-_FIRST_PERIOD, _LONGEST_PERIOD = 8, 1024
-"""While all steps are kept, the file is written after this many at least and at most; always a power of two."""
+_FIRST_PERIOD, _LONGEST_PERIOD = 8, 128
+"""While steps are kept, the file is written after this many at least and at most; always a power of two."""
+
+_MOST_RECORDED = 1_000
+"""No more of the recorded steps are kept: the others count like those before and after them."""
 
 _AT_LEAST_EVERY_NS = 5_000_000_000
 """A process that is killed loses what was not written yet: no more than this, unless writing takes too much time."""
@@ -46,6 +61,9 @@ _SHARE = 200
 
 _PATIENCE_S, _POLL_S = 0.5, 0.02
 """How long the end of the process may wait for torch's watchdog to see the last collectives."""
+
+_LOOK_EVERY_NS = 1_000_000_000
+"""The allocator and NVML are asked about once a second: together they take some 20 µs."""
 
 
 @dataclass
@@ -57,12 +75,12 @@ class _Step:
 
     name: str
     start_ns: int
-    first: Any
     end_ns: int = 0
-    last: Any = None
     spans: list[Span] = field(default_factory=list)
     phases: tuple[tuple[str, int, int], ...] = ()
     gpu_phases: tuple[tuple[str, int, int], ...] = ()
+    waits: tuple[tuple[int, int, int], ...] = ()
+    """Of each backward pass on the GPU: when the host began and ended it, and how long the GPU waited at its end."""
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     sm_mhz: int | None = None
@@ -71,7 +89,7 @@ class _Step:
 
     def has_passed(self) -> bool:
         """Return whether the GPU has done all of the step."""
-        return self.last is None or bool(self.last.query())
+        return not self.spans or bool(self.spans[-1].last.event.query())
 
 
 class LightRecorder:
@@ -87,7 +105,9 @@ class LightRecorder:
         self._first = first
         self._is_over = False
         self._path: Path | None = None
-        self._number = -1
+        self._number = self._last_kept = -1
+        self._keeps_all = False
+        """Whether the steps before and after this one are kept too, not 32 in a row alone."""
         self._step: _Step | None = None
         self._steps: list[_Step] = []
         self._on_gpu: deque[_Step] = deque()
@@ -100,11 +120,14 @@ class LightRecorder:
         self._epoch_ns = 0
         self._gpu_zero: tuple[Any, int] | None = None
         """An event, and the host's time at which the GPU passed it."""
+        self._looked_ns = -_LOOK_EVERY_NS
+        self._memory: tuple[int | None, int | None] = None, None
+        self._clock: tuple[int | None, tuple[str, ...]] = None, ()
         self._keeps = False
 
-    def begin(self) -> None:
-        """Prepare for process groups that the script will make."""
-        turn_on()
+    def begin(self, *, times_collectives: bool = False) -> None:
+        """Prepare for process groups that the script will make; ``times_collectives``: have NCCL time them."""
+        turn_on(times=times_collectives)
         self._flight.watch_meshes()
         self._settle_before_groups_end()
 
@@ -112,10 +135,10 @@ class LightRecorder:
         """The step that ran has ended, with these phases."""
         self._harmless(self._end_step, spans)
 
-    def step_begins(self, number: int) -> bool:
-        """Step ``number`` begins; return whether its phases are wanted."""
+    def step_begins(self, number: int, *, is_recorded: bool = False) -> bool:
+        """Step ``number`` begins, which may be one that ranks record in full; return whether its phases are wanted."""
         self._keeps = False
-        self._harmless(self._begin_step, number)
+        self._harmless(self._begin_step, number, is_recorded)
         return self._keeps
 
     def end(self) -> None:
@@ -138,7 +161,7 @@ class LightRecorder:
             self.stop()
             say(f"the light record of this rank ends here ({type(error).__name__}: {error})")
 
-    def _begin_step(self, number: int) -> None:
+    def _begin_step(self, number: int, is_recorded: bool) -> None:
         if number <= self._number:  # something else counts as a step from now on
             self._steps = []
             self._on_gpu.clear()
@@ -147,16 +170,15 @@ class LightRecorder:
         self._number = number
         if self._path is None and several_ranks():
             self._open()
-        if self._path is None or number < self._first or not _is_kept(number):
+        self._keeps_all = number < _ALL or (is_recorded and number < self._first + _MOST_RECORDED)
+        if self._path is None or number < self._first or not (self._keeps_all or number % _spacing(number) < _IN_ROW):
             return
-        self._keeps = True
-        first = None
-        if torch.cuda.is_initialized():
-            if self._gpu_zero is None and not torch.cuda.is_current_stream_capturing():
-                torch.cuda.synchronize()
-                self._gpu_zero = mark_on_gpu(), perf_counter_ns()
-            first = mark_on_gpu()
-        self._step = _Step(step_range(number - self._first), perf_counter_ns(), first)
+        self._keeps, self._last_kept = True, number
+        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if torch.cuda.is_initialized() and self._gpu_zero is None and not is_capturing:
+            torch.cuda.synchronize()
+            self._gpu_zero = mark_on_gpu(), perf_counter_ns()
+        self._step = _Step(step_range(number - self._first), perf_counter_ns())
 
     def _end_step(self, spans: list[Span]) -> None:
         step, self._step = self._step, None
@@ -175,26 +197,34 @@ class LightRecorder:
         )
         if torch.cuda.is_initialized():
             step.spans = [span for span in spans if span.is_on_gpu]
-            step.last = mark_on_gpu()
-            step.peak_bytes, step.reserved_bytes = _read_allocator()
-            step.sm_mhz, step.throttle = self._gpu_clock.look()
+            if step.end_ns - self._looked_ns >= _LOOK_EVERY_NS:
+                self._look(step.end_ns)
+            step.peak_bytes, step.reserved_bytes = self._memory
+            step.sm_mhz, step.throttle = self._clock
             self._on_gpu.append(step)
             self._read_passed()
         self._steps.append(step)
+
+    def _look(self, now_ns: int) -> None:
+        """Ask the allocator, and NVML."""
+        self._looked_ns, self._memory, self._clock = now_ns, _read_allocator(), self._gpu_clock.look()
 
     def _read_passed(self) -> None:
         """Turn the events of steps that the GPU has done into times."""
         while self._on_gpu and self._on_gpu[0].has_passed():
             step = self._on_gpu.popleft()
-            step.gpu_phases = self._gpu_phases(step)
-            step.first, step.last, step.spans = None, None, []
+            self._read_events(step)
+            step.spans = []
 
     def _is_due(self) -> bool:
-        """Return whether the file is written after the step that has ended."""
-        spacing = _spacing(self._number)
-        if spacing == 1:
-            return (self._number + 1) % self._period == 0
-        return self._number % spacing == _IN_ROW + _LATER
+        """Return whether the file is written after the step that has ended.
+
+        A row is written as often as its share of all steps allows.
+        """
+        if self._number != self._last_kept:
+            return self._number == self._last_kept + _LATER
+        part = 1 if self._keeps_all else _spacing(self._number) // _IN_ROW
+        return (self._number + 1) % max(_FIRST_PERIOD, self._period // part) == 0
 
     def _open(self) -> None:
         """Begin the file, or begin it anew."""
@@ -224,7 +254,12 @@ class LightRecorder:
         """Write what is left, once torch knows how long the last collectives took."""
         if self._path is None:
             return
-        patience = _PATIENCE_S if torch.cuda.is_initialized() else 0.0
+        patience = 0.0
+        if torch.cuda.is_initialized():
+            patience = _PATIENCE_S
+            self._look(perf_counter_ns())
+            if self._steps:  # since the last look memory may have grown
+                self._steps[-1].peak_bytes, self._steps[-1].reserved_bytes = self._memory
         self._flight.look()
         while patience > 0 and not self._flight.is_settled:
             sleep(_POLL_S)
@@ -255,7 +290,7 @@ class LightRecorder:
         done = 0
         for step in self._steps:
             mine = self._collectives_of(step)
-            if not is_last and not (step.last is None and (step.is_delayed or all(one.is_settled for one in mine))):
+            if not is_last and not (not step.spans and (step.is_delayed or all(one.is_settled for one in mine))):
                 break
             lines += self._describe(step, mine)
             done += 1
@@ -293,35 +328,49 @@ class LightRecorder:
             reserved_bytes=step.reserved_bytes,
             sm_mhz=step.sm_mhz,
             throttle=step.throttle,
-            collectives=self._columns(collectives, self._on_our_clock(step.start_ns)),
+            collectives=self._columns(collectives, step),
         )
         return [*lines, step_line(record)]
 
-    def _gpu_phases(self, step: _Step) -> tuple[tuple[str, int, int], ...]:
-        """Return when the GPU was in each phase, from the step's start on the host."""
-        if self._gpu_zero is None or step.first is None or not step.spans:
-            return ()
-        event, host_ns = self._gpu_zero
-        host_ns += _between(event, step.first)
+    def _read_events(self, step: _Step) -> None:
+        """Note when the GPU was in each phase, from the step's start on the host, and where it waited for other ranks.
+
+        The events are recorded anew later, but for the one that the next step's times count from.
+        """
+        if self._gpu_zero is None or not step.spans:
+            return
+        before, host_ns = self._gpu_zero
+        zero = step.spans[0].first.event
         # Events far apart are compared in single precision: go on from here.
-        self._gpu_zero = step.first, host_ns
-        lag_ns = host_ns - step.start_ns
-        return tuple(
-            (
-                span.phase,
-                lag_ns + _between(step.first, span.first.event),
-                lag_ns + _between(step.first, span.last.event),
-            )
+        self._gpu_zero = zero, host_ns + _between(before, zero)
+        lag_ns = self._gpu_zero[1] - step.start_ns
+        marks = (mark for span in step.spans for mark in (span.first, span.last, span.computed) if mark is not None)
+        events = {id(mark.event): mark.event for mark in marks if mark.event is not None}
+        times = {key: 0 if event is zero else _between(zero, event) for key, event in events.items()}
+        step.gpu_phases = tuple(
+            (span.phase, lag_ns + times[id(span.first.event)], lag_ns + times[id(span.last.event)])
             for span in step.spans
         )
+        step.waits = tuple(
+            (
+                span.first.host_ns - step.start_ns,
+                span.last.host_ns - step.start_ns,
+                times[id(span.last.event)] - times[id(span.computed.event)],
+            )
+            for span in step.spans
+            if span.computed is not None and span.computed.event is not None
+        )
+        give_back([before, *(event for event in events.values() if event is not zero)])
 
-    def _columns(self, found: list[Collective], start_ns: int) -> Collectives:
-        """Return the collectives with times from ``start_ns``.
+    def _columns(self, found: list[Collective], step: _Step) -> Collectives:
+        """Return the collectives with times from the step's start.
 
         The flight recorder does not say when one began on the GPU: not before it was called, and not before the one
-        before it in its group had ended. That time stands for its start.
+        before it in its group had ended. That time stands for its start. What a backward pass waited for at its end is
+        noted with the last collective that the host called in it.
         """
         columns = Collectives()
+        start_ns = self._on_our_clock(step.start_ns)
         ends: dict[str, int] = {}
         for one in found:
             called = one.called_ns - start_ns
@@ -337,16 +386,17 @@ class LightRecorder:
             columns.start_ns.append(begins if is_timed else None)
             columns.end_ns.append(ends[one.group] if is_timed else None)
             columns.hidden_ns.append(None)
+            columns.exposed_ns.append(None)
+        for begin, end, waited_ns in step.waits:
+            rows = [at for at, one in enumerate(found) if begin <= one.called_ns - start_ns < end]
+            if rows and columns.kind[rows[-1]] in WAITS_FOR_ALL:
+                columns.exposed_ns[rows[-1]] = waited_ns
         return columns
 
 
-def _is_kept(number: int) -> bool:
-    return number % _spacing(number) < _IN_ROW
-
-
 def _spacing(number: int) -> int:
-    """Return how many steps lie between the starts of two rows that are kept; 1: all are."""
-    return 1 if number < _ALL else _OFTEN if number < _MANY else _SELDOM
+    """Return how many steps lie between the starts of two rows that are kept."""
+    return _OFTEN if number < _MANY else _SELDOM
 
 
 def _between(first: Any, last: Any) -> int:

@@ -37,7 +37,7 @@ from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, WORK, name_of_rank
 from profkit.run.job import local_rank_number, rank_number
 from profkit.run.manifest import Process
-from profkit.run.rank_choice import RankChoice
+from profkit.run.rank_choice import SLOWEST, RankChoice
 from profkit.run.recording import (
     COMPLETE,
     CUT_SHORT,
@@ -118,6 +118,7 @@ class Session:
         self._light: LightRecorder | None = None
         if order.recorder in ("none", "kineto", "nsys"):
             self._light = LightRecorder(self.run, order.warmup_steps if order.own_steps else 0)
+            self.hooks.times_waits = True
         self._compilations: Compilations | None = None
         if order.recorder in ("kineto", "nsys"):
             self._compilations = Compilations(self._records, lambda: self.hooks.is_recording)
@@ -132,7 +133,8 @@ class Session:
         """Install the hooks; record the allocator from CUDA's first use if it is to be recorded."""
         self.hooks.install()
         if self._light is not None:
-            self._light.begin()
+            # Without durations the slowest rank is the one that calls last by its own machine's clock.
+            self._light.begin(times_collectives=self.order.ranks == SLOWEST)
         if self.order.recorder in ("nsys", "kineto", "memory"):
             self._compiled.install()
         if self.order.own_steps:
@@ -167,7 +169,8 @@ class Session:
 
     def _begin_light_step(self, number: int) -> None:
         """Go on with the light record, which is there after the recording too."""
-        wants_phases = self._light is not None and self._light.step_begins(number)
+        is_recorded = not self._is_over and number >= self._first
+        wants_phases = self._light is not None and self._light.step_begins(number, is_recorded=is_recorded)
         if self._is_over and wants_phases:
             self.hooks.clock.start()
         elif self._is_over:

@@ -24,11 +24,15 @@ class Mark(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A phase from one moment to another."""
+    """A phase from one moment to another; ``computed`` is when a backward pass had run all its nodes, if anybody asks.
+
+    From then on to its end the stream waits for what others do for it: reductions of gradients.
+    """
 
     phase: str
     first: Mark
     last: Mark
+    computed: Mark | None = None
 
     @property
     def is_on_gpu(self) -> bool:
@@ -74,7 +78,13 @@ class PhaseClock:
         self._phase = ""
         self._began = Mark(0, None)
         self._forward_ended: Mark | None = None
+        self._computed: Mark | None = None
         self._spans: list[Span] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether phases of this thread are timed."""
+        return self._thread == threading.get_ident()
 
     def start(self) -> None:
         """Start timing."""
@@ -104,14 +114,21 @@ class PhaseClock:
         if self._depth:
             return
         ended = _mark(self._phase)
-        self._spans.append(Span(self._phase, self._began, ended))
+        computed, self._computed = self._computed, None
+        self._spans.append(Span(self._phase, self._began, ended, computed))
         self._forward_ended = ended if self._phase == FORWARD else None
+
+    def graph_ran(self) -> None:
+        """Mark where a backward pass has run all its nodes; the thread that ran the last one may call this."""
+        if self._phase == BACKWARD and self._depth == 1:
+            self._computed = _mark(BACKWARD)
 
     def take(self) -> list[Span]:
         """Return the phases since the last call; one that is open ends here."""
         if self._depth:
             self._spans.append(Span(self._phase, self._began, _mark(self._phase)))
             self._depth = 0
+            self._computed = None
         spans, self._spans = self._spans, []
         self._forward_ended = None
         return spans
@@ -129,9 +146,17 @@ def mark_on_gpu() -> Any:
     """Record an event on the current stream and return it; None within a stream's capture."""
     if torch.cuda.is_current_stream_capturing():
         return None
-    event = torch.cuda.Event(enable_timing=True)
+    event = _unused.pop() if _unused else torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def give_back(events: Iterable[Any]) -> None:
+    """Have events that nobody will look at again recorded anew: making one takes as long as recording it."""
+    _unused.extend(events)
+
+
+_unused: list[Any] = []
 
 
 def wait_for_device() -> None:

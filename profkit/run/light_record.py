@@ -28,8 +28,10 @@ was in each phase, waits for a batch (``data``) among them; ``gpu_phases`` are t
 ``bytes`` of a collective is the size that nccl-tests calls ``size``: of all-gather the bytes of the whole output, of
 reduce-scatter those of the whole input. ``called_ns`` is when the host called it; ``start_ns`` and ``end_ns`` are when
 it ran on the GPU. ``sequence`` counts the collectives of a group from 0 or 1, alike on all its ranks. ``hidden_ns`` is
-how much of it ran while something else computed. ``kind`` is one of `KINDS` (`plain_kind` makes it from the names of
-torch and NCCL).
+how much of it ran while something else computed. ``exposed_ns``, of the last collective of a backward pass, is how long
+the GPU did nothing at the pass's end but wait for what was reduced. Without a profiler ``start_ns`` and ``end_ns`` are
+known only where NCCL was asked to time its collectives. ``kind`` is one of `KINDS` (`plain_kind` makes it from the
+names of torch and NCCL).
 
 ``since`` says what the rank did between the end of the previous collective and the end of this one, in disjoint parts
 that sum up to that time: the row of the collective, one of `CAUSES`, the phase, the module (or ""), and the time.
@@ -109,6 +111,7 @@ class Collectives:
     start_ns: list[int | None] = field(default_factory=list)
     end_ns: list[int | None] = field(default_factory=list)
     hidden_ns: list[int | None] = field(default_factory=list)
+    exposed_ns: list[int | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.group)

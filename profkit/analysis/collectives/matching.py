@@ -19,6 +19,7 @@ LATE_NS = 20_000
 """Who arrives last in a collective is said if the others waited at least this long: ranks that arrive together differ
 by some microseconds (2 × H200, NVLink)."""
 
+_NCCL = "nccl"
 _UNKNOWN = -1
 _MISSING = -(1 << 62)
 """For null in a column of times, which may be negative."""
@@ -35,6 +36,7 @@ class Calls:
     """The collectives of one rank in one group as columns in order of their sequence, each number once; -1 is unknown.
 
     ``step`` is the position of the step in the rank's record. Ends and calls are nanoseconds since the epoch.
+    ``exposed_ns`` is how long nothing else ran at the end of a backward pass.
     """
 
     group: Group
@@ -44,6 +46,7 @@ class Calls:
     byte_count: Ints
     duration_ns: Ints
     hidden_ns: Ints
+    exposed_ns: Ints
     end_ns: Ints
     called_ns: Ints
     step: Ints
@@ -90,7 +93,7 @@ def tabulate_calls(record: LightRecord) -> dict[Key, Calls]:
         return {}
     columns = {
         name: np.concatenate([_numbers(getattr(calls, name)) for _, _, calls in parts])
-        for name in ("group", "sequence", "bytes", "called_ns", "start_ns", "end_ns", "hidden_ns")
+        for name in ("group", "sequence", "bytes", "called_ns", "start_ns", "end_ns", "hidden_ns", "exposed_ns")
     }
     counts = [len(calls) for _, _, calls in parts]
     step, begin = (np.repeat(np.array([part[at] for part in parts], dtype=np.int64), counts) for at in (0, 1))
@@ -113,6 +116,7 @@ def tabulate_calls(record: LightRecord) -> dict[Key, Calls]:
             byte_count=_or_unknown(columns["bytes"][rows]),
             duration_ns=np.where(known, end - start, _UNKNOWN)[rows],
             hidden_ns=_or_unknown(columns["hidden_ns"][rows]),
+            exposed_ns=_or_unknown(columns["exposed_ns"][rows]),
             end_ns=np.where(known, begin + end, _UNKNOWN)[rows],
             called_ns=np.where(called != _MISSING, begin + called, _UNKNOWN)[rows],
             step=step[rows],
@@ -153,15 +157,19 @@ def _match(by_rank: dict[int, Calls]) -> Matched:
     def table(name: str) -> Ints:
         return np.stack([getattr(calls, name)[where] for calls, where in zip(mine, rows, strict=True)])
 
-    duration, called = table("duration_ns"), table("called_ns")
+    duration, called, exposed = table("duration_ns"), table("called_ns"), table("exposed_ns")
     kind = [mine[0].kind[row] for row in rows[0].tolist()]
-    # Without a profiler the end of gloo's collectives is unknown: they end when the last rank has called.
-    no_end = (duration == _UNKNOWN).all(axis=0) & (called != _UNKNOWN).all(axis=0)
-    duration = np.where(no_end, called.max(axis=0) - called, duration)
-    waits = np.array([one in WAITS_FOR_ALL for one in kind], dtype=np.bool_) & (duration >= 0).all(axis=0)
-    wire = duration.min(axis=0)
-    wait = np.where(waits, duration - wire, 0)
     named = next((calls.group for calls in mine if calls.group.dimension is not None), mine[0].group)
+    # Without a profiler the end of gloo's collectives is unknown: they end when the last rank has called. (The host
+    # that calls NCCL's runs ahead of its GPU, as far as it likes.)
+    no_end = (duration == _UNKNOWN).all(axis=0) & (called != _UNKNOWN).all(axis=0) & (named.backend != _NCCL)
+    duration = np.where(no_end, called.max(axis=0) - called, duration)
+    # What a GPU waited for at the end of its backward pass ends on all ranks at once too.
+    at_end = (duration == _UNKNOWN).any(axis=0) & (exposed != _UNKNOWN).all(axis=0)
+    length = np.where(at_end, exposed, duration)
+    waits = np.array([one in WAITS_FOR_ALL for one in kind], dtype=np.bool_) & (length >= 0).all(axis=0)
+    least = length.min(axis=0)
+    wait = np.where(waits, length - least, 0)
     return Matched(
         group=named,
         ranks=ranks,
@@ -174,10 +182,10 @@ def _match(by_rank: dict[int, Calls]) -> Matched:
         end_ns=table("end_ns"),
         step=table("step"),
         wait_ns=wait,
-        wire_ns=np.where(waits & ~no_end, wire, _UNKNOWN),
+        wire_ns=np.where(waits & ~no_end & ~at_end, least, _UNKNOWN),
         called_ns=called,
         only_called=waits & no_end,
-        last=np.where(wait.max(axis=0) >= LATE_NS, duration.argmin(axis=0), _UNKNOWN),
+        last=np.where(wait.max(axis=0) >= LATE_NS, length.argmin(axis=0), _UNKNOWN),
         # Whoever came last waited for nobody: the others are the rest in order of their waits.
         median_wait_ns=np.median(np.sort(wait, axis=0)[1:], axis=0).astype(np.int64)
         if len(ranks) > 1

@@ -186,6 +186,7 @@ def _columns(calls: _Calls, sequence: list[int], rows: Ints, begin: int) -> Coll
         start_ns=(calls.start_ns[rows] - begin).tolist(),
         end_ns=(calls.end_ns[rows] - begin).tolist(),
         hidden_ns=calls.hidden_ns[rows].tolist(),
+        exposed_ns=[None] * len(rows),
     )
 
 
@@ -221,7 +222,7 @@ def _describe_step(attribution: Attribution, own: OwnTime, begin: int, end: int)
 
 
 def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
-    """Return the record with what the rank wrote itself: memory, clocks, and the groups and sizes of collectives.
+    """Return the record with what the rank wrote itself: memory, clocks, waits, the groups and sizes of collectives.
 
     Groups and sizes are taken over where the trace has none, and both have the same kinds of collectives in every step.
     """
@@ -240,6 +241,8 @@ def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
             continue
         known = {name: getattr(theirs, name) for name in ("peak_bytes", "reserved_bytes", "sm_mhz", "throttle")}
         calls = step.collectives
+        if fits:
+            calls = replace(calls, exposed_ns=theirs.collectives.exposed_ns)
         if fits and not is_named:
             taken = {name: getattr(theirs.collectives, name) for name in ("sequence", "dtype", "bytes")}
             calls = replace(calls, **taken, group=[number + first for number in theirs.collectives.group])
