@@ -37,9 +37,9 @@ for number, handler in (
         signal.signal(number, handler)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Yield what runs scripts as forks of one process that has imported torch."""
+    """Yield what runs scripts as forks of one process that has imported torch: a test's script starts in no time."""
     from tests.forked_scripts import Forks  # it imports torch, which most tests do without
 
     made = Forks()

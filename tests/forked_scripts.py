@@ -1,8 +1,9 @@
 """Runs Python scripts as forks of one process that has imported torch: what a start of torch costs is paid once.
 
 `Forks` is the tests' end. As a script this file is the other end: it reads one job a line and answers with the exit
-status. A fork attaches profkit as a new process does once it has imported torch, and ends as Python ends a script; one
-that used a GPU leaves its peak memory in ``.forked/peak.txt``, which is no file of the script's own.
+status. A job is ``python SCRIPT`` or ``python -m MODULE``, alone or as the ranks of torch's launcher. A fork attaches
+profkit as a new process does once it has imported torch, and ends as Python ends a script; one that used a GPU leaves
+its peak memory in ``.forked/peak.txt``, which is no file of the script's own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -31,7 +33,7 @@ from tests.in_process import run_profkit
 
 ROOT = Path(__file__).parent.parent
 _PATIENCE_S = 60
-_LAUNCHER = ["-m", "torch.distributed.run", "--nproc-per-node"]
+_LAUNCHER = ["-m", "torch.distributed.run"]
 
 
 def _python_path() -> str:
@@ -99,7 +101,8 @@ def _run_job(job: dict[str, Any]) -> list[int]:
     words = job["words"][1:]
     if words[: len(_LAUNCHER)] != _LAUNCHER:
         return _wait_for([_fork(job, words, {})])
-    count, words = int(words[len(_LAUNCHER)]), words[len(_LAUNCHER) + 1 :]
+    _, count, *words = (word for word in words[len(_LAUNCHER) :] if word != "--standalone")
+    count = int(count)
     address, store = _fork_store()
     statuses = _wait_for([_fork(job, words, address | _numbers_of_rank(rank, count)) for rank in range(count)])
     os.kill(store, signal.SIGKILL)
@@ -145,13 +148,19 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = words
-    sys.path[0] = str(Path(words[0]).resolve().parent)
+    flags = list(takewhile(lambda word: word in ("-P", "-m"), words))
+    sys.argv = words[len(flags) :]
+    script = sys.argv[0]
+    if "-P" not in flags:
+        sys.path.insert(0, cwd if "-m" in flags else str(Path(script).resolve().parent))
     status = 0
     try:
         if VARIABLE in environment:
             attach()
-        runpy.run_path(words[0], run_name="__main__")
+        if "-m" in flags:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):

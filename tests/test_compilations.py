@@ -16,7 +16,7 @@ from torch._guards import CompileContext, CompileId, compile_context
 from profkit.analysis.compilations import find_compilations, read_run_compilations, sum_compilations
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.backward_calls import watch_backward_calls
-from profkit.capture.compilations import Compilations, program_line
+from profkit.capture.compilations import CompilationRecorder, program_line
 from profkit.findings import Finding
 from profkit.run.compiled_code import (
     Compilation,
@@ -73,7 +73,7 @@ def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
     torch._dynamo.utils.clear_compilation_metrics()  # of the tests before
     model = torch.compile(Broken(), backend="aot_eager")
     path, is_recording = tmp_path / COMPILED, False
-    watched = Compilations(path, lambda: is_recording)
+    watched = CompilationRecorder(path, lambda: is_recording)
     for step, size in enumerate((2, 2, 3)):
         is_recording = step > 0
         watched.step_begins(step, is_recorded=is_recording)
@@ -116,7 +116,7 @@ def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
 def test_a_function_beyond_the_recompile_limit_is_named(tmp_path: Path) -> None:
     reset()
     path = tmp_path / COMPILED
-    watched = Compilations(path, lambda: False)
+    watched = CompilationRecorder(path, lambda: False)
     watched.step_begins(0, is_recorded=False)
 
     def scaled(x: Tensor, by: str) -> Tensor:
@@ -151,7 +151,7 @@ def test_a_torch_whose_records_changed_ends_the_watch_and_not_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch._dynamo.utils, "get_compilation_metrics", lambda: 1 / 0)
-    watched = Compilations(tmp_path / COMPILED, lambda: False)
+    watched = CompilationRecorder(tmp_path / COMPILED, lambda: False)
     watched.step_begins(0, is_recorded=False)
     watched.look()
     assert not (tmp_path / COMPILED).exists()

@@ -1,4 +1,7 @@
-"""``profkit run -- COMMAND`` by real processes, on scripts that know nothing of profkit."""
+"""``profkit run -- COMMAND`` by real processes, on scripts that know nothing of profkit.
+
+Where a process's start is not what a test is about, the script runs as a fork of one that has imported torch.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ import pytest
 from profkit import read_trace
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
+from tests.forked_scripts import Forks
 from tests.in_process import run_command, run_profkit
 
 torch = pytest.importorskip("torch")
@@ -152,11 +156,26 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture
-def run(place: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def start(place: Path) -> Start:
+    """Return a function that records a command that starts as a new process."""
+
     def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PYTHONPATH": str(ROOT), **variables}
         return run_profkit("run", "-o", "run", *arguments, cwd=place, **environment)
+
+    return call
+
+
+@pytest.fixture
+def run(place: Path, forks: Forks) -> Start:
+    """Return a function that records a command as a fork of a process that has imported torch."""
+
+    def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return forks.run_profkit("run", "-o", "run", *arguments, cwd=place, **variables)
 
     return call
 
@@ -171,15 +190,19 @@ def _ranges(trace: Path) -> list[str]:
     return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compiles_at", ["0", "2"])
-def test_nothing_is_compiled_again_for_the_recording(place: Path, run: Callable[..., Any], compiles_at: str) -> None:
+@pytest.mark.parametrize(
+    ("compiles_at", "imports_dynamo_first"),
+    [pytest.param("0", False, marks=pytest.mark.slow), ("0", True), ("2", True)],
+)
+def test_nothing_is_compiled_again_for_the_recording(
+    place: Path, forks: Forks, start: Start, run: Start, compiles_at: str, imports_dynamo_first: bool
+) -> None:
     """Dynamo guards on the hooks of all modules: with others than before it would compile anew, within the steps."""
     (place / "compiled.py").write_text(COMPILED)
     script = [sys.executable, "compiled.py", compiles_at]
-    plain = subprocess.run(script, cwd=place, capture_output=True, text=True, check=True)
+    plain = forks.run(script, place)
     assert plain.stdout.split()[-1] == "1"
-    done = run("--warmup", "3", "--steps", "2", "--", *script)
+    done = (run if imports_dynamo_first else start)("--warmup", "3", "--steps", "2", "--", *script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "one graph before, in and after the recording"
 
@@ -193,8 +216,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProce
     return subprocess.run(words, cwd=place, capture_output=True, text=True, check=True)
 
 
-def test_an_unedited_script_is_recorded_between_its_steps(place: Path, run: Callable[..., Any], plain: Any) -> None:
-    done = run("--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
+def test_an_unedited_script_is_recorded_between_its_steps(place: Path, start: Start, plain: Any) -> None:
+    done = start("--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "the script's output is untouched, its losses the same to the bit"
     assert without_doubts(done.stderr) == plain.stderr
@@ -217,7 +240,7 @@ def test_an_unedited_script_is_recorded_between_its_steps(place: Path, run: Call
     assert [line.split()[0] for line in table[2:6]] == ["forward", "loss", "backward", "optimizer"]
 
 
-def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run: Callable[..., Any]) -> None:
+def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run: Start) -> None:
     (place / "tf32.py").write_text(TF32)
     done = run("--warmup", "2", "--steps", "1", "--", sys.executable, "tf32.py")
     assert done.returncode == 0, done.stderr
@@ -229,7 +252,7 @@ def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run
     assert [list(step) for step in manifest["attached"]["steps"]] == [["optimizer_ns", "step_ns"]]
 
 
-def test_a_step_between_the_timed_and_the_recorded_is_counted(place: Path, run: Callable[..., Any], plain: Any) -> None:
+def test_a_step_between_the_timed_and_the_recorded_is_counted(place: Path, run: Start, plain: Any) -> None:
     done = run("--flops", "--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "the losses are the same to the bit"
@@ -260,21 +283,21 @@ def test_a_step_between_the_timed_and_the_recorded_is_counted(place: Path, run: 
     assert optimizer.least_bytes == 3 * 4 * (8 * 8 + 8 + 8 + 1), "parameters and gradients are read, parameters written"
 
 
-def test_without_annotation_the_step_as_a_whole_is_counted(place: Path, run: Callable[..., Any]) -> None:
+def test_without_annotation_the_step_as_a_whole_is_counted(place: Path, run: Start) -> None:
     target = ("--", sys.executable, "train.py", "0.1", "4")
     assert run("--flops", "--no-annotate", "--warmup", "2", "--steps", "1", *target).returncode == 0
     work = read_work(place / "run" / "work.json")
     assert [one.path for one in work.ranges] == [()]
 
 
-def test_an_error_in_the_counted_step_is_the_scripts_own(place: Path, run: Callable[..., Any]) -> None:
+def test_an_error_in_the_counted_step_is_the_scripts_own(place: Path, run: Start) -> None:
     done = run("--flops", "--warmup", "3", "--", sys.executable, "train.py", "0.1", "9", "raise", "2")
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert "ValueError: the data are bad" in done.stderr
 
 
-def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Callable[..., Any]) -> None:
+def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Start) -> None:
     target = ("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "3")
     assert run("--depth", "0", *target).returncode == 0
     ranges = _ranges(place / "run" / "trace.json.gz")
@@ -288,13 +311,13 @@ def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Callable[..., 
     }
 
 
-def test_stop_ends_the_script_after_the_last_step(run: Callable[..., Any]) -> None:
+def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:
     done = run("--warmup", "1", "--steps", "1", "--stop", "--", sys.executable, "train.py", "0.1", "500")
     assert done.returncode == 0, done.stderr
     assert "\n4 0x" not in done.stdout
 
 
-def test_a_module_is_run_as_a_module(place: Path, run: Callable[..., Any]) -> None:
+def test_a_module_is_run_as_a_module(place: Path, run: Start) -> None:
     (place / "pkg").mkdir()
     (place / "pkg" / "train.py").write_text(TRAIN)
     done = run("--warmup", "1", "--steps", "1", "--", sys.executable, "-m", "pkg.train", "0.1", "3")
@@ -302,7 +325,7 @@ def test_a_module_is_run_as_a_module(place: Path, run: Callable[..., Any]) -> No
     assert "step 1" in _ranges(place / "run" / "trace.json.gz")
 
 
-def test_without_an_optimizer_outermost_calls_are_the_steps(place: Path, run: Callable[..., Any]) -> None:
+def test_without_an_optimizer_outermost_calls_are_the_steps(place: Path, run: Start) -> None:
     done = run("--warmup", "4", "--steps", "2", "--", sys.executable, "infer.py")
     assert done.returncode == 0, done.stderr
     ranges = _ranges(place / "run" / "trace.json.gz")
@@ -312,7 +335,7 @@ def test_without_an_optimizer_outermost_calls_are_the_steps(place: Path, run: Ca
     assert _manifest(place)["processes"][0]["state"] == "complete"
 
 
-def test_a_script_that_fails_keeps_what_was_recorded(place: Path, run: Callable[..., Any]) -> None:
+def test_a_script_that_fails_keeps_what_was_recorded(place: Path, run: Start) -> None:
     done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "train.py", "0.1", "20", "raise", "3")
     assert done.returncode == 1
     assert "ValueError: the data are bad" in done.stderr
@@ -325,9 +348,9 @@ def test_a_script_that_fails_keeps_what_was_recorded(place: Path, run: Callable[
     assert {"step 1", "step 2", "step 3"} <= set(_ranges(place / "run" / "trace.json.gz"))
 
 
-def test_a_scripts_own_status_passes_through(place: Path, run: Callable[..., Any]) -> None:
+def test_a_scripts_own_status_passes_through(place: Path, start: Start) -> None:
     (place / "seven.py").write_text("raise SystemExit(7)")
-    done = run("--", sys.executable, "seven.py")
+    done = start("--", sys.executable, "seven.py")
     assert done.returncode == 7
     assert _manifest(place)["exit_status"] == 7
 
@@ -369,7 +392,7 @@ def test_each_run_of_a_script_reads_a_file_from_the_same_place(place: Path) -> N
     assert done.stdout.count("rest: hello\n") == 2
 
 
-def test_the_end_names_what_the_self_check_warns_of(place: Path, run: Callable[..., Any]) -> None:
+def test_the_end_names_what_the_self_check_warns_of(place: Path, run: Start) -> None:
     uneven = TRAIN.replace(
         "    loss.backward()", "    loss = loss + sum(loss * 0 for _ in range(number))\n    loss.backward()"
     )
@@ -391,7 +414,7 @@ def test_the_end_names_what_the_self_check_warns_of(place: Path, run: Callable[.
     ],
 )
 def test_a_file_that_may_not_grow_does_not_stop_the_script(
-    place: Path, run: Callable[..., Any], limit_bytes: int, said: str
+    place: Path, run: Start, limit_bytes: int, said: str
 ) -> None:
     limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))\n"
     (place / "limited.py").write_text(limit + TRAIN)
@@ -403,16 +426,16 @@ def test_a_file_that_may_not_grow_does_not_stop_the_script(
     assert _manifest(place)["exit_status"] == 0
 
 
-def test_an_optimizer_that_never_stepped_is_named(run: Callable[..., Any]) -> None:
+def test_an_optimizer_that_never_stepped_is_named(run: Start) -> None:
     done = run("--step-on", "AdamWx", "--", sys.executable, "train.py", "0.1", "9")
     assert done.returncode == 1
     assert "no optimizer of class AdamWx made a step" in done.stderr
     assert "--warmup" not in done.stderr
 
 
-def test_nothing_recorded_is_a_failure_that_says_why(place: Path, run: Callable[..., Any]) -> None:
+def test_nothing_recorded_is_a_failure_that_says_why(place: Path, start: Start) -> None:
     (place / "no_torch.py").write_text("import sys\nprint(sorted(m for m in sys.modules if 'profkit' in m))")
-    done = run("--", sys.executable, "no_torch.py")
+    done = start("--", sys.executable, "no_torch.py")
     assert done.returncode == 1
     assert "profkit got into no Python process that imports torch" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -420,22 +443,21 @@ def test_nothing_recorded_is_a_failure_that_says_why(place: Path, run: Callable[
     assert done.stdout == "[]\n", "a script without torch loads nothing of profkit's"
 
 
-def test_another_sitecustomize_still_runs(place: Path, run: Callable[..., Any]) -> None:
+def test_another_sitecustomize_still_runs(place: Path, start: Start) -> None:
     (place / "site").mkdir()
     (place / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.site_was_here = True\n")
     (place / "show.py").write_text(
         "import sys, sitecustomize\nprint(site_was_here, sitecustomize.__file__)\n"
         "print(any('capture/child' in entry for entry in sys.path))\n"
     )
-    done = run("--", sys.executable, "show.py", PYTHONPATH=f"{place / 'site'}{os.pathsep}{ROOT}")
+    done = start("--", sys.executable, "show.py", PYTHONPATH=f"{place / 'site'}{os.pathsep}{ROOT}")
     assert done.stdout.splitlines() == [f"True {place / 'site' / 'sitecustomize.py'}", "False"]
 
 
-@pytest.mark.slow
-def test_ranks_under_torchrun_have_a_trace_each_and_ddp_keeps_its_losses(place: Path, run: Callable[..., Any]) -> None:
+def test_ranks_under_torchrun_have_a_trace_each_and_ddp_keeps_its_losses(place: Path, forks: Forks, run: Start) -> None:
     (place / "ddp.py").write_text(DDP)
     target = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
-    plain = subprocess.run(target, cwd=place, capture_output=True, text=True, check=False)
+    plain = forks.run(target, place)
     assert plain.returncode == 0, plain.stderr
     done = run("--flops", "--warmup", "2", "--steps", "2", "--", *target)
     assert done.returncode == 0, done.stderr
@@ -505,8 +527,8 @@ def _names(entry: Path, text: str) -> bool:
         (["model.tiny", "extra"], "extra: a built-in model takes options only"),
     ],
 )
-def test_options_of_the_other_kind_are_refused(run: Callable[..., Any], arguments: list[str], said: str) -> None:
-    done = run(*arguments)
+def test_options_of_the_other_kind_are_refused(start: Start, arguments: list[str], said: str) -> None:
+    done = start(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
 
@@ -518,8 +540,8 @@ def _nvtx_texts(export: Path) -> list[str]:
 
 
 @pytest.mark.nsys
-def test_the_counted_step_is_not_among_the_recorded_ones_under_nsys(place: Path, run: Callable[..., Any]) -> None:
-    done = run("--nsys", "--flops", "--warmup", "2", "--steps", "2", "--", sys.executable, "train.py", "0.1", "5")
+def test_the_counted_step_is_not_among_the_recorded_ones_under_nsys(place: Path, start: Start) -> None:
+    done = start("--nsys", "--flops", "--warmup", "2", "--steps", "2", "--", sys.executable, "train.py", "0.1", "5")
     assert done.returncode == 0, done.stderr
     tree = read_trace(place / "run").ranges()
     steps = {row.path: row.instances for row in tree.ranges if row.name.startswith("step ")}
@@ -527,8 +549,8 @@ def test_the_counted_step_is_not_among_the_recorded_ones_under_nsys(place: Path,
 
 
 @pytest.mark.nsys
-def test_under_nsys_a_failed_script_keeps_its_status_and_its_trace(place: Path, run: Callable[..., Any]) -> None:
-    done = run("--nsys", "--warmup", "1", "--steps", "9", "--", sys.executable, "train.py", "0.1", "9", "raise", "2")
+def test_under_nsys_a_failed_script_keeps_its_status_and_its_trace(place: Path, start: Start) -> None:
+    done = start("--nsys", "--warmup", "1", "--steps", "9", "--", sys.executable, "train.py", "0.1", "9", "raise", "2")
     assert done.returncode == 1
     assert "ValueError: the data are bad" in done.stderr
     assert _manifest(place)["status"] == "failed"

@@ -1,5 +1,7 @@
 """``profkit run --memory -- COMMAND`` on a CUDA of paper: real processes, torch's own lazy initialisation, no GPU.
 
+The scripts run as forks of a process that has imported torch, but for one that Ctrl-C ends.
+
 What only a GPU can show is in tests/test_run_script_gpu.py.
 """
 
@@ -19,8 +21,8 @@ import pytest
 pytest.importorskip("torch")
 
 from profkit.run.owners import Owners, read_owners
+from tests.forked_scripts import Forks
 from tests.hooked_workloads import WORKLOADS
-from tests.in_process import run_profkit
 
 ROOT = Path(__file__).parent.parent
 WORKLOADS_SCRIPT = Path(__file__).parent / "hooked_workloads.py"
@@ -120,15 +122,12 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(place: Path) -> Run:
+def run(place: Path, forks: Forks) -> Run:
     def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        if "profkit" in arguments:
-            here = arguments[arguments.index("profkit") + 1 :]
-            return run_profkit(*here, cwd=place, PYTHONPATH=str(ROOT), **variables)
-        environment = _environment(**variables)
-        return subprocess.run(
-            arguments, capture_output=True, text=True, check=False, cwd=place, env=environment, timeout=300
-        )
+        if "profkit" not in arguments:
+            return forks.run(arguments, place)
+        here = arguments[arguments.index("profkit") + 1 :]
+        return forks.run_profkit(*here, cwd=place, PYTHONPATH=str(ROOT), **variables)
 
     return call
 
@@ -205,7 +204,6 @@ def test_without_ranges_the_owners_are_known_all_the_same(place: Path, recorded:
     assert {"parameter", "gradient", "optimizer_state"} <= _roles(_ledger(place))
 
 
-@pytest.mark.slow
 def test_with_a_trace_the_command_runs_twice_and_says_so(place: Path, recorded: Run) -> None:
     done = recorded("--memory", "--")
     assert done.returncode == 0, done.stderr
@@ -242,7 +240,6 @@ def test_out_of_memory_keeps_status_and_snapshot_and_ends_it(place: Path, run: R
     assert json.loads(shown.stdout)["oom"] is not None
 
 
-@pytest.mark.slow
 def test_an_error_that_the_script_survives_disturbs_nothing(place: Path, run: Run, recorded: Run) -> None:
     plain = run(sys.executable, "train.py", "retry")
     done = recorded("retry")
@@ -343,7 +340,6 @@ def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
     assert absent.stderr == "profkit: no snapshot of rank 2: this run holds rank 0, 1\n"
 
 
-@pytest.mark.slow
 def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: Run) -> None:
     done = run(*_command("--memory", "--memory-entries", "9", "steps:make_step"))
     assert done.returncode == 0, done.stderr
@@ -357,7 +353,6 @@ def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: R
     assert manifest["memory"]["max_entries"] == 9
 
 
-@pytest.mark.slow
 def test_a_callable_without_cuda_has_its_trace_and_no_snapshot(place: Path, run: Run) -> None:
     done = run(*_command("--memory", "steps:make_step_without"))
     assert done.returncode == 0
@@ -390,19 +385,12 @@ def test_memory_only_and_a_recorder_exclude_each_other(run: Run, recorder: str) 
 
 
 @pytest.fixture(scope="module")
-def workloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def workloads(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, dict[str, Any]]:
     found = {}
     for name in ("plain", "remembered"):
         folder = tmp_path_factory.mktemp(name)
         words = [] if name == "plain" else [name, str(folder)]
-        done = subprocess.run(
-            [sys.executable, str(WORKLOADS_SCRIPT), *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-            env=_environment(),
-        )
+        done = forks.run([sys.executable, str(WORKLOADS_SCRIPT), *words], folder)
         assert done.returncode == 0, done.stderr
         found[name] = {**json.loads(done.stdout), "folder": folder}
     return found

@@ -45,7 +45,7 @@ class BreakPlace:
 
 
 @dataclass(frozen=True)
-class Compilations:
+class RunCompilations:
     """What one process of a run compiled; times of ``before_ns`` are of what no recorded step has."""
 
     steps: tuple[CompiledStep, ...]
@@ -61,7 +61,7 @@ class Compilations:
         return sum(step.duration_ns for step in self.steps)
 
 
-def read_run_compilations(run: Run | None) -> Compilations | None:
+def read_run_compilations(run: Run | None) -> RunCompilations | None:
     """Return what the run's processes compiled; None if nothing is known of that.
 
     Raises:
@@ -70,7 +70,7 @@ def read_run_compilations(run: Run | None) -> Compilations | None:
     if run is None:
         return None
     recording = {process.pid for process in run.manifest.processes}
-    found: list[Compilations] = []
+    found: list[RunCompilations] = []
     for of_rank in run.compilations:
         compiled = [one for one in of_rank[0] if one.pid in recording]
         breaks = [one for one in of_rank[1] if one.pid in recording]
@@ -79,7 +79,7 @@ def read_run_compilations(run: Run | None) -> Compilations | None:
     return max(found, key=lambda one: one.recorded_ns, default=None)
 
 
-def sum_compilations(compiled: Sequence[Compilation], breaks: Sequence[GraphBreak]) -> Compilations:
+def sum_compilations(compiled: Sequence[Compilation], breaks: Sequence[GraphBreak]) -> RunCompilations:
     """Return what one process compiled."""
     recorded = [one for one in compiled if one.is_recorded]
     before = [one for one in compiled if not one.is_recorded]
@@ -94,7 +94,7 @@ def sum_compilations(compiled: Sequence[Compilation], breaks: Sequence[GraphBrea
                 tuple(one for one in mine if one.is_again),
             )
         )
-    return Compilations(
+    return RunCompilations(
         steps=tuple(steps),
         before_ns=sum(one.duration_ns or 0 for one in before),
         before_count=len(before),
@@ -135,7 +135,7 @@ def find_compilations(run: Run | None) -> tuple[Finding, ...]:
     return () if known is None else tuple(_describe(known))
 
 
-def _describe(known: Compilations) -> Iterator[Finding]:
+def _describe(known: RunCompilations) -> Iterator[Finding]:
     for step in known.steps:
         where = "a recorded step" if step.step is None else f"recorded step {step.step}"
         spent = f"{step.duration_ns / 1e9:.2f} s of {where}"

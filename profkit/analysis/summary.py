@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from profkit.analysis.attribution import Ledger
-from profkit.analysis.compilations import Compilations
+from profkit.analysis.compilations import RunCompilations
 from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.gpu_steps import IdleCauses
 from profkit.analysis.efficiency.gpu_time import GpuParts
@@ -218,7 +218,7 @@ class Summary:
     has_trace: bool = False
     ledger: Ledger | None = None
     findings: tuple[Finding, ...] = ()
-    compilations: Compilations | None = None
+    compilations: RunCompilations | None = None
     """What torch.compile did, None if that is not known."""
 
     @property

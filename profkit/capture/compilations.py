@@ -37,7 +37,7 @@ _NS_PER_US = 1000
 _NS_PER_S = 10**9
 
 
-class Compilations:
+class CompilationRecorder:
     """Writes what torch.compile does to a run's file. What fails in here ends that with a line, and never the script.
 
     Args:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from profkit.annotation import annotate, observe_ranges
-from profkit.capture.compilations import Compilations
+from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
 from profkit.capture.conditions import read_conditions
 from profkit.capture.data_loading import is_loader_worker
@@ -119,9 +119,9 @@ class Session:
         if order.recorder in ("none", "kineto", "nsys"):
             self._light = LightRecorder(self.run, order.warmup_steps if order.own_steps else 0)
             self.hooks.times_waits = True
-        self._compilations: Compilations | None = None
+        self._compilations: CompilationRecorder | None = None
         if order.recorder in ("kineto", "nsys"):
-            self._compilations = Compilations(self._records, lambda: self.hooks.is_recording)
+            self._compilations = CompilationRecorder(self._records, lambda: self.hooks.is_recording)
         self._failure: str | None = None
         self._warmup_range = ExitStack()
         self._counter: WorkCounter | None = None

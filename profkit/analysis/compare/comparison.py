@@ -15,7 +15,7 @@ from profkit.analysis.compare.kernel_changes import Change, TimeComparison, comp
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
-from profkit.analysis.compilations import Compilations, find_compilations, read_run_compilations
+from profkit.analysis.compilations import RunCompilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened_trace import OpenedTrace
@@ -107,7 +107,7 @@ class CaptureComparison(NotebookResult):
     memory: Comparison | None
     warnings: tuple[Finding, ...]
     modules: ModuleComparison | None = None
-    compilations: tuple[Compilations | None, Compilations | None] = (None, None)
+    compilations: tuple[RunCompilations | None, RunCompilations | None] = (None, None)
 
     @property
     def headlines(self) -> tuple[Headline, ...]:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.analysis.compilations import Compilations, read_run_compilations
+from profkit.analysis.compilations import RunCompilations, read_run_compilations
 from profkit.analysis.kernels import KernelsResult
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.clean_times import clean_times_parts
@@ -85,7 +85,7 @@ def _time_books(result: KernelsResult) -> Table:
     return Table(columns, rows, rest=_share_row("all", ledger.total_ns, ledger.total_ns))
 
 
-def _compilations(known: Compilations) -> Table:
+def _compilations(known: RunCompilations) -> Table:
     """Return what torch.compile did in recorded steps, and each line that breaks a graph or was not compiled."""
     columns = (
         Column("when", "when", TEXT),
