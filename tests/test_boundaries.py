@@ -13,7 +13,16 @@ class Loop:
     def __init__(self) -> None:
         self.depth = 0
         self.begun: list[tuple[int, int]] = []
-        self.boundaries = Boundaries(lambda number: self.begun.append((number, self.depth)), lambda: self.depth)
+        self.with_range: int | None = None
+        """The number of the step that a range opens with, and closes with."""
+        self.boundaries = Boundaries(self._begin, lambda: self.depth)
+
+    def _begin(self, number: int) -> None:
+        if self.with_range is not None and number == self.with_range + 1:
+            self.close()
+        self.begun.append((number, self.depth))
+        if number == self.with_range:
+            self.open()
 
     def open(self) -> None:
         self.depth += 1
@@ -52,6 +61,13 @@ def test_without_ranges_a_step_begins_where_it_is_due(loop: Loop) -> None:
 def test_a_step_begins_after_the_ranges_around_the_one_before_it(ranges: int, loop: Loop) -> None:
     _train(loop, 0, 3, ranges=ranges)
     assert loop.begun == [(0, ranges), (1, 0), (2, 0), (3, 0)]
+
+
+def test_a_range_that_opens_with_a_step_and_closes_with_it_holds_that_step_alone(loop: Loop) -> None:
+    """As the range around the step whose work is counted, which the recording opens and closes at its boundaries."""
+    loop.with_range = 1
+    _train(loop, 0, 3, ranges=1)
+    assert loop.begun == [(0, 1), (1, 0), (2, 0), (3, 0)]
 
 
 def test_a_range_around_the_whole_loop_holds_all_steps(loop: Loop) -> None:

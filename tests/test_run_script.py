@@ -252,6 +252,35 @@ def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run
     assert [list(step) for step in manifest["attached"]["steps"]] == [["optimizer_ns", "step_ns"]]
 
 
+ANNOTATED = """
+import torch
+from profkit import annotate
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    with annotate("forward"):
+        loss = model(torch.ones(3, 4)).sum()
+    with annotate("backward"):
+        loss.backward()
+    with annotate("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_one_step_is_counted_of_a_script_that_annotates_its_optimizer(place: Path, run: Start) -> None:
+    (place / "annotated.py").write_text(ANNOTATED)
+    done = run("--flops", "--warmup", "2", "--steps", "2", "--", sys.executable, "annotated.py")
+    assert done.returncode == 0, done.stderr
+    assert len(_manifest(place)["profiled"]["steps"]) == 2
+    ranges = json.loads(run_command("ranges", place / "run", "--format", "json").stdout)["ranges"]
+    steps = [(one["path"], one["instances"]) for one in ranges if "/" not in one["path"]]
+    assert steps == [("step 2", 1), ("step 3", 1)]
+    work = read_work(place / "run" / "work.json")
+    assert work.model_flops == 2 * (2 * 3 * 4 * 2), "forward, and the weight's gradient"
+
+
 def test_a_step_between_the_timed_and_the_recorded_is_counted(place: Path, run: Start, plain: Any) -> None:
     done = run("--flops", "--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
     assert done.returncode == 0, done.stderr

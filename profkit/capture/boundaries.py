@@ -50,10 +50,10 @@ class Boundaries:
         """A range of the script's has closed on this thread."""
         if threading.get_ident() != self._thread:
             return
-        depth = self._depth()
-        if self._waiting is not None and depth <= self._base:
+        if self._waiting is not None and self._depth() <= self._base:
             self._make(self._waiting)
-        self._base = min(self._base, depth)
+        # Where a boundary was made here, a range around the step that begins may have opened with it.
+        self._base = min(self._base, self._depth())
 
     def _make(self, number: int) -> None:
         self._waiting = None
