@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,8 +141,8 @@ def test_launches_pass_a_proxy_and_everything_else_is_what_it_was() -> None:
     switch = SimpleNamespace(is_recording=False)
     around: list[int] = []
 
-    def launch(function: Any, line: int, args: Any, kwargs: Any) -> Any:
-        around.append(line)
+    def launch(function: Any, frame: FrameType, args: Any, kwargs: Any) -> Any:
+        around.append(frame.f_lineno)
         return function(*args, **kwargs)
 
     file = read_launches("triton_0 = async_compile.triton('')\n" + text)
@@ -205,8 +205,8 @@ def test_methods_that_launch_are_called_at_their_line_with_the_same_result() -> 
     before = vars(module)["call"]([x])
     switch, lines = SimpleNamespace(is_recording=True), []
 
-    def launch(function: Any, line: int, args: Any, kwargs: Any) -> Any:
-        lines.append((line, function.__name__))
+    def launch(function: Any, frame: FrameType, args: Any, kwargs: Any) -> Any:
+        lines.append((frame.f_lineno, function.__name__))
         return function(*args, **kwargs)
 
     stand_in_for_methods(module, MIXED, switch, launch)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 from profkit.capture.compiled.launch_sites import GeneratedFile
 
-Around = Callable[[Callable[..., Any], int, tuple[Any, ...], dict[str, Any]], Any]
-"""Makes a call of a launch at a line of the generated file, with what belongs around it."""
+Around = Callable[[Callable[..., Any], FrameType, tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call of a launch in a frame of the generated file, with what belongs around it.
+
+The frame and not its line: Python finds a line by counting through the function from its beginning.
+"""
 
 
 class Switch(Protocol):
@@ -92,7 +95,7 @@ def _launch(function: Callable[..., Any], switch: Switch, around: Around) -> Cal
     def launch(*args: Any, **kwargs: Any) -> Any:
         if not switch.is_recording:
             return function(*args, **kwargs)
-        return around(function, frame(1).f_lineno, args, kwargs)
+        return around(function, frame(1), args, kwargs)
 
     return launch
 
@@ -104,6 +107,6 @@ def _run(kernel: Any, switch: Switch, around: Around) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not switch.is_recording:
             return kernel.run(*args, **kwargs)
-        return around(kernel.run, frame(1).f_lineno, args, kwargs)
+        return around(kernel.run, frame(1), args, kwargs)
 
     return run

@@ -57,7 +57,7 @@ def _method(switch: Switch, around: Around) -> Any:
     def call(tensor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         if not switch.is_recording:
             return getattr(tensor, method)(*args, **kwargs)
-        return around(getattr(tensor, method), frame(1).f_lineno, args, kwargs)
+        return around(getattr(tensor, method), frame(1), args, kwargs)
 
     return call
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from hashlib import sha256
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -187,18 +187,21 @@ class _Ranges:
         self._hooks = hooks
         self._shown_to = shown_to
         self._failed = failed
-        self._last: tuple[Call | None, dict[int, Range]] = None, {}
-        self._known: dict[Any, dict[int, Range]] = {}
+        self._last: tuple[Call | None, _Sites] = None, _Sites({})
+        self._known: dict[Any, _Sites] = {}
 
-    def around(self, function: Callable[..., Any], line: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(
+        self, function: Callable[..., Any], frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Make the call of a launch within its range."""
         opened = self._hooks.on_thread.ranges
         call = opened.call or opened.backward_call
-        last, ranges = self._last
+        last, sites = self._last
         if call is None or last is not call:
-            ranges = self._ranges_in(opened, call)
-            self._last = call, ranges
-        one, shown_to = ranges.get(line), self._shown_to
+            sites = self._sites_in(opened, call)
+            self._last = call, sites
+        site = id(frame.f_code), frame.f_lasti
+        one, shown_to = sites[site] if site in sites else sites.find(site, frame), self._shown_to
         if one is None:
             return function(*args, **kwargs)
         if shown_to or profiler._is_profiler_enabled:
@@ -213,21 +216,38 @@ class _Ranges:
         finally:
             one.pop(one.domain)
 
-    def _ranges_in(self, opened: OpenRanges, call: Call | None) -> dict[int, Range]:
+    def _sites_in(self, opened: OpenRanges, call: Call | None) -> _Sites:
         key: list[object] = [call is None and opened.has_range(OPTIMIZER)]
         while call is not None:
             key += [call.name, None if call.module is None else id(call.module())]
             call = call.around
-        ranges = self._known.get(tuple(key))
-        if ranges is None:
-            ranges = {}
+        sites = self._known.get(tuple(key))
+        if sites is None:
+            ranges: dict[int, Range] = {}
             try:
                 places = places_in(self._graph, opened, self._hooks)
                 ranges = {line: Range(launch_range(place), None) for line, place in places.items()}
             except Exception as error:
                 self._failed(error)
-            self._known[tuple(key)] = ranges
-        return ranges
+            sites = self._known[tuple(key)] = _Sites(ranges)
+        return sites
+
+
+class _Sites(dict[tuple[int, int], Range | None]):
+    """The ranges of launches by the instruction that makes each, of a code object and an offset in it.
+
+    Args:
+        by_line: the ranges by the launches' lines.
+    """
+
+    def __init__(self, by_line: dict[int, Range]) -> None:
+        super().__init__()
+        self._by_line = by_line
+
+    def find(self, site: tuple[int, int], frame: FrameType) -> Range | None:
+        """Return the range of a launch that is made for the first time; None if it has none."""
+        self[site] = self._by_line.get(frame.f_lineno)
+        return self[site]
 
 
 def match(sites: Iterable[LaunchSite], records: Iterable[Record]) -> list[tuple[LaunchSite, Record | None]]:
