@@ -26,6 +26,8 @@ ROOT = Path(__file__).parent.parent
 
 # A screen's width is each test's own affair.
 os.environ.pop("COLUMNS", None)
+# Inductor would try out the processor's vector instructions for each new cache folder, by seconds of compiling.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Whoever starts the tests in the background leaves these ignored, and so would every process that a test starts.
 for number, handler in (

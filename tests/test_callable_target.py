@@ -14,7 +14,7 @@ import pytest
 from profkit import read_trace
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
-from tests.in_process import run_profkit
+from tests.forked_scripts import Forks
 
 pytest.importorskip("torch")
 
@@ -61,13 +61,13 @@ def fails_later():
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(tmp_path: Path, forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "steps.py").write_text(STEPS)
     (tmp_path / "pkg" / "needy.py").write_text("import no_such_module\n")
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return run_profkit("run", "-o", "run", *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT))
+        return forks.run_profkit("run", "-o", "run", *arguments, cwd=tmp_path)
 
     return call
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.in_process import run_profkit
+from tests.forked_scripts import Forks
 
 torch = pytest.importorskip("torch")
 
@@ -55,13 +54,12 @@ distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """Four ranks in a mesh of two by two, recorded by torch.profiler in steps 2 and 3 of 12."""
     folder = tmp_path_factory.mktemp("light")
     (folder / "train.py").write_text(SCRIPT)
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     steps = ("--warmup", "2", "--steps", "2", "--nproc-per-node", str(RANKS))
-    done = run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=folder, **environment)
+    done = forks.run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -117,12 +115,9 @@ def test_a_light_record_is_small(place: Path) -> None:
         assert path.stat().st_size < 12 * 4_000
 
 
-def test_the_program_computes_the_same_bits(place: Path) -> None:
-    import subprocess
-
+def test_the_program_computes_the_same_bits(place: Path, forks: Forks) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, "train.py", "plain"], cwd=place, env=environment, check=True, capture_output=True)
+    assert forks.run([*launcher, "train.py", "plain"], place).returncode == 0
     for rank in range(RANKS):
         assert (place / f"losses-1-{rank}").read_text() == (place / f"losses-2-{rank}").read_text()
 

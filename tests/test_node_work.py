@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from profkit.capture.node_work import NodeWork, work_of_launches, work_of_node
 from profkit.capture.operators import torch_flops
+from tests.empty_kernels import empty_kernels
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -64,7 +65,7 @@ def _compiled_nodes(model: nn.Module, x: Tensor, **options: Any) -> list[list[fx
     graphs: list[list[fx.Node]] = []
     reset()
     changes = {"post_grad_custom_post_pass": lambda graph: graphs.append(list(graph.nodes)), "fx_graph_cache": False}
-    with config.patch(changes):
+    with config.patch(changes), empty_kernels():
         _train(torch.compile(model, **options), x)
     return graphs
 

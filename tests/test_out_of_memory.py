@@ -23,6 +23,7 @@ from profkit.launch.passes import Outcome, command_passes
 from profkit.run.manifest import Process, ProcessMemory
 from profkit.run.owners import read_owners
 from profkit.run.recording import Failure, MemoryOptions, Order
+from tests.forked_scripts import Forks
 from tests.in_process import run_profkit
 
 ROOT = Path(__file__).parent.parent
@@ -60,13 +61,13 @@ Recorded = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Recorded:
+def recorded(tmp_path: Path, forks: Forks) -> Recorded:
     """Return a function that runs the script with one option."""
     (tmp_path / "train.py").write_text(TRAIN)
 
     def call(option: str, *how: str) -> subprocess.CompletedProcess[str]:
         words = ["run", "-o", "run", "--warmup", "1", "--steps", "2", option, "--", sys.executable, "train.py", *how]
-        return run_profkit(*words, cwd=tmp_path, PYTHONPATH=str(ROOT))
+        return forks.run_profkit(*words, cwd=tmp_path)
 
     return call
 
@@ -97,15 +98,10 @@ def test_a_command_that_dies_after_the_recorded_steps_is_explained(
     assert manifest["memory"]["processes"][0]["memory"]["failed_allocations"] == 1
 
 
-def test_a_command_that_never_runs_out_leaves_the_manifest_alone(tmp_path: Path, recorded: Recorded) -> None:
-    plain = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_a_command_that_never_runs_out_leaves_the_manifest_alone(
+    tmp_path: Path, forks: Forks, recorded: Recorded
+) -> None:
+    plain = forks.run([sys.executable, "train.py"], tmp_path)
     done = recorded("--oom")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == plain.stdout, "the losses are the same to the bit"

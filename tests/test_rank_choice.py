@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from profkit.run.rank_choice import RankChoice
+from tests.forked_scripts import Forks
 from tests.in_process import run_profkit
 
 ROOT = Path(__file__).parent.parent
@@ -62,18 +63,17 @@ def test_nsys_records_all_ranks_of_a_machine(tmp_path: Path) -> None:
     assert "--ranks goes with --kineto" in done.stderr
 
 
-def _record(place: Path, ranks: str, count: int) -> tuple[Any, dict[str, Any], set[str]]:
+def _record(forks: Forks, place: Path, ranks: str, count: int) -> tuple[Any, dict[str, Any], set[str]]:
     pytest.importorskip("torch")
     (place / "train.py").write_text(SCRIPT)
     steps = ("--warmup", "5", "--steps", "2", "--nproc-per-node", str(count), "--ranks", ranks)
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=place, **environment)
+    done = forks.run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=place)
     manifest = json.loads((place / "run" / "manifest.json").read_text())
     return done, manifest, {path.name for path in (place / "run").iterdir()}
 
 
-def test_the_slowest_rank_alone_is_recorded_and_all_leave_light_records(tmp_path: Path) -> None:
-    done, manifest, files = _record(tmp_path, "slowest", 3)
+def test_the_slowest_rank_alone_is_recorded_and_all_leave_light_records(tmp_path: Path, forks: Forks) -> None:
+    done, manifest, files = _record(forks, tmp_path, "slowest", 3)
     assert done.returncode == 0, done.stderr
     assert {name for name in files if name.startswith("trace")} == {"trace.rank2.json.gz"}
     assert {"light.jsonl", "light.rank1.jsonl", "light.rank2.jsonl"} <= files
@@ -82,8 +82,8 @@ def test_the_slowest_rank_alone_is_recorded_and_all_leave_light_records(tmp_path
     assert manifest["profiled"]["steps"] == manifest["processes"][2]["profiled"]
 
 
-def test_a_machine_without_a_chosen_rank_says_that_it_has_light_records_alone(tmp_path: Path) -> None:
-    done, manifest, files = _record(tmp_path, "7", 2)
+def test_a_machine_without_a_chosen_rank_says_that_it_has_light_records_alone(tmp_path: Path, forks: Forks) -> None:
+    done, manifest, files = _record(forks, tmp_path, "7", 2)
     assert done.returncode == 0, done.stderr
     assert "--ranks names no rank that ran here" in done.stderr
     assert manifest["status"] == "complete"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -21,6 +22,7 @@ from profkit.launch.passes import Outcome, why_no_step
 from profkit.run.manifest import Process
 from profkit.run.recording import COMPLETE, CUT_SHORT, NOT_REACHED, Order
 from profkit.run.step_choice import describe_step
+from tests.forked_scripts import Forks
 from tests.in_process import run_profkit
 
 ROOT = Path(__file__).parent.parent
@@ -117,10 +119,18 @@ for _ in range(4):
 """
 
 
-def _record(place: Path, script: str, *options: str) -> CompletedProcess[str]:
-    (place / "script.py").write_text(script)
-    words = ["run", "-o", "run", *options, "--", sys.executable, "script.py"]
-    return run_profkit(*words, cwd=place, PYTHONPATH=str(ROOT))
+Record = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def record(tmp_path: Path, forks: Forks) -> Record:
+    def call(script: str, *options: str) -> CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(script)
+        words = ["run", "-o", "run", *options, "--", sys.executable, "script.py"]
+        run = run_profkit if "--nsys" in options else forks.run_profkit
+        return run(*words, cwd=tmp_path, PYTHONPATH=str(ROOT))
+
+    return call
 
 
 def _manifest(place: Path) -> dict[str, Any]:
@@ -136,8 +146,8 @@ def _paths(place: Path) -> dict[str, int]:
     return {re.sub(r"^step \d+", "step *", row.path): row.instances for row in rows if "Optimizer." not in row.path}
 
 
-def test_a_benchmark_of_attention_has_backward_passes_as_steps(tmp_path: Path) -> None:
-    done = _record(tmp_path, ATTENTION, "--warmup", "2", "--steps", "2")
+def test_a_benchmark_of_attention_has_backward_passes_as_steps(tmp_path: Path, record: Record) -> None:
+    done = record(ATTENTION, "--warmup", "2", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert "A step is one backward pass" in done.stdout
     assert _paths(tmp_path) == {"step *": 2, "step */backward": 2}
@@ -145,8 +155,8 @@ def test_a_benchmark_of_attention_has_backward_passes_as_steps(tmp_path: Path) -
     assert (process["step"], process["step_names"], process["seen"]) == ("backward", [], {"backward": 4})
 
 
-def test_the_two_optimizers_and_models_of_a_gan_have_names_of_their_own(tmp_path: Path) -> None:
-    done = _record(tmp_path, GAN, "--warmup", "2", "--steps", "2")
+def test_the_two_optimizers_and_models_of_a_gan_have_names_of_their_own(tmp_path: Path, record: Record) -> None:
+    done = record(GAN, "--warmup", "2", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert "A step is one step each of the optimizers opt_d and opt_g" in done.stdout
     paths = _paths(tmp_path)
@@ -157,8 +167,8 @@ def test_the_two_optimizers_and_models_of_a_gan_have_names_of_their_own(tmp_path
     assert not any("model" in path for path in paths)
 
 
-def test_a_program_without_any_step_is_recorded_as_a_whole(tmp_path: Path) -> None:
-    done = _record(tmp_path, PLAIN)
+def test_a_program_without_any_step_is_recorded_as_a_whole(tmp_path: Path, record: Record) -> None:
+    done = record(PLAIN)
     assert done.returncode == 0, done.stderr
     assert "it runs again and is recorded as a whole" in done.stderr
     assert "A step is the whole program" in done.stdout
@@ -168,15 +178,15 @@ def test_a_program_without_any_step_is_recorded_as_a_whole(tmp_path: Path) -> No
     assert (workload["step_on"], workload["warmup_steps"], workload["steps"]) == ("whole", 0, 1)
 
 
-def test_a_program_that_is_chosen_as_a_whole_runs_once(tmp_path: Path) -> None:
-    done = _record(tmp_path, ATTENTION, "--step-on", "whole")
+def test_a_program_that_is_chosen_as_a_whole_runs_once(tmp_path: Path, record: Record) -> None:
+    done = record(ATTENTION, "--step-on", "whole")
     assert done.returncode == 0, done.stderr
     assert "again" not in done.stderr
     assert _paths(tmp_path) == {"step *": 1, "step */backward": 5}
 
 
-def test_a_model_that_is_evaluated_first_is_recorded_while_it_is_trained(tmp_path: Path) -> None:
-    done = _record(tmp_path, EVALUATED_FIRST, "--warmup", "2", "--steps", "2")
+def test_a_model_that_is_evaluated_first_is_recorded_while_it_is_trained(tmp_path: Path, record: Record) -> None:
+    done = record(EVALUATED_FIRST, "--warmup", "2", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert "it runs again" in done.stderr
     paths = _paths(tmp_path)
@@ -184,8 +194,8 @@ def test_a_model_that_is_evaluated_first_is_recorded_while_it_is_trained(tmp_pat
     assert _manifest(tmp_path)["processes"][0]["step"] == "optimizer"
 
 
-def test_generate_is_a_step_of_a_prefill_and_decodes(tmp_path: Path) -> None:
-    done = _record(tmp_path, GENERATE, "--warmup", "2", "--steps", "2")
+def test_generate_is_a_step_of_a_prefill_and_decodes(tmp_path: Path, record: Record) -> None:
+    done = record(GENERATE, "--warmup", "2", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert "A step is one call of Model.generate" in done.stdout
     paths = _paths(tmp_path)
@@ -197,8 +207,8 @@ def test_generate_is_a_step_of_a_prefill_and_decodes(tmp_path: Path) -> None:
     }
 
 
-def test_a_script_with_fewer_steps_than_warmup_steps_runs_again_with_fewer(tmp_path: Path) -> None:
-    done = _record(tmp_path, ATTENTION.replace("range(5)", "range(3)"))
+def test_a_script_with_fewer_steps_than_warmup_steps_runs_again_with_fewer(tmp_path: Path, record: Record) -> None:
+    done = record(ATTENTION.replace("range(5)", "range(3)"))
     assert done.returncode == 0, done.stderr
     assert "it made 3 steps, too few for --warmup 5; it runs again with --warmup 2 --steps 1" in done.stderr
     assert _paths(tmp_path) == {"step *": 1, "step */backward": 1}
@@ -218,8 +228,8 @@ def test_what_a_step_is_reads_as_plain_english(word: str, names: tuple[str, ...]
     assert describe_step(word, names) == said
 
 
-def test_a_choice_of_no_kind_is_refused(tmp_path: Path) -> None:
-    done = _record(tmp_path, PLAIN, "--step-on", "backwards:twice")
+def test_a_choice_of_no_kind_is_refused(record: Record) -> None:
+    done = record(PLAIN, "--step-on", "backwards:twice")
     assert done.returncode == 2
     assert "--step-on backwards:twice: write one of optimizer:NAME, call:NAME, backward" in done.stderr
 
@@ -280,9 +290,9 @@ def test_without_a_second_run_the_reason_says_what_to_change() -> None:
     )
 
 
-def test_what_runs_after_the_last_complete_step_is_no_step(tmp_path: Path) -> None:
+def test_what_runs_after_the_last_complete_step_is_no_step(tmp_path: Path, record: Record) -> None:
     script = EVALUATED_FIRST.replace("range(8)", "range(0)").replace("range(5)", "range(3)")
-    done = _record(tmp_path, script, "--warmup", "2", "--steps", "2")
+    done = record(script, "--warmup", "2", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert "1 complete steps of the 2 requested" in done.stderr
     opened = read_trace(tmp_path / "run")
@@ -320,15 +330,15 @@ OWN_TREE = {
 }
 
 
-def test_a_step_holds_the_scripts_own_ranges_around_it(tmp_path: Path) -> None:
-    done = _record(tmp_path, OWN_RANGES, "--warmup", "3", "--steps", "2")
+def test_a_step_holds_the_scripts_own_ranges_around_it(tmp_path: Path, record: Record) -> None:
+    done = record(OWN_RANGES, "--warmup", "3", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert _paths(tmp_path) == OWN_TREE
 
 
 @pytest.mark.nsys
-def test_nvtx_closes_the_scripts_ranges_and_the_steps_in_their_order(tmp_path: Path) -> None:
-    done = _record(tmp_path, OWN_RANGES, "--nsys", "--warmup", "3", "--steps", "2")
+def test_nvtx_closes_the_scripts_ranges_and_the_steps_in_their_order(tmp_path: Path, record: Record) -> None:
+    done = record(OWN_RANGES, "--nsys", "--warmup", "3", "--steps", "2")
     assert done.returncode == 0, done.stderr
     paths = _paths(tmp_path)
     assert {path: count for path, count in paths.items() if path.startswith("step ")} == OWN_TREE
