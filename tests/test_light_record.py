@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,40 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_light_record(path) == RECORD
 
 
+def test_columns_that_several_steps_share_are_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "light.jsonl"
+    steps = tuple(replace(RECORD.steps[0], name=f"step {number}") for number in range(70))
+    write_light_record(path, replace(RECORD, steps=steps))
+    assert path.read_text().count("all_reduce") == 1
+    assert read_light_record(path).steps == steps
+    # Where they differ each time, not all of them are remembered.
+    steps = tuple(
+        replace(step, collectives=replace(step.collectives, bytes=[number])) for number, step in enumerate(steps)
+    )
+    write_light_record(path, replace(RECORD, steps=steps))
+    assert path.read_text().count('"kind":"calls"') == 64
+    assert read_light_record(path).steps == steps
+
+
+def test_calls_that_no_line_before_described_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "light.jsonl"
+    write_light_record(path, RECORD)
+    path.write_text(path.read_text().replace('"calls":0', '"calls":7'))
+    with pytest.raises(RunError, match=r"light.jsonl:4: "):
+        read_light_record(path)
+
+
+def test_a_record_of_version_1_holds_all_columns_in_each_step(tmp_path: Path) -> None:
+    path = tmp_path / "light.jsonl"
+    write_light_record(path, RECORD)
+    header, group, calls, step, *rest = [json.loads(line) for line in path.read_text().splitlines()]
+    header["version"] = 1
+    del step["collectives"]["calls"]
+    step["collectives"] |= calls["collectives"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, group, step, *rest)))
+    assert read_light_record(path) == RECORD
+
+
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "light.jsonl"
     write_light_record(path, RECORD)
@@ -60,6 +96,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('"sequence":[41]', '"sequence":["x"]', "collectives.sequence holds something else than whole numbers"),
+        ('"sequence":[41],', "", "collectives.sequence is missing"),
         ('"sequence":[41]', '"sequence":[41,42]', "collectives.sequence is not a list of 1"),
         ('[0,"kernels"', '[7,"kernels"', "no collective of its step"),
         ('[0,"kernels"', '[0,"weather"', "unknown cause"),
@@ -74,7 +111,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, old: str, new: str, message: st
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(RunError, match=rf"light.jsonl:3: .*{message}"):
+    with pytest.raises(RunError, match=rf"light.jsonl:4: .*{message}"):
         read_light_record(path)
 
 
@@ -83,7 +120,7 @@ def test_a_file_without_a_header_is_no_light_record(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(RunError, match="no header"):
         read_light_record(path)
-    path.write_text('{"kind": "header", "version": 2}\n')
+    path.write_text('{"kind": "header", "version": 3}\n')
     with pytest.raises(RunError, match="newer profkit"):
         read_light_record(path)
 

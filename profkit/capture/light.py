@@ -34,10 +34,10 @@ from profkit.run.light_record import (
     WAITS_FOR_ALL,
     Collectives,
     LightRecord,
+    StepLines,
     StepRecord,
     group_line,
     header_line,
-    step_line,
 )
 
 _ALL, _MANY = 128, 10_000
@@ -116,6 +116,7 @@ class LightRecorder:
         self._flight = FlightRecorder()
         self._gpu_clock = GpuClock()
         self._groups: dict[str, int] = {}
+        self._lines = StepLines()
         self._zero_ns = 0
         self._epoch_ns = 0
         self._gpu_zero: tuple[Any, int] | None = None
@@ -231,7 +232,7 @@ class LightRecorder:
         rank = distributed.get_rank()
         self._path = self._run / name_of_rank(LIGHT, rank)
         self._epoch_ns, self._zero_ns = time_ns(), perf_counter_ns()
-        self._groups = {}
+        self._groups, self._lines = {}, StepLines()
         record = LightRecord(
             rank,
             distributed.get_world_size(),
@@ -330,7 +331,7 @@ class LightRecorder:
             throttle=step.throttle,
             collectives=self._columns(collectives, step),
         )
-        return [*lines, step_line(record)]
+        return [*lines, self._lines.of(record)]
 
     def _read_events(self, step: _Step) -> None:
         """Note when the GPU was in each phase, from the step's start on the host, and where it waited for other ranks.

@@ -3,16 +3,17 @@
 Each rank of a run leaves one (``light.rank7.jsonl``). A full trace of a rank reduces to the same form, so that one
 analysis reads both. One JSON object a line, written whole or not at all; a last line that was cut off is left out::
 
-    {"kind": "header", "version": 1, "rank": 1, "world_size": 4, "node": 0, "device": 1, "source": "light",
+    {"kind": "header", "version": 2, "rank": 1, "world_size": 4, "node": 0, "device": 1, "source": "light",
      "clock_base_ns": 1795193514683000000}
     {"kind": "group", "number": 0, "name": "0", "ranks": [0, 1, 2, 3], "dimension": "dp", "backend": "nccl"}
+    {"kind": "calls", "number": 0, "collectives": {"group": [0, 0], "kind": ["all_reduce", "all_reduce"],
+     "dtype": ["float32", "float32"], "bytes": [28320000, 1048576]}}
     {"kind": "step", "name": "step 3", "start_ns": 81200300, "end_ns": 141200300,
      "phases": [["data", 0, 210400], ["forward", 230100, 14020000], ["backward", …], ["optimizer", …]],
      "gpu_phases": [["forward", 260000, 15300000], …],
      "data_ns": 210400, "launch_wait_ns": 402000, "kernel_ns": {"gemm": 22400000, "communication": 3100000},
      "peak_bytes": 3073660928, "reserved_bytes": 3246391296, "sm_mhz": 1980, "throttle": ["power cap"],
-     "collectives": {"group": [0, 0], "sequence": [41, 42], "kind": ["all_reduce", "all_reduce"],
-        "dtype": ["float32", "float32"], "bytes": [28320000, 1048576], "called_ns": [16100000, 18200000],
+     "collectives": {"calls": 0, "sequence": [41, 42], "called_ns": [16100000, 18200000],
         "start_ns": [17300000, 19500000], "end_ns": [18400000, 19600000], "hidden_ns": [1100000, null]},
      "since": [[0, "data", "data", "", 190000], [0, "kernels", "backward", "layer 3", 5100000]]}
 
@@ -24,6 +25,9 @@ stands in a step whose ``name`` is null.
 ``node`` numbers the machine (no host name is kept), ``device`` is the GPU's number there. ``phases`` are when the host
 was in each phase, waits for a batch (``data``) among them; ``gpu_phases`` are the same by CUDA events, on the GPU.
 ``data_ns`` is how long the host waited for data, ``launch_wait_ns`` how long the GPU was idle while the host launched.
+
+What the collectives of several steps have in common stands once, in a line ``calls`` before the first of these steps. A
+step may also hold these columns itself; in version 1 all do.
 
 ``bytes`` of a collective is the size that nccl-tests calls ``size``: of all-gather the bytes of the whole output, of
 reduce-scatter those of the whole input. ``called_ns`` is when the host called it; ``start_ns`` and ``end_ns`` are when
@@ -45,13 +49,15 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from profkit.errors import RunError
+from profkit.files import collector_off
 from profkit.run.records import LARGEST_NUMBER, WrongRecord, decode, read_lines
 
-VERSION = 1
+VERSION = 2
 
 Source = Literal["light", "nsys", "kineto"]
 Cause = Literal["data", "python", "launch", "kernels", "copy", "clock", "communication"]
@@ -63,7 +69,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 WAITS_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """The kinds of collectives in which every rank waits for every other."""
 
-_NUMBERS = ("start_ns", "end_ns", "data_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz")
+_NUMBERS = {"start_ns", "end_ns", "data_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz"}
 
 _PATTERNS = {
     "all_reduce": r"all_?reduce",
@@ -173,12 +179,44 @@ def group_line(group: Group) -> str:
     return _line("group", asdict(group))
 
 
-def step_line(step: StepRecord) -> str:
-    """Return the line of a step, with its end; what is empty or unknown is left out."""
-    found = {name: getattr(step, name) for name in StepRecord.__dataclass_fields__ if name != "collectives"}
-    kept = {name: value for name, value in found.items() if name == "name" or value not in (None, (), {})}
-    columns = {name: column for name, column in vars(step.collectives).items() if any(x is not None for x in column)}
-    return _line("step", {**kept, "collectives": columns} if columns else kept)
+_COMMON: Mapping[str, set[type]] = {
+    "group": {int},
+    "kind": {str},
+    "dtype": {str, type(None)},
+    "bytes": {int, type(None)},
+}
+"""The columns that are often alike in many steps, and what may stand in them."""
+_OWN = tuple(name for name in Collectives.__dataclass_fields__ if name not in _COMMON)
+_NOTHING = ""
+
+_MOST_SHARED = 64
+"""Steps whose calls differ each time, as some of a mixture of experts, keep their own from then on."""
+
+
+class StepLines:
+    """Makes the lines of one record's steps, in their order; what the calls of several steps share is written once."""
+
+    def __init__(self) -> None:
+        self._shared: dict[str, int] = {}
+
+    def of(self, step: StepRecord) -> str:
+        """Return the line of a step, and before it that of what it is the first to share; unknown is left out."""
+        found = {name: getattr(step, name) for name in StepRecord.__dataclass_fields__ if name != "collectives"}
+        kept = {name: value for name, value in found.items() if name == "name" or value not in (None, (), {})}
+        columns = {
+            name: column for name, column in vars(step.collectives).items() if any(x is not None for x in column)
+        }
+        if not columns:
+            return _line("step", kept)
+        common = {name: columns[name] for name in _COMMON if name in columns}
+        key, before = json.dumps(common), ""
+        if key not in self._shared and len(self._shared) < _MOST_SHARED:
+            self._shared[key] = len(self._shared)
+            before = _line("calls", {"number": self._shared[key], "collectives": common})
+        if key in self._shared:
+            own = {name: column for name, column in columns.items() if name not in common}
+            columns = {"calls": self._shared[key], **own}
+        return before + _line("step", {**kept, "collectives": columns})
 
 
 def write_light_record(path: Path, record: LightRecord) -> None:
@@ -187,8 +225,9 @@ def write_light_record(path: Path, record: LightRecord) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    lines = [header_line(record), *map(group_line, record.groups), *map(step_line, record.steps)]
-    path.write_text("".join(lines), encoding="utf-8")
+    lines = StepLines()
+    parts = [header_line(record), *map(group_line, record.groups), *map(lines.of, record.steps)]
+    path.write_text("".join(parts), encoding="utf-8")
 
 
 def read_light_record(path: Path) -> LightRecord:
@@ -200,12 +239,15 @@ def read_light_record(path: Path) -> LightRecord:
     header: dict[str, Any] | None = None
     groups: list[Group] = []
     steps: list[StepRecord] = []
+    shared: dict[int, dict[str, list[Any]]] = {}
 
     def take(entry: dict[str, Any]) -> None:
         nonlocal header
         kind = entry["kind"]
         if kind == "step":
-            steps.append(_step(entry))
+            steps.append(_step(entry, shared))
+        elif kind == "calls":
+            shared[entry["number"]] = _common(entry["collectives"])
         elif kind == "group":
             groups.append(decode(Group, entry))
         elif kind == "header":
@@ -214,7 +256,8 @@ def read_light_record(path: Path) -> LightRecord:
                 raise RunError(f"{path}: version {entry['version']}, written by a newer profkit")
 
     try:
-        read_lines(path, take, "a line of a light record")
+        with collector_off():
+            read_lines(path, take, "a line of a light record")
     except FileNotFoundError:
         raise RunError(f"{path}: no such file") from None
     if header is None:
@@ -228,29 +271,34 @@ def read_light_record(path: Path) -> LightRecord:
     return LightRecord(**{**vars(record), "groups": tuple(groups), "steps": tuple(steps)})
 
 
-def _step(entry: dict[str, Any]) -> StepRecord:
-    """Return a step; its long lists are checked a column at a time, as there may be thousands of collectives."""
-    spans = {key: _spans(entry.get(key, ())) for key in ("phases", "gpu_phases")}
-    columns = _collectives(entry.get("collectives", {}))
-    since = tuple((row, cause, phase, where, time) for row, cause, phase, where, time in entry.get("since", ()))
-    outside = tuple((phase, module, time) for phase, module, time in entry.get("outside_cuda", ()))
-    _require_numbers("outside_cuda", (time for *_, time in outside))
-    _require_numbers("since", (value for row, *_, time in since for value in (row, time)))
-    if any(cause not in CAUSES or not 0 <= row < len(columns) for row, cause, *_ in since):
-        raise WrongRecord("since names an unknown cause, or no collective of its step")
-    plain: dict[str, Any] = {key: entry[key] for key in _NUMBERS if entry.get(key) is not None}
-    for key, value in plain.items():
-        _require_numbers(key, [value])
+_Numbers = tuple[str, list[Any]]
+"""Where numbers stand in a line, and the numbers."""
+
+
+def _step(entry: dict[str, Any], shared: Mapping[int, dict[str, list[Any]]]) -> StepRecord:
+    """Return a step; all its numbers are checked at once, as there may be thousands of collectives."""
+    phases, gpu_phases = _spans(entry.get("phases", ())), _spans(entry.get("gpu_phases", ()))
+    found = entry.get("collectives")
+    columns, numbers = (Collectives(), []) if found is None else _collectives(found, shared)
+    since, outside = (
+        _accounts(entry, len(columns), numbers) if "since" in entry or "outside_cuda" in entry else ((), ())
+    )
     name, kernels, throttle = entry["name"], entry.get("kernel_ns", {}), entry.get("throttle", [])
-    if not (name is None or isinstance(name, str)) or not all(isinstance(reason, str) for reason in throttle):
-        raise WrongRecord("name or throttle is no text")
-    _require_numbers("kernel_ns", kernels.values())
+    spans = phases + gpu_phases
+    if not (name is None or isinstance(name, str)) or not {*map(type, throttle), *[type(x[0]) for x in spans]} <= {str}:
+        raise WrongRecord("name, a phase's name or throttle is no text")
+    plain: dict[str, Any] = {key: value for key, value in entry.items() if key in _NUMBERS and value is not None}
+    numbers += [(key, [value]) for key, value in plain.items()]
+    numbers.append(("a phase", [time for _, start, end in spans for time in (start, end)]))
+    if kernels:
+        numbers.append(("kernel_ns", list(kernels.values())))
+    _require_numbers(numbers)
     return StepRecord(
         name=name,
         start_ns=plain.pop("start_ns"),
         end_ns=plain.pop("end_ns"),
-        phases=spans["phases"],
-        gpu_phases=spans["gpu_phases"],
+        phases=phases,
+        gpu_phases=gpu_phases,
         **plain,
         kernel_ns=kernels,
         throttle=tuple(throttle),
@@ -260,39 +308,67 @@ def _step(entry: dict[str, Any]) -> StepRecord:
     )
 
 
+def _accounts(entry: Mapping[str, Any], count: int, numbers: list[_Numbers]) -> tuple[Any, Any]:
+    """Return ``since`` and ``outside_cuda``, and add the numbers in them."""
+    since = tuple((row, cause, phase, where, time) for row, cause, phase, where, time in entry.get("since", ()))
+    outside = tuple((phase, module, time) for phase, module, time in entry.get("outside_cuda", ()))
+    if any(cause not in CAUSES or not 0 <= row < count for row, cause, *_ in since):
+        raise WrongRecord("since names an unknown cause, or no collective of its step")
+    numbers.append(("outside_cuda", [time for *_, time in outside]))
+    numbers.append(("since", [value for row, *_, time in since for value in (row, time)]))
+    return since, outside
+
+
 def _spans(found: Iterable[Any]) -> tuple[tuple[str, int, int], ...]:
-    spans = tuple((name, start_ns, end_ns) for name, start_ns, end_ns in found)
-    if not all(isinstance(name, str) for name, *_ in spans):
-        raise WrongRecord("a phase has no name")
-    _require_numbers("a phase", [time for _, *times in spans for time in times])
-    return spans
+    return tuple([(name, start_ns, end_ns) for name, start_ns, end_ns in found])
 
 
-def _collectives(found: Mapping[str, list[Any]]) -> Collectives:
-    """Return the columns; one that is left out is unknown for every row."""
-    count = len(found.get("group", ()))
-    columns: dict[str, list[Any]] = {}
-    for name in Collectives.__dataclass_fields__:
-        column = found.get(name, [None] * count)
-        if not isinstance(column, list) or len(column) != count:
-            raise WrongRecord(f"collectives.{name} is not a list of {count}")
-        if name in ("kind", "dtype"):
-            if not set(map(type, column)) <= ({str} if name == "kind" else {str, type(None)}):
-                raise WrongRecord(f"collectives.{name} is not a list of text")
-        else:
-            may_lack = name not in ("group", "sequence") and None in column
-            numbers = [value for value in column if value is not None] if may_lack else column
-            _require_numbers(f"collectives.{name}", numbers)
-        columns[name] = column
-    return Collectives(**columns)
+def _collectives(
+    found: Mapping[str, Any], shared: Mapping[int, dict[str, list[Any]]]
+) -> tuple[Collectives, list[_Numbers]]:
+    """Return the columns and the numbers in them; a column that is left out is unknown for every row."""
+    common = shared[found["calls"]] if "calls" in found else _common(found)
+    columns = {**common, **{name: found.get(name, common[_NOTHING]) for name in _OWN}}
+    unknown = columns.pop(_NOTHING)
+    numbers = []
+    for name in _OWN:
+        column = columns[name]
+        if not isinstance(column, list) or len(column) != len(unknown):
+            raise WrongRecord(f"collectives.{name} is not a list of {len(unknown)}")
+        if column is not unknown:
+            lacks = name != "sequence" and None in column
+            numbers.append((f"collectives.{name}", [x for x in column if x is not None] if lacks else column))
+        elif name == "sequence" and unknown:
+            raise WrongRecord("collectives.sequence is missing")
+    return Collectives(**columns), numbers
 
 
-def _require_numbers(what: str, values: Iterable[Any]) -> None:
+def _common(found: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the columns that steps may share, and one in which nothing is known."""
+    group = found.get("group", [])
+    unknown: list[Any] = [None] * len(group)
+    columns = {name: found.get(name, unknown) for name in _COMMON}
+    for name, kinds in _COMMON.items():
+        column = columns[name]
+        if not isinstance(column, list) or len(column) != len(group):
+            raise WrongRecord(f"collectives.{name} is not a list of {len(group)}")
+        if not set(map(type, column)) <= kinds:
+            raise WrongRecord(f"collectives.{name} holds something of another type")
+    _require_numbers([(name, [x for x in columns[name] if x is not None]) for name in ("group", "bytes")])
+    return {**columns, _NOTHING: unknown}
+
+
+def _require_numbers(found: Iterable[_Numbers]) -> None:
     """Raise unless all are whole numbers that a file may hold."""
-    values = values if isinstance(values, list) else list(values)
-    is_whole = set(map(type, values)) <= {int}
-    if not is_whole or (values and not -LARGEST_NUMBER < min(values) <= max(values) < LARGEST_NUMBER):
+    found = list(found)
+    if not _are_whole(list(chain.from_iterable([values for _, values in found]))):
+        what = next(what for what, values in found if not _are_whole(values))
         raise WrongRecord(f"{what} holds something else than whole numbers")
+
+
+def _are_whole(values: list[Any]) -> bool:
+    is_whole = set(map(type, values)) <= {int}
+    return is_whole and (not values or -LARGEST_NUMBER < min(values) <= max(values) < LARGEST_NUMBER)
 
 
 def _line(kind: str, content: Mapping[str, Any]) -> str:
