@@ -1,4 +1,4 @@
-"""What each rank did in each step, so that ranks can be compared: exact parts of a full trace, else phases."""
+"""What each rank did in each step, so that ranks can be compared: exact parts of a full trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from profkit.analysis.collectives.matching import Matched
-from profkit.names import DATA
+from profkit.names import BACKWARD, DATA
 from profkit.run.light_record import Cause, LightRecord, StepRecord
 
 Floats = npt.NDArray[np.float64]
@@ -48,14 +48,14 @@ class Account:
         return {key: time / len(self.steps) for key, time in sums.items()}
 
 
-def build_account(record: LightRecord) -> Account:
-    """Return what a rank did in its measured steps, exactly from a full trace, else by its phases.
+def exact_account(record: LightRecord) -> Account | None:
+    """Return what a rank did in its measured steps by its full trace; None of a rank that left a light record alone.
 
-    Of a full trace the first step is left out unless something before it was recorded.
+    The first step is left out unless something before it was recorded.
     """
     named = named_steps(record)
     if not any(step.since for step in record.steps):
-        return Account(record.rank, tuple(map(sum_phases, named)), (0.0,) * len(named), False, clock_of(named))
+        return None
     if len(named) > 1 and not (record.steps[0].name is None and record.steps[0].since):
         named = named[1:]
     steps, exposed = [], []
@@ -68,35 +68,31 @@ def build_account(record: LightRecord) -> Account:
     return Account(record.rank, tuple(steps), tuple(exposed), True, clock_of(named))
 
 
-def sum_phases(step: StepRecord) -> Parts:
-    """Return what the phases of a step took on the host, and what they took longer on the GPU without collectives."""
-    parts: Parts = {}
-    for name, start, end in step.phases:
-        part = part_on_host(name)
-        parts[part] = parts.get(part, 0.0) + end - start
-    if step.data_ns is not None:
-        parts["data", DATA, ""] = float(step.data_ns)
-    return parts | longer_on_gpu(step)
-
-
 def part_on_host(phase: str) -> Part:
     """Return what a host's time in a phase counts as."""
     return ("data", DATA, "") if phase == DATA else ("python", phase, "")
 
 
 def longer_on_gpu(step: StepRecord) -> Parts:
-    """Return what phases took on the GPU beyond their time on the host, without their collectives."""
+    """Return what phases took on the GPU beyond their time on the host, without their collectives.
+
+    Where nobody timed the collectives, what is known of them is how long the GPU waited at a backward pass's end.
+    """
     host: dict[str, float] = {}
     for name, start, end in step.phases:
         host[name] = host.get(name, 0.0) + end - start
-    parts: Parts = {}
     calls = step.collectives
+    timed = [
+        (begin, end - begin)
+        for begin, end in zip(calls.start_ns, calls.end_ns, strict=True)
+        if begin is not None and end is not None
+    ]
+    exposed = 0 if timed else sum(filter(None, calls.exposed_ns))
+    parts: Parts = {}
     for name, start, end in step.gpu_phases:
-        talking = sum(
-            stop - begin
-            for begin, stop in zip(calls.start_ns, calls.end_ns, strict=True)
-            if begin is not None and stop is not None and start <= begin < end
-        )
+        talking = sum([time for begin, time in timed if start <= begin < end])
+        if name == BACKWARD:
+            talking, exposed = talking + exposed, 0
         part: Part = ("kernels", name, "")
         parts[part] = parts.get(part, 0.0) + max(end - start - talking - host.get(name, 0.0), 0.0)
     return parts

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from profkit.analysis.collectives.accounts import Account, build_account, named_steps
+from profkit.analysis.collectives.accounts import Account, exact_account, named_steps
 from profkit.analysis.collectives.bandwidth import GroupRow, sum_groups
 from profkit.analysis.collectives.culprit import Verdict, find_culprit
+from profkit.analysis.collectives.light_accounts import account_before_waits
 from profkit.analysis.collectives.matching import ClockFit, fit_clocks, match_collectives, sum_waits
 from profkit.errors import TraceError
+from profkit.files import collector_off
 from profkit.run.light_record import Cause, LightRecord
 from profkit.run.links import GpuLink, MeasuredLinks
 from profkit.trace.columns import Ints
@@ -27,7 +29,7 @@ class RankSummary:
     ``parts`` are its own time by cause; with ``exposed_ns``, the communication that nothing hid, they sum up to
     ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not.
     ``sm_mhz`` and ``throttle`` are None and () where nobody recorded them. ``parts`` of a rank that only left a light
-    record are times of phases, and do not sum up.
+    record are what it did before the first long wait of a step, and do not sum up to the step.
     """
 
     rank: int
@@ -81,6 +83,7 @@ class RanksResult:
         return round(sum(one.waiting_ns for one in self.ranks) / len(self.ranks)) if self.ranks else 0
 
 
+@collector_off()
 def compare_records(
     records: Iterable[LightRecord],
     lost: Mapping[int, str] | None = None,
@@ -109,7 +112,7 @@ def compare_records(
     ]
     index = {record.rank: at for at, record in enumerate(found)}
     matched = match_collectives(found)
-    accounts = [build_account(record) for record in found]
+    accounts = [exact_account(record) or account_before_waits(record, matched) for record in found]
     waits = sum_waits(matched, len(found), index)
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
     return RanksResult(

@@ -113,7 +113,11 @@ def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], ma
     of the two are compared.
     """
     exact = _usable(records, [one if one.is_exact else None for one in accounts])
-    every = _usable(records, [account_before_waits(record, matched) for record in records])
+    alike = [
+        account_before_waits(record, matched) if one.is_exact else one
+        for record, one in zip(records, accounts, strict=True)
+    ]
+    every = _usable(records, alike)
     if len(every) < 2 or not matched:
         return Verdict(None)
     lateness = lateness_by_step([record for record, _ in every], matched)

@@ -8,6 +8,7 @@ the GPU.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from profkit.analysis.intervals import unite
 from profkit.run.light_record import LightRecord
 from profkit.trace.columns import Ints
 
-_Spans = tuple[Ints, Ints, list[str]]
+_Spans = tuple[list[int], list[int], list[str]]
 
 
 def account_before_waits(record: LightRecord, matched: Sequence[Matched]) -> Account:
@@ -49,11 +50,25 @@ def _host_spans(record: LightRecord) -> _Spans:
             spans.append((reach, start, f"{BEFORE}{name}"))
         spans.append((max(start, reach), max(end, reach), name))
         reach = max(reach, end)
-    starts, ends = (np.array([span[side] for span in spans], dtype=np.int64) for side in (0, 1))
-    return starts, ends, [name for _, _, name in spans]
+    return [start for start, _, _ in spans], [end for _, end, _ in spans], [name for _, _, name in spans]
 
 
-def _host_waits(record: LightRecord, matched: Sequence[Matched]) -> tuple[Ints, Ints]:
+class _Waits:
+    """When the host of a rank waited, and how long in all up to any time."""
+
+    def __init__(self, start_ns: Ints, end_ns: Ints) -> None:
+        self._start_ns = start_ns.tolist()
+        self._end_ns = end_ns.tolist()
+        self._before_ns = [0, *np.cumsum(end_ns - start_ns).tolist()]
+        self.total_ns = self._before_ns[-1]
+
+    def until(self, time_ns: int) -> int:
+        """Return how long it had waited by this time."""
+        at = bisect_left(self._start_ns, time_ns)
+        return self._before_ns[at] - max(self._end_ns[at - 1] - time_ns, 0) if at else 0
+
+
+def _host_waits(record: LightRecord, matched: Sequence[Matched]) -> _Waits:
     """Return when the host of a rank waited in collectives of which only the call is known, as of gloo's."""
     starts, ends = [], []
     for one in matched:
@@ -64,7 +79,7 @@ def _host_waits(record: LightRecord, matched: Sequence[Matched]) -> tuple[Ints, 
             ends.append(called + one.wait_ns[here, one.only_called])
     none = np.empty(0, dtype=np.int64)
     united = unite(np.concatenate([none, *starts]), np.concatenate([none, *ends]))
-    return united.start_ns, united.end_ns
+    return _Waits(united.start_ns, united.end_ns)
 
 
 def _find_windows(record: LightRecord, matched: Sequence[Matched]) -> dict[int, tuple[int, int]]:
@@ -92,14 +107,13 @@ def _find_windows(record: LightRecord, matched: Sequence[Matched]) -> dict[int, 
     return found
 
 
-def _sum_spans(spans: _Spans, waits: tuple[Ints, Ints], begin: int, end: int) -> Parts:
+def _sum_spans(spans: _Spans, waits: _Waits, begin: int, end: int) -> Parts:
     """Return what the host did between two moments, without waiting in collectives."""
     starts, ends, names = spans
-    low, high = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(starts, end, side="left"))
     parts: Parts = {}
-    for at in range(low, high):
-        start, stop = max(int(starts[at]), begin), min(int(ends[at]), end)
-        inside = np.minimum(waits[1], stop) - np.maximum(waits[0], start) if len(waits[0]) else np.zeros(1)
+    for at in range(bisect_right(ends, begin), bisect_left(starts, end)):
+        start, stop = max(starts[at], begin), min(ends[at], end)
         part = part_on_host(names[at])
-        parts[part] = parts.get(part, 0.0) + max(stop - start - int(np.maximum(inside, 0).sum()), 0)
+        waited = waits.until(stop) - waits.until(start) if waits.total_ns else 0
+        parts[part] = parts.get(part, 0.0) + stop - start - waited
     return parts

@@ -7,8 +7,9 @@ one rank is held against that of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -92,7 +93,7 @@ def tabulate_calls(record: LightRecord) -> dict[Key, Calls]:
     if not parts:
         return {}
     columns = {
-        name: np.concatenate([_numbers(getattr(calls, name)) for _, _, calls in parts])
+        name: _numbers([getattr(calls, name) for _, _, calls in parts])
         for name in ("group", "sequence", "bytes", "called_ns", "start_ns", "end_ns", "hidden_ns", "exposed_ns")
     }
     counts = [len(calls) for _, _, calls in parts]
@@ -124,10 +125,12 @@ def tabulate_calls(record: LightRecord) -> dict[Key, Calls]:
     return found
 
 
-def _numbers(column: list[int | None]) -> Ints:
-    if None in column:
-        return np.array([_MISSING if value is None else value for value in column], dtype=np.int64)
-    return np.array(column, dtype=np.int64)
+def _numbers(columns: Iterable[list[int | None]]) -> Ints:
+    """Return columns behind each other."""
+    values = list(chain.from_iterable(columns))
+    if None in values:
+        values = [_MISSING if value is None else value for value in values]
+    return np.array(values, dtype=np.int64)
 
 
 def _or_unknown(column: Ints) -> Ints:
