@@ -52,6 +52,13 @@ def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
         raise
 
 
+def user_cache(*parts: str) -> Path:
+    """Return a place in profkit's folder in the user's cache: all of it may be deleted at any time."""
+    from platformdirs import user_cache_path  # the analysis seldom needs it
+
+    return user_cache_path("profkit").joinpath(*parts)
+
+
 def write_whole(path: Path, data: bytes, *, mode: int | None = None) -> None:
     """Write ``data`` to ``path`` as `whole_file` does; a pipe or a device is written to as it is.
 

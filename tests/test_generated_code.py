@@ -31,7 +31,8 @@ class Programs(NamedTuple):
 
 
 def _run(cache: Path, *arguments: str | Path) -> dict[str, Any]:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    home = str(cache.parent / "home")
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "XDG_CACHE_HOME": home, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "tests" / "generated_workloads.py"), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
@@ -68,6 +69,31 @@ def test_code_from_a_cache_that_was_filled_without_profkit_has_lines_and_a_reaso
 def _places(case: dict[str, Any]) -> list[LaunchPlace]:
     found = (read_launch_range(stack[-1]) for stack in case["ranges"])
     return [place for place in found if place is not None]
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_code_from_such_a_cache_has_its_modules_once_it_was_compiled_with_profkit(
+    programs: Programs, tmp_path: Path
+) -> None:
+    shutil.copytree(programs.caches[0], tmp_path / "cache")
+    shutil.copytree(programs.caches[1].parent / "home", tmp_path / "home")
+    before = _files(tmp_path)
+    found = _run(tmp_path / "cache", "in place", "hooked", tmp_path / "compiled.jsonl")
+    assert found["failure"] is None
+    assert found["in place"]["losses"] == programs.plain["in place"]["losses"]
+    assert _places(found["in place"]) == _places(programs.hooked["in place"])
+    (tmp_path / "compiled.jsonl").unlink()
+    assert _files(tmp_path) == before, "used as it is"
+
+
+def test_a_cache_that_was_moved_keeps_its_modules(programs: Programs, tmp_path: Path) -> None:
+    shutil.copytree(programs.caches[1], tmp_path / "cache")
+    found = _run(tmp_path / "cache", "in place", "hooked", tmp_path / "compiled.jsonl")
+    assert found["failure"] is None
+    assert _places(found["in place"]) == _places(programs.hooked["in place"])
 
 
 @pytest.mark.parametrize("case", ["eager", *COMPILED])

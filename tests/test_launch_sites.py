@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import shutil
 from pathlib import Path
+from threading import Thread
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +20,9 @@ from profkit.capture.compiled.origins import CodeGeneration, Origin, Record
 from profkit.capture.compiled.proxies import stand_in
 from profkit.capture.compiled.sidecar import Known, Sidecars, translate
 from profkit.capture.compiled.tensor_methods import stand_in_for_methods
-from profkit.capture.compiled.watch import match
+from profkit.capture.compiled.watch import CompiledCode, match
+from profkit.capture.hooks import Hooks
+from tests.hooked_workloads import Always
 
 CODE = '''
 import torch
@@ -118,13 +124,86 @@ def test_operators_that_do_not_correspond_are_not_translated(other: Any) -> None
     assert translate(KNOWN, other) is None
 
 
-def test_what_is_known_of_a_file_is_found_by_another_process(tmp_path: Path) -> None:
-    code = tmp_path / "cxyz.py"
-    Sidecars().keep(code, KNOWN)
-    assert Sidecars().find(code, FIRST) == KNOWN
-    assert Sidecars().find(tmp_path / "other.py", FIRST) is None
-    next(tmp_path.glob("*.json")).write_text("{")
-    assert Sidecars().find(code, FIRST) is None
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache, in which profkit has its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_what_is_known_of_a_file_is_found_by_another_process(tmp_path: Path, home: Path) -> None:
+    code = tmp_path / "cache" / "cxyz.py"
+    Sidecars().keep(code, CODE, KNOWN)
+    assert Sidecars().find(code, CODE, FIRST) == KNOWN
+    assert Sidecars().find(tmp_path / "cache" / "other.py", CODE + "more", FIRST) is None
+    shutil.rmtree(home)
+    assert Sidecars().find(code, CODE, FIRST) == KNOWN, "it lies next to the code, for all who share that cache"
+    next(tmp_path.rglob("*.json")).write_text("{")
+    assert Sidecars().find(code, CODE, FIRST) is None
+
+
+def test_the_same_code_in_another_cache_is_known_wherever_its_kernels_lie(tmp_path: Path, home: Path) -> None:
+    Sidecars().keep(tmp_path / "first" / "cabc.py", f"# kernel path: /first/ab/cab.py\n{CODE}", KNOWN)
+    text = f"# kernel path: /second/xy/cxy.py\n{CODE}"
+    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text, FIRST) == KNOWN
+    assert not (tmp_path / "second").exists(), "the other cache stays as it is"
+    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text.replace("8", "9"), FIRST) is None
+    other = [(("L['self'].x",), "n.py:7 f")]
+    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text, tuple(other)) is None
+    assert len(list(home.rglob("*.json"))) == 1
+
+
+def test_where_one_place_cannot_be_written_the_other_is(tmp_path: Path, home: Path) -> None:
+    home.write_text("no folder")
+    code = tmp_path / "cache" / "cxyz.py"
+    here = Sidecars()
+    here.keep(code, CODE, KNOWN)
+    assert Sidecars().find(code, CODE, FIRST) == KNOWN
+    home.unlink()
+    shutil.rmtree(code.parent)
+    code.parent.write_text("no folder")
+    assert here.find(code, CODE, FIRST) == KNOWN, "in this process"
+    assert Sidecars().find(code, CODE, FIRST) is None
+    Sidecars().keep(code, CODE, KNOWN)
+    assert Sidecars().find(code, CODE, FIRST) == KNOWN
+    home.rename(tmp_path / "moved")
+    home.write_text("no folder")
+    here.keep(code, CODE, KNOWN)
+    assert Sidecars().find(code, CODE, FIRST) is None
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    Sidecars().keep(tmp_path / "cache" / "cxyz.py", CODE, KNOWN)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_another_version_wrote_is_not_read(tmp_path: Path, home: Path) -> None:
+    code = tmp_path / "cache" / "cxyz.py"
+    Sidecars().keep(code, CODE, KNOWN)
+    shutil.rmtree(home)
+    written = next(code.parent.glob("*.json"))
+    written.write_text(json.dumps({**json.loads(written.read_text()), "version": "compiled-1"}))
+    assert Sidecars().find(code, CODE, FIRST) is None
+    Sidecars().keep(code, CODE, KNOWN)
+    assert Sidecars().find(code, CODE, FIRST) == KNOWN
+
+
+def test_ranks_that_write_at_once_leave_whole_files(tmp_path: Path, home: Path) -> None:
+    code, seen = tmp_path / "cache" / "cxyz.py", []
+    writers = [Thread(target=lambda: [Sidecars().keep(code, CODE, KNOWN) for _ in range(20)]) for _ in range(4)]
+    Sidecars().keep(code, CODE, KNOWN)
+    for one in writers:
+        one.start()
+    while any(one.is_alive() for one in writers):
+        seen.append(Sidecars().find(code, CODE, FIRST))
+    assert all(one == KNOWN for one in seen)
+    assert len(list(home.rglob("*"))) == len(list(home.rglob("*.json"))) + 4, "no scratch files"
 
 
 def test_launches_pass_a_proxy_and_everything_else_is_what_it_was() -> None:
@@ -267,3 +346,15 @@ def test_a_kernel_of_which_inductors_debugging_is_not_told_is_recorded_at_its_ca
     assert [record.kernel for record in records] == ["triton_red", "triton_per"]
     origin = Origin(("m",), "model.py:3 forward", "aten.sum")
     assert [(record.origins, record.buffers) for record in records] == [((origin,), {"buf0": origin})] * 2
+
+
+def test_generated_code_is_loaded_with_whatever_else_torch_says() -> None:
+    class PyCodeCache:
+        @classmethod
+        def load_by_key_path(cls, key: str, path: str, *_: Any, set_sys_modules: bool | None = None) -> Any:
+            return SimpleNamespace(said=(key, path, set_sys_modules))
+
+    watched = SimpleNamespace(PyCodeCache=PyCodeCache)
+    CompiledCode(Hooks(Always(lambda _: None), depth=9), None)._watch_code_cache(watched)
+    # as torch 2.13 loads the templates that max-autotune times
+    assert PyCodeCache.load_by_key_path("key", "path", set_sys_modules=False).said == ("key", "path", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo import reset
 from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from profkit.capture.compiled.origins import origin_of
 from profkit.capture.node_work import NodeWork, work_of_launches, work_of_node
 from profkit.capture.operators import torch_flops
 from tests.empty_kernels import empty_kernels
@@ -158,3 +160,50 @@ def test_causal_attention_says_what_its_mask_hides() -> None:
     seen = sum(query + 1 for query in range(8))
     whole = 2 * 2 * 2 * 8 * 8 * 16
     assert work_of_node(node) == NodeWork(whole, "bf16", whole - whole * seen // 64)
+
+
+def _wrapped(wrapper: str) -> tuple[fx.Node, fx.Node]:
+    """Return attention as a node of a graph, and the same as torch wraps it within a checkpoint, its results taken."""
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in "qkv"]
+    for one in operands:
+        one.meta["val"] = torch.empty(2, 4, 16, 8, device="meta")
+    state, target = graph.placeholder("state"), torch.ops.aten._scaled_dot_product_efficient_attention.default
+    origin = {"nn_module_stack": {"": ("L['self'].attn", nn.Module)}, "stack_trace": 'File "m.py", line 3, in forward'}
+    value = target(*(one.meta["val"] for one in operands), None, True)
+    plain = graph.call_function(target, (*operands, None, True))
+    plain.meta = {**origin, "val": value}
+    outer = getattr(torch._prims.rng_prims, wrapper)
+    first = (state,) if wrapper == "run_with_rng_state" else ()
+    kwargs = {"rng_state": state} if wrapper.startswith("graphsafe") else {}
+    node = result = graph.call_function(outer, (*first, target, *operands, None, True), kwargs)
+    node.meta["val"] = value
+    if wrapper == "run_and_save_rng_state":
+        node.meta["val"] = (torch.empty(16, device="meta"), value)
+        result = graph.call_function(getitem, (node, 1))
+    graph.call_function(getitem, (result, 0)).meta = {**origin, "val": value[0]}
+    return plain, node
+
+
+@pytest.mark.parametrize("wrapper", ["graphsafe_run_with_rng_state", "run_and_save_rng_state", "run_with_rng_state"])
+def test_attention_within_a_checkpoint_has_its_work_and_its_module(wrapper: str) -> None:
+    plain, node = _wrapped(wrapper)
+    for is_backward in (False, True):
+        expected = work_of_node(plain, is_backward=is_backward)
+        assert expected is not None
+        assert expected.flops == 2 * 2 * (2 * 4 * 16 * 16 * 8)
+        assert work_of_node(node, is_backward=is_backward) == expected
+    assert origin_of(node) == origin_of(plain)
+    assert origin_of(node).modules == ("L['self'].attn",)
+
+
+def test_flex_attention_counts_as_all_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+
+    monkeypatch.delitem(flop_registry, flex_attention, raising=False)  # torch 2.12 and before have no formula
+    monkeypatch.delitem(flop_registry, flex_attention_backward, raising=False)
+    q, k, v = (torch.empty(2, 4, length, 8, device="meta") for length in (16, 32, 32))
+    mask, scale = (torch.empty(1), None), 0.5
+    forward = 2 * 2 * (2 * 4 * 16 * 32 * 8)
+    assert torch_flops(flex_attention, (q, k, v, mask, scale), {}, None) == forward
+    assert torch_flops(flex_attention_backward, (q, k, v, q, None, q, mask, scale), {}, None) == 5 * forward // 2

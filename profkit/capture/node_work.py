@@ -15,20 +15,21 @@ Nothing here reads a symbol's value in a way that torch would take for a conditi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import getitem
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.flop_counter import flop_registry
 
 from profkit.capture.operators import (
     base_name,
     dtype_name,
     masked_flops,
     name_arguments,
+    product_formula,
     recomputed_flops,
     torch_flops,
 )
@@ -59,6 +60,42 @@ class NodeWork:
             self.masked_flops + other.masked_flops,
             self.recomputed_flops + other.recomputed_flops,
         )
+
+
+class Called(NamedTuple):
+    """What a node calls and with what; ``meta`` says where it comes from, its ``val`` what it returns."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+
+
+_KEEP_RANDOM_STATE = ("graphsafe_run_with_rng_state", "run_and_save_rng_state", "run_with_rng_state")
+
+
+def called(node: fx.Node) -> Called:
+    """Return the operator of the program that a node calls.
+
+    Activation checkpointing has an operator that could draw random numbers, as attention, called by another one that
+    keeps the generator's state. That one has no origin; what takes the operator's several results apart has.
+    """
+    if base_name(node.target) not in _KEEP_RANDOM_STATE:
+        return Called(node.target, node.args, node.kwargs, node.meta)
+    at = next(number for number, arg in enumerate(node.args) if callable(arg) and not isinstance(arg, fx.Node))
+    known = [one.meta for one in _parts(node) if "stack_trace" in one.meta or "nn_module_stack" in one.meta]
+    value = node.meta.get("val")
+    if base_name(node.target) == "run_and_save_rng_state" and isinstance(value, tuple):
+        value = value[1]  # the state is the first
+    kwargs = {name: arg for name, arg in node.kwargs.items() if name != "rng_state"}
+    return Called(node.args[at], node.args[at + 1 :], kwargs, {**(known[0] if known else {}), "val": value})
+
+
+def _parts(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if user.target is getitem:
+            yield user
+            yield from _parts(user)
 
 
 class _UnknownSize(Exception):
@@ -99,19 +136,19 @@ def work_of_node(node: fx.Node, *, is_backward: bool = False) -> NodeWork | None
 
 
 def _work_of_call(node: fx.Node, is_backward: bool) -> NodeWork | None:
-    target: Any = node.target
+    target, its_args, its_kwargs, meta = called(node)
     name = base_name(target)
     if getattr(target, "namespace", "") in _OTHER_LIBRARIES or name in _TRITON:
         return None
     operands = [one for one in (_value(arg) for arg in node.all_input_nodes) if isinstance(one, Tensor)]
     given: dict[str, Any] = {}
     try:
-        if getattr(target, "_overloadpacket", target) in flop_registry:
-            args, kwargs = _stand_in(node.args), _stand_in(node.kwargs)
+        if product_formula(target) is not None:
+            args, kwargs = _stand_in(its_args), _stand_in(its_kwargs)
             if name in _PRODUCTS:
                 args = tuple(_unpadded(node, number, value) for number, value in enumerate(args))
             given = name_arguments(target, args, kwargs)
-            flops = torch_flops(target, args, kwargs, _stand_in(node.meta["val"])) or 0
+            flops = torch_flops(target, args, kwargs, _stand_in(meta["val"])) or 0
         elif name == _PRODUCT_SUM:
             first, second, third, fourth = (_stand_in(arg) for arg in node.args[:4])
             flops = _product_flops(first, second) + _product_flops(third, fourth)
@@ -121,7 +158,7 @@ def _work_of_call(node: fx.Node, is_backward: bool) -> NodeWork | None:
             return NodeWork()
     except _UnknownSize:
         return None
-    again = flops if is_backward and _is_of_forward(node) else recomputed_flops(target, given, flops)
+    again = flops if is_backward and _is_of_forward(meta) else recomputed_flops(target, given, flops)
     return NodeWork(flops, dtype_name(target, operands), masked_flops(target, given, flops), again)
 
 
@@ -145,12 +182,10 @@ def _unpadded(node: fx.Node, number: int, value: Any) -> Any:
     return _stand_in(arg.args[0]) if was is not None and base_name(was) in _PRODUCTS else value
 
 
-def _is_of_forward(node: fx.Node) -> bool:
+def _is_of_forward(meta: dict[str, Any]) -> bool:
     """Return whether a node of a backward pass is one of the forward pass, computed again."""
-    tag = node.meta.get("partitioner_tag")
-    return tag == "is_forward" or (
-        tag is None and "nn_module_stack" in node.meta and "fwd_nn_module_stack" not in node.meta
-    )
+    tag = meta.get("partitioner_tag")
+    return tag == "is_forward" or (tag is None and "nn_module_stack" in meta and "fwd_nn_module_stack" not in meta)
 
 
 def _value(arg: Any) -> Any:

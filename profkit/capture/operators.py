@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 
 def _names(text: str) -> frozenset[str]:
@@ -157,13 +157,27 @@ _ATTENTION = (
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
+_FLEX_ATTENTION = {
+    "flex_attention": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+    "flex_attention_backward": lambda q, k, v, out, *_, **__: sdpa_backward_flop_count(
+        out.shape, q.shape, k.shape, v.shape
+    ),
+}
+"""torch 2.13's formulas, for those before: every block counts, whatever the mask leaves out when it runs."""
+
+
+def product_formula(func: Any) -> Any | None:
+    """Return torch's formula for an operator's matrix products; None if torch has none for it."""
+    return flop_registry.get(getattr(func, "_overloadpacket", func)) or _FLEX_ATTENTION.get(base_name(func))
+
+
 def torch_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
     """Return the FLOPs of an operator by torch's own formula, None if torch has none for it.
 
     Attention in which several heads of the query share one of key and value counts with a head of their own for each,
     as it runs: torch 2.13's formula does so too, older ones refuse it.
     """
-    formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+    formula = product_formula(func)
     if formula is None:
         return None
     if base_name(func).startswith(_ATTENTION):

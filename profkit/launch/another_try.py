@@ -13,7 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from profkit.files import user_cache
 from profkit.launch.passes import Outcome, Pass
+from profkit.run.compiled_code import KNOWN_CODE
 from profkit.run.manifest import Process, Workload
 from profkit.run.recording import CUT_SHORT, NOT_REACHED, Order
 from profkit.run.step_choice import StepChoice, StepKind, describe_step
@@ -90,10 +92,8 @@ def find_another_try(outcome: Outcome, own_cache: Path | None = None, took_s: fl
 
 
 def own_cache_folder() -> Path:
-    """Return profkit's own cache of compiled code, which is kept: each later run finds the modules there."""
-    from platformdirs import user_cache_path
-
-    return user_cache_path("profkit") / "inductor"
+    """Return profkit's own cache of compiled code: what is learned there is known of the same code elsewhere, too."""
+    return user_cache(KNOWN_CODE, "inductor")
 
 
 def _can_write(folder: Path) -> bool:
@@ -111,7 +111,7 @@ def _compiled_anew(cached: int, folder: Path, took_s: float, better: AnotherTry 
     options = " ".join(f"{name}={shlex.quote(value)}" for name, value in caches.items())
     then = (
         f"with a cache of profkit's own, which takes about {max(took_s, 1):.0f} s and, the first time, the time to"
-        f" compile (with {options} it runs once)"
+        " compile; later runs know the same code in your cache, too, and run once"
     )
     if better is None:
         return AnotherTry(None, shown, then, options, caches)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from profkit.errors import ToolError
+from profkit.files import user_cache
 from profkit.launch.ceilings import measure_links
 from profkit.launch.gpu_state import read_gpu_state
 from profkit.launch.importer import find_importer, how_to_install, import_raw, lacking_libraries
@@ -315,11 +316,7 @@ def _check_room(check: str, directory: Path, cure: str) -> Check:
 
 def check_cache(machine: Machine) -> Check:
     """Say how much profkit keeps in the user's cache: exports of reports that were read."""
-    directory = machine.cache_directory
-    if directory is None:
-        from platformdirs import user_cache_path
-
-        directory = user_cache_path("profkit")
+    directory = machine.cache_directory or user_cache()
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     cure = f"rm -r {directory} frees it" if size > _LITTLE_BYTES else None
     return Check("cache", "note" if cure else "ok", f"{_gib(size)} in {directory}", cure)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from profkit.errors import ToolError, TraceError
+from profkit.files import user_cache
 from profkit.launch.importer import import_raw
 from profkit.launch.nsys import Nsys, build_export_argv, find_nsys
 from profkit.launch.processes import run_tool
@@ -32,14 +33,12 @@ def export_report(report: Path) -> Path:
         TraceError: the report cannot be read.
         ToolError: there is no nsys, or it could not export.
     """
-    from platformdirs import user_cache_path
-
     try:
         with report.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise TraceError(f"{report}: {error.strerror}") from None
-    export = user_cache_path("profkit") / "exports" / f"{digest}.sqlite"
+    export = user_cache("exports", f"{digest}.sqlite")
     if export.exists():
         return export
     nsys = find_nsys(os.environ)

@@ -47,6 +47,8 @@ COMPILED_KERNEL = "compiled kernel"
 _MOST_NODES = 2**22
 FIRST_TORCH = (2, 10)
 """The first torch that says, at each launch that Inductor writes, what it was made of."""
+KNOWN_CODE = "compiled-2"
+"""The folder in profkit's cache for what is known of generated code, and the form in which it is written."""
 COMPILING = "compiling"
 """The range around torch.compile's own work begins so: kernels in it were run to choose among them."""
 

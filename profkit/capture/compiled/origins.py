@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from profkit.capture.compilations import program_line
-from profkit.capture.node_work import NodeWork, work_of_launches
+from profkit.capture.node_work import NodeWork, called, work_of_launches
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import FIRST_TORCH
 
@@ -191,14 +191,16 @@ def origin_of(node: Any) -> Origin:
 
     A sum of gradients comes from no operator. What torch writes down for it is that of the operator before.
     """
-    meta = {} if node.meta.get("is_gradient_acc") else node.meta
+    target, args, _, meta = called(node)
+    if meta.get("is_gradient_acc"):
+        meta = {}
     modules, line = modules_of(meta), line_of(meta.get("stack_trace"))
-    if not modules and _operator(node.target) in _PRODUCTS:
+    if not modules and _operator(target) in _PRODUCTS:
         # Inductor made one of a product and a sum, and kept what the sum came from: the product's input tells.
-        views = [one for one in node.args[-2:] if hasattr(one, "meta") and _is_view(one) and modules_of(one.meta)]
+        views = [one for one in args[-2:] if hasattr(one, "meta") and _is_view(one) and modules_of(one.meta)]
         if views:
             modules, line = modules_of(views[0].meta), line_of(views[0].meta.get("stack_trace"))
-    return Origin(modules, line, _operator(node.target))
+    return Origin(modules, line, _operator(target))
 
 
 def modules_of(meta: dict[str, Any]) -> tuple[str, ...]:

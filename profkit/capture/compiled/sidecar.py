@@ -1,4 +1,8 @@
-"""What is known of a generated file, kept next to it: a later process loads the file from Inductor's cache.
+"""What is known of a generated file, kept for later processes, which load the file from Inductor's cache.
+
+It lies next to the file, where all who share that cache find it, and in profkit's own cache under the code's content.
+So a cache that was filled without profkit, or that was moved, has its modules as soon as the same code was compiled
+with profkit anywhere.
 
 One generated file may serve graphs of several modules. What was recorded names those of the graph that was compiled
 first. Another graph's are found by the operators' places: both have the same operators in the same order.
@@ -7,8 +11,8 @@ first. Another graph's are found by the operators' places: both have the same op
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -17,8 +21,8 @@ from pathlib import Path
 from profkit.capture.compiled.dynamo_graphs import Operator
 from profkit.capture.compiled.origins import Origin, Record
 from profkit.capture.node_work import NodeWork
-
-_VERSION = 1
+from profkit.files import user_cache, whole_file
+from profkit.run.compiled_code import KNOWN_CODE
 
 
 @dataclass(frozen=True)
@@ -31,33 +35,43 @@ class Known:
 
 
 class Sidecars:
-    """What is known of generated files, in this process and next to them."""
+    """What is known of generated files, in this process and in others."""
 
     def __init__(self) -> None:
         self._here: dict[Path, list[Known]] = {}
 
-    def keep(self, code: Path, known: Known) -> None:
-        """Keep what is known of a generated file; where nothing can be written, for this process."""
+    def keep(self, code: Path, text: str, known: Known) -> None:
+        """Keep what is known of the file ``code`` with ``text``; where nothing can be written, for this process."""
         self._here.setdefault(code, []).insert(0, known)
-        path = _sidecar(code, known.operators)
-        # Another process may write the same: whole files alone take the place of what is there.
-        scratch = path.with_suffix(f".{os.getpid()}")
-        with suppress(OSError):
-            scratch.write_text(json.dumps({"version": _VERSION, **asdict(known)}))
-            scratch.replace(path)
+        content = json.dumps({"version": KNOWN_CODE, **asdict(known)}).encode()
+        for place in _places(code, text):
+            with suppress(OSError):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(_sidecar(place, known.operators)) as partial:
+                    partial.write_bytes(content)
 
-    def find(self, code: Path, operators: tuple[Operator, ...]) -> Known | None:
+    def find(self, code: Path, text: str, operators: tuple[Operator, ...]) -> Known | None:
         """Return what is known of a generated file, for a graph with these operators; None if nothing is."""
-        found = (translate(known, operators) for known in self._all(code, operators))
+        found = (translate(known, operators) for known in self._all(code, text, operators))
         return next((known for known in found if known is not None), None)
 
-    def _all(self, code: Path, operators: tuple[Operator, ...]) -> Iterator[Known]:
+    def _all(self, code: Path, text: str, operators: tuple[Operator, ...]) -> Iterator[Known]:
         yield from sorted(self._here.get(code, ()), key=lambda known: known.operators != operators)
-        own = _sidecar(code, operators)
-        with suppress(OSError):
-            for path in (own, *sorted(code.parent.glob(f"{code.stem}.profkit-*.json"))):
-                with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                    yield _decode(json.loads(path.read_text()))
+        for place in _places(code, text):
+            with suppress(OSError):
+                for path in (_sidecar(place, operators), *sorted(place.parent.glob(f"{place.name}.profkit-*.json"))):
+                    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                        yield _decode(json.loads(path.read_text()))
+
+
+_KERNELS_PLACE = re.compile(r"^# kernel path: .*\n", re.MULTILINE)
+"""A comment with which Inductor names the file of a kernel: of equal code, it alone differs from cache to cache."""
+
+
+def _places(code: Path, text: str) -> tuple[Path, Path]:
+    """Return where what is known of a generated file lies, but for the end of the names."""
+    content = sha256(_KERNELS_PLACE.sub("", text).encode()).hexdigest()
+    return code.with_suffix(""), user_cache(KNOWN_CODE, "known", content[:2], content[:32])
 
 
 def translate(known: Known, operators: tuple[Operator, ...]) -> Known | None:
@@ -95,13 +109,13 @@ def translate(known: Known, operators: tuple[Operator, ...]) -> Known | None:
     )
 
 
-def _sidecar(code: Path, operators: Iterable[Operator]) -> Path:
-    which = sha256(json.dumps(list(operators)).encode()).hexdigest()[:10]
-    return code.with_name(f"{code.stem}.profkit-{which}.json")
+def _sidecar(place: Path, operators: tuple[Operator, ...]) -> Path:
+    which = sha256(json.dumps(operators).encode()).hexdigest()[:10]
+    return place.with_name(f"{place.name}.profkit-{which}.json")
 
 
 def _decode(content: dict[str, object]) -> Known:
-    if content["version"] != _VERSION:
+    if content["version"] != KNOWN_CODE:
         raise ValueError(content["version"])
     return Known(
         tuple(map(_record, content["records"])),  # type: ignore[call-overload]

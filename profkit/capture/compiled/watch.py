@@ -17,7 +17,7 @@ from hashlib import sha256
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import profiler
@@ -96,8 +96,8 @@ class CompiledCode:
         plain = codecache.PyCodeCache.load_by_key_path.__func__
 
         @functools.wraps(plain)
-        def watched(cls: Any, key: str, path: str, linemap: Any = None, attrs: Any = None) -> Any:
-            module = plain(cls, key, path, linemap, attrs)
+        def watched(cls: Any, key: str, path: str, linemap: Any = None, attrs: Any = None, **more: Any) -> Any:
+            module = plain(cls, key, path, linemap, attrs, **more)
             if attrs is not None and hasattr(module, "call"):  # the code of a graph, not that of one kernel
                 try:
                     self._loaded(module, Path(path), linemap or ())
@@ -105,25 +105,24 @@ class CompiledCode:
                     self._failed(error)
             return module
 
-        codecache.PyCodeCache.load_by_key_path = classmethod(watched)
+        codecache.PyCodeCache.load_by_key_path = classmethod(cast(Any, watched))
 
     def _loaded(self, module: ModuleType, path: Path, linemap: Sequence[tuple[int, str | None]]) -> None:
         traced = self._traced.current()
         operators = () if traced is None else traced.operators
-        taken = self._generation.take()
+        taken, text = self._generation.take(), path.read_text()
         if taken is not None:
             known: Known | None = Known(*taken, operators)
-            self._sidecars.keep(path, Known(*taken, operators))
+            self._sidecars.keep(path, text, Known(*taken, operators))
         else:
-            known = self._sidecars.find(path, operators)
-        text = path.read_text()
+            known = self._sidecars.find(path, text, operators)
         file = read_launches(text)
         self._graphs += 1
         self._unknown += known is None and bool(file.sites)
         self._in_cpp += "CppWrapperCodeCache" in text
         matched = match(file.sites, () if known is None else known.records)
         graph = _describe(path, traced, known, matched, linemap)
-        graph = self._with_memory(graph, path, traced, matched)
+        graph = self._with_memory(graph, text, traced, matched)
         if self._records is not None and graph.id not in self._written:
             self._written.add(graph.id)
             append_records(self._records, [graph])
@@ -142,13 +141,13 @@ class CompiledCode:
     def _with_memory(
         self,
         graph: CompiledGraph,
-        path: Path,
+        text: str,
         traced: TracedGraph | None,
         matched: list[tuple[LaunchSite, Record | None]],
     ) -> CompiledGraph:
         """Return the graph with the memory that its code holds; without, where that fails, its launches are kept."""
         try:
-            code = read_generated_code(path.read_text())
+            code = read_generated_code(text)
             owners = {
                 name: BufferOwner(_name(one, traced), one.line or None)
                 for _, record in matched
