@@ -20,6 +20,7 @@ from profkit.joining import read_ranks
 from profkit.reading import open_capture
 from profkit.report.page.page import render_report
 from profkit.run.directory import KINETO_TRACE, name_of_rank
+from profkit.run.light_record import LightRecord
 from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
@@ -82,6 +83,82 @@ def test_a_delay_is_named_from_traces_of_torch_profiler_whose_clocks_differ(tmp_
 def test_a_delay_is_named_from_light_records_alone(place: str) -> None:
     records = light_records(simulate(4, delays=[Delay(2, place, 8 * MS)]))
     _assert_found(compare_records(records), 2, place, 8 * MS, with_module=False)
+
+
+def _untimed(records: list[LightRecord], *, is_at_end: bool, launch_wait_ns: int = 0) -> list[LightRecord]:
+    """Return the records as NCCL leaves them if nobody asks it for times; rank 2's GPU waits for its host so long.
+
+    ``is_at_end``: the collectives are all-reduces at the end of a backward pass, else all-gathers within a phase.
+    """
+    found = []
+    for record in records:
+        steps = []
+        for step in record.steps:
+            calls = step.collectives
+            lengths = [end - start for start, end in zip(calls.start_ns, calls.end_ns, strict=True)]  # type: ignore[operator]
+            nothing: list[int | None] = [None] * len(calls)
+            calls = replace(
+                calls,
+                kind=calls.kind if is_at_end else ["all_gather"] * len(calls),
+                start_ns=nothing,
+                end_ns=nothing,
+                exposed_ns=lengths if is_at_end else nothing,
+            )
+            # A pass ends on the GPU when what it waits for has ended.
+            on_gpu = tuple(
+                (name, start, end + sum(lengths) * (is_at_end and name == "backward"))
+                for name, start, end in step.gpu_phases
+            )
+            waited_ns = 20_000 + (launch_wait_ns if record.rank == 2 else 0)
+            steps.append(replace(step, collectives=calls, gpu_phases=on_gpu, launch_wait_ns=waited_ns))
+        found.append(replace(record, steps=tuple(steps)))
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_delay_is_named_by_what_gpus_waited_for_at_the_end_of_backward_passes(place: str) -> None:
+    records = light_records(simulate(4, delays=[Delay(2, place, 8 * MS)]))
+    result = compare_records(_untimed(records, is_at_end=True))
+    _assert_found(result, 2, place, 8 * MS, with_module=False)
+    assert [row.bus_bandwidth for row in result.groups] == [None]
+    calm = compare_records(_untimed(light_records(simulate(4)), is_at_end=True)).verdict
+    assert (calm.culprit, calm.doubt) == (None, None)
+
+
+def test_a_host_that_keeps_its_gpu_waiting_between_phases_is_named_where_nobody_timed_collectives(
+    tmp_path: Path,
+) -> None:
+    records = light_records(simulate(4, delays=[Delay(2, "data", 8 * MS)]))
+    records = _untimed(records, is_at_end=False, launch_wait_ns=8 * MS)
+    found = compare_records(records).verdict.culprit
+    assert found is not None
+    assert (found.rank, found.cause, found.phase, found.share) == (2, "data", "data", None)
+    assert found.late_ns == 8 * MS
+    done = CliRunner().invoke(cli, ["ranks", str(write_light_run(tmp_path / "run", records))])
+    assert "Rank 2 is late: its GPU has nothing to do for 8.000 ms a step longer than the" in " ".join(
+        done.stdout.split()
+    )
+
+
+def test_it_is_not_said_that_nobody_is_late_where_ranks_may_have_waited_untimed(tmp_path: Path) -> None:
+    records = _untimed(light_records(simulate(4, delays=[Delay(2, "forward", 8 * MS)])), is_at_end=False)
+    verdict = compare_records(records).verdict
+    assert (verdict.culprit, verdict.doubt) == (None, "untimed")
+    done = CliRunner().invoke(cli, ["ranks", str(write_light_run(tmp_path / "run", records))])
+    assert "Whether a rank is late is not known" in " ".join(done.stdout.split())
+
+
+def test_when_hosts_called_nccl_says_nothing_about_who_waited() -> None:
+    """Hosts run ahead of their GPUs, each as far as it likes; gloo's keep their hosts."""
+    records = _untimed(light_records(simulate(2)), is_at_end=False)
+    early = replace(records[0], clock_base_ns=records[0].clock_base_ns - 50 * MS)
+    assert compare_records([early, records[1]]).waiting_ns == 0
+    gloo = [
+        replace(one, clock_base_ns=0, groups=tuple(replace(group, backend="gloo") for group in one.groups))
+        for one in records
+    ]
+    late = replace(gloo[1], clock_base_ns=50 * MS)
+    assert compare_records([gloo[0], late]).waiting_ns == pytest.approx(25 * MS, rel=0.01)
 
 
 def test_nobody_is_named_where_nobody_is_late(tmp_path: Path) -> None:

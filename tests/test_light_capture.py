@@ -440,6 +440,8 @@ def test_what_a_backward_pass_waited_for_at_its_end_is_noted_with_its_last_colle
     assert [step.gpu_phases for step in steps] == [(("forward", 1_100, 2_500), ("backward", 2_500, 9_000))] * 2
     assert [step.collectives.exposed_ns for step in steps] == [[None, 400, None]] * 2
     assert [step.collectives.end_ns for step in steps] == [[None] * 3] * 2
+    # The GPU had left the first step's backward pass for 2,100 ns when the second's forward pass began.
+    assert [step.launch_wait_ns for step in steps] == [0, 2_100]
     assert [(step.peak_bytes, step.reserved_bytes) for step in steps] == [(2000, 3000)] * 2
     # Of each step all events but the one that the next step's times count from, and the one that this step's did.
     assert sorted(event.passed_ns for event in gpu) == [0, 1_100, 2_500, 2_500, 8_600, 9_000] + [

@@ -62,6 +62,9 @@ _SHARE = 200
 _PATIENCE_S, _POLL_S = 0.5, 0.02
 """How long the end of the process may wait for torch's watchdog to see the last collectives."""
 
+_CAUGHT_UP_NS = 200_000
+"""A GPU that passes a mark this soon after the host made it had nothing left to do: it waited for the host."""
+
 _LOOK_EVERY_NS = 1_000_000_000
 """The allocator and NVML are asked about once a second: together they take some 20 µs."""
 
@@ -73,12 +76,14 @@ class _Step:
     Few objects are kept for long: many would have Python look for garbage among all that the program holds.
     """
 
+    number: int
     name: str
     start_ns: int
     end_ns: int = 0
     spans: list[Span] = field(default_factory=list)
     phases: tuple[tuple[str, int, int], ...] = ()
     gpu_phases: tuple[tuple[str, int, int], ...] = ()
+    launch_wait_ns: int | None = None
     waits: tuple[tuple[int, int, int], ...] = ()
     """Of each backward pass on the GPU: when the host began and ended it, and how long the GPU waited at its end."""
     peak_bytes: int | None = None
@@ -119,6 +124,8 @@ class LightRecorder:
         self._lines = StepLines()
         self._zero_ns = 0
         self._epoch_ns = 0
+        self._left: tuple[int, int] = -2, 0
+        """The number of the last step whose events were read, and when the GPU left its last phase."""
         self._gpu_zero: tuple[Any, int] | None = None
         """An event, and the host's time at which the GPU passed it."""
         self._looked_ns = -_LOOK_EVERY_NS
@@ -179,7 +186,7 @@ class LightRecorder:
         if torch.cuda.is_initialized() and self._gpu_zero is None and not is_capturing:
             torch.cuda.synchronize()
             self._gpu_zero = mark_on_gpu(), perf_counter_ns()
-        self._step = _Step(step_range(number - self._first), perf_counter_ns())
+        self._step = _Step(number, step_range(number - self._first), perf_counter_ns())
 
     def _end_step(self, spans: list[Span]) -> None:
         step, self._step = self._step, None
@@ -325,6 +332,7 @@ class LightRecorder:
             phases=step.phases,
             gpu_phases=step.gpu_phases,
             data_ns=sum(end - start for phase, start, end in step.phases if phase == DATA),
+            launch_wait_ns=step.launch_wait_ns,
             peak_bytes=step.peak_bytes,
             reserved_bytes=step.reserved_bytes,
             sm_mhz=step.sm_mhz,
@@ -352,6 +360,7 @@ class LightRecorder:
             (span.phase, lag_ns + times[id(span.first.event)], lag_ns + times[id(span.last.event)])
             for span in step.spans
         )
+        step.launch_wait_ns = self._launch_wait(step)
         step.waits = tuple(
             (
                 span.first.host_ns - step.start_ns,
@@ -362,6 +371,21 @@ class LightRecorder:
             if span.computed is not None and span.computed.event is not None
         )
         give_back([before, *(event for event in events.values() if event is not zero)])
+
+    def _launch_wait(self, step: _Step) -> int:
+        """Return how long the GPU had at most nothing to do before phases that the host began late.
+
+        If it passes a phase's first mark as soon as the host made it, it did no more since the phase before than what
+        the host launched between them.
+        """
+        before, left_ns = self._left
+        is_known, waited_ns = before == step.number - 1, 0
+        for span, (_, begin, end) in zip(step.spans, step.gpu_phases, strict=True):
+            if is_known and step.start_ns + begin - span.first.host_ns < _CAUGHT_UP_NS:
+                waited_ns += max(step.start_ns + begin - left_ns, 0)
+            is_known, left_ns = True, step.start_ns + end
+        self._left = step.number, left_ns
+        return waited_ns
 
     def _columns(self, found: list[Collective], step: _Step) -> Collectives:
         """Return the collectives with times from the step's start.

@@ -42,6 +42,10 @@ _DOUBTS: dict[Doubt, str] = {
     "unexplained": "but what it does more than the median rank explains less than half of that",
     "launches": "it launches later, which a profiler alone may do; without a profiler that often goes away",
 }
+_UNTIMED = (
+    "Whether a rank is late is not known: no GPU had nothing to do for long between phases, and how long ranks wait in "
+    "collectives within a phase is known only with TORCH_NCCL_ENABLE_TIMING=1, or where all ranks are recorded in full"
+)
 _PARTS = ("kernels", "copy", "data", "launch", "python")
 
 
@@ -100,6 +104,8 @@ def describe_ranks(result: RanksResult) -> list[str]:
         return lines + _accuse(verdict.culprit, result)
     if verdict.most_rank is None:
         return [*lines, "Who is late is unknown: no two ranks recorded the same collectives in a step"]
+    if verdict.doubt == "untimed":
+        return [*lines, _UNTIMED]
     share = verdict.most_ns / verdict.step_ns if verdict.step_ns else 0.0
     cost = f"{format_ns(verdict.most_ns)} a step ({format_share(share)} of it)"
     why = (
@@ -146,12 +152,18 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     before = "" if culprit.phase.startswith("before ") else "in "
     place = f", {before}{culprit.phase}" if culprit.phase and culprit.cause != "data" else ""
     place += f" ({culprit.module})" if culprit.module else ""
+    late = format_ns(culprit.late_ns)
+    arrives = (
+        f"its GPU has nothing to do for {late} a step longer than the others', which wait for it in collectives"
+        if culprit.share is None
+        else f"it arrives last in {format_share(culprit.share)} of the collectives{' ' * bool(where)}{where} in which "
+        f"anybody waits, by {late} a step"
+    )
     without = max(result.verdict.step_ns - culprit.gain_ns, 0)
     hidden = culprit.extra_ns - culprit.idle_ns
     shown = f" ({format_ns(culprit.idle_ns)} of it while its GPU was idle)" if hidden > culprit.extra_ns // 50 else ""
     return [
-        f"Rank {culprit.rank} is late: it arrives last in {format_share(culprit.share)} of the collectives"
-        f"{' ' * bool(where)}{where} in which anybody waits, by {format_ns(culprit.late_ns)} a step",
+        f"Rank {culprit.rank} is late: {arrives}",
         f"Its extra time: {format_ns(culprit.extra_ns)} a step more than rank {culprit.compared_with} (the median rank)"
         f" {_CAUSES[culprit.cause]}{place}{shown}",
         f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"

@@ -24,7 +24,9 @@ stands in a step whose ``name`` is null.
 
 ``node`` numbers the machine (no host name is kept), ``device`` is the GPU's number there. ``phases`` are when the host
 was in each phase, waits for a batch (``data``) among them; ``gpu_phases`` are the same by CUDA events, on the GPU.
-``data_ns`` is how long the host waited for data, ``launch_wait_ns`` how long the GPU was idle while the host launched.
+``data_ns`` is how long the host waited for data, ``launch_wait_ns`` how long the GPU was idle while the host launched;
+without a profiler, how long it had at most nothing to do between phases, because the host came late (a GPU that idles
+within a phase is not seen, and ``kernel_ns`` is left out).
 
 What the collectives of several steps have in common stands once, in a line ``calls`` before the first of these steps. A
 step may also hold these columns itself; in version 1 all do.

@@ -28,7 +28,11 @@ from profkit.analysis.collectives.accounts import (
     step_times,
     waited_by_step,
 )
-from profkit.analysis.collectives.light_accounts import account_before_waits
+from profkit.analysis.collectives.light_accounts import (
+    account_before_waits,
+    has_untimed_waits,
+    lateness_of_launches,
+)
 from profkit.analysis.collectives.matching import LATE_NS, Matched
 from profkit.names import kind_of
 from profkit.run.light_record import Cause, LightRecord, StepRecord
@@ -60,7 +64,8 @@ class Culprit:
     Times are per step. ``late_ns`` is how much later than the median rank it arrives, ``extra_ns`` how much longer than
     it the cause took, on the host if that is more: nothing hid ``idle_ns`` of it. ``gain_ns`` is how much faster steps
     would be if it were like the median rank (an estimate).
-    ``share`` is the part of the collectives with a late rank in which it came last.
+    ``share`` is the part of the collectives with a late rank in which it came last; None where nobody timed them, and
+    it is late by how long its GPU had nothing to do.
     """
 
     rank: int
@@ -71,12 +76,12 @@ class Culprit:
     extra_ns: int
     idle_ns: int
     gain_ns: int
-    share: float
+    share: float | None
     group: Matched
     compared_with: int
 
 
-Doubt = Literal["varies", "unexplained", "launches"]
+Doubt = Literal["varies", "unexplained", "launches", "untimed"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,10 @@ class Verdict:
     least_share: float = LEAST_SHARE
     """The share of a step from which on a rank is called late."""
     doubt: Doubt | None = None
-    """Why a rank that costs much is not called late: its arrivals vary much, nothing explains it, or launches do."""
+    """Why a rank that costs much is not called late: its arrivals vary much, nothing explains it, or launches do.
+
+    ``untimed``: ranks may have waited where nobody timed it.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +129,11 @@ def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], ma
     if len(every) < 2 or not matched:
         return Verdict(None)
     lateness = lateness_by_step([record for record, _ in every], matched)
+    if len(exact) < len(every) and has_untimed_waits(records, matched):
+        launches = lateness_of_launches([record for record, _ in every])
+        lateness = {rank: np.maximum(waits, launches[rank]).tolist() for rank, waits in lateness.items()}
+        verdict = _judge(every, matched, _cost_by_waits(every, matched, lateness), lateness)
+        return verdict if verdict.culprit is not None else replace(verdict, doubt="untimed")
     latest = _latest(lateness)
     if len(exact) > 1 and (len(exact) == len(every) or any(record.rank == latest for record, _ in exact)):
         return _judge(exact, matched, _cost_by_accounts(exact, matched), lateness)
@@ -285,7 +298,7 @@ def _is_held_down(accounts: Sequence[Account], late: int) -> bool:
     return mine is not None and bool(others) and mine <= float(np.median(others)) * (1 - _CLOCK_LOSS)
 
 
-def _arrivals(matched: Sequence[Matched], rank: int) -> tuple[Matched, float]:
+def _arrivals(matched: Sequence[Matched], rank: int) -> tuple[Matched, float | None]:
     """Return the group whose ranks waited longest for this one, and in what share of those that waited it was last."""
     waited, last, late = -1, 0, 0
     group = matched[0]
@@ -297,4 +310,4 @@ def _arrivals(matched: Sequence[Matched], rank: int) -> tuple[Matched, float]:
         total = int(one.wait_ns[:, mine].sum())
         if total > waited:
             waited, group = total, one
-    return group, last / late if late else 0.0
+    return group, last / late if late else None

@@ -17,10 +17,15 @@ from profkit.analysis.collectives.accounts import Account, Parts, clock_of, long
 from profkit.analysis.collectives.matching import Matched
 from profkit.analysis.collectives.own_time import BEFORE
 from profkit.analysis.intervals import unite
+from profkit.names import BACKWARD
 from profkit.run.light_record import LightRecord
 from profkit.trace.columns import Ints
 
 _Spans = tuple[list[int], list[int], list[str]]
+
+
+_AT_THE_END = ("all_reduce", "reduce_scatter")
+"""What is launched in a backward pass and waited for at its end: reductions of gradients."""
 
 
 def account_before_waits(record: LightRecord, matched: Sequence[Matched]) -> Account:
@@ -51,6 +56,47 @@ def _host_spans(record: LightRecord) -> _Spans:
         spans.append((max(start, reach), max(end, reach), name))
         reach = max(reach, end)
     return [start for start, _, _ in spans], [end for _, end, _ in spans], [name for _, _, name in spans]
+
+
+def has_untimed_waits(records: Sequence[LightRecord], matched: Sequence[Matched]) -> bool:
+    """Return whether ranks may have waited where nobody timed it.
+
+    Of what is reduced in a backward pass the wait at the pass's end is known; not so of other collectives.
+    """
+    by_rank = {record.rank: record for record in records}
+    for one in matched:
+        record = by_rank.get(one.ranks[0])
+        if record is None or not one.is_untimed.any():
+            continue
+        spans = [
+            (record.clock_base_ns + step.start_ns + start, record.clock_base_ns + step.start_ns + end)
+            for step in record.steps
+            for name, start, end in step.phases
+            if name == BACKWARD
+        ]
+        starts, ends = (np.array([span[side] for span in spans], dtype=np.int64) for side in (0, 1))
+        called = one.called_ns[0]
+        at = np.searchsorted(starts, called, side="right") - 1
+        in_backward = (at >= 0) & (called < ends[at]) if len(ends) else np.zeros(len(called), dtype=np.bool_)
+        is_reduced = np.array([kind in _AT_THE_END for kind in one.kind], dtype=np.bool_)
+        if (one.is_untimed & ~(in_backward & is_reduced)).any():
+            return True
+    return False
+
+
+def lateness_of_launches(records: Sequence[LightRecord]) -> dict[int, list[float]]:
+    """Return for each rank and each of its measured steps how much longer than the others' its GPU had nothing to do.
+
+    All ranks take the same time for a step: while one has nothing to do the others wait for it, or do more.
+    """
+    waits = {one.rank: [float(step.launch_wait_ns or 0) for step in named_steps(one)] for one in records}
+    count = min(map(len, waits.values()), default=0)
+    found = {}
+    for rank, mine in waits.items():
+        others = np.array([times[:count] for other, times in waits.items() if other != rank])
+        usual = np.median(others, axis=0) if len(others) else np.zeros(count)
+        found[rank] = np.maximum(np.array(mine[:count]) - usual, 0.0).tolist() + [0.0] * (len(mine) - count)
+    return found
 
 
 class _Waits:

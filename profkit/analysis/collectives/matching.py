@@ -57,7 +57,8 @@ class Calls:
 class Matched:
     """The collectives of one group that all of its ranks recorded, as (ranks, collectives); -1 is unknown.
 
-    ``step`` is the position of each rank's step in its record; ``wait_ns`` is 0 for kinds in which nobody need wait.
+    ``step`` is the position of each rank's step in its record; ``wait_ns`` is 0 for kinds in which nobody need wait,
+    and where the wait is unknown: ``is_untimed``.
     """
 
     group: Group
@@ -73,6 +74,7 @@ class Matched:
     wait_ns: Ints
     wire_ns: Ints
     called_ns: Ints
+    is_untimed: Bools
     only_called: Bools
     """Of which collectives the call alone is known: they end when the last rank has called."""
     last: Ints
@@ -170,7 +172,8 @@ def _match(by_rank: dict[int, Calls]) -> Matched:
     # What a GPU waited for at the end of its backward pass ends on all ranks at once too.
     at_end = (duration == _UNKNOWN).any(axis=0) & (exposed != _UNKNOWN).all(axis=0)
     length = np.where(at_end, exposed, duration)
-    waits = np.array([one in WAITS_FOR_ALL for one in kind], dtype=np.bool_) & (length >= 0).all(axis=0)
+    may_wait = np.array([one in WAITS_FOR_ALL for one in kind], dtype=np.bool_)
+    waits = may_wait & (length >= 0).all(axis=0)
     least = length.min(axis=0)
     wait = np.where(waits, length - least, 0)
     return Matched(
@@ -187,6 +190,7 @@ def _match(by_rank: dict[int, Calls]) -> Matched:
         wait_ns=wait,
         wire_ns=np.where(waits & ~no_end & ~at_end, least, _UNKNOWN),
         called_ns=called,
+        is_untimed=may_wait & ~waits,
         only_called=waits & no_end,
         last=np.where(wait.max(axis=0) >= LATE_NS, length.argmin(axis=0), _UNKNOWN),
         # Whoever came last waited for nobody: the others are the rest in order of their waits.
