@@ -14,16 +14,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from profkit.analysis.collectives.comparison import RanksResult, compare_records
+from profkit.analysis.collectives.comparison import PeakDifference, RanksResult, compare_records
 from profkit.analysis.collectives.reduce import reduce_ranks
 from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, UsageError
-from profkit.reading import open_trace
+from profkit.reading import open_snapshot, open_trace
 from profkit.run.directory import MANIFEST, Run
 from profkit.run.light_record import LightRecord, read_light_record
 from profkit.run.links import GpuLink, MeasuredLinks
 
 _LIGHT_PER_TASK = 64
 """One light record takes some milliseconds: a worker gets this many at a time."""
+
+_WORTH_READING = 0.01
+"""Two snapshots take seconds to read: a smaller difference between peaks is not explained."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str |
     if unknown:
         raise CaptureError(unknown[0])
     measured, links = _read_links(path)
-    return compare_records(records, {rank: reason for rank, reason in lost if rank is not None}, measured, links)
+    result = compare_records(records, {rank: reason for rank, reason in lost if rank is not None}, measured, links)
+    return result if result.peaks is None else replace(result, peaks=_explain_peaks(path, result.peaks))
 
 
 def find_sources(path: Path) -> list[RankSource]:
@@ -98,6 +102,24 @@ def find_sources(path: Path) -> list[RankSource]:
 def _runs_in(path: Path) -> list[Run]:
     inner = sorted(one.parent for one in path.glob(f"*/{MANIFEST}"))
     return [Run(one) for one in ([path] if (path / MANIFEST).exists() else []) + inner]
+
+
+def _explain_peaks(path: Path, peaks: PeakDifference) -> PeakDifference:
+    """Return the difference with its categories, where both ranks left a snapshot that can be read."""
+    if peaks.peak_bytes - peaks.median_bytes < _WORTH_READING * peaks.median_bytes or not path.is_dir():
+        return peaks
+    held = []
+    for rank in (peaks.rank, peaks.median_rank):
+        run = next((run for run in _runs_in(path) if rank in run.snapshots), None)
+        if run is None:
+            return peaks
+        try:
+            composition = open_snapshot(run.path, rank=rank).memory().composition
+        except ProfkitError:  # `profkit memory --rank N` says why
+            return peaks
+        held.append({row.category: row.bytes for row in composition.by_category})
+    differences = {name: held[0].get(name, 0) - held[1].get(name, 0) for name in dict.fromkeys([*held[0], *held[1]])}
+    return replace(peaks, by_category={name: count for name, count in differences.items() if count})
 
 
 def _read_links(path: Path) -> tuple[MeasuredLinks | None, tuple[GpuLink, ...]]:

@@ -84,6 +84,53 @@ def test_light_records_alone_name_the_same_rank_and_phase(recorded: Path, tmp_pa
     assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
 
 
+MESHES = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+shards = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+whole = mesh["dp", "tp"]._flatten("dp_tp")
+experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+model = fully_shard(nn.Linear(8, 8), mesh=shards)
+plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+mlp = parallelize_module(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), mesh["tp"], plan)
+optimizer = torch.optim.SGD([*model.parameters(), *mlp.parameters()], lr=0.01)
+for _ in range(6):
+    output = mlp(model(torch.randn(4, 8)))
+    dist.all_to_all_single(torch.empty(4, 8), output.detach(), group=experts["ep"].get_group())
+    output.square().sum().backward()
+    dist.all_reduce(torch.ones(3), group=whole.get_group())
+    dist.all_reduce(torch.ones(5), group=mesh.get_group("dp"))
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_groups_are_named_by_the_dimensions_of_sliced_and_flattened_meshes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(MESHES)
+    recording = ("run", "--kineto", "--warmup", "2", "--steps", "2", "--nproc-per-node", str(RANKS), "-o", "run")
+    command = [sys.executable, "-m", "profkit", *recording, "--", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {(row.group, row.kind): row for row in read_ranks(tmp_path / "run").groups}
+    sizes = {key: row.rank_count for key, row in rows.items()}
+    assert sizes["shard", "all_gather"] == sizes["tp", "all_reduce"] == sizes["ep", "all_to_all"] == 2
+    assert sizes["replicate", "all_reduce"] == sizes["dp", "all_reduce"] == 2
+    assert sizes["dp_tp", "all_reduce"] == 4
+    assert rows["dp", "all_reduce"].byte_count == rows["dp", "all_reduce"].count * 5 * 4
+    assert {row.group for row in rows.values()} == {"shard", "replicate", "tp", "ep", "dp", "dp_tp"}
+
+
 def test_a_cluster_prints_the_same_bytes_as_one_process(tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     lines = simulate(3, 3, [Delay(2, "forward", 9 * MS)])

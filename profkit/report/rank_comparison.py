@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from profkit.analysis.collectives.comparison import RanksResult, RankSummary, outliers_first
+from profkit.analysis.collectives.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
 from profkit.analysis.collectives.culprit import Culprit, Doubt
+from profkit.analysis.collectives.pipeline import Pipeline
 from profkit.findings import Finding
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import (
@@ -23,6 +24,7 @@ from profkit.report.units import (
     format_ns,
     format_share,
 )
+from profkit.run.light_record import P2P
 from profkit.run.links import describe_links
 
 _PLAIN = Unit(str)
@@ -55,7 +57,7 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
     parts: list[Table | Lines] = [
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
-        Lines(_describe_links(result, run)),
+        Lines([*_describe_links(result, run), *(line for one in result.pipelines for line in _describe_pipeline(one))]),
         wait_table(result),
         ranks,
         Lines(_notes(result)),
@@ -88,6 +90,17 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
             "links": [asdict(link) for link in result.links],
             "measured": None if result.measured is None else asdict(result.measured),
         },
+        "pipelines": [
+            {
+                "group": {"name": one.group.name, "dimension": one.group.dimension, "ranks": list(one.ranks)},
+                "between_ns": list(one.between_ns),
+                "own_ns": list(one.own_ns),
+                "longest_rank": one.ranks[one.longest],
+                "bubble_ns": one.bubble_ns,
+            }
+            for one in result.pipelines
+        ],
+        "peaks": None if result.peaks is None else asdict(result.peaks),
         "clocks": None if result.clocks is None else asdict(result.clocks),
         "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
     }
@@ -177,6 +190,8 @@ def _describe_links(result: RanksResult, run: str) -> list[str]:
     if not known:
         return []
     linked = f" ({describe_links(result.links)})" if result.links else ""
+    if result.measured is None and not result.links:
+        return []
     if result.measured is None:
         return [f"how fast the links are{linked} was not measured: `profkit ceilings -o {run}` on that machine"]
     best = result.measured.best
@@ -195,6 +210,39 @@ def _describe_links(result: RanksResult, run: str) -> list[str]:
     if any(row.measured_ns is None for row in known):
         lines.append("no share: a kind that was not measured, or a group with ranks on several machines")
     return lines
+
+
+def _describe_pipeline(one: Pipeline) -> list[str]:
+    """Return what the stages spend in send and recv: the bubble, and waiting for the stage that works longest."""
+    name, rank = one.group.dimension or f"of ranks {', '.join(map(str, one.ranks))}", one.ranks[one.longest]
+    share = f" ({format_share(one.bubble_ns / one.step_ns)})" if one.step_ns else ""
+    between = f"{format_ns(min(one.between_ns))} to {format_ns(max(one.between_ns))}"
+    return [
+        f"pipeline {name}: ranks spend {between} a step in send and recv that nothing hides; rank {rank} (stage"
+        f" {one.longest}) works longest, {format_ns(max(one.own_ns))}, so others wait for it, up to"
+        f" {format_ns(one.uneven_ns)}",
+        f"bubble of pipeline {name}: {format_ns(one.bubble_ns)} a step{share}, what even rank {rank} spends there: the"
+        " pipeline fills and drains, and data are sent; more micro-batches shorten it",
+    ]
+
+
+def _describe_peaks(peaks: PeakDifference, pipelines: Sequence[Pipeline]) -> str:
+    """Return who needs most memory, how much more than the median rank, and what for."""
+    more = peaks.peak_bytes - peaks.median_bytes
+    stage = next((f" (stage {one.ranks.index(peaks.rank)})" for one in pipelines if peaks.rank in one.ranks), "")
+    share = f" ({format_share(more / peaks.median_bytes)})" if peaks.median_bytes else ""
+    line = (
+        f"peak memory is highest on rank {peaks.rank}{stage}: {format_bytes(peaks.peak_bytes)},"
+        f" {format_bytes(more)}{share}"
+        f" more than on rank {peaks.median_rank}, the median"
+    )
+    if not peaks.by_category:
+        return line
+    parts = sorted(peaks.by_category.items(), key=lambda item: (-abs(item[1]), item[0]))
+    signed = ", ".join(f"{name} {'+' if count > 0 else '−'}{format_bytes(abs(count))}" for name, count in parts)
+    recorded = sum(peaks.by_category.values())
+    of = "" if recorded == more else f" of the peaks in the snapshots, which differ by {format_bytes(recorded)}"
+    return f"{line}{of}: {signed}"
 
 
 def _group_table(result: RanksResult) -> Table:
@@ -297,8 +345,9 @@ def _notes(result: RanksResult) -> Sequence[str]:
             f" {result.clocks.count:,} collectives agree to {format_ns(result.clocks.residual_ns)} (median); no figure"
             " above depends on it"
         )
-    peaks = [one.peak_bytes for one in result.ranks if one.peak_bytes is not None]
-    if len(peaks) > 1 and max(peaks) > min(peaks):
-        lines.append(f"peak memory differs by {format_bytes(max(peaks) - min(peaks))} between ranks")
+    if any(row.kind in P2P for row in result.groups) and not result.pipelines:
+        lines.append("between which ranks data are sent and received is not known here, so no pipeline is judged")
+    if result.peaks is not None:
+        lines.append(_describe_peaks(result.peaks, result.pipelines))
     lines.append("--rank N of kernels, efficiency and memory shows one rank")
     return lines

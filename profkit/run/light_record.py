@@ -71,6 +71,9 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 WAITS_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """The kinds of collectives in which every rank waits for every other."""
 
+P2P = ("send", "recv")
+"""The kinds that go from one rank to another."""
+
 _NUMBERS = {"start_ns", "end_ns", "data_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz"}
 
 _PATTERNS = {

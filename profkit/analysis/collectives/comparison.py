@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from profkit.analysis.collectives.bandwidth import GroupRow, sum_groups
 from profkit.analysis.collectives.culprit import Verdict, find_culprit
 from profkit.analysis.collectives.light_accounts import account_before_waits
 from profkit.analysis.collectives.matching import ClockFit, fit_clocks, match_collectives, sum_waits
+from profkit.analysis.collectives.pipeline import Pipeline, find_pipelines
 from profkit.errors import TraceError
 from profkit.files import collector_off
 from profkit.run.light_record import Cause, LightRecord
@@ -46,6 +47,21 @@ class RankSummary:
     throttle: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class PeakDifference:
+    """How much more memory the rank with the highest peak allocates than the median rank (of two, the other one).
+
+    ``by_category`` is the difference of what both held at their recorded peaks, so that it sums up to the difference of
+    those; empty where a snapshot of one of them is missing.
+    """
+
+    rank: int
+    peak_bytes: int
+    median_rank: int
+    median_bytes: int
+    by_category: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class RanksResult:
     """What the ranks of a run show together; times of ``ranks`` are per step, those of ``groups`` are sums.
@@ -65,6 +81,9 @@ class RanksResult:
     """What was measured of the links."""
     links: tuple[GpuLink, ...] = ()
     """What the links between the GPUs of the first machine are."""
+    pipelines: tuple[Pipeline, ...] = ()
+    peaks: PeakDifference | None = None
+    """None where all ranks need the same memory, or peaks are unknown."""
 
     @property
     def step_ns(self) -> int:
@@ -106,6 +125,7 @@ def compare_records(
     if world_size > MOST_RANKS:
         raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
     everyone = tuple(range(world_size))
+    said = found
     found = [
         replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
         for record in found
@@ -115,21 +135,33 @@ def compare_records(
     accounts = [exact_account(record) or account_before_waits(record, matched) for record in found]
     waits = sum_waits(matched, len(found), index)
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
+    ranks = tuple(
+        _summarize(record, account, int(waited))
+        for record, account, waited in zip(found, accounts, waits.sum(axis=1), strict=True)
+    )
     return RanksResult(
         world_size=world_size,
-        ranks=tuple(
-            _summarize(record, account, int(waited))
-            for record, account, waited in zip(found, accounts, waits.sum(axis=1), strict=True)
-        ),
+        ranks=ranks,
         groups=tuple(sum_groups(matched, world_size, measured, {record.rank: record.node for record in found})),
         waits_ns=waits,
         verdict=find_culprit(found, accounts, matched),
         clocks=fit_clocks(matched),
         lost=missing | dict(lost or {}),
         step_count=max((len(named_steps(record)) for record in found), default=0),
+        peaks=compare_peaks(ranks),
+        pipelines=tuple(find_pipelines(said, accounts)),
         measured=measured,
         links=measured.links if measured is not None and measured.links else links,
     )
+
+
+def compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
+    """Return by how much the rank with the highest peak exceeds the median rank; None if by nothing."""
+    known = sorted((one.peak_bytes, -one.rank) for one in ranks if one.peak_bytes is not None)
+    if not known or known[0][0] == known[-1][0]:
+        return None
+    (median_bytes, median_rank), (peak_bytes, rank) = known[(len(known) - 1) // 2], known[-1]
+    return PeakDifference(-rank, peak_bytes, -median_rank, median_bytes)
 
 
 def outliers_first(result: RanksResult) -> Sequence[RankSummary]:

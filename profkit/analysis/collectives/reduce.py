@@ -17,7 +17,7 @@ from profkit.analysis.nesting import NO_RANGE
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.steps import measured_ranges
 from profkit.names import DATA, PHASES, STEP
-from profkit.run.light_record import CAUSES, Cause, Collectives, Group, LightRecord, StepRecord, plain_kind
+from profkit.run.light_record import CAUSES, P2P, Cause, Collectives, Group, LightRecord, StepRecord, plain_kind
 from profkit.trace.columns import CollectiveCall, Ints, distinct_values, empty_ints
 
 
@@ -225,14 +225,17 @@ def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
     """Return the record with what the rank wrote itself: memory, clocks, waits, the groups and sizes of collectives.
 
     Groups and sizes are taken over where the trace has none, and both have the same kinds of collectives in every step.
+    A group that both know is named by its dimension in a device mesh, which only the rank itself may know. Sends and
+    receives of which the trace says no group belong to the only group in which the rank sent or received anything.
     """
     written = {step.name: step for step in light.steps if step.name is not None}
     shared = [step.name for step in record.steps if step.name in written and len(step.collectives)]
     mine = {step.name: step.collectives for step in record.steps}
     fits = all(mine[name].kind == written[name].collectives.kind for name in shared)
     is_named = any(count is not None for name in shared for count in mine[name].bytes)
-    first = len(record.groups)
-    groups = tuple(replace(group, number=group.number + first) for group in light.groups)
+    groups, number_of = _join_groups(record, light)
+    sending = {number_of[one] for step in light.steps for one in _sending(step)}
+    unnamed = {group.number for group in record.groups if not group.ranks}
     steps = []
     for step in record.steps:
         theirs = None if step.name is None else written.get(step.name)
@@ -245,6 +248,31 @@ def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
             calls = replace(calls, exposed_ns=theirs.collectives.exposed_ns)
         if fits and not is_named:
             taken = {name: getattr(theirs.collectives, name) for name in ("sequence", "dtype", "bytes")}
-            calls = replace(calls, **taken, group=[number + first for number in theirs.collectives.group])
+            calls = replace(calls, **taken, group=[number_of[number] for number in theirs.collectives.group])
+        elif len(sending) == 1:
+            (only,) = sending
+            pairs = zip(calls.group, calls.kind, strict=True)
+            calls = replace(calls, group=[only if kind in P2P and one in unnamed else one for one, kind in pairs])
         steps.append(replace(step, **known, collectives=calls))
-    return replace(record, node=light.node, groups=(*record.groups, *groups), steps=tuple(steps))
+    return replace(record, node=light.node, groups=groups, steps=tuple(steps))
+
+
+def _join_groups(record: LightRecord, light: LightRecord) -> tuple[tuple[Group, ...], dict[int, int]]:
+    """Return the groups of both, each once and with its dimension; and number in the light record → number there."""
+    dimension = {(group.name, group.ranks): group.dimension for group in light.groups}
+    groups = [
+        replace(group, dimension=group.dimension or dimension.get((group.name, group.ranks))) for group in record.groups
+    ]
+    known = {(group.name, group.ranks): group.number for group in groups if group.ranks}
+    number_of = {}
+    for group in light.groups:
+        number_of[group.number] = known.get((group.name, group.ranks), len(groups))
+        if number_of[group.number] == len(groups):
+            groups.append(replace(group, number=len(groups)))
+    return tuple(groups), number_of
+
+
+def _sending(step: StepRecord) -> set[int]:
+    """Return the groups in which anything was sent or received."""
+    calls = step.collectives
+    return {group for group, kind in zip(calls.group, calls.kind, strict=True) if kind in P2P}
