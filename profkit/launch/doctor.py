@@ -315,7 +315,7 @@ def _check_room(check: str, directory: Path, cure: str) -> Check:
 
 
 def check_cache(machine: Machine) -> Check:
-    """Say how much profkit keeps in the user's cache: exports of reports that were read."""
+    """Say how much profkit keeps in the user's cache: exports of reports that were read, and compiled code."""
     directory = machine.cache_directory or user_cache()
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     cure = f"rm -r {directory} frees it" if size > _LITTLE_BYTES else None
