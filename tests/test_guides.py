@@ -47,6 +47,7 @@ def test_every_option_that_a_guide_names_exists(topic: str) -> None:
     context = click.Context(cli)
     known = {"--lr"}  # of somebody's script
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-id", "--rdzv-endpoint"}  # of torchrun
+    known |= {"--type", "--include-blobs"}  # of nsys export
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         assert command is not None

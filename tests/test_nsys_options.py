@@ -12,6 +12,7 @@ from profkit.launch.nsys import (
     Abilities,
     Nsys,
     NsysOptions,
+    build_export_argv,
     build_nsys_argv,
     check_abilities,
     parse_abilities,
@@ -157,3 +158,31 @@ def test_an_api_that_this_nsys_does_not_know_is_refused() -> None:
     old = Abilities(frozenset({"--trace"}), frozenset())
     with pytest.raises(UsageError, match=r"--cuda-graph-trace graph: nsys 2021\.1 does not support it"):
         check_abilities(NsysOptions(cuda_graph_trace="graph"), old, "2021.1")
+
+
+EXPORT_HELP = """usage: nsys export [<args>] [nsys-rep-file]
+
+\t-f, --force-overwrite=
+
+\t   Possible values are 'true' or 'false'.
+
+\t--include-blobs [true|false]
+
+\t   Optional values are 'true' or 'false'. If no value is given,
+"""
+"""As nsys 2025.3.1 writes it."""
+
+
+def test_payloads_are_exported_where_the_version_can() -> None:
+    options = parse_abilities(EXPORT_HELP).options
+    assert options == {"--force-overwrite", "--include-blobs"}
+    argv = build_export_argv(Path("nsys"), Path("a.nsys-rep"), Path("a.sqlite"), options)
+    assert argv[1:] == [
+        "export",
+        "--type=sqlite",
+        "--quiet=true",
+        "--include-blobs=true",
+        "--output=a.sqlite",
+        "a.nsys-rep",
+    ]
+    assert "--include-blobs=true" not in build_export_argv(Path("nsys"), Path("a.nsys-rep"), Path("a.sqlite"))

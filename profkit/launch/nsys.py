@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -114,10 +114,10 @@ def _own_option(name: str) -> str | None:
     return next((own for own in _OWN if own == name or (len(name) > 3 and own.startswith(name))), None)
 
 
-def read_abilities(nsys: Path) -> Abilities:
+def read_abilities(nsys: Path, command: str = "profile") -> Abilities:
     """Return what ``nsys profile --help`` lists: each version supports different options and APIs."""
     try:
-        done = subprocess.run([nsys, "profile", "--help"], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run([nsys, command, "--help"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolError(f"{nsys}: nsys does not start: {error}") from None
     return parse_abilities(done.stdout)
@@ -125,7 +125,7 @@ def read_abilities(nsys: Path) -> Abilities:
 
 def parse_abilities(text: str) -> Abilities:
     """Return the options and values of ``--trace`` in the text of ``nsys profile --help``."""
-    options = re.findall(r"^\s*(?:\(\w+\)\s*)?(?:-\w, )?(--[a-z][\w-]+)(?==|\s*$)", text, re.MULTILINE)
+    options = re.findall(r"^\s*(?:\(\w+\)\s*)?(?:-\w, )?(--[a-z][\w-]+)(?==|\s*$|\s+\[)", text, re.MULTILINE)
     values = re.search(r"(?:-t, )?--trace=\s+Possible values are(.*?)\.\s*$", text, re.MULTILINE | re.DOTALL)
     return Abilities(frozenset(options), frozenset(re.findall(r"'([\w-]+)'", values[1] if values else "")))
 
@@ -229,9 +229,13 @@ def build_nsys_argv(
     return [str(nsys.path), "profile", *own, *options.extra, *target]
 
 
-def build_export_argv(nsys: Path, report: Path, export: Path) -> list[str]:
-    """Return the command that exports ``report`` to the SQLite file ``export``."""
-    return [str(nsys), "export", "--type=sqlite", "--quiet=true", f"--output={export}", str(report)]
+def build_export_argv(nsys: Path, report: Path, export: Path, options: Container[str] = ()) -> list[str]:
+    """Return the command that exports ``report`` to the SQLite file ``export``, with what NCCL says of its collectives.
+
+    ``options`` are those of ``nsys export`` that this version is known to have.
+    """
+    flags = ["--include-blobs=true"] if "--include-blobs" in options else []
+    return [str(nsys), "export", "--type=sqlite", "--quiet=true", *flags, f"--output={export}", str(report)]
 
 
 def parse_version(text: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import IO
 from profkit.errors import ToolError, TraceError
 from profkit.files import user_cache
 from profkit.launch.importer import import_raw
-from profkit.launch.nsys import Nsys, build_export_argv, find_nsys
+from profkit.launch.nsys import Nsys, build_export_argv, find_nsys, read_abilities
 from profkit.launch.processes import run_tool
 from profkit.run.directory import LOG, NSYS_EXPORT, NSYS_REPORT
 
@@ -62,7 +62,8 @@ def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
     said_from = log.tell()
     partial = export.with_name(f"partial-{os.getpid()}.{export.name}")
     try:
-        status = run_tool(build_export_argv(nsys.path, report, partial), os.environ, log)
+        options = read_abilities(nsys.path, "export").options
+        status = run_tool(build_export_argv(nsys.path, report, partial, options), os.environ, log)
         # nsys 2023.4.4 leaves an empty file on a full disk, and exits 0.
         if is_full(export.parent):
             raise ToolError(f"{export.parent}: the disk is full; free some space, then export {report} again")

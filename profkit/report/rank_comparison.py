@@ -187,11 +187,10 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
 def _describe_links(result: RanksResult, run: str) -> list[str]:
     """Return what bandwidths are held against, and which collectives no faster link would help."""
     known = [row for row in result.groups if row.bus_bandwidth is not None]
-    if not known:
+    on_gpus = bool(result.links) or any(one.device is not None for one in result.ranks)
+    if not known or (result.measured is None and not on_gpus):
         return []
     linked = f" ({describe_links(result.links)})" if result.links else ""
-    if result.measured is None and not result.links:
-        return []
     if result.measured is None:
         return [f"how fast the links are{linked} was not measured: `profkit ceilings -o {run}` on that machine"]
     best = result.measured.best
@@ -346,7 +345,9 @@ def _notes(result: RanksResult) -> Sequence[str]:
             " above depends on it"
         )
     if any(row.kind in P2P for row in result.groups) and not result.pipelines:
-        lines.append("between which ranks data are sent and received is not known here, so no pipeline is judged")
+        lines.append(
+            "no pipeline is judged: that needs a full trace of each stage, and the group in which data are sent"
+        )
     if result.peaks is not None:
         lines.append(_describe_peaks(result.peaks, result.pipelines))
     lines.append("--rank N of kernels, efficiency and memory shows one rank")

@@ -8,7 +8,7 @@ from its ENUM_* tables.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from profkit.trace.columns import (
     number_in_graph,
     rows_by_value,
 )
+from profkit.trace.nsys_collectives import read_collectives
 from profkit.trace.nsys_ranges import NO_TIME, POSITIVE, Names, has_invisible_ranges, read_ranges
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
@@ -112,6 +113,8 @@ class _Reader:
         self._note_shared_ids(launches)
         names = self._intern(work.name, calls["name"])
         ranges = read_ranges(self.file, self.tables, names, _end_of_capture(work, calls))
+        collective, collectives = read_collectives(self.file, self.tables, work, names)
+        work = replace(work, collective=collective)
         processes = {*rows_by_value(work.process), *rows_by_value(process), *rows_by_value(ranges.process)}
         return Trace(
             path=str(self.file.path),
@@ -139,6 +142,7 @@ class _Reader:
             diagnostics=self._diagnostics(processes),
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
+            collectives=collectives,
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
         )
 

@@ -18,6 +18,7 @@ from profkit.files import collector_off
 from profkit.run.light_record import Cause, LightRecord
 from profkit.run.links import GpuLink, MeasuredLinks
 from profkit.trace.columns import Ints
+from profkit.trace.nsys_collectives import COMMUNICATOR
 
 MOST_RANKS = 2**17
 """No job has as many ranks."""
@@ -124,12 +125,7 @@ def compare_records(
     world_size = max([len(found), *(max(record.world_size, record.rank + 1) for record in found)], default=0)
     if world_size > MOST_RANKS:
         raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
-    everyone = tuple(range(world_size))
-    said = found
-    found = [
-        replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
-        for record in found
-    ]
+    said, found = found, _fill_groups(found, world_size)
     index = {record.rank: at for at, record in enumerate(found)}
     matched = match_collectives(found)
     accounts = [exact_account(record) or account_before_waits(record, matched) for record in found]
@@ -153,6 +149,24 @@ def compare_records(
         measured=measured,
         links=measured.links if measured is not None and measured.links else links,
     )
+
+
+def _fill_groups(records: Sequence[LightRecord], world_size: int) -> list[LightRecord]:
+    """Return the records with all groups' ranks: of a communicator those that used it, else, if unknown, all."""
+    users: dict[str, tuple[int, ...]] = {}
+    for record in records:
+        for name in {group.name for group in record.groups if group.name.startswith(COMMUNICATOR)}:
+            users[name] = (*users.get(name, ()), record.rank)
+    everyone = tuple(range(world_size))
+    return [
+        replace(
+            record,
+            groups=tuple(
+                replace(group, ranks=group.ranks or users.get(group.name, everyone)) for group in record.groups
+            ),
+        )
+        for record in records
+    ]
 
 
 def compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:

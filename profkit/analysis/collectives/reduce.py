@@ -224,7 +224,8 @@ def _describe_step(attribution: Attribution, own: OwnTime, begin: int, end: int)
 def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
     """Return the record with what the rank wrote itself: memory, clocks, waits, the groups and sizes of collectives.
 
-    Groups and sizes are taken over where the trace has none, and both have the same kinds of collectives in every step.
+    Groups and sizes are taken over where the trace does not know the ranks of a group, and both have the same kinds of
+    collectives in every step.
     A group that both know is named by its dimension in a device mesh, which only the rank itself may know. Sends and
     receives of which the trace says no group belong to the only group in which the rank sent or received anything.
     """
@@ -232,7 +233,8 @@ def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
     shared = [step.name for step in record.steps if step.name in written and len(step.collectives)]
     mine = {step.name: step.collectives for step in record.steps}
     fits = all(mine[name].kind == written[name].collectives.kind for name in shared)
-    is_named = any(count is not None for name in shared for count in mine[name].bytes)
+    has_ranks = {group.number for group in record.groups if group.ranks}
+    is_named = any(number in has_ranks for name in shared for number in mine[name].group)
     groups, number_of = _join_groups(record, light)
     sending = {number_of[one] for step in light.steps for one in _sending(step)}
     unnamed = {group.number for group in record.groups if not group.ranks}

@@ -1,0 +1,175 @@
+"""What NCCL says of its collectives in NVTX payloads: communicator, size and peers, where an nsys export holds them.
+
+NCCL opens an NVTX range around each call, with a binary payload that the export's NVTX_PAYLOAD_SCHEMA_ENTRIES describe.
+nsys writes payloads with ``nsys export --include-blobs=true`` (seen in 2025.3.1; NCCL 2.28): four 64-bit numbers
+(domain, schema, size, offset of the data), then the data. NCCL gives no type, and of some collectives each rank's part.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.run.light_record import plain_kind
+from profkit.trace.columns import NO_LAUNCH, CollectiveCall, Ints, Work
+from profkit.trace.nsys_ranges import POSITIVE, TABLE, Names
+from profkit.trace.sqlite import SqliteFile
+
+ENTRIES = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
+COMMUNICATOR = "communicator "
+"""What the name of a group begins with that is known by NCCL's number of the communicator alone."""
+
+_COLUMNS = {"start", "globalTid", "textId", "domainId", "binaryData"}
+_ID, _SIZE, _RANKS = "NCCL communicator ID", "Message size [bytes]", "No. of ranks"
+_WANTED = (_ID, _SIZE, _RANKS)
+_HEADER = struct.Struct("<QQQQ")
+# nvtx3/nvToolsExtPayload.h: NVTX_PAYLOAD_ENTRY_TYPE_INT, _UINT64, _SIZE.
+_FORMATS = {5: "<i", 18: "<Q", 22: "<Q"}
+_MOST = 1 << 62
+_MOST_RANKS = 1 << 17
+
+_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+"""The kinds of which NCCL says the part of one rank; their size, as nccl-tests counts it, is that of all parts."""
+
+_KERNEL = "nccl"
+_TYPE = re.compile(r"_(?:Sum|Prod|Min|Max|MinMax|PreMulSum|SumPostDiv)_([a-z]+\d\w*?)_")
+_TYPES = {
+    **{"f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16"},
+    **{"i8": "int8", "u8": "uint8", "i32": "int32", "u32": "uint32", "i64": "int64", "u64": "uint64"},
+    **{"f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"},
+}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of NCCL: when and on which thread it began, its name, and the numbers of its payload."""
+
+    start_ns: int
+    thread: int
+    name: str
+    numbers: Mapping[str, int]
+
+
+def read_collectives(
+    file: SqliteFile, tables: Mapping[str, frozenset[str]], work: Work, names: Names
+) -> tuple[Ints | None, tuple[CollectiveCall, ...]]:
+    """Return for each piece of work the index of its collective or -1, and the collectives; None without payloads.
+
+    A kernel of NCCL belongs to the calls that began on its launching thread since the last such kernel was launched
+    there. Several calls that became one kernel count as one if they are alike; where several became several kernels,
+    which is which is unknown.
+    """
+    if ENTRIES not in tables or not tables.get(TABLE, frozenset()) >= _COLUMNS:
+        return None, ()
+    calls = list(_read_calls(file, names))
+    if not calls:
+        return None, ()
+    part_of = _count_ranks(calls)
+    index = np.full(len(work.name), -1, dtype=np.int64)
+    found: list[CollectiveCall] = []
+    for some, rows in _blocks([call for call in calls if _SIZE in call.numbers], work, names):
+        said = _describe(some, len(rows), part_of)
+        if said is None:
+            continue
+        for row in rows:
+            dtype = _TYPE.search(names.strings[int(work.name[row])])
+            index[row] = len(found)
+            found.append(said if dtype is None else _with_type(said, dtype[1]))
+    return (index, tuple(found)) if found else (None, ())
+
+
+def _read_calls(file: SqliteFile, names: Names) -> Iterator[_Call]:
+    """Yield NCCL's calls that have a payload, in order of time."""
+    schemas: dict[tuple[int, int], dict[str, tuple[str, int]]] = {}
+    for domain, schema, kind, name, offset in file.rows(
+        f"SELECT domainId, schemaId, type, name, offset FROM {ENTRIES}"
+    ):
+        if name in _WANTED and kind in _FORMATS and isinstance(offset or 0, int):
+            schemas.setdefault((domain, schema), {})[name] = _FORMATS[kind], offset or 0
+    if not schemas:
+        return
+    rows = file.rows(
+        f"SELECT start, globalTid, textId, binaryData FROM {TABLE} WHERE typeof(binaryData) = 'blob' AND"
+        " typeof(start) = 'integer' AND typeof(globalTid) = 'integer' AND typeof(textId) = 'integer' ORDER BY start"
+    )
+    known = names.values(list({text for _, _, text, _ in rows}))
+    for start, thread, text, payload in rows:
+        numbers = _decode(payload, schemas)
+        if _ID in numbers:
+            yield _Call(start, thread & POSITIVE, known.get(text, ""), numbers)
+
+
+def _decode(payload: bytes, schemas: Mapping[tuple[int, int], Mapping[str, tuple[str, int]]]) -> dict[str, int]:
+    """Return the wanted numbers of a payload; none if it is of another schema or cut short."""
+    if len(payload) < _HEADER.size:
+        return {}
+    domain, schema, size, begin = _HEADER.unpack_from(payload)
+    data = payload[begin : begin + size]
+    found = {}
+    for name, (form, offset) in schemas.get((domain, schema), {}).items():
+        if 0 <= offset <= len(data) - struct.calcsize(form):
+            found[name] = int(struct.unpack_from(form, data, offset)[0])
+    return found
+
+
+def _count_ranks(calls: Sequence[_Call]) -> dict[int, int]:
+    """Return communicator → its number of ranks, where that is known.
+
+    NCCL says it when a communicator is made. Of one that was split off, it is the number of processes that use it, if
+    this report holds all ranks of another communicator, and so of the job.
+    """
+    processes: dict[int, set[int]] = {}
+    for call in calls:
+        processes.setdefault(call.numbers[_ID], set()).add(call.thread >> 24)
+    said = {call.numbers[_ID]: call.numbers[_RANKS] for call in calls if 0 < call.numbers.get(_RANKS, 0) < _MOST_RANKS}
+    is_whole = any(len(processes[number]) == ranks for number, ranks in said.items())
+    return {number: len(found) for number, found in processes.items() if is_whole} | said
+
+
+def _blocks(calls: Sequence[_Call], work: Work, names: Names) -> Iterator[tuple[list[_Call], list[int]]]:
+    """Yield calls in a row on one thread and the kernels that were launched there before the next call."""
+    is_nccl = np.array([name.startswith(_KERNEL) for name in names.strings], dtype=np.bool_)
+    rows = np.flatnonzero(is_nccl[work.name] & (work.launch_thread != NO_LAUNCH) & ~work.is_graph)
+    events: dict[int, list[tuple[int, bool, int]]] = {}
+    for at, call in enumerate(calls):
+        events.setdefault(call.thread, []).append((call.start_ns, False, at))
+    for row, launch_ns, thread in zip(
+        rows.tolist(), work.launch_ns[rows].tolist(), work.launch_thread[rows].tolist(), strict=True
+    ):
+        if thread in events:
+            events[thread].append((launch_ns, True, row))
+    for of_thread in events.values():
+        some: list[_Call] = []
+        launched: list[int] = []
+        for _, is_kernel, at in sorted(of_thread):
+            if is_kernel:
+                launched.append(at)
+                continue
+            if launched:
+                yield some, launched
+                some, launched = [], []
+            some.append(calls[at])
+        if launched:
+            yield some, launched
+
+
+def _describe(calls: Sequence[_Call], kernels: int, ranks_of: Mapping[int, int]) -> CollectiveCall | None:
+    """Return what one kernel, or each of several, that these calls became is; None if they tell nothing of it."""
+    kinds = {plain_kind(call.name) for call in calls}
+    communicators = {call.numbers[_ID] for call in calls}
+    if None in kinds or len(communicators) != 1 or (kinds != {"send", "recv"} and len(kinds) != 1):
+        return None
+    (communicator,), kind = communicators, "send" if len(kinds) > 1 else str(next(iter(kinds)))
+    group = f"{COMMUNICATOR}{communicator:016x}"
+    sizes = [call.numbers[_SIZE] for call in calls if plain_kind(call.name) == kind]
+    ranks = ranks_of.get(communicator) if kind in _PARTS else 1
+    total = sum(sizes) * ranks if ranks is not None and kernels == 1 else _MOST
+    return CollectiveCall(kind, group, byte_count=total if total < _MOST else None)
+
+
+def _with_type(call: CollectiveCall, name: str) -> CollectiveCall:
+    return CollectiveCall(call.kind, call.group, dtype=_TYPES.get(name), byte_count=call.byte_count)
