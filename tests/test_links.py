@@ -83,8 +83,10 @@ def test_a_collective_is_held_against_the_measured_one_of_its_size(tmp_path: Pat
     assert row.measured_share == pytest.approx(row.count * WIRE_NS / 2 / row.wire_ns)
     assert row.limited_by == "bandwidth"
     said = _said(run)
-    assert "of measured: bus bandwidth against that of the same size between 2 processes" in said
-    assert f"all_reduce reaches {BYTES / WIRE_NS * 2:.1f} GB/s there" in said
+    assert "of measured: 100 % is the bus bandwidth of a collective of the same size with nothing else running" in said
+    assert (
+        f"the highest that `profkit ceilings` measured: all_reduce of 95.37 MiB, {BYTES / WIRE_NS * 2:.1f} GB/s" in said
+    )
     assert "latency" not in said
 
 
@@ -117,10 +119,8 @@ def test_without_a_measurement_the_command_that_makes_one_is_named_with_the_link
     (run / "manifest.json").write_text(json.dumps({"status": "complete", "gpus": {"links": [link]}}))
     assert read_ranks(run).links == (NVLINK,)
     said = _said(run)
-    assert (
-        f"how fast the links are (18 × NVLink 4 (478 GB/s each way)) was not measured: `profkit ceilings -o {run}`"
-        in said
-    )
+    links = "how fast the links between the GPUs are (18 × NVLink 4 (478 GB/s each way)) was not measured"
+    assert f"{links}: `profkit ceilings -o {run}` there" in said
     assert "of measured" not in said
 
 

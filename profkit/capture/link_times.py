@@ -29,6 +29,8 @@ _CPU_KINDS = ("all_reduce", "all_gather")
 _LEAST_BYTES, _MOST_BYTES, _MOST_CPU_BYTES = 2**10, 2**30, 2**22
 _GROWTH = 4
 _UNMEASURED, _MEASURED = 3, 20
+_ROUNDS = 3
+"""The round with the lowest median counts: what else a machine does may disturb all collectives of a round."""
 _LARGE_S = 0.02
 """Of collectives that take longer fewer are measured."""
 _FEW = 5
@@ -96,7 +98,7 @@ def _measure(rank: int, ranks: int, device_type: str, store: str, result: str) -
 
 
 def _sweep(buffers: _Buffers, kind: str, room: int, device: torch.device) -> list[tuple[int, int]]:
-    """Return (bytes, ns) of each size: the median of this kind's times on the rank where it is longest."""
+    """Return (bytes, ns) of each size: the best round's median of this kind, on the rank where it is longest."""
     ranks = distributed.get_world_size()
     found: list[tuple[int, int]] = []
     size, before_s = _LEAST_BYTES, 0.0
@@ -107,8 +109,12 @@ def _sweep(buffers: _Buffers, kind: str, room: int, device: torch.device) -> lis
         times = _FEW if before_s > _LARGE_S else _MEASURED
         for _ in range(_UNMEASURED):
             run()
-        measured = _times_on_gpu(run, largest, times) if device.type == "cuda" else _times_on_cpu(run, times)
-        slowest = torch.tensor(median(measured), dtype=torch.float64, device=device)
+        rounds = 1 if before_s > _LARGE_S else _ROUNDS
+        measured = [
+            median(_times_on_gpu(run, largest, times) if device.type == "cuda" else _times_on_cpu(run, times))
+            for _ in range(rounds)
+        ]
+        slowest = torch.tensor(min(measured), dtype=torch.float64, device=device)
         distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
         before_s = slowest.item()
         found.append((count * _ELEMENT_BYTES, max(round(before_s * 1e9), 1)))

@@ -83,7 +83,10 @@ def _links_table(links: MeasuredLinks) -> Table:
 
 
 def _links_notes(links: MeasuredLinks) -> list[str]:
-    lines = [f"bandwidths as nccl-tests counts them; each time is the median on the slowest rank ({links.backend})"]
+    lines = [
+        f"bandwidths as nccl-tests counts them, over {links.backend}",
+        "each time is the best round's median, of the slowest rank",
+    ]
     return [f"the GPUs are linked by {describe_links(links.links)}", *lines] if links.links else lines
 
 

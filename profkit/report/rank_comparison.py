@@ -19,10 +19,12 @@ from profkit.report.units import (
     SHARE,
     TEXT,
     Unit,
+    count_over,
     format_bytes,
     format_count,
     format_ns,
     format_share,
+    ns_over,
 )
 from profkit.run.light_record import P2P
 from profkit.run.links import describe_links
@@ -190,14 +192,15 @@ def _describe_links(result: RanksResult, run: str) -> list[str]:
     on_gpus = bool(result.links) or any(one.device is not None for one in result.ranks)
     if not known or (result.measured is None and not on_gpus):
         return []
-    linked = f" ({describe_links(result.links)})" if result.links else ""
+    linked = describe_links(result.links)
     if result.measured is None:
-        return [f"how fast the links are{linked} was not measured: `profkit ceilings -o {run}` on that machine"]
+        kind = f" ({linked})" if linked else ""
+        return [f"how fast the links between the GPUs are{kind} was not measured: `profkit ceilings -o {run}` there"]
     best = result.measured.best
-    rate = result.measured.bus_bandwidth(best) / 1e9
+    highest = f"all_reduce of {format_bytes(best.bytes)}, {result.measured.bus_bandwidth(best) / 1e9:.1f} GB/s"
     lines = [
-        f"of measured: bus bandwidth against that of the same size between {result.measured.ranks} processes that do"
-        f" nothing else{linked}; all_reduce reaches {rate:.1f} GB/s there, with {format_bytes(best.bytes)}"
+        "of measured: 100 % is the bus bandwidth of a collective of the same size with nothing else running",
+        f"{f'the links are {linked}; ' if linked else ''}the highest that `profkit ceilings` measured: {highest}",
     ]
     for row in known:
         if row.limited_by == "latency" and row.byte_count is not None:
@@ -246,19 +249,20 @@ def _describe_peaks(peaks: PeakDifference, pipelines: Sequence[Pipeline]) -> str
 
 def _group_table(result: RanksResult) -> Table:
     is_compared = any(row.measured_share is not None for row in result.groups)
+    steps = result.step_count or None
     columns = (
         Column("group", "group", TEXT),
         Column("kind", "collective", TEXT),
         Column("dtype", "dtype", TEXT, wide=True),
-        Column("count", "times", COUNT),
+        Column("count", "times", count_over(steps)),
         Column("each_bytes", "size", BYTES),
         Column("each_wire_ns", "at the wire", NS),
         Column("algorithm_bandwidth", "alg GB/s", GIGABYTES, wide=is_compared),
         Column("bus_bandwidth", "bus GB/s", GIGABYTES),
         *([Column("measured_share", "of measured", SHARE)] if is_compared else []),
-        Column("hidden_ns", "hidden", NS, wide=True),
-        Column("exposed_ns", "not hidden", NS, wide=True),
-        Column("waiting_ns", "waiting", NS),
+        Column("hidden_ns", "hidden", ns_over(steps), wide=True),
+        Column("exposed_ns", "not hidden", ns_over(steps), wide=True),
+        Column("waiting_ns", "waiting", ns_over(steps)),
     )
     rows = [
         {
@@ -268,7 +272,7 @@ def _group_table(result: RanksResult) -> Table:
         }
         for row in result.groups
     ]
-    return Table(columns, rows, title="Collectives")
+    return Table(columns, rows, title="Collectives, per step" if steps else "Collectives")
 
 
 def _rank_table(result: RanksResult, top: int | None) -> Table:

@@ -78,11 +78,12 @@ def describe_links(links: Iterable[GpuLink]) -> str:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """The median time of a collective on the slowest rank; ``bytes`` is the size as nccl-tests counts it."""
+    """The time of a collective on the slowest rank (see `time_ns`); ``bytes`` is the size as nccl-tests counts it."""
 
     kind: str
     bytes: int
     time_ns: int
+    """The median of a round of collectives; of several rounds, the shortest median."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.bytes <= 0 or self.time_ns <= 0:
