@@ -15,11 +15,12 @@ from profkit.cli import cli
 from profkit.errors import RunError
 from profkit.joining import read_ranks
 from profkit.report.ceilings import build_ceilings_document
-from profkit.report.document import render
+from profkit.report.document import Lines, render
+from profkit.report.rank_comparison import build_ranks_document
 from profkit.run.ceilings import read_ceilings
 from profkit.run.light_record import LightRecord
 from profkit.run.links import CollectiveTime, GpuLink, MeasuredLinks, bus_factor, describe_links
-from tests.rank_builder import BYTES, WIRE_NS, light_records, simulate, write_light_run
+from tests.rank_builder import BYTES, WIRE_NS, light_records, simulate, write_light_run, write_nsys
 from tests.test_ceilings import CEILINGS
 
 NVLINK = GpuLink((0, 1), "nvlink", 18, 4, 478_116_000_000)
@@ -122,6 +123,20 @@ def test_without_a_measurement_the_command_that_makes_one_is_named_with_the_link
     links = "how fast the links between the GPUs are (18 × NVLink 4 (478 GB/s each way)) was not measured"
     assert f"{links}: `profkit ceilings -o {run}` there" in said
     assert "of measured" not in said
+
+
+def test_nobody_is_told_to_write_a_measurement_over_a_trace(tmp_path: Path) -> None:
+    trace = write_nsys(tmp_path / "a.sqlite", simulate(2, 3))
+    result = replace(read_ranks(trace), links=(NVLINK,))
+    (row,) = result.groups
+    result = replace(result, groups=(replace(row, bus_bandwidth=1e9),))
+    lines = [
+        line
+        for part in build_ranks_document(result, str(trace)).parts
+        if isinstance(part, Lines)
+        for line in part.lines
+    ]
+    assert "not measured: `profkit ceilings` shows it" in " ".join(lines)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from profkit.analysis.collectives.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
@@ -195,7 +196,8 @@ def _describe_links(result: RanksResult, run: str) -> list[str]:
     linked = describe_links(result.links)
     if result.measured is None:
         kind = f" ({linked})" if linked else ""
-        return [f"how fast the links between the GPUs are{kind} was not measured: `profkit ceilings -o {run}` there"]
+        keep = f" -o {run}` there" if Path(run).is_dir() else "` shows it"
+        return [f"how fast the links between the GPUs are{kind} was not measured: `profkit ceilings{keep}"]
     best = result.measured.best
     highest = f"all_reduce of {format_bytes(best.bytes)}, {result.measured.bus_bandwidth(best) / 1e9:.1f} GB/s"
     lines = [
