@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +11,14 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from profkit.capture import outside_nodes  # noqa: E402
-from profkit.capture.backward_nodes import is_marked, mark_node, new_carrier  # noqa: E402
+from profkit.capture.backward_nodes import Carrier, is_marked, mark_node, mark_nodes  # noqa: E402
 from profkit.capture.outside_nodes import OutsideNodes  # noqa: E402
 
-MARK = partial(mark_node, hook=lambda _: None, carrier=new_carrier())
+CARRIER = Carrier()
+
+
+def _mark(node: Any, _call: Any) -> None:
+    mark_node(node, lambda _: None, CARRIER)
 
 
 def _graph(tensor: Any) -> list[Any]:
@@ -40,7 +43,7 @@ def test_nodes_made_between_calls_are_marked_and_those_in_a_call_are_not() -> No
     outside, linear = OutsideNodes(), nn.Linear(4, 4)
     outputs = [_call(outside, linear, torch.randn(2, 4)) for _ in range(2)]
     loss = outputs[0].exp().mean() + outputs[1].mean() * 2
-    outside.backward_begins("key", (loss,), MARK)
+    outside.backward_begins("key", (loss,), _mark)
     inside = [node for output in outputs for node in _graph(output)]
     assert [is_marked(node) for node in inside] == [False] * len(inside)
     between = [node for node in _graph(loss) if node not in inside]
@@ -57,10 +60,10 @@ def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypa
     y = model(x).sum()
     first = _graph(y)
     monkeypatch.setattr(outside_nodes, "is_creating_graph", lambda: True)
-    outside.backward_begins("key", ((y,),), MARK)
+    outside.backward_begins("key", ((y,),), _mark)
     gradients = torch.autograd.grad(y, x, create_graph=True)
     outside.call_ended()  # so that the call's numbers hold those of the second derivative
-    outside.backward_ended("key", gradients, MARK)
+    outside.backward_ended("key", gradients, _mark)
     second = [node for node in _graph(gradients[0]) if node not in first]
     assert second
     assert all(map(is_marked, second))
@@ -71,6 +74,33 @@ def test_gradients_that_were_asked_for_without_a_graph_mark_nothing() -> None:
     outside = OutsideNodes()
     x = torch.randn(2, 4, requires_grad=True)
     y = _call(outside, nn.Linear(4, 4), x)
-    outside.backward_begins("key", (y.sum(),), MARK)
-    outside.backward_ended("key", torch.autograd.grad(y.sum(), x, retain_graph=True), MARK)
+    outside.backward_begins("key", (y.sum(),), _mark)
+    outside.backward_ended("key", torch.autograd.grad(y.sum(), x, retain_graph=True), _mark)
     assert not any(map(is_marked, _graph(y)))
+
+
+def test_what_a_module_computes_and_does_not_pass_on_is_marked_as_its_own() -> None:
+    outside, inner = OutsideNodes(), nn.Linear(4, 4)
+    model: Any = object()
+
+    def passes(call: Any, *values: Any) -> None:
+        mark_nodes(values, lambda _: None, CARRIER)
+        outside.passes(call, CARRIER)
+
+    x = torch.randn(2, 4, requires_grad=True)
+    outside.call_begins()
+    gate = x.exp().sin()
+    passes(model, x)
+    y = inner(x)
+    passes(None, y)
+    passed = y.cos()
+    passes(model, passed)
+    z = inner(passed)
+    passes(None, z)
+    total = z + gate
+    passes(model, {"total": total})
+    outside.call_ended()
+    marked: dict[Any, Any] = {}
+    outside.backward_begins("key", (total.sum(),), lambda node, call: marked.update({node: call}))
+    found = {node.name(): call for node, call in marked.items() if call is not None}
+    assert found == {"ExpBackward0": model, "SinBackward0": model}

@@ -252,6 +252,46 @@ def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run
     assert [list(step) for step in manifest["attached"]["steps"]] == [["optimizer_ns", "step_ns"]]
 
 
+GATED = """
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
+        self.gate = torch.nn.Parameter(torch.ones(4, 5))
+
+    def forward(self, x):
+        x = self.first(x)
+        gate = (x @ self.gate).sigmoid()
+        return self.inner(x) * gate
+
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_a_module_computes_beside_its_part_is_not_the_parts_in_backward(place: Path, run: Start) -> None:
+    """The gate's backward runs after that of ``inner``, and before that of ``first``, whose output both read."""
+    (place / "gated.py").write_text(GATED)
+    assert run("--flops", "--warmup", "2", "--steps", "1", "--", sys.executable, "gated.py").returncode == 0
+    work = read_work(place / "run" / "work.json")
+    flops = {"/".join(one.path): one.flops for one in work.ranges if one.path[:1] == ("backward",)}
+    first, product = 2 * 3 * 4 * 4, 2 * 3 * 4 * 5
+    assert flops == {
+        "backward": first + 4 * product,
+        "backward/model": first + 4 * product,
+        "backward/model/inner": 2 * product,
+        "backward/model/first": first,
+    }
+
+
 ANNOTATED = """
 import torch
 from profkit import annotate

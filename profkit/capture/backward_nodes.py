@@ -23,7 +23,21 @@ NodeHook = Callable[[Any], None]
 """Is called with a gradient or nothing before a node runs: the call that made the node."""
 
 
-def mark_nodes(value: Any, hook: NodeHook, carrier: Tensor, nesting: int = _NESTING) -> None:
+class Carrier:
+    """What carries hooks to nodes: each thread needs one of its own.
+
+    ``newest`` is the highest sequence number of the nodes that were marked with it since somebody last set it to -1.
+    """
+
+    __slots__ = ("newest", "tensor")
+
+    def __init__(self) -> None:
+        self.newest = -1
+        with torch.inference_mode(False):
+            self.tensor = torch.empty(0, device="cpu")
+
+
+def mark_nodes(value: Any, hook: NodeHook, carrier: Carrier, nesting: int = _NESTING) -> None:
     """Call ``hook`` before the backward of each node that made a tensor in ``value``.
 
     ``value`` is a tensor, or holds some: a list, tuple, dict or dataclass. A node keeps the first hook that it is
@@ -31,7 +45,7 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Tensor, nesting: int = _NEST
     output before it is seen as the output of the module around it, or as the next one's input.
 
     Args:
-        carrier: this thread's, of `new_carrier`.
+        carrier: this thread's.
     """
     if isinstance(value, Tensor):
         node = value.grad_fn
@@ -50,26 +64,22 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Tensor, nesting: int = _NEST
             mark_nodes(getattr(value, field.name, None), hook, carrier, nesting - 1)
 
 
-def mark_node(node: Any, hook: NodeHook, carrier: Tensor) -> None:
+def mark_node(node: Any, hook: NodeHook, carrier: Carrier) -> None:
     """Mark one node, as `mark_nodes` does."""
     notes = node.metadata
     if _MARK not in notes:
         notes[_MARK] = True
         # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
         # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
-        carrier._backward_hooks = {0: hook}
-        node._register_hook_dict(carrier)
+        carrier.tensor._backward_hooks = {0: hook}
+        node._register_hook_dict(carrier.tensor)
+        number = node._sequence_nr()
+        carrier.newest = max(carrier.newest, number)
 
 
 def is_marked(node: Any) -> bool:
     """Return whether a node is marked."""
     return _MARK in node.metadata
-
-
-def new_carrier() -> Tensor:
-    """Return what carries hooks to nodes: each thread needs one of its own."""
-    with torch.inference_mode(False):
-        return torch.empty(0, device="cpu")
 
 
 running_graph: Callable[[], int] = torch._C._current_graph_task_id

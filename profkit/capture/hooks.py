@@ -221,11 +221,13 @@ class Hooks(RangeObserver):
         around = self._open.call
         if self._open.note_call(self) is not None and self.is_recording:
             mark_nodes(arguments, around or self._no_call, self._open.carrier)
+            self._outside.passes(around, self._open.carrier)
 
     @_harmless
     def returned(self, result: Any) -> None:
         if self.is_recording:
             mark_nodes(result, self._open.call or self._no_call, self._open.carrier)
+            self._outside.passes(self._open.call, self._open.carrier)
 
     def fail(self, error: Exception) -> None:
         self.has_failed = True
@@ -283,6 +285,7 @@ class Hooks(RangeObserver):
                 mark_nodes(value, hook, carrier)
             if kwargs:
                 mark_nodes(kwargs, hook, carrier)
+            self._outside.passes(around, carrier)
             opened.open_call(call)
             return call
         except Exception as error:
@@ -294,6 +297,7 @@ class Hooks(RangeObserver):
         try:
             if self.is_recording:
                 mark_nodes(output, call, opened.carrier)
+                self._outside.passes(call, opened.carrier)
             opened.close_call(call)
             if opened.root is None:
                 if opened.is_interrupted_by(module):
@@ -402,9 +406,10 @@ class Hooks(RangeObserver):
         if not is_within_another:
             self._make_boundary(self.steps.backward_ends())
 
-    def _mark_here(self) -> Callable[[Any], None]:
-        """Return what marks a node as made by the call that runs on this thread, or by none."""
-        return partial(mark_node, hook=self._open.call or self._no_call, carrier=self._open.carrier)
+    def _mark_here(self) -> Callable[[Any, Call | None], None]:
+        """Return what marks a node as made by a call; None: the one that runs on this thread, or none."""
+        here, carrier = self._open.call or self._no_call, self._open.carrier
+        return lambda node, call: mark_node(node, call or here, carrier)
 
     def enter_graph(self, opened: OpenRanges) -> None:
         opened.graph_task = running_graph()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import profiler
 
 from profkit.annotation import Range, RangeObserver, observers_but
-from profkit.capture.backward_nodes import new_carrier, running_graph
+from profkit.capture.backward_nodes import Carrier, running_graph
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
 
 
@@ -130,7 +130,7 @@ class OpenRanges:
         self._interrupted: dict[object, Call | None] = {}
         self.call: Call | None = None
         """The call whose forward runs on this thread now, or None."""
-        self.carrier = new_carrier()
+        self.carrier = Carrier()
         """What `mark_nodes` needs on this thread."""
         self.graph_task = -1
         self.root: Call | None = None

@@ -1,5 +1,5 @@
-"""Marks the graph's nodes that no module's forward made: their backward must not run in the range of whichever module
-was entered last.
+"""Marks nodes of the graph by who made them, where no module's inputs and outputs show it: their backward must not run
+in the range of whichever module was entered last.
 
 - What the script computes between calls of modules, down to the modules' outputs: a node's sequence number says whether
   it was made while an outermost call ran.
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from profkit.capture.backward_calls import is_creating_graph
-from profkit.capture.backward_nodes import is_marked
+from profkit.capture.backward_nodes import Carrier, is_marked
+from profkit.capture.open_ranges import Call
 
 _LEAF = "torch::autograd::AccumulateGrad"
 _CALLS = 1000
@@ -36,28 +37,46 @@ class OutsideNodes:
 
     def call_begins(self) -> None:
         """An outermost call of a module begins."""
-        self._calls.begin = _next_number()
+        self._calls.begin = self._calls.passed = next_number()
 
     def call_ended(self) -> None:
         """It has ended."""
-        self._calls.spans.append((self._calls.begin, _next_number()))
+        self._calls.spans.append((self._calls.begin, next_number()))
 
-    def backward_begins(self, key: object, tensors: Sequence[Any], mark: Callable[[Any], None]) -> None:
-        """A backward call begins; ``tensors`` holds what it differentiates, and ``mark`` marks a node."""
+    def passes(self, call: Call | None, carrier: Carrier) -> None:
+        """``call`` calls another module or ends; what it passes on is marked as its own by ``carrier``.
+
+        Of the nodes that it made itself since the last such moment, backward runs the last one first.
+        """
+        calls, end = self._calls, next_number()
+        if end != calls.passed:
+            if call is not None and carrier.newest != end - 1:
+                calls.own.append((calls.passed, end, call))
+            calls.passed = end
+        carrier.newest = -1
+
+    def backward_begins(self, key: object, tensors: Sequence[Any], mark: Callable[[Any, Call | None], None]) -> None:
+        """A backward call begins; ``tensors`` holds what it differentiates.
+
+        ``mark`` marks a node as made by a call, None for none.
+        """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         if self._calls.spans:
             for node in self._made_between_calls(_nodes_of(tensors[0])):
-                mark(node)
+                mark(node, None)
+        if self._calls.own:
+            for node, call in self._made_by_calls(_nodes_behind(tensors[0])):
+                mark(node, call)
         if is_creating_graph():
             self._before[key] = _nodes_behind(tensors[0])
 
-    def backward_ended(self, key: object, gradients: Any, mark: Callable[[Any], None]) -> None:
+    def backward_ended(self, key: object, gradients: Any, mark: Callable[[Any, Call | None], None]) -> None:
         """It has ended, and returned ``gradients``; ``mark`` is for the second derivative's work."""
         before = self._before.pop(key, None)
         if before is not None:
             for node in _nodes_behind(gradients, before):
-                mark(node)
+                mark(node, None)
 
     def _made_between_calls(self, nodes: Iterable[Any]) -> Iterator[Any]:
         """Yield ``nodes`` and those behind them, but none that a module's call made, nor what is behind that."""
@@ -74,18 +93,32 @@ class OutsideNodes:
                 waiting += [behind for behind, _ in node.next_functions]
                 yield node
 
+    def _made_by_calls(self, nodes: Iterable[Any]) -> Iterator[tuple[Any, Call]]:
+        """Yield of ``nodes`` those that calls made and passed on to nobody."""
+        own = list(self._calls.own)
+        ends = [end for _, end, _ in own]
+        for node in nodes:
+            number = node._sequence_nr()
+            at = bisect_right(ends, number)
+            if at < len(own) and own[at][0] <= number:
+                yield node, own[at][2]
+
 
 class _Calls(threading.local):
-    """The first sequence number of each outermost call of this thread, and the first after it, in order."""
+    """What this thread's calls made, by sequence numbers, in order.
+
+    ``spans`` are the first of each outermost call and the first after it. ``own`` are the first of what a call made
+    itself and passed on to nobody, the first after that, and the call. ``passed`` is where the last `passes` was.
+    """
 
     def __init__(self) -> None:
-        self.begin = 0
+        self.begin = self.passed = 0
         self.spans: deque[tuple[int, int]] = deque(maxlen=_CALLS)
+        self.own: deque[tuple[int, int, Call]] = deque(maxlen=_CALLS)
 
 
-def _next_number() -> int:
-    """Return the sequence number of the node that this thread makes next."""
-    return torch.autograd._get_sequence_nr()
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Returns the sequence number of the node that this thread makes next."""
 
 
 def _nodes_of(value: Any) -> list[Any]:
