@@ -125,6 +125,12 @@ def test_what_was_not_counted_of_compiled_code_is_said() -> None:
     torch._dynamo.utils.counters["stats"]["unique_graphs"] = 1
     with _Counted() as counted:
         pass
+    assert counted.content.missing == (), "its launches are known, and none ran"
+    known = dict(loaded)
+    loaded.clear()
+    with _Counted() as counted:
+        pass
+    loaded.update(known)
     assert counted.content.missing == ("compiled code",)
 
 

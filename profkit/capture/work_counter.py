@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
-from profkit.capture.compiled.watch import launch_at
+from profkit.capture.compiled.watch import launch_at, loaded
 from profkit.capture.compiled.work import CompiledInstances
 from profkit.capture.graph_work import GraphPart, GraphWork, replay_observers
 from profkit.capture.operator_work import Buffers, OperatorMode, OperatorWork, describe_call
@@ -76,7 +76,8 @@ class WorkCounter(OperatorMode, RangeObserver):
         self.__exit__(None, None, None)
         ignore_ranges(self)
         replay_observers.remove(self._replayed)
-        if _has_compiled() and not self._has_seen_launch:
+        # Where launches are known and none ran, no compiled code did.
+        if _has_compiled() and not loaded and not self._has_seen_launch:
             self._missing.add(_COMPILED)
         self._work = self._account.by_path(lambda key: not self._buffers[key].expired())  # type: ignore[index]
         self._buffers.clear()
