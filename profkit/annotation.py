@@ -253,12 +253,14 @@ def _is_compiling() -> bool:
 
 
 def _look_for_torch() -> bool:
-    """Return whether torch.profiler records on this thread; once torch is there, its own function takes over."""
+    """Return whether torch.profiler records; once torch is there, the same question without a search takes over."""
     global _is_profiling  # noqa: PLW0603  looking for a module costs more than all the rest of a range
-    torch = sys.modules.get("torch.autograd")
-    if torch is None or not hasattr(torch, "_profiler_enabled"):  # not there, or only half imported
+    torch, profiler = sys.modules.get("torch.autograd"), sys.modules.get("torch.autograd.profiler")
+    if profiler is None or not hasattr(torch, "_profiler_enabled"):  # not there, or only half imported
         return False
-    _is_profiling = torch._profiler_enabled
+    is_enabled_here = torch._profiler_enabled  # type: ignore[union-attr]
+    # The second knows this thread alone: other threads may be recorded too.
+    _is_profiling = lambda: bool(getattr(profiler, "_is_profiler_enabled", False)) or is_enabled_here()  # noqa: E731
     return _is_profiling()
 
 

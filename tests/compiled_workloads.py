@@ -79,6 +79,16 @@ def _optimizer(model: Model, compile_: Callable[..., Any]) -> Any:
     return called
 
 
+def _step(model: Model, compile_: Callable[..., Any]) -> Any:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    compiled = compile_(step)
+    return lambda x: compiled(x).requires_grad_()
+
+
 _graphs: list[int] = []
 
 
@@ -116,7 +126,7 @@ def main() -> None:
     if "hooked" in sys.argv:
         _install()
     found["first again"] = _train(first)
-    for way in (_whole, _function, _in_place, _blocks, _optimizer):
+    for way in (_whole, _function, _in_place, _blocks, _optimizer, _step):
         for breaks in (False, True):
             for has_hook in (False, True):
                 torch._dynamo.reset()

@@ -99,6 +99,29 @@ def _checkpointed() -> Any:
     return model, torch.compile(model)
 
 
+class GivenBlocks(Model):
+    """Has each of its blocks run by one compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = torch.compile(lambda block, x: block(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = self.run(block, x)
+        return self.head(x).sum()
+
+
+def _given() -> Any:
+    model = GivenBlocks()
+    return model, model
+
+
+def _nested() -> Any:
+    model, _ = _blocks()
+    return model, torch.compile(model)
+
+
 def _dynamic() -> Any:
     model = Model()
     return model, torch.compile(model, dynamic=True)
@@ -116,6 +139,8 @@ CASES = {
     "in place": _in_place,
     "blocks": _blocks,
     "function": _function,
+    "given": _given,
+    "nested": _nested,
     "breaks": _breaks,
     "checkpointed": _checkpointed,
     "dynamic": _dynamic,
@@ -150,7 +175,7 @@ def _run(case: str, record: Callable[[], Any]) -> dict[str, Any]:
     counters = torch._dynamo.utils.counters
     return {
         "losses": losses,
-        "dynamo": {name: dict(counters[name]) for name in ("stats", "graph_break", "recompiles")},
+        "dynamo": {name: dict(counters[name]) for name in ("frames", "stats", "graph_break", "recompiles")},
         "ranges": ranges,
     }
 

@@ -50,14 +50,14 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_another_damaged_one_is_ref
 @pytest.mark.parametrize(
     "place",
     [
-        LaunchPlace("3f9a", 12),
-        LaunchPlace("3f9a", 12, ("model",)),
-        LaunchPlace("3f9a", 12, ("model", "h.0", "h.0.mlp")),
-        LaunchPlace("3f9a", 12, ("model", "h.0"), ("h.0.ln_2", "h.0.mlp")),
-        LaunchPlace("3f9a", 12, (), ("h.0", "h.1")),
-        LaunchPlace("3f9a", 12, ("model", "a / b", "/", "x/y", "50%2F", "größe")),
-        LaunchPlace("3f9a", 12, ("model", "shared: q"), ("p + q", "+", "shared: q")),
-        LaunchPlace("3f9a", 12, ("model", "shared: q")),
+        LaunchPlace("3f9a1c22e0", 12),
+        LaunchPlace("3f9a1c22e0", 12, ("model",)),
+        LaunchPlace("3f9a1c22e0", 12, ("model", "h.0", "h.0.mlp")),
+        LaunchPlace("3f9a1c22e0", 12, ("model", "h.0"), ("h.0.ln_2", "h.0.mlp")),
+        LaunchPlace("3f9a1c22e0", 12, (), ("h.0", "h.1")),
+        LaunchPlace("3f9a1c22e0", 12, ("model", "a / b", "/", "x/y", "50%2F", "größe")),
+        LaunchPlace("3f9a1c22e0", 12, ("model", "shared: q"), ("p + q", "+", "shared: q")),
+        LaunchPlace("3f9a1c22e0", 12, ("model", "shared: q")),
     ],
 )
 def test_the_name_of_a_launchs_range_says_its_place(place: LaunchPlace) -> None:
@@ -65,7 +65,9 @@ def test_the_name_of_a_launchs_range_says_its_place(place: LaunchPlace) -> None:
     assert launch_range(place).isascii()
 
 
-@pytest.mark.parametrize("name", ["compiled", "compiled code", "compiled a:b", "compiled :1", "step 3", ""])
+@pytest.mark.parametrize(
+    "name", ["compiled", "compiled code", "compiled 1:2", "compiled 3f9a1c22e0:b", "compiled :1", "step 3", ""]
+)
 def test_other_ranges_are_no_launches(name: str) -> None:
     assert read_launch_range(name) is None
 

@@ -19,7 +19,7 @@ from tests.test_compiled_ranges import ATTENTION, MLP, place, whole_run
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 FORWARD = CompiledGraph(
-    "f0",
+    "f000000000",
     "cabc",
     "2.11.0",
     "Model.forward model.py:20",

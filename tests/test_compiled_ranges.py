@@ -22,7 +22,7 @@ AUTOGRAD = 101
 ATTENTION, MLP = "h.0.attn", "h.0.mlp"
 
 
-def place(line: int, *path: str, shared: tuple[str, ...] = (), graph: str = "f0") -> str:
+def place(line: int, *path: str, shared: tuple[str, ...] = (), graph: str = "f000000000") -> str:
     return launch_range(LaunchPlace(graph, line, path, shared))
 
 
@@ -62,9 +62,9 @@ class Program:
         self.now += 5
         backward = self.now
         self.now += 5
-        self.launch(place(20, "model", "h.1", "h.1.attn", graph="b0"), tid=AUTOGRAD)
-        self.launch(place(21, "model", "h.0", MLP, graph="b0"), tid=AUTOGRAD)
-        self.launch(place(22, "model", "h.0", ATTENTION, graph="b0"), tid=AUTOGRAD)
+        self.launch(place(20, "model", "h.1", "h.1.attn", graph="b000000000"), tid=AUTOGRAD)
+        self.launch(place(21, "model", "h.0", MLP, graph="b000000000"), tid=AUTOGRAD)
+        self.launch(place(22, "model", "h.0", ATTENTION, graph="b000000000"), tid=AUTOGRAD)
         self.now += 5
         self.builder.range("backward", backward, self.now)
         self.builder.kernel(self.now + 2, 7, name="zero", start=self.now + 20)
@@ -256,19 +256,19 @@ def test_other_ranges_within_a_launch_stay_in_its_module(tmp_path: Path) -> None
 def test_a_launch_within_a_launch_belongs_to_the_outer_one(tmp_path: Path) -> None:
     program = Program()
     start = program.now
-    program.builder.range(place(5, "model", "h.0", graph="outer"), start, start + 40)
+    program.builder.range(place(5, "model", "h.0", graph="0000000001"), start, start + 40)
     program.now += 5
-    program.launch(place(10, "other", graph="inner"))
+    program.launch(place(10, "other", graph="0000000002"))
     path = program.builder.write(tmp_path / "trace.sqlite")
     assert set(tree(path)) == {"model", "model/h.0"}
     (inner,) = read_trace(path).trace.work.compiled_launch
-    assert read_launch_range(read_trace(path).trace.names[inner]) == LaunchPlace("inner", 10, ("other",))
+    assert read_launch_range(read_trace(path).trace.names[inner]) == LaunchPlace("0000000002", 10, ("other",))
 
 
 def test_a_trace_without_compiled_launches_is_left_as_it_is(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("compiled model", 0, 100)
-    builder.range("compiled f0:x model", 10, 90)
+    builder.range("compiled f000000000:x model", 10, 90)
     builder.kernel(20, 5)
     trace = read_nsys(builder.write(tmp_path / "trace.sqlite"))
     assert nest_compiled_launches(trace) is trace
@@ -293,9 +293,9 @@ def test_torch_profilers_trace_of_compiled_code_has_the_modules(tmp_path: Path) 
         kineto.row(annotation, place(11, "model", "h.0", MLP), 50, 10),
         kineto.launch(52, 2),
         kineto.row(annotation, "backward", 400, 300),
-        kineto.row(annotation, place(20, "model", "h.0", MLP, graph="b0"), 420, 10, kineto.AUTOGRAD),
+        kineto.row(annotation, place(20, "model", "h.0", MLP, graph="b000000000"), 420, 10, kineto.AUTOGRAD),
         kineto.launch(422, 3, kineto.AUTOGRAD),
-        kineto.row(annotation, place(21, "model", "h.0", ATTENTION, graph="b0"), 440, 10, kineto.AUTOGRAD),
+        kineto.row(annotation, place(21, "model", "h.0", ATTENTION, graph="b000000000"), 440, 10, kineto.AUTOGRAD),
         kineto.launch(442, 4, kineto.AUTOGRAD),
         *(kineto.kernel(f"k{one}", 500 + 20 * one, 10, one) for one in range(1, 5)),
     ]

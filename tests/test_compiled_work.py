@@ -30,7 +30,7 @@ PRODUCT = 2 * 3 * 4 * 5
 @pytest.fixture(autouse=True)
 def _graph() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
-    loaded["f0"] = {
+    loaded["f000000000"] = {
         1: Launch(1, "extern_kernels.mm", True, flops=PRODUCT, dtype="bf16", masked_flops=7, recomputed_flops=20),
         2: Launch(2, "triton_poi_fused_gelu_0", False, flops=0),
         3: Launch(3, "extern_kernels.mm", True),
@@ -38,11 +38,11 @@ def _graph() -> Iterator[None]:
         5: Launch(5, "extern_kernels.copy", True, flops=0),
     }
     yield
-    del loaded["f0"]
+    del loaded["f000000000"]
 
 
 def _launch(line: int, *path: str, shared: tuple[str, ...] = (), multiplies: bool = True) -> None:
-    with annotate(launch_range(LaunchPlace("f0", line, path, shared))):
+    with annotate(launch_range(LaunchPlace("f000000000", line, path, shared))):
         if multiplies:
             torch.mm(torch.ones(3, 4), torch.ones(4, 5))
 
@@ -141,8 +141,8 @@ def _replay(work: GraphWork | None) -> None:
 
 
 def test_a_replay_does_the_launches_that_were_captured_under_their_modules() -> None:
-    first, second = (launch_range(LaunchPlace("f0", 1, ("model", name))) for name in ("h.0", "h.1"))
-    copy = launch_range(LaunchPlace("f0", 5, ("model", "h.1")))
+    first, second = (launch_range(LaunchPlace("f000000000", 1, ("model", name))) for name in ("h.0", "h.1"))
+    copy = launch_range(LaunchPlace("f000000000", 5, ("model", "h.1")))
     with _Counted() as counted, annotate("forward"), annotate("model"):
         for _ in range(2):
             _replay(GraphWork((GraphPart(2, (first,)), GraphPart(2, (second,)), GraphPart(1, (copy,))), {}))

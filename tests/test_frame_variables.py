@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from typing import Any
 
 import pytest
 
-from profkit.capture.frame_variables import variables_at_hand
+from profkit.capture.frame_variables import variable_of, variables_at_hand
 
 
 class Thing:
@@ -43,3 +44,11 @@ def test_variables_of_a_module_are_found() -> None:
     namespace = {"thing": MODULES, "variables_at_hand": variables_at_hand}
     exec(code, namespace)
     assert namespace["found"] is True
+
+
+def test_a_variable_of_a_running_function_is_found_by_its_name() -> None:
+    def running(number: int) -> tuple[Any, Any]:
+        frame = sys._getframe()
+        return variable_of(frame, "number"), variable_of(frame, "missing")
+
+    assert running(54321) == (54321, None)

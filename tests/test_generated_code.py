@@ -19,7 +19,7 @@ import pytest
 from profkit.run.compiled_code import CompiledGraph, LaunchPlace, read_compiled_code, read_launch_range
 
 ROOT = Path(__file__).parent.parent
-COMPILED = ("whole", "twin", "in place", "blocks", "function", "breaks", "checkpointed", "dynamic")
+COMPILED = ("whole", "twin", "in place", "blocks", "function", "given", "nested", "breaks", "checkpointed", "dynamic")
 
 
 class Programs(NamedTuple):
@@ -151,6 +151,15 @@ def test_hardly_a_launch_has_no_module(programs: Programs, case: str) -> None:
     # The gradient of what the function itself does after the model.
     assert len(without) <= (1 if case == "function" else 0)
     assert len(places) >= 17
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_launches_lie_in_the_phase_that_their_code_is_of(programs: Programs, case: str) -> None:
+    is_backward = {graph.id: graph.is_backward for graph in programs.graphs}
+    for stack in programs.hooked[case]["ranges"]:
+        place = read_launch_range(stack[-1])
+        if place is not None and place.path != ("optimizer",):
+            assert ("backward" if is_backward[place.graph] else "forward") in stack, stack
 
 
 def test_a_compiled_optimizer_is_its_launches_module(programs: Programs) -> None:

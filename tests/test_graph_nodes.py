@@ -136,7 +136,7 @@ def test_a_replay_of_a_graph_that_nothing_is_known_of_stays_as_it_is(tmp_path: P
 
 def test_ranges_around_compiled_launches_at_the_capture_become_modules_too(tmp_path: Path) -> None:
     one, two = (
-        launch_range(LaunchPlace("3f9a", line, ("model", *path))) for line, path in ((7, ["h.0"]), (9, ["h.1"]))
+        launch_range(LaunchPlace("3f9a1c22e0", line, ("model", *path))) for line, path in ((7, ["h.0"]), (9, ["h.1"]))
     )
     graph = CapturedGraph.of([NodeRun(2, "kernel", (one,)), NodeRun(1, "kernel", (two,)), NodeRun(1, "kernel", ())])
     builder = NsysBuilder()

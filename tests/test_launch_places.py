@@ -16,7 +16,7 @@ from profkit.capture.compiled.origins import CodeGeneration, origin_of
 from profkit.capture.compiled.places import LoadedGraph, Modules, places_in
 from profkit.capture.hooks import Hooks
 from profkit.capture.open_ranges import OpenRanges
-from profkit.names import OPTIMIZER
+from profkit.names import FORWARD, INFERENCE, OPTIMIZER
 from profkit.run.compiled_code import LaunchPlace
 
 
@@ -63,12 +63,12 @@ def _traced(root: nn.Module, *, is_self: bool = True) -> TracedGraph:
     modules = {f"L['self'].{path}": TracedModule(path, path, ref(one)) for path, one in root.named_modules() if path}
     if not is_self:
         modules["L['self']"] = TracedModule("", "", ref(root))
-    return TracedGraph("forward", ref(root), shape_of(root), (), modules)
+    return TracedGraph("forward", ("model.py", "forward"), ref(root), "self", shape_of(root), (), modules)
 
 
 def _places(hooks: Hooks, root: nn.Module, *owners: tuple[Modules, ...], is_self: bool = True) -> list[LaunchPlace]:
     graph = LoadedGraph("1", _traced(root, is_self=is_self), dict(enumerate(owners)))
-    return list(places_in(graph, hooks.on_thread.ranges, hooks).values())
+    return list(places_in(graph, hooks.on_thread.ranges, hooks, None).values())
 
 
 A = ("L['self'].model", "L['self'].model.a")
@@ -122,9 +122,9 @@ def test_a_graph_whose_call_nobody_saw_stands_under_its_model(hooks: Hooks) -> N
 def test_what_an_optimizer_computes_stands_under_it(hooks: Hooks) -> None:
     hooks.start()
     opened = hooks.on_thread.ranges
-    assert places_in(LoadedGraph("1", None, {3: ((OPTIMIZER,),)}), opened, hooks)[3].path == (OPTIMIZER,)
+    assert places_in(LoadedGraph("1", None, {3: ((OPTIMIZER,),)}), opened, hooks, None)[3].path == (OPTIMIZER,)
     opened.open(OPTIMIZER, OPTIMIZER)
-    assert places_in(LoadedGraph("1", None, {3: ((OPTIMIZER,),)}), opened, hooks)[3].path == (OPTIMIZER,)
+    assert places_in(LoadedGraph("1", None, {3: ((OPTIMIZER,),)}), opened, hooks, None)[3].path == (OPTIMIZER,)
 
 
 class _Graph:
@@ -155,3 +155,16 @@ def test_a_constant_that_many_operators_share_owns_nothing() -> None:
     assert fused.origins == (origin_of(kept),)
     assert fused.buffers == {"buf0": origin_of(kept)}
     assert fill.origins == (origin_of(zero),)
+
+
+def test_calls_that_nobody_saw_have_a_phase_and_make_steps() -> None:
+    hooks, seen = Hooks(_Listener(), 9, "call"), []
+    hooks.start()
+    for has_grad in (False, True, True):
+        models = [Root()]
+        hooks.calls_begin(models, has_grad=has_grad)
+        seen.append([hooks.on_thread.ranges.has_range(phase) for phase in (INFERENCE, FORWARD)])
+        hooks.calls_end(models)
+    assert seen == [[True, False], [False, True], [False, True]]
+    assert hooks.begun == 3
+    assert not any(map(hooks.on_thread.ranges.has_range, (INFERENCE, FORWARD)))

@@ -9,6 +9,7 @@ import resource
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from profkit import annotate, read_trace  # noqa: E402
 from profkit.capture import recorders  # noqa: E402
 from profkit.capture.recorders import LocalRanks, recorded_by_kineto, recorded_by_nsys  # noqa: E402
 
@@ -69,6 +71,20 @@ def test_ranks_that_write_their_traces_at_the_same_time_keep_out_of_each_others_
     with recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
         torch.ones(2).sum()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json.gz", "trace.rank1.json.gz"]
+
+
+def test_threads_that_the_program_starts_are_recorded_with_their_ranges(tmp_path: Path) -> None:
+    def work() -> None:
+        with annotate("forward"):
+            torch.ones(2).sum()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
+        with recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
+            threads.submit(work).result()
+    (row,) = read_trace(tmp_path / "trace.json.gz").ranges().ranges
+    assert row.path == "forward"
+    assert row.kernel_count > 1
 
 
 def test_a_removed_directory_is_named_as_the_reason(tmp_path: Path) -> None:

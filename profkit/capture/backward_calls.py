@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from profkit.capture.compiling import is_compiling
+from profkit.capture.module_calls import outside_dynamo
 
 Begins = Callable[[object, Sequence[Any]], None]
 Ends = Callable[[object, Any], None]
@@ -34,21 +35,32 @@ def is_creating_graph() -> bool:
 def _watched(backward: Callable[..., Any], begins: Begins, ends: Ends) -> Callable[..., Any]:
     names = list(signature(backward).parameters)
 
-    @functools.wraps(backward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def begun(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, bool] | None:
         if is_compiling():
-            return backward(*args, **kwargs)
+            return None
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         key, creates_graph = object(), bool(given.get("create_graph"))
         _creating_graph.count += creates_graph
         begins(key, (given.get(names[0]),))
+        return key, creates_graph
+
+    def ended(key: object, creates_graph: bool, result: Any) -> None:
+        ends(key, result)
+        _creating_graph.count -= creates_graph
+
+    @functools.wraps(backward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return backward(*args, **kwargs)
+        call = outside_dynamo(begun, args, kwargs)
+        if call is None:
+            return backward(*args, **kwargs)
         result = None
         try:
             result = backward(*args, **kwargs)
             return result
         finally:
-            ends(key, result)
-            _creating_graph.count -= creates_graph
+            outside_dynamo(ended, *call, result)
 
     return watched
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from profkit.annotation import Range
 from profkit.capture.errors import describe_error, say
+from profkit.capture.module_calls import outside_dynamo
 from profkit.run.compiled_code import COMPILING, Compilation, GraphBreak, append_records
 
 _DYNAMO = "torch._dynamo"
@@ -70,8 +71,10 @@ class CompilationRecorder:
 
     def look(self) -> None:
         """Write down what is new in Dynamo's records."""
-        if self._has_failed or _DYNAMO not in sys.modules:
-            return
+        if not self._has_failed and _DYNAMO in sys.modules:
+            outside_dynamo(self._look)
+
+    def _look(self) -> None:
         try:
             with self._lock:
                 found: list[Compilation | GraphBreak] = [*self._new_breaks(), *self._new_compilations()]

@@ -25,6 +25,19 @@ def variables_at_hand() -> Iterator[Any]:
         frame = frame.f_back
 
 
+def variable_of(frame: FrameType, name: str) -> Any:
+    """Return the value of a function's variable now, None if it has none.
+
+    Before Python 3.12 what its variables hold lives until the function returns, once this was asked.
+    """
+    if _get_variable is None:
+        return frame.f_locals.get(name)
+    try:
+        return _get_variable(frame, name)
+    except NameError:
+        return None
+
+
 def _values(frame: FrameType) -> list[Any]:
     code = frame.f_code
     if not code.co_flags & CO_OPTIMIZED:  # a module's or a class's: no copy is made

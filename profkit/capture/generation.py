@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from inspect import isfunction
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Generation(threading.local):
                 method = vars(base).get(_METHOD)
                 # TorchScript compiles a method that is marked for it from its source.
                 is_compiled = hasattr(method, "_torchscript_modifier")
-                if isfunction(method) and not is_compiled and not hasattr(method, _SEEN):
+                if isinstance(method, FunctionType) and not is_compiled and not hasattr(method, _SEEN):
                     setattr(base, _METHOD, self._around(method))
 
         nn.Module.__init_subclass__ = classmethod(made)

@@ -336,13 +336,35 @@ class Hooks(RangeObserver):
             call, name = Call(part.range, opened.call, self, part.owner, part.reference), part.name
             self.autocast_dtypes |= autocast_dtypes()
         opened.root = call
-        self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss))
+        self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss, has_grad=torch.is_grad_enabled()))
         self._watcher.call_begins(module, args, name)
         if self.is_recording:
             self._outside.call_begins()
             mark_nodes((args, kwargs), call.around or self._no_call, opened.carrier)
         opened.open(call, call.name, call)
         return call
+
+    @_harmless
+    def calls_begin(self, models: Sequence[nn.Module], *, has_grad: bool) -> None:
+        """Code that was compiled of outermost calls of ``models`` begins to run: nobody sees the calls themselves."""
+        self._boundaries.work_begins()
+        for model in models[:-1]:
+            self._make_boundary(self.steps.call_begins(model))
+            self._make_boundary(self.steps.call_ends(model))
+        self._make_boundary(self.steps.call_begins(models[-1]))
+        for model in models:
+            if self.is_recording:
+                self.name_model(model)
+            part = self.names.part(model)
+            self._watcher.call_begins(model, (), None if part is None else part.name)
+        self._begin_phase(models, self._phase_of_call(is_loss=all(map(is_loss_module, models)), has_grad=has_grad))
+
+    @_harmless
+    def calls_end(self, models: Sequence[nn.Module]) -> None:
+        """That code, for which `calls_begin` was given the same list, has run or raised."""
+        self._end_phase(models)
+        self._watcher.call_ends([])
+        self._make_boundary(self.steps.call_ends(models[-1]))
 
     def name_model(self, model: nn.Module) -> None:
         """Name a model and its modules, unless it has a name."""
@@ -362,12 +384,12 @@ class Hooks(RangeObserver):
         opened.open(call, call.name, call)
         return call
 
-    def _phase_of_call(self, *, is_loss: bool) -> str:
+    def _phase_of_call(self, *, is_loss: bool, has_grad: bool) -> str:
         phase = self._generation.next_phase()
         if phase is not None:
             return phase
         # What the script itself calls its forward pass is one, with gradients or without.
-        if not torch.is_grad_enabled() and not is_first_pass() and not self._open.has_range(FORWARD):
+        if not has_grad and not is_first_pass() and not self._open.has_range(FORWARD):
             return INFERENCE
         return LOSS if is_loss else FORWARD
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from profkit.annotation import Range
 from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
 
 Result = TypeVar("Result")
@@ -64,7 +65,7 @@ def observe_module_calls(observer: CallObserver) -> None:
                 return self._call_impl(*args, **kwargs)
             return plain(self, *args, **kwargs)
         callback = in_compiled_code()
-        if (opened.root is None and callback is not None) or is_tracing():
+        if is_tracing():
             return plain(self, *args, **kwargs)
         if callback is not None:
             compile_with(None)
@@ -92,20 +93,7 @@ def observe_module_calls(observer: CallObserver) -> None:
 
     code: CodeType = call.__code__  # type: ignore[attr-defined]
     nn.Module.__call__ = call
-    pass_over(call)
     torch.compile = _compile_around(torch.compile)
-
-
-def pass_over(wrapper: Callable[..., Any]) -> None:
-    """Have Dynamo pass over frames of a wrapper to those within, as over torch's own, once something is compiled.
-
-    All modules' calls share the code of their wrapper, all optimizers' steps that of theirs: compiled, it would soon
-    have been compiled more often than Dynamo allows.
-    """
-    _passed_over.add(wrapper.__code__)
-
-
-_passed_over: set[CodeType] = set()
 
 
 def outside_dynamo(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -116,9 +104,6 @@ def outside_dynamo(function: Callable[..., Result], *args: Any, **kwargs: Any) -
         return function(*args, **kwargs)
     finally:
         frames.set_eval_frame(callback)
-
-
-pass_over(outside_dynamo)
 
 
 def _hide_frames(code: CodeType, error: BaseException) -> None:
@@ -135,15 +120,46 @@ def _no_callback() -> None:
 
 
 def _compile_around(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.compile`` so that Dynamo passes over what `pass_over` was given."""
+    """Return ``torch.compile`` so that Dynamo passes over frames of the hooks to those within, as over torch's own.
+
+    All modules' calls share the code of their wrapper, all optimizers' steps that of theirs: compiled, it would soon
+    have been compiled more often than Dynamo allows.
+    """
 
     @functools.wraps(compile_)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         result = compile_(*args, **kwargs)
         skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
         if skip is not None:
-            for code in _passed_over:
+            for code in _code_of_hooks():
                 skip(code)
         return result
 
     return compiled
+
+
+def _code_of_hooks() -> set[CodeType]:
+    """Return the code of all functions that run in the program, closures too."""
+    found: set[CodeType] = set()
+    values = [
+        value for name in list(sys.modules) if name.startswith(_CAPTURE) for value in vars(sys.modules[name]).values()
+    ]
+    waiting: list[Any] = [value for value in values if str(getattr(value, "__module__", "")).startswith(_CAPTURE)]
+    waiting += [Range.open, Range.close, Range.__enter__, Range.__exit__]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, CodeType):
+            if one not in found:
+                found.add(one)
+                waiting += one.co_consts
+        elif isinstance(one, type):
+            waiting += vars(one).values()
+        else:
+            one = getattr(one, "fget", None) or getattr(one, "__func__", one)
+            code = getattr(one, "__code__", None)
+            if isinstance(code, CodeType):
+                waiting.append(code)
+    return found
+
+
+_CAPTURE = __name__.rpartition(".")[0]

@@ -37,15 +37,19 @@ class Part:
     """A module of a model that the script calls: its dotted ``name``, and ``range``, that of its range or None.
 
     ``owner`` is what its memory is called: the name or, where another module may have the same, that behind the model's
-    and a slash.
+    and a slash. ``path_range`` is its range, or that of the wrapper around a part that was compiled by itself: code
+    that was compiled of both calls the part alone.
     """
 
-    __slots__ = ("is_known", "name", "owner", "range", "reference")
+    __slots__ = ("is_known", "name", "owner", "path_range", "range", "reference")
 
-    def __init__(self, name: str, owner: str, range_: str | None, reference: ref[nn.Module]) -> None:
+    def __init__(
+        self, name: str, owner: str, range_: str | None, path_range: str | None, reference: ref[nn.Module]
+    ) -> None:
         self.name = name
         self.owner = owner
         self.range = range_
+        self.path_range = path_range
         self.reference = reference
         self.is_known = False
         """Whether somebody has looked at the conditions of its calls."""
@@ -77,10 +81,12 @@ class ModuleNames:
         named = {path for path, _ in children}
         prefix = f"{name}/" if name in named else prefix_of(root, name)
         for path, module in children:
-            has_range = path in paths and path in named
-            named.discard(path)  # of a part that was compiled by itself, the wrapper has the range
-            self._register(module, path, prefix + path, path if has_range else None)
-        part = self._register(root, name, prefix or name, None if self._depth is None else name)
+            path_range = path if path in paths else None
+            # Of a part that was compiled by itself, the wrapper has the range.
+            self._register(module, path, prefix + path, path_range if path in named else None, path_range)
+            named.discard(path)
+        range_ = None if self._depth is None else name
+        part = self._register(root, name, prefix or name, range_, range_)
         if model is not root:
             self.parts.pop(id(model), None)
             self._of_wrapped[model] = part
@@ -92,7 +98,7 @@ class ModuleNames:
             for module, copy in zip(model.modules(), replica.modules(), strict=True):
                 known = self.parts.get(id(module))
                 if known is not None:
-                    self._register(copy, known.name, known.owner, known.range)
+                    self._register(copy, known.name, known.owner, known.range, known.path_range)
 
     def part(self, module: nn.Module) -> Part | None:
         """Return what is known of the module, or of the wrapper that stands for it; None if no known model has it."""
@@ -108,9 +114,9 @@ class ModuleNames:
         paths = (plain_name(path) for path, _ in model.named_modules())
         return frozenset(path for path in paths if path.count(".") < depth)
 
-    def _register(self, module: nn.Module, name: str, owner: str, range_: str | None) -> Part:
+    def _register(self, module: nn.Module, name: str, owner: str, range_: str | None, path_range: str | None) -> Part:
         key, parts = id(module), self.parts
-        part = Part(name, owner, range_, ref(module, lambda _: parts.pop(key, None)))
+        part = Part(name, owner, range_, path_range, ref(module, lambda _: parts.pop(key, None)))
         parts[key] = part
         return part
 

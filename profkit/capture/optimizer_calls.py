@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer
 
-from profkit.capture.module_calls import outside_dynamo, pass_over
+from profkit.capture.module_calls import outside_dynamo
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call, by position and by name."""
@@ -53,8 +53,6 @@ def watch_optimizers(listener: OptimizerListener) -> None:
         return _around(around_step(_within(step, listener)), listener)
 
     Optimizer.profile_hook_step = staticmethod(watched)
-    for around in (_around, _within):
-        pass_over(around(around_step, listener))
 
 
 def _around(step: Callable[..., Any], listener: OptimizerListener) -> Callable[..., Any]:

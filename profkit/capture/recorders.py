@@ -87,8 +87,8 @@ def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfile
     """Record the block, and write the gzipped Chrome trace to ``path``, whole or not at all, when it has gone well."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
-    options = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
-    profiler = profile(activities=activities, **options)
+    options: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
+    profiler = profile(activities=activities, experimental_config=_of_all_threads(), **options)
     with nullcontext() if scripts is None else scripts.ours():
         profiler.start()
     process = os.getpid()
@@ -99,6 +99,14 @@ def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfile
         if os.getpid() == process:  # a fork of the program drops its copy of this
             profiler.stop()
     _export(profiler, path)
+
+
+def _of_all_threads() -> Any:
+    """Return what has Kineto record threads that the program starts by itself too; None before torch can."""
+    try:
+        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        return None
 
 
 def _end_without_cpp() -> None:

@@ -263,7 +263,8 @@ def read_launch_range(name: str) -> LaunchPlace | None:
     """Return what a range's name says of a launch of compiled code; None if it is another range."""
     head, _, rest = name.removeprefix(PREFIX).partition(" ")
     graph, _, line = head.partition(":")
-    if not name.startswith(PREFIX) or not graph or not line.isdecimal() or len(line) > 9:
+    # A module of the script may be called ``compiled 1:2``.
+    if not name.startswith(PREFIX) or not _GRAPH_ID.fullmatch(graph) or not line.isdecimal() or len(line) > 9:
         return None
     path = rest.split(SEPARATOR) if rest else []
     shared = path.pop().removeprefix(SHARED).split(" + ") if path and path[-1].startswith(SHARED) else []

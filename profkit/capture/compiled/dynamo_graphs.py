@@ -46,12 +46,15 @@ class TracedModule:
 class TracedGraph:
     """What Dynamo knew of one graph.
 
-    ``root`` is the module whose method was compiled, None for another function; ``shape`` the names and classes of its
-    modules: the same graph serves all modules of that shape.
+    ``root`` is the module whose method was compiled, or that a function was given, None for another function;
+    ``variable`` is what the function calls it, ``shape`` the names and classes of its modules: the same graph serves
+    all modules of that shape. ``code`` is the function's file and name.
     """
 
     name: str
+    code: tuple[str, str]
     root: ref[nn.Module] | None
+    variable: str
     shape: int
     operators: tuple[Operator, ...]
     modules: dict[str, TracedModule]
@@ -99,7 +102,8 @@ def _traced(output: Any, gm: Any) -> TracedGraph:
     local, global_ = output.local_scope, output.global_scope
     code = output.root_tx.f_code
     sources = dict.fromkeys(source for modules, _ in operators for source in modules)
-    root = _root(local, code.co_varnames[:1], sources)
+    variable = _root(local, code.co_varnames[:1], sources)
+    root: nn.Module | None = local.get(variable)
     found: dict[str, TracedModule] = {}
     paths = {} if root is None else {id(module): path for path, module in root.named_modules()}
     for source in sources:
@@ -111,7 +115,13 @@ def _traced(output: Any, gm: Any) -> TracedGraph:
         _name_in_their_models(found)
     name = f"{getattr(code, 'co_qualname', code.co_name)} {code.co_filename}:{code.co_firstlineno}"
     return TracedGraph(
-        name, None if root is None else ref(root), _no_shape if root is None else shape_of(root), operators, found
+        name=name,
+        code=(code.co_filename, code.co_name),
+        root=None if root is None else ref(root),
+        variable=variable,
+        shape=_no_shape if root is None else shape_of(root),
+        operators=operators,
+        modules=found,
     )
 
 
@@ -144,14 +154,11 @@ def _find(source: str, scopes: dict[str, dict[str, Any]]) -> Any:
     return found
 
 
-def _root(local: dict[str, Any], first: tuple[str, ...], sources: dict[str, None]) -> nn.Module | None:
-    """Return the module on whose behalf a function runs: its ``self``, whatever it is called."""
+def _root(local: dict[str, Any], first: tuple[str, ...], sources: dict[str, None]) -> str:
+    """Return the variable with the module on whose behalf a function runs: its ``self``, whatever it is called."""
     variables = [match[1] for source in sources if (match := _VARIABLE.match(source))]
-    for name in (*first, *dict.fromkeys(variables)):
-        if isinstance(local.get(name), nn.Module):
-            module: nn.Module = local[name]
-            return module
-    return None
+    modules = (name for name in (*first, *dict.fromkeys(variables)) if isinstance(local.get(name), nn.Module))
+    return next(modules, "")
 
 
 def _name_in_their_models(found: dict[str, TracedModule]) -> None:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from profkit.capture.compilations import program_line
+from profkit.capture.module_calls import outside_dynamo
 from profkit.capture.node_work import NodeWork, called, work_of_launches
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import FIRST_TORCH
@@ -88,7 +89,7 @@ class CodeGeneration:
 
         @functools.wraps(plain)
         def watched(node_schedule: Any, kernel_name: str, is_extern: bool = False, *args: Any, **kwargs: Any) -> Any:
-            self._note(_ir_nodes(node_schedule), kernel_name, is_extern=is_extern)
+            outside_dynamo(self._note, _ir_nodes(node_schedule), kernel_name, is_extern=is_extern)
             return plain(node_schedule, kernel_name, is_extern, *args, **kwargs)
 
         for where in (module, *map(sys.modules.get, ("torch._inductor.codegen.cpp", "torch._inductor.codegen.triton"))):
@@ -107,7 +108,7 @@ class CodeGeneration:
                 node = getattr(scheduler_node, "node", None)
                 name = getattr(node, "python_kernel_name", None)
                 if name or type(node).__name__ in _COPIES:
-                    self._note([node], str(name or "aten.copy_"), is_extern=True)
+                    outside_dynamo(self._note, [node], str(name or "aten.copy_"), is_extern=True)
             return result
 
         module.Scheduler.codegen_extern_call = watched
@@ -142,7 +143,7 @@ class CodeGeneration:
             written = self._written.get(graph) if graph is not None else None
             if written is not None:
                 if written.reported != kernel_name and kernel_name in written.defined:
-                    self._note(written.defined[kernel_name], kernel_name, is_extern=False)
+                    outside_dynamo(self._note, written.defined[kernel_name], kernel_name, is_extern=False)
                 written.reported = None
             return plain(code, kernel_name, *args, **kwargs)
 

@@ -28,13 +28,16 @@ class LoadedGraph:
     owners: dict[int, tuple[Modules, ...]]
 
 
-def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks) -> dict[int, LaunchPlace]:
-    """Return the place of each launch of ``graph``, which runs within what is open on this thread."""
+def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks, given: nn.Module | None) -> dict[int, LaunchPlace]:
+    """Return the place of each launch of ``graph``, which runs within what is open on this thread.
+
+    ``given`` is the module that the compiled function was called with, if it is known.
+    """
     call = opened.running_call
     around = _names_around(call, hooks)
     if call is None and opened.has_range(OPTIMIZER):
         around = (OPTIMIZER,)
-    running = _running_module(graph.traced, call)
+    running = _running_module(graph.traced, call, given)
     if running is not None and call is None and graph.traced is not None:
         hooks.name_model(running)
         part = hooks.names.part(running)
@@ -46,8 +49,8 @@ def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks) -> dict[int,
     def find(source: str) -> Iterator[str]:
         module = _module(source, running, graph.traced, hooks)
         part = None if module is None or module in called else hooks.names.part(module)
-        if part is not None and part.range is not None:
-            yield part.range
+        if part is not None and part.path_range is not None:
+            yield part.path_range
         annotated = None if module is None else method_range(module, "forward")
         if annotated is not None and not (module in called and annotated in around):
             yield annotated
@@ -99,10 +102,12 @@ def _called_modules(call: Call | None) -> set[nn.Module]:
     return found
 
 
-def _running_module(traced: TracedGraph | None, call: Call | None) -> nn.Module | None:
+def _running_module(traced: TracedGraph | None, call: Call | None, given: nn.Module | None) -> nn.Module | None:
     """Return the module on whose behalf a graph runs; None if it is of another function, or cannot be told."""
     if traced is None or traced.root is None:
         return None
+    if given is not None and shape_of(given) == traced.shape:
+        return given
     root = traced.root()
     if call is None and root is not None:  # a function was compiled that calls no module, but uses one
         return root

@@ -18,13 +18,16 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, cast
+from weakref import ref
 
 import torch
+from torch import nn
 from torch.autograd import profiler
 
 from profkit.annotation import Range, observers_but
 from profkit.capture.compiled.buffers import BufferOwner, read_generated_code, with_memory
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedGraphs
+from profkit.capture.compiled.entries import Entries
 from profkit.capture.compiled.launch_sites import LaunchSite, read_launches
 from profkit.capture.compiled.origins import CodeGeneration, Origin, Record, line_of
 from profkit.capture.compiled.places import LoadedGraph, places_in
@@ -32,6 +35,7 @@ from profkit.capture.compiled.proxies import stand_in
 from profkit.capture.compiled.sidecar import Known, Sidecars
 from profkit.capture.compiled.tensor_methods import stand_in_for_methods
 from profkit.capture.hooks import Hooks
+from profkit.capture.module_calls import outside_dynamo
 from profkit.capture.node_work import NodeWork
 from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.names import OPTIMIZER
@@ -100,7 +104,7 @@ class CompiledCode:
             module = plain(cls, key, path, linemap, attrs, **more)
             if attrs is not None and hasattr(module, "call"):  # the code of a graph, not that of one kernel
                 try:
-                    self._loaded(module, Path(path), linemap or ())
+                    outside_dynamo(self._loaded, module, Path(path), linemap or ())
                 except Exception as error:
                     self._failed(error)
             return module
@@ -133,7 +137,9 @@ class CompiledCode:
             if record is not None
         }
         place = LoadedGraph(graph.id, traced, {site.line: owners.get(site.line, ()) for site in file.sites})
-        around = _Ranges(place, self._hooks, self._shown_to, self._failed).around
+        entries = Entries(traced, self._hooks, self._failed, is_backward=graph.is_backward)
+        around = _Ranges(place, entries, self._hooks, self._shown_to, self._failed).around
+        vars(module)["call"] = entries.watched(vars(module)["call"])
         stand_in(module, file, self._hooks, around)
         if any(not site.called for site in file.sites):
             stand_in_for_methods(module, text, self._hooks, around)
@@ -178,15 +184,17 @@ class _Ranges:
     def __init__(
         self,
         graph: LoadedGraph,
+        entries: Entries,
         hooks: Hooks,
         shown_to: Any,
         failed: Callable[[Exception], None],
     ) -> None:
         self._graph = graph
+        self._entries = entries
         self._hooks = hooks
         self._shown_to = shown_to
         self._failed = failed
-        self._last: tuple[Call | None, _Sites] = None, _Sites({})
+        self._last: tuple[Call | None, ref[nn.Module] | None, _Sites] = None, None, _Sites({})
         self._known: dict[Any, _Sites] = {}
 
     def around(
@@ -195,10 +203,11 @@ class _Ranges:
         """Make the call of a launch within its range."""
         opened = self._hooks.on_thread.ranges
         call = opened.call or opened.backward_call
-        last, sites = self._last
-        if call is None or last is not call:
-            sites = self._sites_in(opened, call)
-            self._last = call, sites
+        given = self._entries.module
+        last, module, sites = self._last
+        if call is None or last is not call or module is not given:
+            sites = outside_dynamo(self._sites_in, opened, call, given)
+            self._last = call, given, sites
         site = id(frame.f_code), frame.f_lasti
         one, shown_to = sites[site] if site in sites else sites.find(site, frame), self._shown_to
         if one is None:
@@ -215,8 +224,9 @@ class _Ranges:
         finally:
             one.pop(one.domain)
 
-    def _sites_in(self, opened: OpenRanges, call: Call | None) -> _Sites:
-        key: list[object] = [call is None and opened.has_range(OPTIMIZER)]
+    def _sites_in(self, opened: OpenRanges, call: Call | None, given: ref[nn.Module] | None) -> _Sites:
+        module = None if given is None else given()
+        key: list[object] = [call is None and opened.has_range(OPTIMIZER), id(module)]
         while call is not None:
             key += [call.name, None if call.module is None else id(call.module())]
             call = call.around
@@ -224,7 +234,7 @@ class _Ranges:
         if sites is None:
             ranges: dict[int, Range] = {}
             try:
-                places = places_in(self._graph, opened, self._hooks)
+                places = places_in(self._graph, opened, self._hooks, module)
                 ranges = {line: Range(launch_range(place), None) for line, place in places.items()}
             except Exception as error:
                 self._failed(error)
