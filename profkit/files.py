@@ -53,10 +53,17 @@ def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
 
 
 def user_cache(*parts: str) -> Path:
-    """Return a place in profkit's folder in the user's cache: all of it may be deleted at any time."""
+    """Return a place in profkit's folder in the user's cache: all of it may be deleted at any time.
+
+    Of a user without a home, as containers have, nothing can be kept: no such place can be made.
+    """
     from platformdirs import user_cache_path  # the analysis seldom needs it
 
-    return user_cache_path("profkit").joinpath(*parts)
+    try:
+        folder = user_cache_path("profkit")
+    except RuntimeError:  # some versions of platformdirs say so, others return a path in the working directory
+        folder = Path()
+    return (folder if folder.is_absolute() else Path(os.devnull)).joinpath(*parts)
 
 
 def write_whole(path: Path, data: bytes, *, mode: int | None = None) -> None:

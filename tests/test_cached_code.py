@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.launch.another_try import find_another_try
+from profkit.launch.another_try import find_another_try, own_cache_folder
 from profkit.launch.passes import Outcome, Pass, Target, command_passes
 from profkit.launch.record import record_run
 from profkit.launch.side_effects import why_not_twice
@@ -97,6 +97,14 @@ def test_too_few_steps_and_cached_code_are_cured_by_one_run(tmp_path: Path) -> N
 )
 def test_no_second_run_where_another_cache_would_show_no_more(outcome: Outcome, tmp_path: Path) -> None:
     assert find_another_try(outcome, tmp_path) is None
+
+
+def test_no_second_run_where_its_cache_has_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert find_another_try(_outcome(CACHED), own_cache_folder()) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_second_run_is_not_followed_by_a_third() -> None:

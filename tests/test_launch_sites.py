@@ -183,6 +183,18 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, home: Path, mon
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_of_a_user_without_a_home_nothing_is_kept_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as it does where it finds no home
+    code = tmp_path / "cache" / "cxyz.py"
+    Sidecars().keep(code, CODE, KNOWN)
+    assert Sidecars().find(code, CODE, FIRST) == KNOWN
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
 def test_what_another_version_wrote_is_not_read(tmp_path: Path, home: Path) -> None:
     code = tmp_path / "cache" / "cxyz.py"
     Sidecars().keep(code, CODE, KNOWN)
