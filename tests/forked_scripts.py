@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
+from argparse import REMAINDER, ArgumentParser
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -32,8 +33,8 @@ from profkit.run.recording import VARIABLE
 from tests.in_process import run_profkit
 
 ROOT = Path(__file__).parent.parent
-_PATIENCE_S = 60
-_LAUNCHER = ["-m", "torch.distributed.run"]
+_PATIENCE_S = 300
+_LAUNCHER = "torch.distributed.run"
 
 
 def _python_path() -> str:
@@ -99,10 +100,11 @@ def _serve() -> None:
 def _run_job(job: dict[str, Any]) -> list[int]:
     """Run a job to its end; return the exit status of each of its processes, -n if signal n ended it."""
     words = job["words"][1:]
-    if words[: len(_LAUNCHER)] != _LAUNCHER:
+    if _LAUNCHER not in words:
         return _wait_for([_fork(job, words, {})])
-    _, count, *words = (word for word in words[len(_LAUNCHER) :] if word != "--standalone")
-    count = int(count)
+    at = words.index(_LAUNCHER)
+    _, number, *target = (word for word in words[at + 1 :] if word != "--standalone")
+    count, words = int(number), [*words[: at - 1], *target]
     address, store = _fork_store()
     statuses = _wait_for([_fork(job, words, address | _numbers_of_rank(rank, count)) for rank in range(count)])
     os.kill(store, signal.SIGKILL)
@@ -148,16 +150,21 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    flags = list(takewhile(lambda word: word in ("-P", "-m"), words))
-    sys.argv = words[len(flags) :]
-    script = sys.argv[0]
-    if "-P" not in flags:
-        sys.path.insert(0, cwd if "-m" in flags else str(Path(script).resolve().parent))
+    options = ArgumentParser()
+    options.add_argument("-P", dest="is_safe", action="store_true")
+    options.add_argument("-W", dest="warnings", default="default")
+    options.add_argument("-m", dest="is_module", action="store_true")
+    options.add_argument("argv", nargs=REMAINDER)
+    asked = options.parse_args(words)
+    sys.argv, script = asked.argv, asked.argv[0]
+    if not asked.is_safe:
+        sys.path.insert(0, cwd if asked.is_module else str(Path(script).resolve().parent))
     status = 0
     try:
+        warnings.simplefilter(asked.warnings)
         if VARIABLE in environment:
             attach()
-        if "-m" in flags:
+        if asked.is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")

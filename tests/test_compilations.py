@@ -182,7 +182,8 @@ def test_a_recompilation_in_a_recorded_step_is_said_with_its_time_line_and_reaso
     (finding,) = _findings(tmp_path, _FORWARD, _AGAIN, replace(_AGAIN, id="1-4", what="backward", line=None))
     assert finding.code == "recompiled"
     assert finding.message.startswith(
-        "torch.compile compiled again, 1.00 s of recorded step 5: model.py:3 forward; a backward pass (tensor 'x' size"
+        "torch.compile compiled again, which took 1.00 s of recorded step 5: model.py:3 forward; a backward pass "
+        "(tensor 'x' size"
     )
     assert "dynamic=True" in finding.message
 
@@ -199,7 +200,7 @@ def test_a_first_compilation_in_a_recorded_step_asks_for_more_warm_up(tmp_path: 
 
 def test_a_line_that_breaks_graphs_is_said_once_however_often_it_was_met(tmp_path: Path) -> None:
     (finding,) = _findings(tmp_path, _BREAK, replace(_BREAK, id="1-5", step=5, is_recorded=True))
-    assert finding.message == "graphs break at 1 place, and Python runs between: model.py:9 forward: Tensor.item()"
+    assert finding.message == "graphs break at 1 place, where Python runs instead: model.py:9 forward: Tensor.item()"
     known = read_run_compilations(Run(tmp_path))
     assert known is not None
     assert [(one.times, one.in_recorded_steps) for one in known.breaks] == [(2, 1)]

@@ -22,7 +22,7 @@ from profkit.run.compiled_code import (  # noqa: E402
     launch_range,
 )
 from profkit.run.work import RangeWork, RunWork, read_work  # noqa: E402
-from tests.in_process import run_profkit  # noqa: E402
+from tests.forked_scripts import Forks  # noqa: E402
 
 PRODUCT = 2 * 3 * 4 * 5
 
@@ -118,7 +118,7 @@ def test_products_that_are_not_known_from_the_code_count_as_they_run() -> None:
 def test_what_was_not_counted_of_compiled_code_is_said() -> None:
     with _Counted() as counted:
         _launch(2, "h.0", multiplies=False)
-    assert counted.content.missing == ("fused kernels of compiled code, but for their matrix products",)
+    assert counted.content.missing == ("fused kernels of compiled code, except their matrix products",)
     with _Counted() as counted:
         _launch(4, "h.0", multiplies=False)
     assert "compiled code" in counted.content.missing
@@ -191,12 +191,12 @@ print("counted", counter.get_total_flops())
 
 
 @pytest.mark.slow
-def test_each_module_of_a_compiled_model_does_the_products_of_the_eager_one(tmp_path: Path) -> None:
+def test_each_module_of_a_compiled_model_does_the_products_of_the_eager_one(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
     works, counted = [], set()
     for mode in ("eager", "compiled"):
         command = ("run", "-o", mode, "--flops", "--warmup=2", "--steps=1", "--", sys.executable, "train.py", mode)
-        done = run_profkit(*command, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        done = forks.run_profkit(*command, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
         assert done.returncode == 0, done.stderr
         counted |= {int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("counted ")}
         works.append(read_work(tmp_path / mode / "work.json"))

@@ -123,7 +123,10 @@ def test_a_replay_that_ran_other_kernels_than_were_captured_keeps_its_range(
     trace = placed(builder, tmp_path, GRAPH)
     assert time_under(trace, "optimizer") == 2 * 70
     assert time_under(trace, graph_range(GRAPH.id)) == sum(kernels.values())
-    assert "what 1 of 3 replays ran lies under no module: it is not the 5 kernels that were captured" in trace.notes[0]
+    assert (
+        "the kernels of 1 of 3 replays lie under no module: it is not the 5 kernels that were captured"
+        in trace.notes[0]
+    )
 
 
 def test_a_replay_of_a_graph_that_nothing_is_known_of_stays_as_it_is(tmp_path: Path) -> None:
@@ -208,7 +211,7 @@ def test_no_python_ran_in_the_ranges_of_a_replay(tmp_path: Path) -> None:
     assert row.wall_ns is None
     assert {row.path: row.wall_ns for row in opened.efficiency().ranges}["step */forward"] is None
     shown = build_ranges_document(opened.ranges(numbered=False), opened.self_check.findings, numbered=False)
-    assert "a CUDA graph was replayed there, and runs no Python" in str(shown)
+    assert "no Python runs when a CUDA graph is replayed" in str(shown)
     assert not [one.message for one in opened.self_check.findings if "hold no CUDA call" in one.message]
 
 
@@ -216,7 +219,7 @@ def test_without_their_numbers_the_nodes_of_a_graph_with_branches_are_not_guesse
     graph = CapturedGraph.of(TWO)
     trace = kineto_replay(tmp_path, graph)
     assert time_under(trace, graph_range(graph.id)) == 5000
-    assert "what 1 of 1 replays ran lies under no module: the graph has branches" in trace.notes[0]
+    assert "the kernels of 1 of 1 replays lie under no module: the graph has branches" in trace.notes[0]
     assert "record with --nsys" in trace.notes[0]
 
 

@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launched import printed_json
-
 pytest.importorskip("torch")
 
+from tests.forked_scripts import Forks
 from tests.hooked_workloads import CHECKPOINTS, WORKLOADS
 
 SCRIPT = Path(__file__).parent / "hooked_workloads.py"
 
 
-def _run(*arguments: str, script: Path = SCRIPT, warnings: str = "error") -> dict[str, Any]:
-    return printed_json(script, *arguments, warnings=warnings)
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    return _run()
+def run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a function that runs a script of the tests, and returns the JSON that it prints."""
+
+    def call(*arguments: str, script: Path = SCRIPT, warnings: str = "error") -> dict[str, Any]:
+        done = forks.run([sys.executable, "-W", warnings, str(script), *arguments], tmp_path_factory.mktemp("run"))
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    return call
 
 
 @pytest.fixture(scope="module")
-def hooked() -> dict[str, Any]:
-    return _run("hooked")
+def plain(run: Run) -> dict[str, Any]:
+    return run()
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
-    return _run("hooked", "counted")
+def hooked(run: Run) -> dict[str, Any]:
+    return run("hooked")
+
+
+@pytest.fixture(scope="module")
+def counted(run: Run) -> dict[str, Any]:
+    return run("hooked", "counted")
 
 
 def _trees(events: list[list[Any]]) -> dict[str, int]:
@@ -183,11 +197,10 @@ def test_compiled_code_stays_whole_and_is_annotated_as_one(plain: dict[str, Any]
     assert not any("blocks" in path for path in paths)
 
 
-@pytest.mark.slow
-def test_dynamo_makes_the_same_graphs_whether_the_hooks_are_there_or_not() -> None:
+def test_dynamo_makes_the_same_graphs_whether_the_hooks_are_there_or_not(run: Run) -> None:
     script = SCRIPT.with_name("compiled_workloads.py")
     # Where a graph is broken torch itself warns.
-    plain, hooked = (_run(*how, script=script, warnings="ignore") for how in ((), ("hooked",)))
+    plain, hooked = (run(*how, script=script, warnings="ignore") for how in ((), ("hooked",)))
     assert hooked == plain
     assert plain["first again"][1] == [], "what was compiled before is not compiled again"
 

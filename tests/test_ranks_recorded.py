@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +15,9 @@ from profkit.cli import cli
 from profkit.errors import ToolError
 from profkit.joining import read_ranks
 from tests.rank_builder import MS, Delay, light_records, simulate, write_kineto_run, write_light_run
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 DELAY_MS = 120
 """Longer than what four processes on two cores wait for each other by chance."""
@@ -53,13 +56,11 @@ RANKS = 4
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("torch")
+def recorded(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "train.py").write_text(PROGRAM)
     recording = ("run", "--kineto", "--warmup", "2", "--steps", "5", "--nproc-per-node", str(RANKS), "-o", "run")
-    command = [sys.executable, "-m", "profkit", *recording, "--", sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = forks.run_profkit(*recording, "--", sys.executable, "train.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 

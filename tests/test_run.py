@@ -24,6 +24,7 @@ from profkit.models.presets import PRESETS
 from profkit.run.ceilings import read_ceilings
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
+from tests.forked_scripts import Forks
 from tests.in_process import run_command, run_profkit
 
 pytest.importorskip("torch")
@@ -46,10 +47,10 @@ def _ranges(run: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def kineto_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def kineto_run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[Path, subprocess.CompletedProcess[str]]:
     where = tmp_path_factory.mktemp("kineto")
     arguments = (*FAST, "-o", "my run", "--steps", "2", "--warmup", "1", "--ceilings")
-    done = _profkit(*arguments, cwd=where, SECRET="hunter2", OMP_NUM_THREADS="2")
+    done = forks.run_profkit("run", *arguments, cwd=where, SECRET="hunter2", OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     return where / "my run", done
 
@@ -116,10 +117,10 @@ def test_the_end_prints_ten_lines_and_the_next_commands(kineto_run: tuple[Path, 
 
 
 @pytest.fixture(scope="module")
-def contexts_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def contexts_run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[Path, str]:
     where = tmp_path_factory.mktemp("contexts")
     arguments = ("model.tiny", "--batch", "2", "--context", "8,32", "--steps", "2", "--warmup", "1", "-o", "run")
-    done = _profkit(*arguments, "--device", "cpu", cwd=where)
+    done = forks.run_profkit("run", *arguments, "--device", "cpu", cwd=where)
     assert (done.returncode, without_doubts(done.stderr)) == (0, "")
     return where / "run", done.stdout
 

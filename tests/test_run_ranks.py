@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked_scripts import Forks
 from tests.in_process import run_profkit
 
 pytest.importorskip("torch")
@@ -87,9 +88,9 @@ def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: P
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(("failed", "partial"))]
 
 
-@pytest.mark.slow
-def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, run: Run) -> None:
-    done = run("--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "--device", "cpu", "model.tiny")
+def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, forks: Forks) -> None:
+    options = ("--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "--device", "cpu")
+    done = forks.run_profkit("run", "-o", "run", "--nproc-per-node", "2", *options, "model.tiny", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     manifest = _manifest(tmp_path)
     ranks = manifest["processes"]

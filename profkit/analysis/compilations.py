@@ -138,20 +138,20 @@ def find_compilations(run: Run | None) -> tuple[Finding, ...]:
 def _describe(known: RunCompilations) -> Iterator[Finding]:
     for step in known.steps:
         where = "a recorded step" if step.step is None else f"recorded step {step.step}"
-        spent = f"{step.duration_ns / 1e9:.2f} s of {where}"
+        spent = f"which took {step.duration_ns / 1e9:.2f} s of {where}"
         if step.again:
             yield Finding("recompiled", f"torch.compile compiled again, {spent}: {_why_again(step.again)}")
         elif step.first_time:
-            message = f"torch.compile was still at work, {spent}: {_lines(step.first_time)}; raise --warmup"
+            message = f"torch.compile was still compiling, {spent}: {_lines(step.first_time)}; raise --warmup"
             yield Finding("compiled", message)
     if known.breaks:
         places = [f"{one.line}: {one.reason}" for one in known.breaks]
-        message = f"graphs break at {_count(len(places), 'place')}, and Python runs between: {_some(places)}"
+        message = f"graphs break at {_count(len(places), 'place')}, where Python runs instead: {_some(places)}"
         yield Finding("graph-break", message)
     for one in known.not_compiled:
         at = one.line or one.failed_line or "a function"
         if _LIMIT in (one.failure or ""):
-            message = f"{at} runs as it was compiled for other inputs, or not compiled: {one.failure}"
+            message = f"{at} is compiled for no further inputs: {one.failure}"
             message += f" ({one.reason})" if one.reason else ""
             yield Finding("recompile-limit", message)
         else:
@@ -167,7 +167,7 @@ def _why_again(some: Sequence[Compilation]) -> str:
     reasons = list(dict.fromkeys(one.reason for one in some if one.reason is not None))
     because = f" ({_some(reasons)})" if reasons else ""
     is_size = any(mark in reason for reason in reasons for mark in _SIZES)
-    cure = "; torch.compile(dynamic=True), or inputs of one size, need one code" if is_size else ""
+    cure = "; with torch.compile(dynamic=True), or inputs of one size, it compiles once" if is_size else ""
     return f"{_lines(some)}{because}{cure}"
 
 

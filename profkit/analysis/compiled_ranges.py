@@ -187,8 +187,7 @@ def _refuse_deep(trace: Trace, paths: Sequence[tuple[int, ...]]) -> None:
     deepest = max(map(len, paths), default=0)
     if deepest > MOST_OPEN_RANGES:
         raise TraceError(
-            f"{trace.path}: compiled code names {deepest:,} modules, each within the one before; more than"
-            f" {MOST_OPEN_RANGES:,} are not read"
+            f"{trace.path}: compiled code names {deepest:,} nested modules; more than {MOST_OPEN_RANGES:,} are not read"
         )
 
 

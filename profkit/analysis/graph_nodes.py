@@ -69,7 +69,7 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
             node_ns[those] = begin_ns + layout.node[_nodes(rows)[those]]
         new.append(_opened(trace.ranges, replays[mine[fits]], layout, names))
         if not fits.all() and not trace.work.is_graph.any():
-            left = f"what {int((~fits).sum()):,} of {len(fits):,} replays ran lies under no module"
+            left = f"the kernels of {int((~fits).sum()):,} of {len(fits):,} replays lie under no module"
             is_numbered = layout.is_chain or trace.source == "nsys" or bool((_nodes(trace.work) >= 0).any())
             why = _OTHER.format(int(layout.is_kernel.sum())) if is_numbered else _BRANCHES
             notes.append(f"{trace.names[name]}: {left}: {why}")

@@ -33,7 +33,7 @@ from profkit.run.compiled_code import Launch, LaunchPlace, read_graph_range, rea
 from profkit.run.work import RunWork
 
 _COMPILED = "compiled code"
-_FUSED = "fused kernels of compiled code, but for their matrix products"
+_FUSED = "fused kernels of compiled code, except their matrix products"
 _REPLAY = "replayed CUDA graphs"
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 

@@ -40,9 +40,9 @@ from profkit.report.document import Format
 @click.option(
     "--max-wait",
     type=Percent(),
-    help="Largest share of a step that ranks wait for each other in collectives, hidden behind computing or not.",
+    help="Largest share of a step that ranks may wait for each other in collectives, hidden behind computing or not.",
 )
-@click.option("--max-skew", type=Percent(), help="Largest share of a step that the latest rank costs the others.")
+@click.option("--max-skew", type=Percent(), help="Largest share of a step that the latest rank may cost the others.")
 @click.option(
     "--baseline",
     type=click.Path(path_type=Path),

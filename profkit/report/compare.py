@@ -218,7 +218,7 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
                 rows.append({**_blank_row(), "name": f" {word} {_name_kernels(time, kernels)}"})
         hidden = modules.fusions[top:]
         rows += [_sum_row(time, [one.change for one in hidden], "more")] if hidden else []
-        yield Table(_columns("fused, but for products", _has_interval(time), kernels=_noun(time)), rows)
+        yield Table(_columns("fused, without matrix products", _has_interval(time), kernels=_noun(time)), rows)
 
 
 def _larger(change: Change) -> int:

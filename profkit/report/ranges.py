@@ -65,7 +65,7 @@ def _notes(result: RangesResult, numbered: bool, steps: int | None) -> list[str]
     if steps is not None:
         lines.append(f"all other figures are averages per step ({format_count(steps, 'step')}); --totals shows sums")
     if any(row.wall_ns is None for row in result.ranges):
-        lines.append("– in Python time: a CUDA graph was replayed there, and runs no Python")
+        lines.append("– in Python time: no Python runs when a CUDA graph is replayed")
     if any(row.kernel_count and row.wall_ns == 0 for row in result.ranges):
         lines.append("– in Python time: no range was open; its kernels were found by torch.profiler's operator links")
     if not numbered and any("*" in row.name for row in result.ranges):

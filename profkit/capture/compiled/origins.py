@@ -215,14 +215,17 @@ def modules_of(meta: dict[str, Any]) -> tuple[str, ...]:
 
 
 def line_of(stack_trace: str | None) -> str:
-    """Return the innermost line of a stack that is not PyTorch's own, as ``file:line function``; "" if it has none."""
+    """Return the innermost line of a stack that is not PyTorch's or profkit's own, as ``file:line function``.
+
+    It is "" if there is none. Dynamo reads profkit's wrapper of a module's call where it was loaded before profkit.
+    """
     frames = []
     for line in (stack_trace or "").splitlines():
         parts = line.strip().split('"')
         if len(parts) == 3 and parts[0] == "File " and parts[2].startswith(", line "):
             number, _, function = parts[2].removeprefix(", line ").partition(", in ")
             frames.append((parts[1], number, function))
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    own = [frame for frame in frames if not frame[0].startswith((_TORCH, _CAPTURE))] or frames
     if not own:
         return ""
     file, number, function = own[-1]
@@ -235,6 +238,7 @@ def _torch_version() -> tuple[int, ...]:
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZERS = f"{_TORCH}optim{os.sep}"
+_CAPTURE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _COPIES = frozenset({"DeviceCopy", "InplaceCopyFallback"})
 

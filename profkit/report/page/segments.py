@@ -158,7 +158,7 @@ def _table(memory: DeviceMemory, result: MemoryResult, layouts: list[Layout | No
         "pending": "freed, still used by another stream",
         "unused": "cached but unused",
         "releasable": "unused segments: empty_cache() gives them back",
-        "torn": "torn: unused, in segments that also hold blocks in use",
+        "torn": "fragmented: unused, in segments that also hold blocks in use",
         "largest": "largest unused piece",
         "padding": "lost to rounding, within allocated",
     }
