@@ -48,6 +48,11 @@ class Delay:
     time_ns: int
     every: int = 1
     """In every so many steps."""
+    first: int = 0
+    """The first of these steps."""
+
+    def is_in(self, step: int) -> bool:
+        return step % self.every == self.first
 
 
 def simulate(ranks: int, steps: int = 5, delays: Sequence[Delay] = (), *, kernels: int = 4) -> list[Timeline]:
@@ -58,7 +63,7 @@ def simulate(ranks: int, steps: int = 5, delays: Sequence[Delay] = (), *, kernel
         for rank, line in enumerate(lines):
             extra = dict.fromkeys(PLACES, 0)
             for delay in delays:
-                if delay.rank == rank and step % delay.every == 0:
+                if delay.rank == rank and delay.is_in(step):
                     extra[delay.place] += delay.time_ns
             _until_reduction(line, extra, (rank * 7 + step * 13) % 11 * 1_000, kernels)
         end = max(line.now for line in lines) + WIRE_NS
@@ -66,7 +71,9 @@ def simulate(ranks: int, steps: int = 5, delays: Sequence[Delay] = (), *, kernel
             line.kernels.append((line.now - 10_000, line.now, end, NCCL))
             line.now = end
             begin = line.now
-            slow = sum(one.time_ns for one in delays if (one.rank, one.place) == (rank, "optimizer"))
+            slow = sum(
+                one.time_ns for one in delays if (one.rank, one.place) == (rank, "optimizer") and one.is_in(step)
+            )
             line.now += slow + 20_000
             line.compute(MS)
             line.ranges.append(("optimizer", begin, line.now))

@@ -181,6 +181,10 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path) -> None:
         ("ddp-backward", "python", "backward", 30),
         ("fsdp2-before-forward", "python", "before forward", 5),
         ("tp-before-forward", "python", "before forward", 5),
+        # Rank 0 waits for the collective of its forward while its GPU is in the loss.
+        ("tp-waits-in-loss", "python", "before forward", 5),
+        # A heavy kernel in one block, and what rank 0 did next to collectives that waited for it.
+        ("reduced-fsdp2-kernels", "kernels", "forward", 29),
     ],
 )
 def test_real_light_records_of_two_gpus_name_what_was_injected(
@@ -193,7 +197,13 @@ def test_real_light_records_of_two_gpus_name_what_was_injected(
 
 
 @pytest.mark.parametrize(
-    ("name", "doubt"), [("ddp-none", None), ("reduced-ddp-none", None), ("reduced-ddp-launches", "launches")]
+    ("name", "doubt"),
+    [
+        ("ddp-none", None),
+        ("reduced-ddp-none", None),
+        ("reduced-ddp-launches", "launches"),
+        ("reduced-tp-none", "launches"),
+    ],
 )
 def test_real_runs_of_two_gpus_without_a_delay_name_nobody(name: str, doubt: str | None) -> None:
     verdict = read_ranks(RECORDED / name).verdict
@@ -210,6 +220,20 @@ def test_a_delay_is_named_though_kernels_next_to_waiting_collectives_hide_it() -
     assert found.idle_ns < 20 * MS
     # Without a delay the same program took 75 ms a step.
     assert result.verdict.step_ns - found.gain_ns == pytest.approx(75 * MS, rel=0.05)
+
+
+def test_the_gain_without_a_heavy_kernel_is_what_the_same_program_gained_without_it() -> None:
+    verdict = read_ranks(RECORDED / "reduced-fsdp2-kernels").verdict
+    assert verdict.culprit is not None
+    # 172 ms a step, and 143.5 ms without the kernel.
+    assert verdict.step_ns - verdict.culprit.gain_ns == pytest.approx(143.5 * MS, rel=0.02)
+
+
+def test_a_delay_that_the_gpu_hides_in_later_steps_is_late_in_the_steps_before() -> None:
+    found = read_ranks(RECORDED / "ddp-data-hidden-later").verdict.culprit
+    assert found is not None
+    assert (found.rank, found.cause, found.late_steps, found.steps) == (1, "data", 18, 25)
+    assert found.extra_ns == pytest.approx(30 * MS, rel=0.02)
 
 
 def test_a_rank_that_is_late_once_by_chance_is_not_named() -> None:

@@ -33,6 +33,7 @@ from profkit.run.links import describe_links
 _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
 _WIDEST_MATRIX = 8
+_MOST_TURNS = 3
 
 _CAUSES = {
     "data": "waiting for data",
@@ -129,7 +130,13 @@ def describe_ranks(result: RanksResult) -> list[str]:
         if verdict.doubt is None
         else _DOUBTS[verdict.doubt]
     )
-    return [*lines, f"No rank is late: rank {verdict.most_rank} costs the others most, {cost}; {why}"]
+    lines.append(f"No rank is late: rank {verdict.most_rank} costs the others most, {cost}; {why}")
+    if sum(verdict.turns.values()) > 1:
+        often = sorted(verdict.turns, key=lambda rank: (-verdict.turns[rank], rank))
+        turns = ", ".join(f"rank {rank} {verdict.turns[rank]:,} times" for rank in often[:_MOST_TURNS])
+        more = f" and {len(often) - _MOST_TURNS:,} more ranks" if len(often) > _MOST_TURNS else ""
+        lines.append(f"Single steps in which others wait that long for a rank: {turns}{more}")
+    return lines
 
 
 def wait_table(result: RanksResult) -> Table:
@@ -178,11 +185,21 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     without = max(result.verdict.step_ns - culprit.gain_ns, 0)
     hidden = culprit.extra_ns - culprit.idle_ns
     shown = f" ({format_ns(culprit.idle_ns)} of it while its GPU was idle)" if hidden > culprit.extra_ns // 50 else ""
+    compared = f"than rank {culprit.compared_with} (the median rank) {_CAUSES[culprit.cause]}{place}{shown}"
+    if not culprit.is_always:
+        share = format_share(culprit.late_steps / culprit.steps)
+        return [
+            f"Rank {culprit.rank} is late in {culprit.late_steps:,} of {culprit.steps:,} steps ({share}),"
+            f" by {format_ns(culprit.late_ns)} each",
+            f"Its extra time in these steps: {format_ns(culprit.extra_ns)} more {compared}",
+            f"Without it steps would take about {format_ns(culprit.gain_ns)} less on average"
+            " (estimate: each collective starts when the median rank is there)",
+        ]
+    about = "about" if result.is_exact else "at least"
     return [
         f"Rank {culprit.rank} is late: {arrives}",
-        f"Its extra time: {format_ns(culprit.extra_ns)} a step more than rank {culprit.compared_with} (the median rank)"
-        f" {_CAUSES[culprit.cause]}{place}{shown}",
-        f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"
+        f"Its extra time: {format_ns(culprit.extra_ns)} a step more {compared}",
+        f"Without it a step would take {about} {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"
         " (estimate: each collective starts when the median rank is there)",
     ]
 
@@ -330,6 +347,8 @@ def _culprit_data(one: Culprit) -> dict[str, Any]:
         "extra_ns": one.extra_ns,
         "idle_ns": one.idle_ns,
         "gain_ns": one.gain_ns,
+        "late_steps": one.late_steps,
+        "steps": one.steps,
         "group": {"name": one.group.group.name, "dimension": one.group.group.dimension, "ranks": list(one.group.ranks)},
         "compared_with": one.compared_with,
     }
@@ -337,7 +356,7 @@ def _culprit_data(one: Culprit) -> dict[str, Any]:
 
 def _notes(result: RanksResult) -> Sequence[str]:
     lines = []
-    if all(one.exposed_ns is not None for one in result.ranks):
+    if result.is_exact:
         lines.append("step = computing + copying + data + launching + Python + communication not hidden, for each rank")
     else:
         lines.append(

@@ -76,25 +76,30 @@ def part_on_host(phase: str) -> Part:
 def longer_on_gpu(step: StepRecord) -> Parts:
     """Return what phases took on the GPU beyond their time on the host, without their collectives.
 
-    Where nobody timed the collectives, what is known of them is how long the GPU waited at a backward pass's end.
+    A phase's collectives are those that the host called in it, for their start on the GPU is not known. What is longer
+    than the phase itself was waited for in the next one. Where nobody timed the collectives, what is known of them is
+    how long the GPU waited at a backward pass's end.
     """
     host: dict[str, float] = {}
-    for name, start, end in step.phases:
-        host[name] = host.get(name, 0.0) + end - start
+    talking: dict[str, float] = {}
     calls = step.collectives
     timed = [
-        (begin, end - begin)
-        for begin, end in zip(calls.start_ns, calls.end_ns, strict=True)
-        if begin is not None and end is not None
+        (called, end - begin)
+        for called, begin, end in zip(calls.called_ns, calls.start_ns, calls.end_ns, strict=True)
+        if called is not None and begin is not None and end is not None
     ]
-    exposed = 0 if timed else sum(filter(None, calls.exposed_ns))
+    for name, start, end in step.phases:
+        host[name] = host.get(name, 0.0) + end - start
+        talking[name] = talking.get(name, 0.0) + sum([time for called, time in timed if start <= called < end])
+    if not timed:
+        talking[BACKWARD] = float(sum(filter(None, calls.exposed_ns)))
     parts: Parts = {}
+    left = 0.0
     for name, start, end in step.gpu_phases:
-        talking = sum([time for begin, time in timed if start <= begin < end])
-        if name == BACKWARD:
-            talking, exposed = talking + exposed, 0
         part: Part = ("kernels", name, "")
-        parts[part] = parts.get(part, 0.0) + max(end - start - talking - host.get(name, 0.0), 0.0)
+        left += talking.pop(name, 0.0)
+        parts[part] = parts.get(part, 0.0) + max(end - start - left - host.get(name, 0.0), 0.0)
+        left = max(left - (end - start), 0.0)
     return parts
 
 
@@ -116,6 +121,16 @@ def waited_by_step(records: Sequence[LightRecord], matched: Sequence[Matched]) -
         for here, rank in enumerate(one.ranks):
             if rank in found:
                 np.add.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
+    return {record.rank: _of_named(record, found[record.rank]) for record in records}
+
+
+def longest_wait_by_step(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
+    """Return for each rank the longest time that it waited in one collective of each measured step."""
+    found = {record.rank: np.zeros(len(record.steps)) for record in records}
+    for one in matched:
+        for here, rank in enumerate(one.ranks):
+            if rank in found:
+                np.maximum.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
     return {record.rank: _of_named(record, found[record.rank]) for record in records}
 
 

@@ -92,6 +92,11 @@ class RanksResult:
         return int(np.median([one.step_ns for one in self.ranks])) if self.ranks else 0
 
     @property
+    def is_exact(self) -> bool:
+        """Return whether all ranks left full traces."""
+        return all(one.exposed_ns is not None for one in self.ranks)
+
+    @property
     def exposed_ns(self) -> int | None:
         """Return the communication per step that nothing hid, of the mean rank."""
         known = [one.exposed_ns for one in self.ranks if one.exposed_ns is not None]

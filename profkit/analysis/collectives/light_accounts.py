@@ -2,7 +2,8 @@
 
 In each step there is a first collective that makes the median rank wait long. What a rank's host did between its call
 of the collective before and its call of that one is where the time went: the phases, the time between two of them
-(named after the later), and waits for data. What kernels took longer is known for whole phases only, from events on
+(named after the later), and waits for data. Between two phases the host may wait for the GPU: what counts there is the
+time in which the GPU was between phases too. What kernels took longer is known for whole phases only, from events on
 the GPU.
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 from profkit.analysis.collectives.accounts import Account, Parts, clock_of, longer_on_gpu, named_steps, part_on_host
 from profkit.analysis.collectives.matching import Matched
 from profkit.analysis.collectives.own_time import BEFORE
-from profkit.analysis.intervals import unite
+from profkit.analysis.intervals import Stretches, unite
 from profkit.names import BACKWARD
 from profkit.run.light_record import LightRecord
 from profkit.trace.columns import Ints
@@ -49,10 +50,11 @@ def _host_spans(record: LightRecord) -> _Spans:
         begin = record.clock_base_ns + step.start_ns
         found += [(begin + start, begin + end, name) for name, start, end in step.phases]
     found.sort()
+    busy = _gpu_phases(record)
     spans, reach = [], found[0][0] if found else 0
     for start, end, name in found:
         if start > reach:
-            spans.append((reach, start, f"{BEFORE}{name}"))
+            spans += [(low, high, f"{BEFORE}{name}") for low, high in _less_busy(busy, reach, start)]
         spans.append((max(start, reach), max(end, reach), name))
         reach = max(reach, end)
     return [start for start, _, _ in spans], [end for _, end, _ in spans], [name for _, _, name in spans]
@@ -97,6 +99,25 @@ def lateness_of_launches(records: Sequence[LightRecord]) -> dict[int, list[float
         usual = np.median(others, axis=0) if len(others) else np.zeros(count)
         found[rank] = np.maximum(np.array(mine[:count]) - usual, 0.0).tolist() + [0.0] * (len(mine) - count)
     return found
+
+
+def _gpu_phases(record: LightRecord) -> Stretches:
+    """Return when the GPU was in any phase, by the rank's own clock."""
+    found = [
+        (record.clock_base_ns + step.start_ns + start, record.clock_base_ns + step.start_ns + end)
+        for step in record.steps
+        for _, start, end in step.gpu_phases
+        if start <= end
+    ]
+    starts, ends = (np.array([span[side] for span in found], dtype=np.int64) for side in (0, 1))
+    return unite(starts, ends)
+
+
+def _less_busy(busy: Stretches, start: int, end: int) -> list[tuple[int, int]]:
+    """Return what is left of a time of the host without what the GPU was in a phase."""
+    first, last = int(np.searchsorted(busy.end_ns, start)), int(np.searchsorted(busy.start_ns, end))
+    edges = [start, *np.stack([busy.start_ns, busy.end_ns], axis=1)[first:last].ravel().tolist(), end]
+    return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
 
 
 class _Waits:

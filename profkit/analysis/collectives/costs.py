@@ -1,0 +1,167 @@
+"""What each rank saved by coming late, step by step: from exact accounts of full traces, or from waits alone.
+
+A rank saves what it waited less than the median one of the other ranks: all of what nothing hid, where that is known,
+else its longest wait. That is what it costs them: negative where it
+waited for others itself, so that ranks which take turns in being late save nothing on the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from profkit.analysis.collectives.accounts import (
+    Account,
+    Floats,
+    Parts,
+    longest_wait_by_step,
+    median_of_parts,
+    named_steps,
+    step_times,
+    waited_by_step,
+)
+from profkit.analysis.collectives.matching import Matched
+from profkit.run.light_record import LightRecord, StepRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """Who may be late and who is the median rank (positions), and what the former costs in each step.
+
+    ``saved_ns`` is what each rank saved in each step, as (ranks, steps). ``accounts`` are what the ranks did;
+    ``ordinary`` are the usual parts of a step, ``ordinary_steps`` those of the median rank in each.
+    """
+
+    accounts: tuple[Account, ...]
+    late: int
+    usual: int
+    each_ns: Floats
+    saved_ns: Floats
+    step_ns: float
+    ordinary: Parts
+    ordinary_steps: tuple[Parts, ...]
+
+
+def cost_by_accounts(accounts: Sequence[Account], records: Sequence[LightRecord], matched: Sequence[Matched]) -> Cost:
+    """Return who did most by itself, compared with the rank that did the median amount.
+
+    Kernels next to a collective that waits are slower: what the kernels of a place took longer than those of the
+    quickest rank there counts as waiting, as far as their rank waited meanwhile.
+    """
+    count = min(len(one.steps) for one in accounts)
+    exposed = np.array([one.exposed_ns[:count] for one in accounts])
+    waited = waited_by_step(records, matched)
+    hidden = np.array([waited[one.rank][-len(one.steps) :][:count] for one in accounts]) - exposed
+    corrected = _without_slow_kernels(accounts, count, np.maximum(hidden, 0.0))
+    own = np.array([[one.own_ns(step) for step in range(count)] for one in corrected])
+    exposed += np.array([[one.own_ns(step) for step in range(count)] for one in accounts]) - own
+    order = np.argsort(np.median(own, axis=1), kind="stable")
+    late, usual = int(order[-1]), int(order[(len(accounts) - 1) // 2])
+    return Cost(
+        accounts=tuple(accounts),
+        late=late,
+        usual=usual,
+        each_ns=exposed[usual] - exposed[late],
+        saved_ns=_saved(exposed),
+        step_ns=float(np.median(own[usual] + exposed[usual])),
+        ordinary=corrected[usual].median_parts(),
+        ordinary_steps=corrected[usual].steps,
+    )
+
+
+def _without_slow_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[Account]:
+    """Return the accounts of so many steps without what kernels were slower next to collectives that waited."""
+    keys = sorted({key for one in accounts for step in one.steps for key in step if key[0] == "kernels"})
+    kernels = np.array([[[step.get(key, 0.0) for key in keys] for step in one.steps[:count]] for one in accounts])
+    slower = kernels - kernels.min(axis=0)
+    total = slower.sum(axis=2)
+    slower *= (np.minimum(total, hidden_ns) / np.maximum(total, 1.0))[:, :, None]
+    return [
+        replace(
+            one,
+            steps=tuple(
+                step | {key: step[key] - less for key, less in zip(keys, places, strict=True) if key in step}
+                for step, places in zip(one.steps, mine, strict=False)
+            ),
+        )
+        for one, mine in zip(accounts, slower.tolist(), strict=True)
+    ]
+
+
+def cost_by_waits(
+    accounts: Sequence[Account],
+    records: Sequence[LightRecord],
+    matched: Sequence[Matched],
+    lateness: Mapping[int, Sequence[float]],
+    *,
+    is_untimed: bool,
+) -> Cost:
+    """Return who made the median rank wait longest, compared with the medians of the others' phases.
+
+    A step costs the longest wait; or what phases took longer on the median rank's GPU, as far as it waited meanwhile,
+    if that is more: many short waits, and kernels next to them that are slower. The first step is left out: what was
+    before it is not known. If ``is_untimed`` some waits are unknown: then a rank also saves what its GPU had nothing
+    to do for longer than those of the others.
+    """
+    count = min(len(one.steps) for one in accounts)
+    compared = slice(min(1, count - 1), count)
+    accounts = [replace(one, steps=one.steps[compared]) for one in accounts]
+    first = latest(lateness)
+    late = next(at for at, record in enumerate(records) if record.rank == first)
+    others = [account.median_parts() for at, account in enumerate(accounts) if at != late]
+    totals = [sum(parts.values()) for parts in others]
+    middle = int(np.argsort(totals, kind="stable")[(len(totals) - 1) // 2])
+    usual = middle + (middle >= late)
+    slow, ordinary = records[late], records[usual]
+    waited = waited_by_step(records, matched)
+    longest = longest_wait_by_step(records, matched)
+    cost = [
+        max(wait, min(_sum_longer_phases(theirs, mine), total))
+        for wait, total, theirs, mine in zip(
+            lateness[first], waited[ordinary.rank], named_steps(ordinary), named_steps(slow), strict=False
+        )
+    ]
+    saved = _saved(np.array([longest[record.rank][compared] for record in records]))
+    if is_untimed:
+        idle = [[float(step.launch_wait_ns or 0) for step in named_steps(record)[compared]] for record in records]
+        by_idling = -_saved(np.array(idle))
+        saved = np.where(np.abs(by_idling) > np.abs(saved), by_idling, saved)
+    return Cost(
+        accounts=tuple(accounts),
+        late=late,
+        usual=usual,
+        each_ns=np.array(cost[compared]),
+        saved_ns=saved,
+        step_ns=float(np.median([time for record in records for time in step_times(record)] or [0.0])),
+        ordinary=median_of_parts(others),
+        ordinary_steps=accounts[usual].steps,
+    )
+
+
+def _saved(waited_ns: Floats) -> Floats:
+    """Return what each rank waited less than the median one of the others, as (ranks, steps)."""
+    count = len(waited_ns)
+    ordered = np.sort(waited_ns, axis=0)
+    # Without itself a rank's others are the same rows but for one: where it stands decides which are the middle ones.
+    place = np.argsort(np.argsort(waited_ns, axis=0, kind="stable"), axis=0, kind="stable")
+    low, high = (count - 2) // 2, (count - 1) // 2
+    steps = np.arange(waited_ns.shape[1])
+    middle: list[Floats] = [ordered[at + (place <= at), steps] for at in (low, high)]
+    saved: Floats = (middle[0] + middle[1]) / 2 - waited_ns
+    return saved
+
+
+def _sum_longer_phases(one: StepRecord, other: StepRecord) -> float:
+    """Return how much longer phases took on the GPU of the one rank, without those that took less."""
+    sums: list[dict[str, int]] = [{}, {}]
+    for times, step in zip(sums, (one, other), strict=True):
+        for name, start, end in step.gpu_phases:
+            times[name] = times.get(name, 0) + end - start
+    return float(sum(max(time - sums[1].get(name, time), 0) for name, time in sums[0].items()))
+
+
+def latest(lateness: Mapping[int, Sequence[float]]) -> int:
+    """Return the rank for which the others typically wait longest."""
+    return max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)
