@@ -39,7 +39,8 @@ from tests.rank_builder import (
 
 RECORDED = Path(__file__).parent / "light_records"
 """Some steps of two ranks on 2 × H200, a sleep injected into rank 1 as the name says; those that are reduced come from
-full traces."""
+full traces, those that are untimed from NCCL without TORCH_NCCL_ENABLE_TIMING. There 30 ms were injected; hosts of
+waiting ranks, which stand in a full queue, leave a few of them open."""
 
 CAUSE = {
     "data": ("data", "data", ""),
@@ -185,6 +186,11 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path) -> None:
         ("tp-waits-in-loss", "python", "before forward", 5),
         # A heavy kernel in one block, and what rank 0 did next to collectives that waited for it.
         ("reduced-fsdp2-kernels", "kernels", "forward", 29),
+        ("untimed-ddp-data", "data", "data", 30),
+        ("untimed-ddp-forward", "python", "forward", 25),
+        ("untimed-ddp-backward", "python", "backward", 35),
+        ("untimed-ddp-optimizer", "python", "optimizer", 30),
+        ("untimed-ddp-after-optimizer", "python", "before data", 30),
     ],
 )
 def test_real_light_records_of_two_gpus_name_what_was_injected(
@@ -200,6 +206,7 @@ def test_real_light_records_of_two_gpus_name_what_was_injected(
     ("name", "doubt"),
     [
         ("ddp-none", None),
+        ("untimed-ddp-none", None),
         ("reduced-ddp-none", None),
         ("reduced-ddp-launches", "launches"),
         ("reduced-tp-none", "launches"),

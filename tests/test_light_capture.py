@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,39 @@ def test_after_128_steps_rows_of_32_are_kept(tmp_path: Path, recorder: Recorder,
     kept = [int(str(step.name).removeprefix("step ")) for step in record_read.steps]
     assert kept == [*range(128), *range(512, 544), *range(1024, 1056), *range(1536, 1568)]
     assert all(len(step.collectives) == 1 for step in record_read.steps)
+
+
+def test_an_hour_leaves_some_megabytes_and_nothing_grows(
+    tmp_path: Path, recorder: Recorder, ticks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """180,000 steps of 20 ms with four collectives each, of which the flight recorder holds the last 200."""
+    recorder.ring = 200
+    monkeypatch.setattr(light, "RING", 200)
+    record = LightRecorder(tmp_path)
+    held: list[int] = []
+    # The steps between two rows begin and end, and nothing else: some of them will do.
+    numbers = [*range(140), *(at for at in range(140, 180_000) if at % (512 if at < 10_000 else 4096) < 42)]
+    tracemalloc.start()
+    try:
+        for number in numbers:
+            ticks[0] = number * 20_000_000
+            wants_phases = record.step_begins(number)
+            for call in range(4 if wants_phases else 0):
+                recorder.call(1_000_000 + ticks[0] + 10 * (call + 1), duration_ms=None)
+            marks = [Mark(ticks[0] + at * 3_000_000, None) for at in range(6)]
+            names = ("data", "forward", "loss", "backward", "optimizer") if wants_phases else ()
+            ticks[0] += 19_000_000
+            record.step_ended([Span(name, marks[at], marks[at + 1]) for at, name in enumerate(names)])
+            if number % 16_384 == 41:
+                held.append(tracemalloc.get_traced_memory()[0])
+        record.end()
+    finally:
+        tracemalloc.stop()
+    assert max(held[2:]) < held[1] + 200_000
+    found = _read(tmp_path)
+    assert 1_500 < len(found.steps) < 2_500
+    assert all(len(step.collectives) == 4 for step in found.steps)
+    assert (tmp_path / "light.rank1.jsonl").stat().st_size < 2_000_000
 
 
 def test_steps_that_other_ranks_record_in_full_are_kept_too(

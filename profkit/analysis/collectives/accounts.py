@@ -39,6 +39,11 @@ class Account:
         keys = {key for step in self.steps for key in step}
         return {key: float(np.median([step.get(key, 0.0) for step in self.steps])) for key in keys}
 
+    def quickest_parts(self) -> Parts:
+        """Return the least that each part took in a step."""
+        keys = {key for step in self.steps for key in step}
+        return {key: min(step.get(key, 0.0) for step in self.steps) for key in keys}
+
     def mean_parts(self) -> Parts:
         """Return each part per step."""
         sums: Parts = {}

@@ -31,7 +31,9 @@ class Cost:
     """Who may be late and who is the median rank (positions), and what the former costs in each step.
 
     ``saved_ns`` is what each rank saved in each step, as (ranks, steps). ``accounts`` are what the ranks did;
-    ``ordinary`` are the usual parts of a step, ``ordinary_steps`` those of the median rank in each.
+    ``ordinary`` are the usual parts of a step, ``ordinary_steps`` those of the median rank in each. ``quick`` are the
+    least that they took on other ranks: a host whose launches stand in a full queue for its GPU, which waits for a
+    collective, seems to do more than it does.
     """
 
     accounts: tuple[Account, ...]
@@ -42,6 +44,7 @@ class Cost:
     step_ns: float
     ordinary: Parts
     ordinary_steps: tuple[Parts, ...]
+    quick: Parts | None = None
 
 
 def cost_by_accounts(accounts: Sequence[Account], records: Sequence[LightRecord], matched: Sequence[Matched]) -> Cost:
@@ -137,6 +140,7 @@ def cost_by_waits(
         step_ns=float(np.median([time for record in records for time in step_times(record)] or [0.0])),
         ordinary=median_of_parts(others),
         ordinary_steps=accounts[usual].steps,
+        quick=median_of_parts([one.quickest_parts() for at, one in enumerate(accounts) if at != late]),
     )
 
 

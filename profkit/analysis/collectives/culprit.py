@@ -159,9 +159,11 @@ def _judge(
 ) -> Verdict:
     """Return whether a rank is late as a rule, and if it is, what it did more than others."""
     record, account = records[cost.late], cost.accounts[cost.late]
-    extra = _extra(account.median_parts(), cost.ordinary, is_exact=account.is_exact)
-    by_cause = _sum_by_cause(extra)
     typical = float(np.median(cost.each_ns)) if len(cost.each_ns) else 0.0
+    extra = _extra(account.median_parts(), cost.ordinary, is_exact=account.is_exact)
+    if cost.quick is not None and max(_sum_by_cause(extra).values(), default=0.0) < LEAST_EXPLAINED * typical:
+        extra = _extra(account.median_parts(), cost.quick, is_exact=account.is_exact)
+    by_cause = _sum_by_cause(extra)
     saved = cost.saved_ns[cost.late]
     least = LEAST_SHARE if len(saved) >= _ENOUGH_STEPS else _LEAST_SHARE_OF_FEW
     late = (cost.saved_ns >= least * cost.step_ns).sum(axis=1).tolist()

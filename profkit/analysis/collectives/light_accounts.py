@@ -162,9 +162,12 @@ def _find_windows(record: LightRecord, matched: Sequence[Matched]) -> dict[int, 
     for one, here in mine:
         step, called = one.step[here], one.called_ns[here]
         is_long = (one.median_wait_ns > 0) & (one.median_wait_ns * 2 >= longest[step])
-        rows = np.flatnonzero(is_long)
-        rows = rows[rows > 0]
-        begin, end = called[rows - 1], called[rows]
+        # Where nobody timed a collective the rank may have waited in it or not: what came before it counts too.
+        timed = np.flatnonzero(~one.is_untimed)
+        which = np.flatnonzero(is_long[timed])
+        which = which[which > 0]
+        rows = timed[which]
+        begin, end = called[timed[which - 1]], called[rows]
         known = (begin > 0) & (end > begin)
         for number, start, stop in zip(
             step[rows][known].tolist(), begin[known].tolist(), end[known].tolist(), strict=True
