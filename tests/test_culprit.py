@@ -158,8 +158,8 @@ def test_when_hosts_called_nccl_says_nothing_about_who_waited() -> None:
         replace(one, clock_base_ns=0, groups=tuple(replace(group, backend="gloo") for group in one.groups))
         for one in records
     ]
-    late = replace(gloo[1], clock_base_ns=50 * MS)
-    assert compare_records([gloo[0], late]).waiting_ns == pytest.approx(25 * MS, rel=0.01)
+    late = replace(gloo[1], clock_base_ns=20 * MS)
+    assert compare_records([gloo[0], late]).waiting_ns == pytest.approx(10 * MS, rel=0.01)
 
 
 def test_nobody_is_named_where_nobody_is_late(tmp_path: Path) -> None:
@@ -284,6 +284,27 @@ def test_waits_stand_in_the_row_of_who_waited_and_the_column_of_whom_they_waited
     result = read_ranks(write_nsys(tmp_path / "trace.sqlite", simulate(2, 4, [Delay(1, "data", 10 * MS)])))
     assert result.waits_ns[0, 1] == pytest.approx(40 * MS, rel=0.01)
     assert result.waits_ns[1].tolist() == [0, 0]
+
+
+def test_time_that_is_waited_in_two_collectives_at_once_counts_once(tmp_path: Path) -> None:
+    # gloo runs the reductions of two buckets at the same time.
+    start_run(tmp_path)
+    for rank in (0, 1):
+        late = rank * 20_000
+        events = []
+        for step in range(3):
+            begin = step * 60_000
+            events += [
+                row("user_annotation", f"step {step}", begin, 55_000),
+                row("cpu_op", "aten::mm", begin + 1_000, 4_000),
+                row("user_annotation", "gloo:all_reduce", begin + 10_000 + late, 21_000 - late, 8),
+                row("user_annotation", "gloo:all_reduce", begin + 15_000 + late, 21_000 - late, 9),
+            ]
+        facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
+        written(tmp_path, events, name_of_rank(KINETO_TRACE, rank), **facts)
+    result = read_ranks(tmp_path, workers=1)
+    assert result.waits_ns.tolist() == [[0, 3 * 25 * MS], [0, 0]]
+    assert sum(row.waiting_ns for row in result.groups) == 3 * 20 * MS
 
 
 def test_bandwidth_counts_from_the_last_arrival(tmp_path: Path) -> None:
@@ -442,6 +463,7 @@ def test_two_runs_of_several_ranks_are_compared_by_group(tmp_path: Path) -> None
     assert group["after"]["waiting_ns"] < MS
     text = " ".join(CliRunner().invoke(cli, ["compare", *runs, "--force"]).stdout.split())
     assert "before: Rank 1 is late" in text
+    assert "before: Its extra time: 20.00 ms a step more than rank 0 (the median rank) waiting for data" in text
     assert "after: No rank is late" in text
 
 

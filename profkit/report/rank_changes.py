@@ -10,6 +10,9 @@ from profkit.report.document import Column, Lines, Table
 from profkit.report.rank_comparison import describe_ranks
 from profkit.report.units import NS, NUMBER, TEXT
 
+_SENTENCES = 3
+"""The step, who is late, and why."""
+
 _Key = tuple[str, int, str, str | None]
 
 
@@ -24,8 +27,8 @@ def compare_groups(before: RanksResult, after: RanksResult) -> tuple[list[Table 
         cells = {f"{name}_before": (was or {}).get(name) for name in _SHOWN}
         shown.append({**named, **cells, **{f"{name}_after": (now or {}).get(name) for name in _SHOWN}})
     table = Table(_COLUMNS, shown, title="Collectives by group, per step")
-    lines = [f"before: {line}" for line in describe_ranks(before)[:2]]
-    lines += [f"after: {line}" for line in describe_ranks(after)[:2]]
+    lines = [f"before: {line}" for line in describe_ranks(before)[:_SENTENCES]]
+    lines += [f"after: {line}" for line in describe_ranks(after)[:_SENTENCES]]
     return [table, Lines(lines, title="Ranks")], {"groups": rows}
 
 

@@ -153,6 +153,7 @@ def wait_table(result: RanksResult) -> Table:
         return Table(columns, rows, title="Waiting in collectives, per step")
     caused = waits.sum(axis=0)
     order = sorted(range(len(numbers)), key=lambda at: (-int(caused[at]), at))[:_WIDEST_MATRIX]
+    order = [at for at in order if caused[at]] or order[:1]
     rows = [
         {
             "rank": numbers[at],
@@ -169,12 +170,20 @@ def wait_table(result: RanksResult) -> Table:
     return Table(columns, rows, title="Waiting in collectives, per step")
 
 
+def _place(culprit: Culprit) -> str:
+    before = "" if culprit.phase.startswith("before ") else "in "
+    place = f", {before}{culprit.phase}" if culprit.phase and culprit.cause != "data" else ""
+    return place + (f" ({culprit.module})" if culprit.module else "")
+
+
+def name_culprit(culprit: Culprit) -> str:
+    """Return who is late and what it does meanwhile, in a few words."""
+    return f"Rank {culprit.rank} is late: {_CAUSES[culprit.cause]}{_place(culprit)}"
+
+
 def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     group = culprit.group.group.dimension
     where = f"of group {group}" if group else "of its group" if len(culprit.group.ranks) < result.world_size else ""
-    before = "" if culprit.phase.startswith("before ") else "in "
-    place = f", {before}{culprit.phase}" if culprit.phase and culprit.cause != "data" else ""
-    place += f" ({culprit.module})" if culprit.module else ""
     late = format_ns(culprit.late_ns)
     arrives = (
         f"its GPU has nothing to do for {late} a step longer than the others', which wait for it in collectives"
@@ -185,7 +194,7 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     without = max(result.verdict.step_ns - culprit.gain_ns, 0)
     hidden = culprit.extra_ns - culprit.idle_ns
     shown = f" ({format_ns(culprit.idle_ns)} of it while its GPU was idle)" if hidden > culprit.extra_ns // 50 else ""
-    compared = f"than rank {culprit.compared_with} (the median rank) {_CAUSES[culprit.cause]}{place}{shown}"
+    compared = f"than rank {culprit.compared_with} (the median rank) {_CAUSES[culprit.cause]}{_place(culprit)}{shown}"
     if not culprit.is_always:
         share = format_share(culprit.late_steps / culprit.steps)
         return [

@@ -9,6 +9,11 @@ from matplotlib.figure import Figure
 
 from profkit.analysis.collectives.comparison import RanksResult
 from profkit.report.pictures import plain_text, write_png
+from profkit.report.rank_comparison import name_culprit
+from profkit.report.units import format_ns
+
+_MOST_WRITTEN = 8
+"""In the matrix of so many ranks there is room for figures."""
 
 
 def plot_waits(result: RanksResult, path: Path) -> None:
@@ -32,9 +37,13 @@ def _draw(result: RanksResult) -> Figure:
     where = list(range(0, len(numbers), every))
     axes.set_xticks(where, [str(numbers[at]) for at in where])
     axes.set_yticks(where, [str(numbers[at]) for at in where])
+    if len(numbers) <= _MOST_WRITTEN:
+        for at, to in zip(*waits.nonzero(), strict=True):
+            color = "white" if waits[at, to] * 2 > waits.max() else "black"
+            axes.text(to, at, format_ns(round(waits[at, to] * 1e6)), ha="center", va="center", color=color)
     axes.set_xlabel("waits for rank")
     axes.set_ylabel("rank")
     culprit = result.verdict.culprit
-    axes.set_title("No rank is late" if culprit is None else f"Rank {culprit.rank} is late ({culprit.cause})")
+    axes.set_title("No rank is late" if culprit is None else name_culprit(culprit))
     figure.colorbar(picture, ax=axes, label="waiting in collectives, ms a step")
     return figure

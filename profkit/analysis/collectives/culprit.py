@@ -200,7 +200,8 @@ def _judge(
     late_ns = max(typical, float(np.median(lateness[record.rank][-len(account.steps) :])))
     if cause == "kernels" and not account.is_exact:
         extra_ns = min(extra_ns, late_ns)
-    on_host = longer_on_host(record, usual, phase) if cause in ("data", "python") and account.is_exact else 0.0
+    may_hide = cause in ("data", "python") and account.is_exact and record.device is not None
+    on_host = longer_on_host(record, usual, phase) if may_hide else 0.0
     group, share = _arrivals(matched, record.rank)
     found = Culprit(
         rank=record.rank,

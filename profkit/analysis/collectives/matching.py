@@ -13,6 +13,7 @@ from itertools import chain
 
 import numpy as np
 
+from profkit.analysis.intervals import disjoint_pieces
 from profkit.run.light_record import WAITS_FOR_ALL, Collectives, Group, LightRecord
 from profkit.trace.columns import Bools, Ints
 
@@ -201,13 +202,28 @@ def _match(by_rank: dict[int, Calls]) -> Matched:
 
 
 def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]) -> Ints:
-    """Return how long each rank waited for each other: (who waited, for whom), in ranks' order."""
+    """Return how long each rank waited for each other: (who waited, for whom), in ranks' order.
+
+    A rank that waits in several collectives at once counts that time once, for the one that it was in first.
+    """
     sums = np.zeros((rank_count, rank_count), dtype=np.int64)
+    placed: list[list[tuple[Ints, Ints, Ints]]] = [[] for _ in range(rank_count)]
     for one in matched:
-        where = np.array([index[rank] for rank in one.ranks], dtype=np.int64)
         late = np.flatnonzero(one.last >= 0)
-        for to in np.unique(one.last[late]).tolist():
-            sums[where, where[to]] += one.wait_ns[:, one.last == to].sum(axis=1)
+        where = np.array([index[rank] for rank in one.ranks], dtype=np.int64)
+        to = where[one.last[late]]
+        for here, rank in enumerate(where.tolist()):
+            wait, ended = one.wait_ns[here, late], one.end_ns[here, late]
+            begin = np.where(ended != _UNKNOWN, ended - one.duration_ns[here, late], one.called_ns[here, late])
+            known = (ended != _UNKNOWN) | one.only_called[late]
+            np.add.at(sums[rank], to[~known], wait[~known])
+            placed[rank].append((begin[known], wait[known], to[known]))
+    for rank, parts in enumerate(placed):
+        if parts:
+            begin, wait, to = (np.concatenate(column) for column in zip(*parts, strict=True))
+            order = np.argsort(begin, kind="stable")
+            _, start, end = disjoint_pieces(np.zeros(len(order), dtype=np.int64), begin[order], (begin + wait)[order])
+            np.add.at(sums[rank], to[order], end - start)
     return sums
 
 
