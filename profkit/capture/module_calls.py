@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol, TypeVar
 
@@ -149,17 +150,16 @@ def _code_of_hooks() -> set[CodeType]:
     while waiting:
         one = waiting.pop()
         if isinstance(one, CodeType):
-            if one not in found:
+            if one not in found and one.co_filename.startswith(_PROFKIT):  # named tuples share the methods of theirs
                 found.add(one)
                 waiting += one.co_consts
         elif isinstance(one, type):
             waiting += vars(one).values()
-        else:
+        elif one is not None:
             one = getattr(one, "fget", None) or getattr(one, "__func__", one)
-            code = getattr(one, "__code__", None)
-            if isinstance(code, CodeType):
-                waiting.append(code)
+            waiting += [getattr(one, "__code__", None), getattr(one, "__wrapped__", None)]
     return found
 
 
 _CAPTURE = __name__.rpartition(".")[0]
+_PROFKIT = str(Path(__file__).parent.parent)
