@@ -202,6 +202,20 @@ def test_an_export_without_payloads_reads_as_before(tmp_path: Path) -> None:
     assert (trace.work.collective, trace.collectives) == (None, ())
 
 
+def test_a_pipeline_is_judged_by_its_communicator_alone(builder: NsysBuilder, tmp_path: Path) -> None:
+    for stage, (pid, name) in enumerate(((100, "ncclSend"), (200, "ncclRecv"))):
+        for step in range(4):
+            start = 1000 * step
+            builder.range(f"step {step}", start, start + 990, pid=pid, tid=pid)
+            say(builder, name, start + 5, sized(PAIR, 4096), pid=pid, tid=pid)
+            builder.kernel(
+                start + 6, 400 - 100 * stage, name=SEND_RECV, pid=pid, tid=pid, device=stage, start=start + 10
+            )
+            builder.kernel(start + 500, 400, pid=pid, tid=pid, device=stage, start=start + 510)
+    (one,) = read_ranks(builder.write(tmp_path / "a.sqlite")).pipelines
+    assert (one.ranks, one.longest, one.bubble_ns) == ((0, 1), 1, 300)
+
+
 def test_a_group_of_a_communicator_has_the_ranks_that_used_it(builder: NsysBuilder, tmp_path: Path) -> None:
     for rank, pid in enumerate((100, 200, 300, 400)):
         for step in range(3):

@@ -93,7 +93,9 @@ def _measure(rank: int, ranks: int, device_type: str, store: str, result: str) -
         uuids = [f"GPU-{one.uuid}" for one in devices if hasattr(one, "uuid")]  # since torch 2.5
         content = {"backend": backend, "ranks": ranks, "times": times, "uuids": uuids}
         Path(result).write_text(json.dumps(content), encoding="utf-8")
-    distributed.barrier()
+    # No rank leaves while another one works. (NCCL's barrier would warn that it has to guess the device.)
+    distributed.all_reduce(room, op=distributed.ReduceOp.MIN)
+    int(room)
     distributed.destroy_process_group()
 
 

@@ -130,7 +130,12 @@ def compare_records(
     world_size = max([len(found), *(max(record.world_size, record.rank + 1) for record in found)], default=0)
     if world_size > MOST_RANKS:
         raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
-    said, found = found, _fill_groups(found, world_size)
+    known = _fill_communicators(found)
+    everyone = tuple(range(world_size))
+    found = [
+        replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
+        for record in known
+    ]
     index = {record.rank: at for at, record in enumerate(found)}
     matched = match_collectives(found)
     accounts = [exact_account(record) or account_before_waits(record, matched) for record in found]
@@ -150,25 +155,22 @@ def compare_records(
         lost=missing | dict(lost or {}),
         step_count=max((len(named_steps(record)) for record in found), default=0),
         peaks=compare_peaks(ranks),
-        pipelines=tuple(find_pipelines(said, accounts)),
+        pipelines=tuple(find_pipelines(known, accounts)),
         measured=measured,
         links=measured.links if measured is not None and measured.links else links,
     )
 
 
-def _fill_groups(records: Sequence[LightRecord], world_size: int) -> list[LightRecord]:
-    """Return the records with all groups' ranks: of a communicator those that used it, else, if unknown, all."""
+def _fill_communicators(records: Sequence[LightRecord]) -> list[LightRecord]:
+    """Return the records, with those ranks in each group that NCCL's communicator alone identifies that used it."""
     users: dict[str, tuple[int, ...]] = {}
     for record in records:
         for name in {group.name for group in record.groups if group.name.startswith(COMMUNICATOR)}:
             users[name] = (*users.get(name, ()), record.rank)
-    everyone = tuple(range(world_size))
     return [
         replace(
             record,
-            groups=tuple(
-                replace(group, ranks=group.ranks or users.get(group.name, everyone)) for group in record.groups
-            ),
+            groups=tuple(replace(group, ranks=group.ranks or users.get(group.name, ())) for group in record.groups),
         )
         for record in records
     ]
