@@ -204,11 +204,10 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
             f"Without it steps would take about {format_ns(culprit.gain_ns)} less on average"
             " (estimate: each collective starts when the median rank is there)",
         ]
-    about = "about" if result.is_exact else "at least"
     return [
         f"Rank {culprit.rank} is late: {arrives}",
         f"Its extra time: {format_ns(culprit.extra_ns)} a step more {compared}",
-        f"Without it a step would take {about} {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"
+        f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"
         " (estimate: each collective starts when the median rank is there)",
     ]
 

@@ -61,7 +61,7 @@ class Culprit:
 
     Times are per step. ``late_ns`` is how much later than the median rank it arrives, ``extra_ns`` how much longer than
     it the cause took, on the host if that is more: nothing hid ``idle_ns`` of it. ``gain_ns`` is how much faster steps
-    would be if it were like the median rank (an estimate; from light records alone, at most).
+    would be if it were like the median rank (an estimate, coarse from light records alone).
     ``share`` is the part of the collectives with a late rank in which it came last; None where nobody timed them, and
     it is late by how long its GPU had nothing to do. Who is late in some steps only is late in ``late_steps`` of
     ``steps``: ``gain_ns`` is the mean of all steps, the other times are those of late steps.
