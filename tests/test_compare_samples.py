@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
+from profkit.analysis.compare.kernel_changes import compare_times
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.range_paths import join_path
 from profkit.errors import UsageError
@@ -114,3 +115,15 @@ def test_the_kth_steps_of_all_ranks_are_one_sample(captures: Path) -> None:
     samples = sample_steps(opened.attribution)
     assert (samples.size, samples.even) == (2, True)
     assert samples.total_ns == opened.kernels("step *").total_ns
+
+
+def test_what_torch_compile_runs_is_apart_from_the_step_that_it_holds_up(tmp_path: Path) -> None:
+    held_up = {**STEP, "forward/compiling f/layer 0": [(SGEMM, 3000)], "compiling f": [(ADD, 500)]}
+    plain = sampled(write_steps(tmp_path / "plain.sqlite", [STEP, STEP]))
+    after = sampled(write_steps(tmp_path / "after.sqlite", [STEP, held_up]))
+    assert {key.category for key in after.keys if key.path == ("compiling",)} == {"compiling"}
+    found = compare_times(plain, after)
+    phases = {line.name: (line.change.before_ns, line.change.after_ns) for line in found.by_phase}
+    assert phases == {"compiling": (0, 3500), "forward": (320, 320), "(in no inner range)": (14, 14)}
+    assert {line.name: line.change.after_ns for line in found.by_category}["compiling"] == 3500
+    assert sum(part.change.after_ns for part in found.parts) == found.kernel_time.after_ns

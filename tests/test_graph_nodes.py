@@ -167,9 +167,17 @@ def test_graphs_that_were_traced_whole_are_said_with_the_command_that_records_th
     assert "profkit run --nsys --cuda-graph-trace node" in note
 
 
-def kineto_replay(folder: Path, graph: CapturedGraph) -> Trace:
-    """Return a trace of torch.profiler in which a graph of two kernels is replayed; no row says which node it is."""
-    events = [
+def kineto_replay(folder: Path, graph: CapturedGraph, *others: CapturedGraph) -> Trace:
+    """Return a trace of torch.profiler in which a graph of two kernels is replayed; no row says which node it is.
+
+    Other graphs, of one kernel each, are replayed after it.
+    """
+    events = []
+    for at, one in enumerate(others):
+        begin = 100 + 100 * at
+        events += [row("user_annotation", graph_range(one.id), begin, 20), launch(begin + 2, 3 + at)]
+        events += [kernel("c", begin + 30, 8, 3 + at)]
+    events += [
         row("user_annotation", "step 0", 0, 90),
         row("user_annotation", graph_range(graph.id), 10, 20),
         launch(12, 1, name="cudaGraphLaunch"),
@@ -178,7 +186,7 @@ def kineto_replay(folder: Path, graph: CapturedGraph) -> Trace:
         launch(70, 2),
         kernel("launched by itself", 80, 2, 2),
     ]
-    return place_graph_nodes(read(folder, events), [graph])
+    return place_graph_nodes(read(folder, events), [graph, *others])
 
 
 TWO = (NodeRun(1, "kernel", ("forward",)), NodeRun(1, "kernel", ("backward",)))
@@ -220,6 +228,13 @@ def test_without_their_numbers_the_nodes_of_a_graph_with_branches_are_not_guesse
     trace = kineto_replay(tmp_path, graph)
     assert time_under(trace, graph_range(graph.id)) == 5000
     assert "the kernels of 1 of 1 replays lie under no module: the graph has branches" in trace.notes[0]
+
+
+def test_a_graph_with_branches_is_said_to_have_them_beside_one_whose_nodes_are_known(tmp_path: Path) -> None:
+    chain = CapturedGraph.of([NodeRun(1, "kernel", ("inference",))], is_chain=True)
+    trace = kineto_replay(tmp_path, CapturedGraph.of(TWO), chain)
+    assert time_under(trace, "inference") == 8000
+    assert ["the graph has branches" in note for note in trace.notes] == [True]
     assert "record with --nsys" in trace.notes[0]
 
 

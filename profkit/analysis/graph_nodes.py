@@ -70,7 +70,7 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
         new.append(_opened(trace.ranges, replays[mine[fits]], layout, names))
         if not fits.all() and not trace.work.is_graph.any():
             left = f"the kernels of {int((~fits).sum()):,} of {len(fits):,} replays lie under no module"
-            is_numbered = layout.is_chain or trace.source == "nsys" or bool((_nodes(trace.work) >= 0).any())
+            is_numbered = layout.is_chain or trace.source == "nsys" or bool(np.isin(work_of, mine).any())
             why = _OTHER.format(int(layout.is_kernel.sum())) if is_numbered else _BRANCHES
             notes.append(f"{trace.names[name]}: {left}: {why}")
     is_kept = np.ones(len(trace.ranges), dtype=np.bool_)

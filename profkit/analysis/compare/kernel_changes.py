@@ -9,7 +9,8 @@ Each interval stands by itself: of twenty lines without a difference, one is exp
 The kernel time of two captures is matched part by part, so that a renamed kernel is one change, not a loss and a gain.
 Parts are matched from the outside in:
 
-1. by range: a path that only one capture has counts in the nearest enclosing range that both have. (Compiled code has
+1. by range: a path that only one capture has counts in the nearest enclosing range that both have; what torch.compile
+   itself runs is apart from all others. (Compiled code has
    no ranges within ``forward``; the eager model's layers then count in ``forward``);
 2. by category within the range, and by name within the category: ``same``;
 3. what remains of a category on both sides is one part, ``renamed``: ``sgemm`` became ``nvjet``;
@@ -34,6 +35,7 @@ from profkit.analysis.compare.bootstrap import FEWEST, Verdict, bootstrap_differ
 from profkit.analysis.compare.samples import Key, RangePath, StepSamples
 from profkit.analysis.range_paths import join_path
 from profkit.findings import Finding
+from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import Ints, Measure
 
 PartKind = Literal["same", "renamed", "replaced", "gone", "new"]
@@ -123,7 +125,7 @@ class TimeComparison:
 
 def compare_times(before: StepSamples, after: StepSamples) -> TimeComparison:
     """Return what changed from one capture's steps to another's."""
-    common = before.paths & after.paths
+    common = common_paths(before, after)
     matches = match_parts(before, after)
     changes = change_of_columns(before, after, [(match.before, match.after) for match in matches])
     parts = [_build_part(before, after, match, change) for match, change in zip(matches, changes, strict=True)]
@@ -241,7 +243,7 @@ def is_generated(kernel: str) -> bool:
 
 def match_parts(before: StepSamples, after: StepSamples) -> list[Match]:
     """Return the parts of two captures' kernel time, by the rules above."""
-    common = before.paths & after.paths
+    common = common_paths(before, after)
     places: dict[RangePath, dict[str, _Unmatched]] = {}
     names: dict[tuple[RangePath, str, str], _Unmatched] = {}
     for side, samples in (("before", before), ("after", after)):
@@ -260,6 +262,11 @@ def match_parts(before: StepSamples, after: StepSamples) -> list[Match]:
     for path, categories in places.items():
         matches += _match_unmatched(path, categories, _fused_categories(categories, before, after))
     return matches
+
+
+def common_paths(before: StepSamples, after: StepSamples) -> frozenset[RangePath]:
+    """Return the ranges in which work is compared: those that both captures have, and torch.compile's own work."""
+    return before.paths & after.paths | {(COMPILING,)}
 
 
 def nearest(path: RangePath, common: frozenset[RangePath]) -> RangePath:
@@ -316,7 +323,7 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
             " with --steps",
         )
     for name, side, other in (("before", before, after), ("after", after, before)):
-        alone = sorted({join_path(key.path) for key in side.keys if key.path not in other.paths})
+        alone = sorted({join_path(key.path) for key in side.keys if key.path not in common_paths(side, other)})
         if alone:
             some = ", ".join(alone[:2]) + (", …" if len(alone) > 2 else "")
             message = f"ranges that only {name} has: {len(alone)} ({some}); their time counts in the enclosing range"

@@ -75,11 +75,11 @@ Place = tuple[str, tuple[str, ...]]
 
 
 def _place(key: Key) -> Place:
+    if is_compiling(key.path):
+        return COMPILING, ()
     at = next((n for n, name in enumerate(key.path) if name in PHASES), None)
     if at is None:
         return _NO_PHASE, ()
-    if is_compiling(key.path):
-        return COMPILING, ()
     # A module within itself counts once.
     return key.path[at], tuple(dict.fromkeys(name for name in key.path[at + 1 :] if is_module_range(name)))
 

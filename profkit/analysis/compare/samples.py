@@ -14,11 +14,13 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import categorize
 from profkit.analysis.intervals import union_ns
+from profkit.analysis.module_times import is_compiling
 from profkit.analysis.nesting import NO_RANGE
 from profkit.analysis.range_paths import refuse_long_paths, select_ranges
 from profkit.analysis.selection import KernelFilter, choose_work, lies_within, outermost
 from profkit.analysis.steps import find_contexts, find_warmup, measured_ranges
 from profkit.names import STEP, kind_of
+from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import Ints, Measure, distinct_values, empty_ints, rows_by_value
 
 RangePath = tuple[str, ...]
@@ -169,14 +171,17 @@ def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[Ran
     is_step[steps] = True
     known: dict[tuple[int, str], int] = {}
     kinds = [kind_of(name) for name in trace.names]
+    # What torch.compile itself runs is no part of the step that it holds up: one path for all of it.
+    compiling = {at for at, name in enumerate(trace.names) if is_compiling((name,))}
     names, parents, step = ranges.name.tolist(), attribution.parent.tolist(), is_step.tolist()
     # Of ranges with one start the longest is the outermost, so a parent always comes before its children.
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         if step[index]:
             continue
         above = int(number[parents[index]]) if parents[index] != NO_RANGE else 0
-        key = (above, kinds[names[index]])
-        number[index] = known.setdefault(key, len(known) + 1)
+        key = (0, COMPILING) if names[index] in compiling else (above, kinds[names[index]])
+        is_within = above == known.get((0, COMPILING), NO_RANGE)
+        number[index] = above if is_within else known.setdefault(key, len(known) + 1)
     refuse_long_paths(trace.path, [above - 1 for above, _ in known], (kind for _, kind in known))
     paths: list[RangePath] = [()]
     for above, kind in known:
@@ -194,7 +199,8 @@ def _number_keys(
     for number in combined.tolist():
         path, name = divmod(number, len(trace.names))
         kernel = trace.names[name]
-        keys.append(Key(paths[path], categorize(kernel, trace.measure).name, kernel))
+        is_own = is_compiling(paths[path])
+        keys.append(Key(paths[path], COMPILING if is_own else categorize(kernel, trace.measure).name, kernel))
     return tuple(keys), column
 
 
