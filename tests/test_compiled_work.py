@@ -21,7 +21,7 @@ from profkit.run.compiled_code import (  # noqa: E402
     graph_range,
     launch_range,
 )
-from profkit.run.work import RangeWork, RunWork, read_work  # noqa: E402
+from profkit.run.work import FUSED, RangeWork, RunWork, read_work  # noqa: E402
 from tests.forked_scripts import Forks  # noqa: E402
 
 PRODUCT = 2 * 3 * 4 * 5
@@ -118,7 +118,7 @@ def test_products_that_are_not_known_from_the_code_count_as_they_run() -> None:
 def test_what_was_not_counted_of_compiled_code_is_said() -> None:
     with _Counted() as counted:
         _launch(2, "h.0", multiplies=False)
-    assert counted.content.missing == ("fused kernels of compiled code, except their matrix products",)
+    assert counted.content.missing == (FUSED,)
     with _Counted() as counted:
         _launch(4, "h.0", multiplies=False)
     assert "compiled code" in counted.content.missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
+from profkit.analysis.efficiency.facts import RunFacts
 from profkit.errors import TraceError, UsageError
 from profkit.report.efficiency import limit_words
+from profkit.run.work import FUSED, RunWork
 from tests.conftest import ROOT
 from tests.efficiency_runs import MOVER, SMALL, ceilings_of, make_timed_run, notes_of, rows_by_path, write_two_steps
 from tests.nsys_builder import NsysBuilder, process_of
@@ -359,3 +362,14 @@ def test_the_parts_of_every_row_sum(tmp_path_factory: pytest.TempPathFactory, so
     steps = [row for row in result.ranges if row.name == "step *"]
     # Windows overlap where kernels run at once; in the row the common time counts once.
     assert steps[0].gpu is None or steps[0].gpu.span_ns <= sum(step.gpu.span_ns for step in result.steps)
+
+
+def test_what_is_not_counted_is_said_and_fused_kernels_of_compiled_code_in_a_line_of_their_own() -> None:
+    work = RunWork(1, "counted", "bf16", (), 0, (FUSED, "triton::f"))
+    facts = RunFacts(None, None, work, None, None, None, None, None)
+    assert {one.code: one.message for one in facts.findings} == {
+        "uncounted-fused": "of fused kernels of compiled code only matrix products are counted: their other work and "
+        "their bytes are unknown, so their rates and % of peak are too low",
+        "uncounted": "operators without a FLOP formula, counted as no work: triton::f",
+    }
+    assert not replace(facts, work=replace(work, missing=())).findings

@@ -30,10 +30,9 @@ from profkit.capture.operator_work import Buffers, OperatorMode, OperatorWork, d
 from profkit.capture.work_account import Instance, WorkAccount, summarize_work
 from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP
 from profkit.run.compiled_code import Launch, LaunchPlace, read_graph_range, read_launch_range
-from profkit.run.work import RunWork
+from profkit.run.work import FUSED, RunWork
 
 _COMPILED = "compiled code"
-_FUSED = "fused kernels of compiled code, except their matrix products"
 _REPLAY = "replayed CUDA graphs"
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 
@@ -165,7 +164,7 @@ class WorkCounter(OperatorMode, RangeObserver):
     def _launched(self, launch: _Launch) -> None:
         """Note what is not counted of a launch that has ended."""
         if launch.record is None or not launch.record.is_extern:
-            self._missing.add(_FUSED)
+            self._missing.add(FUSED)
         if not launch.is_known and not launch.has_products:
             self._missing.add(_COMPILED)
 

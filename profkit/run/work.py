@@ -26,6 +26,9 @@ from profkit.run.records import read_record
 
 VERSION = 1
 
+FUSED = "fused kernels of compiled code, except their matrix products"
+"""Stands in ``missing`` where torch.compile fused operators: their bytes and their other work are not known."""
+
 Source = Literal["formula", "counted"]
 """``formula``: worked out from a built-in model's sizes, by profkit of before 2027. ``counted``: while a step ran."""
 

@@ -13,7 +13,7 @@ from profkit.names import STEP
 from profkit.run.ceilings import Ceilings, read_ceilings
 from profkit.run.directory import Run
 from profkit.run.manifest import Loading, Manifest
-from profkit.run.work import RunWork
+from profkit.run.work import FUSED, RunWork
 from profkit.trace.columns import Trace
 
 # torch.set_float32_matmul_precision: these two values let cuBLAS use TF32 (torch/backends/cuda, allow_tf32).
@@ -80,8 +80,17 @@ class RunFacts:
             found.append(
                 Finding("other-gpu", f"the ceilings were measured on another {self.peaks.gpu} ({uuid}) than the run's")
             )
-        if self.work is not None and self.work.missing:
-            names = ", ".join(self.work.missing)
+        missing = () if self.work is None else self.work.missing
+        if FUSED in missing:
+            found.append(
+                Finding(
+                    "uncounted-fused",
+                    "of fused kernels of compiled code only matrix products are counted: their other work and their "
+                    "bytes are unknown, so their rates and % of peak are too low",
+                )
+            )
+        names = ", ".join(name for name in missing if name != FUSED)
+        if names:
             found.append(Finding("uncounted", f"operators without a FLOP formula, counted as no work: {names}"))
         return tuple(found)
 
