@@ -136,7 +136,7 @@ def test_a_host_that_keeps_its_gpu_waiting_between_phases_is_named_where_nobody_
     assert (found.rank, found.cause, found.phase, found.share) == (2, "data", "data", None)
     assert found.late_ns == 8 * MS
     done = CliRunner().invoke(cli, ["ranks", str(write_light_run(tmp_path / "run", records))])
-    assert "Rank 2 is late: its GPU has nothing to do for 8.000 ms a step longer than the" in " ".join(
+    assert "Rank 2 is late: its host is 8.000 ms a step behind the others', whose GPUs wait" in " ".join(
         done.stdout.split()
     )
 
@@ -186,6 +186,10 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path) -> None:
         ("tp-waits-in-loss", "python", "before forward", 5),
         # A heavy kernel in one block, and what rank 0 did next to collectives that waited for it.
         ("reduced-fsdp2-kernels", "kernels", "forward", 29),
+        ("untimed-fsdp2-data", "data", "data", 30),
+        ("untimed-fsdp2-forward", "python", "forward", 10),
+        ("untimed-fsdp2-backward", "python", "backward", 24),
+        ("untimed-fsdp2-optimizer", "python", "optimizer", 30),
         ("untimed-ddp-data", "data", "data", 30),
         ("untimed-ddp-forward", "python", "forward", 25),
         ("untimed-ddp-backward", "python", "backward", 35),
@@ -207,6 +211,7 @@ def test_real_light_records_of_two_gpus_name_what_was_injected(
     [
         ("ddp-none", None),
         ("untimed-ddp-none", None),
+        ("untimed-fsdp2-none", "untimed"),
         ("reduced-ddp-none", None),
         ("reduced-ddp-launches", "launches"),
         ("reduced-tp-none", "launches"),

@@ -49,8 +49,8 @@ _DOUBTS: dict[Doubt, str] = {
     "launches": "it launches later, which a profiler alone may do; without a profiler that often goes away",
 }
 _UNTIMED = (
-    "Whether a rank is late is not known: no GPU had nothing to do for long between phases, and how long ranks wait in "
-    "collectives within a phase is known only with TORCH_NCCL_ENABLE_TIMING=1, or where all ranks are recorded in full"
+    "Whether a rank is late is not known: no host kept its GPU waiting, and how long ranks wait in collectives within "
+    "a phase is known only with TORCH_NCCL_ENABLE_TIMING=1, or where all ranks are recorded in full"
 )
 _PARTS = ("kernels", "copy", "data", "launch", "python")
 
@@ -186,8 +186,8 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     where = f"of group {group}" if group else "of its group" if len(culprit.group.ranks) < result.world_size else ""
     late = format_ns(culprit.late_ns)
     arrives = (
-        f"its GPU has nothing to do for {late} a step longer than the others', which wait for it in collectives"
-        if culprit.share is None
+        f"its host is {late} a step behind the others', whose GPUs wait for it in collectives"
+        if not culprit.share
         else f"it arrives last in {format_share(culprit.share)} of the collectives{' ' * bool(where)}{where} in which "
         f"anybody waits, by {late} a step"
     )

@@ -105,8 +105,7 @@ def cost_by_waits(
 
     A step costs the longest wait; or what phases took longer on the median rank's GPU, as far as it waited meanwhile,
     if that is more: many short waits, and kernels next to them that are slower. The first step is left out: what was
-    before it is not known. If ``is_untimed`` some waits are unknown: then a rank also saves what its GPU had nothing
-    to do for longer than those of the others.
+    before it is not known. If ``is_untimed`` some waits are unknown: then a rank also saves what its host was late.
     """
     count = min(len(one.steps) for one in accounts)
     compared = slice(min(1, count - 1), count)
@@ -128,9 +127,8 @@ def cost_by_waits(
     ]
     saved = _saved(np.array([longest[record.rank][compared] for record in records]))
     if is_untimed:
-        idle = [[float(step.launch_wait_ns or 0) for step in named_steps(record)[compared]] for record in records]
-        by_idling = -_saved(np.array(idle))
-        saved = np.where(np.abs(by_idling) > np.abs(saved), by_idling, saved)
+        by_hosts = late_hosts(records)[:, compared]
+        saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
     return Cost(
         accounts=tuple(accounts),
         late=late,
@@ -142,6 +140,37 @@ def cost_by_waits(
         ordinary_steps=accounts[usual].steps,
         quick=median_of_parts([one.quickest_parts() for at, one in enumerate(accounts) if at != late]),
     )
+
+
+def late_hosts(records: Sequence[LightRecord]) -> Floats:
+    """Return how late each rank's host was in each step, as (ranks, steps); negative where others were.
+
+    It was late by what its GPU had nothing to do for longer than theirs between two phases, or by what it took longer
+    for a phase than their hosts, as far as their GPUs were farther behind their hosts than its own at the phase's end:
+    they waited, and its own had nothing to wait for. The longest of these counts.
+    """
+    steps = list(zip(*map(named_steps, records), strict=False))
+    found = -_saved(
+        np.array([[float(one.launch_wait_ns or 0) for one in step] for step in steps]).reshape(-1, len(records)).T
+    )
+    phases = [[_hosts_and_lags(one) for one in step] for step in steps]
+    names = {name for step in phases for one in step for name in one}
+    for name in sorted(names):
+        both = np.array([[one.get(name, (0.0, 0.0)) for one in step] for step in phases])
+        longer, behind = -_saved(both[:, :, 0].T), _saved(both[:, :, 1].T)
+        late = np.where(longer * behind > 0, np.sign(longer) * np.minimum(np.abs(longer), np.abs(behind)), 0.0)
+        found = np.where(np.abs(late) > np.abs(found), late, found)
+    return found
+
+
+def _hosts_and_lags(step: StepRecord) -> dict[str, tuple[float, float]]:
+    """Return how long the host was in each phase, and how far the GPU was behind it at its end."""
+    ends = {name: end for name, _, end in step.gpu_phases}
+    found: dict[str, tuple[float, float]] = {}
+    for name, start, end in step.phases:
+        if name in ends:
+            found[name] = found.get(name, (0.0, 0.0))[0] + end - start, float(ends[name] - end)
+    return found
 
 
 def _saved(waited_ns: Floats) -> Floats:

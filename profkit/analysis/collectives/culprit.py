@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 
 from profkit.analysis.collectives.accounts import Account, Parts, lateness_by_step, longer_on_host
-from profkit.analysis.collectives.costs import Cost, cost_by_accounts, cost_by_waits, latest
-from profkit.analysis.collectives.light_accounts import account_before_waits, has_untimed_waits, lateness_of_launches
+from profkit.analysis.collectives.costs import Cost, cost_by_accounts, cost_by_waits, late_hosts, latest
+from profkit.analysis.collectives.light_accounts import account_before_waits, has_untimed_waits
 from profkit.analysis.collectives.matching import LATE_NS, Matched
 from profkit.names import kind_of
 from profkit.run.light_record import Cause, LightRecord
@@ -63,7 +63,7 @@ class Culprit:
     it the cause took, on the host if that is more: nothing hid ``idle_ns`` of it. ``gain_ns`` is how much faster steps
     would be if it were like the median rank (an estimate, coarse from light records alone).
     ``share`` is the part of the collectives with a late rank in which it came last; None where nobody timed them, and
-    it is late by how long its GPU had nothing to do. Who is late in some steps only is late in ``late_steps`` of
+    its host was late. Who is late in some steps only is late in ``late_steps`` of
     ``steps``: ``gain_ns`` is the mean of all steps, the other times are those of late steps.
     """
 
@@ -128,8 +128,11 @@ def find_culprit(records: Sequence[LightRecord], accounts: Sequence[Account], ma
     lateness = lateness_by_step([record for record, _ in every], matched)
     is_untimed = len(exact) < len(every) and has_untimed_waits(records, matched)
     if is_untimed:
-        launches = lateness_of_launches([record for record, _ in every])
-        lateness = {rank: np.maximum(waits, launches[rank]).tolist() for rank, waits in lateness.items()}
+        by_hosts = late_hosts([record for record, _ in every])
+        lateness = {
+            record.rank: np.maximum(lateness[record.rank][: by_hosts.shape[1]], late_ns).tolist()
+            for (record, _), late_ns in zip(every, by_hosts, strict=True)
+        }
     last = latest(lateness)
     is_exact = len(exact) > 1 and (len(exact) == len(every) or any(record.rank == last for record, _ in exact))
     is_exact = is_exact and not is_untimed

@@ -86,21 +86,6 @@ def has_untimed_waits(records: Sequence[LightRecord], matched: Sequence[Matched]
     return False
 
 
-def lateness_of_launches(records: Sequence[LightRecord]) -> dict[int, list[float]]:
-    """Return for each rank and each of its measured steps how much longer than the others' its GPU had nothing to do.
-
-    All ranks take the same time for a step: while one has nothing to do the others wait for it, or do more.
-    """
-    waits = {one.rank: [float(step.launch_wait_ns or 0) for step in named_steps(one)] for one in records}
-    count = min(map(len, waits.values()), default=0)
-    found = {}
-    for rank, mine in waits.items():
-        others = np.array([times[:count] for other, times in waits.items() if other != rank])
-        usual = np.median(others, axis=0) if len(others) else np.zeros(count)
-        found[rank] = np.maximum(np.array(mine[:count]) - usual, 0.0).tolist() + [0.0] * (len(mine) - count)
-    return found
-
-
 def _gpu_phases(record: LightRecord) -> Stretches:
     """Return when the GPU was in any phase, by the rank's own clock."""
     found = [
