@@ -73,7 +73,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     trace = nest_compiled_launches(place_graph_nodes(trace, () if run is None else run.captured_graphs))
     if run is not None:
         trace = name_compiled_kernels(trace, run)
-        why = explain_no_modules(run.manifest, trace)
+        why = explain_no_modules(run, trace)
         trace = trace if why is None else replace(trace, notes=(*trace.notes, why))
     if run is not None and run.manifest.first_step is not None:
         trace = begin_at(trace, step_range(run.manifest.first_step))

@@ -138,6 +138,19 @@ def test_a_compiled_run_without_launch_ranges_says_why(tmp_path: Path, torch: st
         assert said in warned
 
 
+def test_a_run_whose_compiled_code_ran_in_no_recorded_step_is_not_told_to_record_again(tmp_path: Path) -> None:
+    manifest = {"status": "complete", "versions": {"torch": "2.11"}, "conditions": {"compiled": {"graphs": 1}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    builder = NsysBuilder()
+    builder.range("forward", 0, 100)
+    builder.kernel(10, 5)
+    builder.write(tmp_path / "trace.sqlite")
+    assert "record it again" in run_command("ranges", tmp_path).stderr
+    graph = CompiledGraph("f000000000", "code", "2.11", "mask", is_backward=False, launches=())
+    append_records(tmp_path / "compiled.jsonl", [graph])
+    assert "this run is compiled" not in run_command("ranges", tmp_path).stderr
+
+
 def test_the_reason_that_the_recording_noted_is_said(run_directory: Path) -> None:
     process = {"process": "python", "compiled_failure": "1 of 4 compiled graphs came from Inductor's cache"}
     (run_directory / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [process]}))

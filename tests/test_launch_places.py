@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -155,6 +156,24 @@ def test_a_constant_that_many_operators_share_owns_nothing() -> None:
     assert fused.origins == (origin_of(kept),)
     assert fused.buffers == {"buf0": origin_of(kept)}
     assert fill.origins == (origin_of(zero),)
+
+
+def test_a_kernel_of_the_programs_own_is_of_the_operator_that_launches_it() -> None:
+    graph = fx.Graph()
+    launched = graph.call_function(torch.ops.aten.mul, (graph.placeholder("x"), 2))
+    launched.meta["nn_module_stack"] = {"scale": ("L['self'].scale", "Scale")}
+    # As Inductor has it: its name is None, and `get_name` says that there should be one.
+    kernel = SimpleNamespace(name=None, origin_node=None, origins={launched}, get_name=lambda: pytest.fail("no name"))
+    failures: list[Exception] = []
+    generation = CodeGeneration(failures.append)
+    with V.set_graph_handler(_Graph()):
+        generation._note([kernel], "scale_kernel_0", is_extern=True)
+        taken = generation.take()
+    assert (failures, taken is None) == ([], False)
+    assert taken is not None
+    ((record,), _) = taken
+    assert (record.kernel, record.buffers) == ("scale_kernel_0", {})
+    assert record.origins[0].modules == ("L['self'].scale",)
 
 
 def test_calls_that_nobody_saw_have_a_phase_and_make_steps() -> None:

@@ -41,7 +41,7 @@ from profkit.trace.columns import (
 )
 
 if TYPE_CHECKING:
-    from profkit.run.manifest import Manifest
+    from profkit.run.directory import Run
 
 INDUCTOR = "inductor"
 """What Dynamo calls the backend whose launches are known."""
@@ -79,8 +79,9 @@ def nest_compiled_launches(trace: Trace) -> Trace:
     return replace(trace, names=names.strings, work=work, ranges=exchange_ranges(ranges, ~is_launch, new))
 
 
-def explain_no_modules(manifest: Manifest, trace: Trace) -> str | None:
-    """Return why kernels of a run's compiled code lie under no modules; None if all do, or nothing was compiled."""
+def explain_no_modules(run: Run, trace: Trace) -> str | None:
+    """Return why kernels of a run's compiled code lie under no modules; None if all do, or none ran."""
+    manifest = run.manifest
     failures = dict.fromkeys(one.compiled_failure for one in manifest.processes if one.compiled_failure)
     if failures:
         return f"not all kernels of compiled code lie under their modules: {'; '.join(failures)}"
@@ -98,7 +99,9 @@ def explain_no_modules(manifest: Manifest, trace: Trace) -> str | None:
     if version is not None and (int(version[1]), int(version[2])) < FIRST_TORCH:
         needed = ".".join(map(str, FIRST_TORCH))
         return f"{what} torch {torch} does not say which modules they compute for; torch {needed} does"
-    return f"{what} it was recorded without the ranges that name the modules; record it again to have them"
+    # Each launch of code that the run knows has a range: none ran in the recorded steps.
+    without = f"{what} it was recorded without the ranges that name the modules; record it again to have them"
+    return None if run.compiled_code else without
 
 
 def _innermost(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:

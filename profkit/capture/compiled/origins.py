@@ -172,16 +172,17 @@ class CodeGeneration:
                 return
             written = self._written.setdefault(graph, _Written())
             written.reported = kernel
-            owners = {node.get_name(): owner for node in ir_nodes if (owner := _owner(node)) is not None}
-            computed = owners.values() if is_extern else [one for node in ir_nodes for one in _computed(node)]
-            computed = list(computed)
+            owners = [(node, owner) for node in ir_nodes if (owner := _owner(node)) is not None]
+            owning = [owner for _, owner in owners]
+            computed = owning if is_extern else [one for node in ir_nodes for one in _computed(node)]
             # A constant that many operators share says where the first of them is, not what this launch computes.
             origins = tuple(map(origin_of, _in_order([one for one in computed if not _is_constant(one)] or computed)))
-            buffers = {name: origin_of(owner) for name, owner in owners.items()}
+            # A Triton kernel of the program's own writes into its arguments, and is no buffer.
+            buffers = {
+                node.get_name(): origin_of(owner) for node, owner in owners if getattr(node, "name", "") is not None
+            }
             written.records.append(Record(kernel, is_extern, origins, buffers))
-            written.nodes.append(
-                {one for node in ir_nodes for one in getattr(node, "origins", ())} | {*owners.values()}
-            )
+            written.nodes.append({one for node in ir_nodes for one in getattr(node, "origins", ())} | {*owning})
             written.are_calls.append(is_extern or any(map(_is_template, ir_nodes)))
         except Exception as error:
             self._failed(error)
