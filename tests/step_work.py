@@ -38,8 +38,10 @@ from profkit.models.options import TrainingOptions
 from profkit.names import (
     ATTENTION,
     BACKWARD,
+    EMBEDDING,
     FFN,
     FORWARD,
+    HEAD,
     LOSS,
     OPTIMIZER,
     SCALED_DOT_PRODUCT,
@@ -129,16 +131,19 @@ class StepWork:
             return 4 * preset.num_layers * hidden
         if path == (FORWARD,):
             return 2 * preset.num_layers * hidden
-        return {SCORES: hidden, VALUE_PRODUCT: hidden, SOFTMAX: 0, FFN: 0}.get(path[-1], 2 * hidden if path[1:] else 0)
+        return {SCORES: hidden, VALUE_PRODUCT: hidden, SOFTMAX: 0, FFN: 0, EMBEDDING: 0, HEAD: 0}.get(
+            path[-1], 2 * hidden if path[1:] else 0
+        )
 
     def _parts(self) -> dict[Path, _Part]:
         """Return path → part, in the order of the step."""
         scores, softmax, value = self._score_part(), self._softmax_part(), self._value_part()
         product = self._product_part(scores, softmax, value)
         attention, ffn = self._attention_part(product), self._ffn_part()
-        layer = self._layer_part(attention, ffn)
+        layer, head = self._layer_part(attention, ffn), self._head_part()
         inside = (ATTENTION, SCALED_DOT_PRODUCT)
-        found: dict[Path, _Part] = {(FORWARD,): self._forward_part(layer)}
+        found: dict[Path, _Part] = {(FORWARD,): self._forward_part(layer, head)}
+        found |= {(FORWARD, EMBEDDING): self._embedding_part(), (FORWARD, HEAD): head}
         for number in range(self._preset.num_layers):
             at = (FORWARD, layer_range(number))
             found |= {at: layer, (*at, ATTENTION): attention, (*at, *inside): product}
@@ -195,21 +200,26 @@ class StepWork:
             attention.kept + ffn.kept + 2 * self._norm_kept() + self._stream * 4,  # the stream after attention
         )
 
-    def _forward_part(self, layer: _Part) -> _Part:
+    def _embedding_part(self) -> _Part:
+        return _Part(0, self._positions * _INDEX_BYTES + self._stream * 4, self._stream * 4)
+
+    def _head_part(self) -> _Part:
+        kept = self._norm_kept() + (self._casts(self._vocabulary, 1) if self._is_bf16 else 0)
+        read = (self._stream + self._preset.d_model + self._vocabulary) * 4
+        return _Part(self._norm_flops(), read, self._logits * self._low, kept)
+
+    def _forward_part(self, layer: _Part, head: _Part) -> _Part:
         layers = self._preset.num_layers
         return _Part(
-            layers * layer.other_flops + self._norm_flops(),
+            layers * layer.other_flops + head.other_flops,
             self._positions * _INDEX_BYTES
             + self._stream * 4  # the rows that are looked up
             + layers * self._layer_bytes()
             + (self._preset.d_model + self._vocabulary) * 4
             + self._table_bytes
             + self._mask_bytes,
-            self._logits * self._low,
-            layers * (layer.kept + layer.given)
-            + self._stream * 4
-            + self._norm_kept()
-            + (self._casts(self._vocabulary, 1) if self._is_bf16 else 0),
+            head.given,
+            layers * (layer.kept + layer.given) + self._stream * 4 + head.kept,
         )
 
     def _loss_part(self) -> _Part:

@@ -42,7 +42,7 @@ class Paths(RangeObserver):
 
     def opening(self, name: str) -> None:
         self.stack.append(name)
-        if not any(part.startswith("layer") for part in self.stack):
+        if "forward" not in self.stack[:-1]:
             self.paths.append("/".join(self.stack))
 
     def closed(self) -> None:

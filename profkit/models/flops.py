@@ -13,7 +13,8 @@ scaled dot product attention   4 b t² d
 attention                      8 b t d² + 4 b t² d
 ffn                            6 b t d f
 layer N                        attention + ffn
-forward                        L layers + 2 b t d v (the head)
+head                           2 b t d v
+forward                        L layers + head
 =============================  =======================================
 
 The mask is applied to a full score matrix, so causality saves nothing. The embedding is a look-up, and norms, softmax,
@@ -27,7 +28,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from profkit.models.presets import Preset
-from profkit.names import ATTENTION, BACKWARD, FFN, FORWARD, SCALED_DOT_PRODUCT, SCORES, VALUE_PRODUCT, layer_range
+from profkit.names import (
+    ATTENTION,
+    BACKWARD,
+    FFN,
+    FORWARD,
+    HEAD,
+    SCALED_DOT_PRODUCT,
+    SCORES,
+    VALUE_PRODUCT,
+    layer_range,
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ def flops_by_path(preset: Preset, batch: int, context: int) -> dict[str, int]:
     for number in range(preset.num_layers):
         layer = f"{FORWARD}/{layer_range(number)}"
         paths |= {layer + path: _forward(products) for path, products in inside_layer.items()}
+    paths[f"{FORWARD}/{HEAD}"] = _head(preset, batch * context).forward_flops
     paths[BACKWARD] = backward_flops(preset, batch, context)
     return paths
 
@@ -125,6 +137,12 @@ def layer_flops(hidden: HasShape, preset: Preset) -> int:
     return _forward(_layer(preset, batch, context))
 
 
+def head_flops(hidden: HasShape, preset: Preset) -> int:
+    """Return the FLOPs of the logits of ``hidden`` ``(batch, position, d_model)``."""
+    batch, context, _ = hidden.shape
+    return _head(preset, batch * context).forward_flops
+
+
 def _forward(products: list[Matmul]) -> int:
     return sum(product.forward_flops for product in products)
 
@@ -152,6 +170,9 @@ def _layer(preset: Preset, batch: int, context: int) -> list[Matmul]:
     return [*attention, *_ffn(batch * context, preset.d_model, preset.d_ff)]
 
 
+def _head(preset: Preset, tokens: int) -> Matmul:
+    return Matmul(tokens, preset.d_model, preset.vocab_size)
+
+
 def _model(preset: Preset, batch: int, context: int) -> list[Matmul]:
-    head = Matmul(batch * context, preset.d_model, preset.vocab_size)
-    return [*_layer(preset, batch, context) * preset.num_layers, head]
+    return [*_layer(preset, batch, context) * preset.num_layers, _head(preset, batch * context)]

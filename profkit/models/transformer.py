@@ -16,7 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from profkit.annotation import annotate
 from profkit.models import flops
 from profkit.models.presets import Preset
-from profkit.names import ATTENTION, FFN, SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT, layer_range
+from profkit.names import (
+    ATTENTION,
+    EMBEDDING,
+    FFN,
+    HEAD,
+    SCALED_DOT_PRODUCT,
+    SCORES,
+    SOFTMAX,
+    VALUE_PRODUCT,
+    layer_range,
+)
 
 
 class TransformerLM(nn.Module):
@@ -39,7 +49,8 @@ class TransformerLM(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         positions = tokens.shape[1]
         mask = self.causal[:positions, :positions]
-        hidden = self.embedding(tokens)
+        with annotate(EMBEDDING):
+            hidden = self.embedding(tokens)
         size = self.checkpoint_layers or 1
         for first in range(0, len(self.layers), size):
             group = range(first, min(first + size, len(self.layers)))
@@ -48,6 +59,10 @@ class TransformerLM(nn.Module):
                 hidden = checkpoint(self._run, group, hidden, mask, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = self._run(group, hidden, mask)
+        return self._logits(hidden)
+
+    @annotate(HEAD, flops=lambda model, hidden: flops.head_flops(hidden, model.preset))
+    def _logits(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden))
 
     def _run(self, group: range, hidden: Tensor, mask: Tensor) -> Tensor:
