@@ -152,7 +152,7 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
     os.environ.update(environment)
     options = ArgumentParser()
     options.add_argument("-P", dest="is_safe", action="store_true")
-    options.add_argument("-W", dest="warnings", default="default")
+    options.add_argument("-W", dest="warnings")
     options.add_argument("-m", dest="is_module", action="store_true")
     options.add_argument("argv", nargs=REMAINDER)
     asked = options.parse_args(words)
@@ -161,13 +161,16 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
         sys.path.insert(0, cwd if asked.is_module else str(Path(script).resolve().parent))
     status = 0
     try:
-        warnings.simplefilter(asked.warnings)
+        if asked.warnings is not None:
+            warnings.simplefilter(asked.warnings)
         if VARIABLE in environment:
             attach()
+        # Kept to the end: a process group that goes with the script's globals may wait for its own thread (torch 2.13,
+        # ProcessGroupGloo::runLoop asks for the lock that the thread which joins it holds).
         if asked.is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
+            _kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(script, run_name="__main__")
+            _kept = runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):

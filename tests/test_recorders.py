@@ -73,6 +73,7 @@ def test_ranks_that_write_their_traces_at_the_same_time_keep_out_of_each_others_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json.gz", "trace.rank1.json.gz"]
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_threads_that_the_program_starts_are_recorded_with_their_ranges(tmp_path: Path) -> None:
     def work() -> None:
         with annotate("forward"):
@@ -80,7 +81,7 @@ def test_threads_that_the_program_starts_are_recorded_with_their_ranges(tmp_path
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(work).result()
-        with recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
+        with recorded_by_kineto(tmp_path / "trace.json.gz", torch.device("cuda")):
             threads.submit(work).result()
     (row,) = read_trace(tmp_path / "trace.json.gz").ranges().ranges
     assert row.path == "forward"

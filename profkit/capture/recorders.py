@@ -88,7 +88,7 @@ def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfile
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
     options: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
-    profiler = profile(activities=activities, experimental_config=_of_all_threads(), **options)
+    profiler = profile(activities=activities, experimental_config=_of_all_threads(device), **options)
     with nullcontext() if scripts is None else scripts.ours():
         profiler.start()
     process = os.getpid()
@@ -101,8 +101,14 @@ def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfile
     _export(profiler, path)
 
 
-def _of_all_threads() -> Any:
-    """Return what has Kineto record threads that the program starts by itself too; None before torch can."""
+def _of_all_threads(device: torch.device) -> Any:
+    """Return what has Kineto record threads that the program starts by itself too; None before torch can.
+
+    None on a CPU: there the threads of torch's own pool compute within an operator that waits for them, so that their
+    time would count twice.
+    """
+    if device.type != "cuda":
+        return None
     try:
         return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     except TypeError:

@@ -36,7 +36,7 @@ _PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 """The kinds of which NCCL says the part of one rank; their size, as nccl-tests counts it, is that of all parts."""
 
 _KERNEL = "nccl"
-_TYPE = re.compile(r"_(?:Sum|Prod|Min|Max|MinMax|PreMulSum|SumPostDiv)_([a-z]+\d\w*?)_")
+_TYPE = re.compile(r"_(?:Sum|Prod|Min|Max|MinMax|PreMulSum|SumPostDiv)_([a-z]{1,2}\d{1,2}(?:e\dm\d)?)_")
 _TYPES = {
     **{"f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16"},
     **{"i8": "int8", "u8": "uint8", "i32": "int32", "u32": "uint32", "i64": "int64", "u64": "uint64"},
