@@ -121,21 +121,22 @@ def clock_of(steps: Sequence[StepRecord]) -> float | None:
 
 def waited_by_step(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
     """Return for each rank how long it waited in the collectives of each measured step."""
-    found = {record.rank: np.zeros(len(record.steps)) for record in records}
-    for one in matched:
-        for here, rank in enumerate(one.ranks):
-            if rank in found:
-                np.add.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
-    return {record.rank: _of_named(record, found[record.rank]) for record in records}
+    return _waits_by_step(records, matched, np.add)
 
 
 def longest_wait_by_step(records: Sequence[LightRecord], matched: Sequence[Matched]) -> dict[int, list[float]]:
     """Return for each rank the longest time that it waited in one collective of each measured step."""
+    return _waits_by_step(records, matched, np.maximum)
+
+
+def _waits_by_step(
+    records: Sequence[LightRecord], matched: Sequence[Matched], join: np.ufunc
+) -> dict[int, list[float]]:
     found = {record.rank: np.zeros(len(record.steps)) for record in records}
     for one in matched:
         for here, rank in enumerate(one.ranks):
             if rank in found:
-                np.maximum.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
+                join.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
     return {record.rank: _of_named(record, found[record.rank]) for record in records}
 
 
