@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -89,6 +90,27 @@ def write_json(path: Path, content: Any, *, mode: int | None = None) -> None:
         OSError: it cannot be written; ``filename`` is ``path``.
     """
     write_whole(path, (json.dumps(content, indent=2) + "\n").encode(), mode=mode)
+
+
+def write_new_json(path: Path, content: Any, *, mode: int | None = None) -> None:
+    """Write ``content`` as `write_json` does unless ``path`` exists: of several who try at once one succeeds.
+
+    Raises:
+        FileExistsError: it does.
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f"{_PARTIAL}{os.getpid()}-{os.urandom(4).hex()}-{path.name}")
+    write_json(draft, content, mode=mode)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a disk without links
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""All ranks of a run, each reduced by itself in a process of its own, then joined: memory stays that of one rank.
+"""All ranks of a run, each reduced by itself, then joined: a worker holds no more than one trace at a time.
 
 A run is a directory that ``profkit run`` made, or one that holds such directories, one a node. Each trace file is read
 by one worker, which hands back light records; what comes out does not depend on how many workers there are.
@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from profkit.analysis.collectives.comparison import PeakDifference, RanksResult, compare_records
+from profkit.analysis.collectives.comparison import PeakDifference, RanksResult, compare_ranks
+from profkit.analysis.collectives.matching import KnownColumns
 from profkit.analysis.collectives.reduce import reduce_ranks
+from profkit.analysis.collectives.reduced import ReducedRank, reduce_columns
+from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.opened_trace import OpenedTrace
 from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, UsageError
+from profkit.files import collector_off
 from profkit.reading import open_snapshot, open_trace
-from profkit.run.directory import MANIFEST, Run
-from profkit.run.light_record import LightRecord, read_light_record
-from profkit.run.links import GpuLink, MeasuredLinks
+from profkit.run.ceilings import Ceilings, read_ceilings
+from profkit.run.directory import MANIFEST, RANK_LIGHT, Run
+from profkit.run.job import CEILINGS
+from profkit.run.light_columns import columns_of, read_light_columns, read_light_record
+from profkit.run.light_record import LightRecord
 
 _LIGHT_PER_TASK = 64
 """One light record takes some milliseconds: a worker gets this many at a time."""
+
+_NODE = re.compile(r"node(\d+)")
+"""The name of a machine's run within that of its job."""
 
 _WORTH_READING = 0.01
 """Two snapshots take seconds to read: a smaller difference between peaks is not explained."""
@@ -40,48 +52,119 @@ class RankSource:
     rank: int | None
     light: tuple[tuple[int, Path], ...]
 
+    @property
+    def folder(self) -> Path:
+        """Return where it lies: the run's directory, or the one trace that was named."""
+        return self.trace or self.light[0][1].parent
+
 
 @dataclass(frozen=True)
 class ReadRanks:
-    """What one worker hands back; ``lost`` says of a rank why its trace, or all of it, cannot be read."""
+    """What one worker hands back; ``lost`` says of a rank why its trace, or all of it, cannot be read.
 
-    records: tuple[LightRecord, ...]
+    ``written`` are the light records of ranks that also left a trace.
+    """
+
+    ranks: tuple[ReducedRank, ...]
     lost: tuple[tuple[int | None, str], ...] = ()
+    written: tuple[ReducedRank, ...] = ()
 
 
-def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str | None = None) -> RanksResult:
+@collector_off()
+def read_ranks(
+    path: str | Path, *, workers: int | None = None, scheduler: str | None = None, ceilings: str | Path | None = None
+) -> RanksResult:
     """Return the comparison of all ranks of a run; the same as ``profkit ranks``.
 
     Args:
         path: a run directory, a directory of one for each node, or a trace that holds several ranks.
         workers: how many processes read at once; by default as many as there are cores.
         scheduler: the address of a Dask scheduler whose workers see the same files; they read instead.
+        ceilings: a file of `profkit ceilings`; by default that of the job, and of its first run that has one.
 
     Raises:
         CaptureError: nothing can be read.
         RunError: it is no run.
-        UsageError: it holds fewer than two ranks, or two nodes that both have a rank of one number.
+        UsageError: it holds fewer than two ranks, two nodes that both have a rank of one number, or different jobs.
         ToolError: Dask is not installed, or its scheduler does not answer.
     """
     path = Path(path)
     sources = find_sources(path)
     found = _read_by_cluster(sources, scheduler) if scheduler else _read_by_processes(sources, workers)
-    records = [record for one in found for record in one.records]
+    ranks = [rank for one in found for rank in one.ranks]
     lost = [entry for one in found for entry in one.lost]
-    if not records and lost:
+    if not ranks and lost:
         raise CaptureError(lost[0][1])
-    twice = [rank for rank, count in Counter(record.rank for record in records).items() if count > 1]
+    twice = [rank for rank, count in Counter(one.record.rank for one in ranks).items() if count > 1]
     if twice:
-        raise UsageError(
-            f"{path}: two traces hold rank {min(twice)}; record each node with `profkit run`, which notes the ranks"
+        holders = dict.fromkeys(
+            source.folder
+            for source, one in zip(sources, found, strict=True)
+            if any(rank.record.rank == min(twice) for rank in one.ranks)
         )
-    if len(records) < 2:
-        raise UsageError(f"{path}: holds one rank; profkit kernels {path}")
+        raise UsageError(
+            f"{path}: {' and '.join(folder.name for folder in holders)} both hold rank {min(twice)}. If they are two"
+            f" jobs: profkit compare {' '.join(map(str, holders))}. If they are nodes of one job: record each with"
+            " `profkit run`, which notes the ranks"
+        )
+    if not ranks:
+        raise RunError(f"{path}: no trace and no light record in it; `profkit summary` of a run says how it ended")
+    if len(ranks) < 2:
+        source = next(source for source, one in zip(sources, found, strict=True) if one.ranks)
+        (only,) = ranks
+        if only.record.world_size > 1 or source.trace is None:
+            others = "; put the runs of the other machines together with `profkit gather`"
+            of = f" of {only.record.world_size}" if only.record.world_size > 1 else ""
+            raise UsageError(f"{path}: holds rank {only.record.rank}{of} alone, and nothing to compare it with{others}")
+        raise UsageError(f"{path}: holds one rank; profkit kernels {source.folder}")
+    runs = _runs_in(path) if path.is_dir() else []
+    jobs = dict.fromkeys(run.manifest.job.id for run in runs if run.manifest.job and run.manifest.job.id is not None)
+    if len(jobs) > 1:
+        names = " ".join(str(run.path) for run in runs)
+        raise UsageError(
+            f"{path}: holds runs of different jobs: {' and '.join(jobs)}; compare them: profkit compare {names}"
+        )
+    measured = _read_measured(path, runs) if ceilings is None else read_ceilings(Path(ceilings))
+    return _join(path, runs, found, measured)
+
+
+@collector_off()
+def compare_opened(capture: OpenedCapture) -> RanksResult | None:
+    """Return what `read_ranks` returns of the same run, without reading its trace again; None of one rank.
+
+    GPUs have the numbers that they have in the opened trace, in which those of all ranks differ.
+
+    Raises:
+        CaptureError: a trace cannot be read as that of ranks.
+        RunError: a file of the run cannot be read.
+    """
+    opened, run = capture.trace, capture.run
+    light = () if run is None else tuple(run.light_records.items())
+    if len(light) < 2 and (opened is None or len(opened.ranks.members) < 2):
+        return None
+    if opened is None:
+        found = reduce_source(RankSource(None, None, light))
+    else:
+        found = _reduce(RankSource(capture.path, None, light), lambda: opened)
+    path, runs = (capture.path, []) if run is None else (run.path, [run])
+    return _join(path, runs, [found], _read_measured(path, runs)) if len(found.ranks) > 1 else None
+
+
+def _join(path: Path, runs: Sequence[Run], found: Sequence[ReadRanks], measured: Ceilings | None) -> RanksResult:
+    """Return the comparison of all ranks that were read.
+
+    Raises:
+        CaptureError: a trace cannot be read, and nobody knows of which rank it is.
+    """
+    lost = [entry for one in found for entry in one.lost]
     unknown = [reason for rank, reason in lost if rank is None]
     if unknown:
         raise CaptureError(unknown[0])
-    measured, links = _read_links(path)
-    result = compare_records(records, {rank: reason for rank, reason in lost if rank is not None}, measured, links)
+    ranks = [rank for one in found for rank in one.ranks]
+    written = [rank for one in found for rank in one.written]
+    links = next((run.manifest.gpus.links for run in runs if run.manifest.gpus and run.manifest.gpus.links), ())
+    reasons = {rank: reason for rank, reason in lost if rank is not None}
+    result = compare_ranks(ranks, reasons, measured, links, written)
     return result if result.peaks is None else replace(result, peaks=_explain_peaks(path, result.peaks))
 
 
@@ -90,7 +173,10 @@ def find_sources(path: Path) -> list[RankSource]:
 
     Raises:
         RunError: it is a directory, but no run and none that holds runs.
+        UsageError: it is a light record.
     """
+    if path.is_file() and RANK_LIGHT.fullmatch(path.name):
+        raise UsageError(f"{path}: the light record of one rank; all of them: profkit ranks {path.parent}")
     if not path.is_dir():
         return [RankSource(path, None, ())]
     runs = _runs_in(path)
@@ -122,13 +208,15 @@ def _explain_peaks(path: Path, peaks: PeakDifference) -> PeakDifference:
     return replace(peaks, by_category={name: count for name, count in differences.items() if count})
 
 
-def _read_links(path: Path) -> tuple[MeasuredLinks | None, tuple[GpuLink, ...]]:
-    """Return what was measured of the links in the first run that knows, and what its manifest says they are."""
-    runs = _runs_in(path) if path.is_dir() else []
-    measured = next((run.ceilings.links for run in runs if run.ceilings is not None and run.ceilings.links), None)
-    return measured, next(
-        (run.manifest.gpus.links for run in runs if run.manifest.gpus and run.manifest.gpus.links), ()
-    )
+def _read_measured(path: Path, runs: Sequence[Run]) -> Ceilings | None:
+    """Return what was measured of the whole job; what that leaves out of the links is taken from a run that knows."""
+    of_job = read_ceilings(path / CEILINGS) if (path / CEILINGS).exists() else None
+    if of_job is not None and of_job.links is not None:
+        return of_job
+    of_run = next((run.ceilings for run in runs if run.ceilings is not None and run.ceilings.links), None)
+    if of_job is None or of_run is None:
+        return of_job or of_run
+    return replace(of_job, links=of_run.links)
 
 
 def _sources_of(run: Run) -> list[RankSource]:
@@ -141,25 +229,50 @@ def _sources_of(run: Run) -> list[RankSource]:
     return full + [RankSource(None, None, tuple(part)) for part in parts]
 
 
+@collector_off()
 def reduce_source(source: RankSource) -> ReadRanks:
-    """Return the records of one source; what cannot be read is said, and a light record stands in for a lost trace."""
+    """Return the ranks of one source; what cannot be read is said, and a light record stands in for a lost trace."""
+    return _reduce(source, None if source.trace is None else partial(open_trace, source.trace, rank=source.rank))
+
+
+def _reduce(source: RankSource, open_it: Callable[[], OpenedTrace] | None) -> ReadRanks:
+    """Return the ranks of one source; ``open_it`` opens its trace, None if it has none."""
     lost: list[tuple[int | None, str]] = []
+    ranks: dict[int, ReducedRank] = {}
     light: dict[int, LightRecord] = {}
+    known: KnownColumns = {}
     for rank, path in source.light:
         try:
-            light[rank] = replace(read_light_record(path), rank=rank)
+            if open_it is None:
+                columns = read_light_columns(path)
+                ranks[rank] = reduce_columns(replace(columns, record=_check_rank(columns.record, rank, path)), known)
+            else:
+                light[rank] = _check_rank(read_light_record(path), rank, path)
         except ProfkitError as error:
             lost.append((rank, str(error)))
-    if source.trace is None:
-        return ReadRanks(tuple(light.values()), tuple(lost))
-    records: dict[int, LightRecord] = {}
-    try:
-        for record in reduce_ranks(open_trace(source.trace, rank=source.rank), light):
-            records[record.rank] = record
-    except ProfkitError as error:
-        known: list[int | None] = [source.rank] if source.rank is not None else [*light]
-        lost += [(rank, str(error)) for rank in known or [None]]
-    return ReadRanks(tuple((light | records).values()), tuple(lost))
+    if open_it is not None:
+        try:
+            for record in reduce_ranks(open_it(), light):
+                ranks[record.rank] = reduce_columns(columns_of(record))
+        except ProfkitError as error:
+            unread: list[int | None] = [source.rank] if source.rank is not None else [*light]
+            stands_in = "; its light record stands in for the trace"
+            lost += [(rank, f"{error}{stands_in if rank in light else ''}") for rank in unread or [None]]
+    written = {rank: reduce_columns(columns_of(record)) for rank, record in light.items()}
+    return ReadRanks(tuple((written | ranks).values()), tuple(lost), tuple(written.values()))
+
+
+def _check_rank(record: LightRecord, rank: int, path: Path) -> LightRecord:
+    """Return the record on the machine that its directory names.
+
+    Raises:
+        RunError: it is another rank's.
+    """
+    if record.rank != rank:
+        raise RunError(f"{path}: holds rank {record.rank}, not {rank}: a copy, or renamed")
+    # torchrun numbers machines in the order in which they join, the directory keeps their --node-rank.
+    node = _NODE.fullmatch(path.parent.name)
+    return record if node is None else replace(record, node=int(node[1]))
 
 
 def _read_by_processes(sources: Sequence[RankSource], workers: int | None) -> list[ReadRanks]:

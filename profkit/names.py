@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d++(?![A-Za-z0-9])|(?<!\d)\d+$")
@@ -77,7 +78,19 @@ def kind_of(name: str) -> str:
     """
     if not is_shared(name):
         return _NUMBER.sub("*", name)
-    return SHARED + " + ".join(dict.fromkeys(map(kind_of, sharing_modules(name))))
+    return name_shared(map(kind_of, sharing_modules(name)))
+
+
+def name_shared(modules: Iterable[str]) -> str:
+    """Return the name of the line that modules share: each once, in alphabetical order, numbers by their size.
+
+    The order in which a kernel computes for them says nothing, so the same modules always share the same line.
+    """
+    return SHARED + " + ".join(sorted(set(modules), key=_alphabetical))
+
+
+def _alphabetical(module: str) -> list[tuple[int, str]]:
+    return [(len(part) if part.isdecimal() else 0, part) for part in module.split(".")]
 
 
 def is_shared(name: str) -> bool:
@@ -86,5 +99,5 @@ def is_shared(name: str) -> bool:
 
 
 def sharing_modules(name: str) -> list[str]:
-    """Return the modules that the name of a shared line holds, in the program's order."""
+    """Return the modules that the name of a shared line holds."""
     return name.removeprefix(SHARED).split(" + ")

@@ -174,7 +174,20 @@ def _read_run(run: Run, rank: int | None) -> Trace:
         raise UsageError(explain_no_rank(rank, tuple(found)))
     wanted = {rank: found[rank]} if rank is not None else found
     # One file after the other: while it is parsed, each takes many times the memory of its columns.
-    return combine_traces([_of_rank(_read_trace(path), number) for number, path in wanted.items()], str(run.path))
+    traces = {}
+    for number, path in wanted.items():
+        try:
+            traces[number] = _of_rank(_read_trace(path), number)
+        except TraceError as error:
+            if rank is not None:
+                raise
+            others = f"; --rank N reads another rank by itself, and profkit ranks {run.path} compares the others"
+            raise TraceError(f"{error}{others}") from None
+    for number, trace in traces.items() if rank is not None else ():
+        if number not in trace.ranks.values():
+            held = ", ".join(map(str, sorted(trace.ranks.values())))
+            raise TraceError(f"{wanted[number]}: holds rank {held}, not {number}: a copy, or renamed")
+    return combine_traces(list(traces.values()), str(run.path))
 
 
 def _of_rank(trace: Trace, number: int) -> Trace:

@@ -21,7 +21,7 @@ from typing import IO, Any
 from profkit.errors import CaptureError, UsageError
 from profkit.files import whole_file, write_json
 from profkit.reading import kind_of
-from profkit.run.directory import LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, Run
+from profkit.run.directory import MANIFEST, NSYS_EXPORT, Run
 from profkit.run.records import read_json
 from profkit.snapshot.unpickler import load_data
 from profkit.trace.kineto_events import load_chrome_trace
@@ -34,7 +34,7 @@ _RUN_FILES = ("work.", "ceilings.", "ledger.", "compiled.", "light.")
 _COMMAND_LINES = {"command", "argv"}
 _LEFT_OUT = ("gpu_uuid", "job")
 """Keys of a manifest: a job's rendezvous names a host."""
-_NOT_SHARED = {NSYS_REPORT: "the report, which holds the environment", LOG: "the profiler's log"}
+_NOT_SHARED = {".nsys-rep": "the report, which holds the environment", ".txt": "the profiler's log"}
 
 # A text in JSON, and the colon after it if it is a key.
 _TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')
@@ -61,12 +61,15 @@ def scrub(source: Path, output: Path) -> ScrubResult:
         return _scrub_file(source, output)
     run = Run(source)
     if output.suffix == ".sqlite":
+        if run.rank_traces:
+            names = ", ".join(path.name for path in run.rank_traces.values())
+            raise UsageError(f"{source}: each rank has a trace of its own: name one of {names}, or a new directory")
         return scrub_export(run.find_trace(), output)
     taken, kept = [], 0
     with _whole_folder(output) as partial:
         for path in filter(Path.exists, run.files):
-            if path.name in _NOT_SHARED:
-                taken.append(Taken(_NOT_SHARED[path.name], path.name, 1))
+            if path.suffix in _NOT_SHARED:
+                taken.append(Taken(_NOT_SHARED[path.suffix], path.name, 1))
                 continue
             result = _scrub_file(path, partial / path.name)
             taken += result.taken

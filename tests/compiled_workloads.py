@@ -15,6 +15,9 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+_ANEW = 2
+"""How often Dynamo compiles a frame anew here; by itself 8 times, which takes long."""
+
 
 class Block(nn.Module):
     """A linear layer called twice, with a break of the graph between, and with a forward hook of its own, or not."""
@@ -34,11 +37,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """More blocks than Dynamo compiles a frame anew."""
+    """More blocks than Dynamo compiles a frame anew here."""
 
     def __init__(self, breaks: bool, has_hook: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(breaks, has_hook) for _ in range(12))
+        self.blocks = nn.ModuleList(Block(breaks, has_hook) for _ in range(_ANEW + 2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -120,6 +123,7 @@ def _install() -> None:
 
 def main() -> None:
     """Print a line for each way."""
+    torch._dynamo.config.recompile_limit = _ANEW
     torch.manual_seed(0)
     first = torch.compile(Model(breaks=False, has_hook=False), backend=_backend)
     found = {"first": _train(first)}

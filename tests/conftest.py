@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 
+pytest_plugins = ["tests.workers"]
+
 # A screen's width is each test's own affair.
 os.environ.pop("COLUMNS", None)
+# Two workers share two cores: further threads of torch's would wait for one another, and longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor would try out the processor's vector instructions for each new cache folder, by seconds of compiling.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -39,9 +44,25 @@ for number, handler in (
         signal.signal(number, handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spare the garbage collector what all tests share: torch, pandas and the tests themselves, a million objects.
+
+    They live to the end, and each of its passes would go through them again.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Yield what runs scripts as forks of one process that has imported torch: a test's script starts in no time."""
+    pytest.importorskip("torch")
     from tests.forked_scripts import Forks  # it imports torch, which most tests do without
 
     made = Forks()

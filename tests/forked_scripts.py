@@ -3,25 +3,30 @@
 `Forks` is the tests' end. As a script this file is the other end: it reads one job a line and answers with the exit
 status. A job is ``python SCRIPT`` or ``python -m MODULE``, alone or as the ranks of torch's launcher. A fork attaches
 profkit as a new process does once it has imported torch, and ends as Python ends a script; one that used a GPU leaves
-its peak memory in ``.forked/peak.txt``, which is no file of the script's own.
+its peak memory in ``.forked/peak.txt``, which is no file of the script's own. Where the module is profkit, what it
+starts is a fork of it in turn.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 from argparse import REMAINDER, ArgumentParser
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -29,6 +34,7 @@ import torch
 import torch._dynamo
 
 from profkit.capture.session import attach
+from profkit.launch import processes
 from profkit.run.recording import VARIABLE
 from tests.in_process import run_profkit
 
@@ -66,6 +72,14 @@ class Forks:
         status = self._start(words, os.environ, cwd, outputs)
         return subprocess.CompletedProcess(list(words), status, *(path.read_text(errors="replace") for path in outputs))
 
+    def printed_json(self, script: Path, *arguments: str, warnings: str = "default") -> dict[str, Any]:
+        """Return the JSON that a script of the tests prints."""
+        with tempfile.TemporaryDirectory() as place:
+            done = self.run([sys.executable, "-W", warnings, str(script), *arguments], Path(place))
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
     def run_profkit(self, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run ``profkit ARGUMENTS`` as `tests.in_process.run_profkit` does, with the target as a fork."""
 
@@ -88,6 +102,7 @@ class Forks:
 
 def _serve() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # a script that collects garbage need not look at all of torch
     jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in jobs:
@@ -167,6 +182,8 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
             attach()
         # Kept to the end: a process group that goes with the script's globals may wait for its own thread (torch 2.13,
         # ProcessGroupGloo::runLoop asks for the lock that the thread which joins it holds).
+        if script == "profkit":
+            _fork_targets()
         if asked.is_module:
             _kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
@@ -188,6 +205,28 @@ def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: li
         with suppress(OSError, AttributeError):  # a script may have closed it, or set it to None
             stream.flush()
     os._exit(status)
+
+
+def _fork_targets() -> None:
+    """Have profkit's launcher start what it runs as forks of this process; its guards stay processes of their own."""
+
+    def start(words: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Any:
+        if env is not None and words[0] == sys.executable:
+            options["preexec_fn"] = partial(_become_at_exec, words[1:], env)
+        return subprocess.Popen(words, env=env, **options)
+
+    processes.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": start})  # type: ignore[assignment]
+
+
+def _become_at_exec(words: list[str], environment: dict[str, str]) -> NoReturn:
+    """Be the new process in place of the one that `subprocess.Popen` is about to begin."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # among them is what tells Popen that the new process has begun
+    _become(words, environment, os.getcwd(), [])
 
 
 if __name__ == "__main__":

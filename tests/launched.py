@@ -1,13 +1,13 @@
-"""Processes of their own that tests start: launchers to send signals to, what is left of them, scripts that print."""
+"""Processes of their own that tests start: launchers to send signals to, and what is left of them."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,28 @@ def start_launcher(code: str, *arguments: str, patience_s: float = 60, run: str 
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
 
 
+Started = AbstractContextManager[subprocess.Popen[str]]
+
+
+@contextmanager
+def started(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a process whose output the test reads, and kill it at the end: a test that fails must not wait for it."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, text=True, **{"stdout": pipe, "stderr": pipe, **options}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_line(process: subprocess.Popen[str], begins: str) -> str:
+    """Return the first line that the process prints and that begins so; fail if the process ends before."""
+    assert process.stdout is not None
+    found = next((line for line in process.stdout if line.startswith(begins)), None)
+    assert found is not None, f"no line begins with {begins!r}"
+    return found
+
+
 def is_alive(process: int) -> bool:
     """Return whether a process runs: one that only waits to be reaped does not."""
     try:
@@ -37,24 +59,19 @@ def is_alive(process: int) -> bool:
         return False
 
 
+def processes_in(folder: Path) -> list[str]:
+    """Return the processes that run in the folder, as all that a run starts there do."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if Path(os.readlink(process / "cwd")) == folder and is_alive(int(process.name)):
+                found.append(process.name)
+    return found
+
+
 def wait_until(is_so: Callable[[], object]) -> None:
-    """Return as soon as ``is_so`` holds; fail after a minute."""
-    deadline = time.monotonic() + 60
+    """Return as soon as ``is_so`` holds; fail after five minutes."""
+    deadline = time.monotonic() + 300
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def printed_json(script: Path, *arguments: str, warnings: str = "default") -> dict[str, Any]:
-    """Return the JSON that a script of the tests prints, run in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", warnings, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import numpy as np
+
+from profkit.analysis.collectives.comparison import RanksResult, compare_ranks
+from profkit.analysis.collectives.reduced import reduce_columns
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
+from profkit.run.light_columns import columns_of
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord, write_light_record
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder
@@ -171,8 +176,7 @@ def light_records(lines: Sequence[Timeline]) -> list[LightRecord]:
                 *([0], [number], ["all_reduce"], ["float32"], [BYTES]),
                 *([called - start], [begin - start], [stop - start], [None], [None]),
             )
-            data = sum(b - a for what, a, b in phases if what == "data")
-            steps.append(StepRecord(name, start, end, phases, on_gpu, data_ns=data, sm_mhz=1980, collectives=call))
+            steps.append(StepRecord(name, start, end, phases, on_gpu, sm_mhz=1980, collectives=call))
         groups = (Group(0, "0", tuple(range(len(lines))), "dp", "nccl"),)
         found.append(LightRecord(rank, len(lines), clock_base_ns=rank * 10**9, groups=groups, steps=tuple(steps)))
     return found
@@ -183,3 +187,17 @@ def write_light_run(folder: Path, records: Sequence[LightRecord]) -> Path:
     for record in records:
         write_light_record(folder / name_of_rank(LIGHT, record.rank), record)
     return folder
+
+
+def compare_records(records: Sequence[LightRecord]) -> RanksResult:
+    """Return the comparison of ranks that left these records."""
+    return compare_ranks([reduce_columns(columns_of(record)) for record in records])
+
+
+def plain_columns(value: object) -> object:
+    """Return columns as lists, so that they can be compared."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, LightRecord | tuple | str | int | None):
+        return value
+    return {column.name: plain_columns(getattr(value, column.name)) for column in fields(value)}  # type: ignore[arg-type]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from time import time
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -22,7 +23,10 @@ from profkit.launch.side_effects import why_not_twice
 from profkit.run.compiled_code import KNOWN_CODE
 from profkit.run.manifest import Process, Workload, read_manifest
 from profkit.run.recording import NOT_REACHED, MemoryOptions, Order, Recorder, leave_process
-from tests.in_process import run_command, run_profkit
+from tests.in_process import run_command
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 SCRIPT = """
 import torch
@@ -163,17 +167,37 @@ def test_the_allocators_pass_is_made_anew_with_the_trace_and_both_use_the_other_
     assert read_manifest(tmp_path / "run" / "manifest.json").workload.own_caches
 
 
+@pytest.mark.parametrize(
+    ("most_bytes", "age_s", "is_kept"), [(15, 90_000, False), (16, 90_000, True), (15, 80_000, True)]
+)
+def test_profkits_own_cache_is_begun_anew_once_it_is_too_large_and_was_not_used_for_a_day(
+    most_bytes: int, age_s: int, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("profkit.launch.another_try._MOST_CACHED_BYTES", most_bytes)
+    files = [tmp_path / "own" / "ab" / name for name in ("kernel.so", "code.py")]
+    files[0].parent.mkdir(parents=True)
+    for number, path in enumerate(files):
+        path.write_bytes(b"8 bytes.")
+        os.utime(path, (time() - age_s - 1_000 * number,) * 2)
+    again = find_another_try(_outcome(CACHED), tmp_path / "own")
+    assert again is not None
+    assert again.caches["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    assert [path.exists() for path in files] == [is_kept] * 2
+    assert (tmp_path / "own").is_dir()
+
+
 @pytest.mark.slow
-def test_a_program_whose_code_is_in_the_users_cache_gets_its_modules(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+def test_a_program_whose_code_is_in_the_users_cache_gets_its_modules(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     users, command = tmp_path / "users", (sys.executable, "train.py")
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(users), "XDG_CACHE_HOME": str(tmp_path / "home")}
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, check=True)
+    with patch.dict(os.environ, variables):
+        plain = forks.run(command, tmp_path)
+    assert plain.returncode == 0, plain.stderr
     before = _content(users)
     for run, is_known in (("first", False), ("second", True)):
         words = ("run", "--kineto", "--warmup", "2", "--steps", "2", "-o", run, "--", *command)
-        done = run_profkit(*words, cwd=tmp_path, **variables)
+        done = forks.run_profkit(*words, cwd=tmp_path, **variables)
         assert done.returncode == 0, done.stderr
         again = f"{SHOWN}; it runs again with a cache of profkit's own, which takes about"
         assert (again in done.stderr) == (not is_known)
@@ -188,7 +212,7 @@ def test_a_program_whose_code_is_in_the_users_cache_gets_its_modules(tmp_path: P
             assert any(f"{phase}/model/" in path for path in paths), paths
     shutil.rmtree(tmp_path / "home")
     (tmp_path / "train.py").write_text(SCRIPT + "\nopen('out', 'w')")
-    done = run_profkit(*words[:-4], "third", "--", *command, cwd=tmp_path, **variables)
+    done = forks.run_profkit(*words[:-4], "third", "--", *command, cwd=tmp_path, **variables)
     assert done.returncode == 0, done.stderr
     own = tmp_path / "home" / "profkit" / KNOWN_CODE / "inductor"
     assert f"because it wrote out: run it with TORCHINDUCTOR_CACHE_DIR={own}" in done.stderr

@@ -140,6 +140,18 @@ def test_a_slow_product_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch
     assert len(ceilings._time(lambda: None, torch.device("cpu"))) == ceilings._MOST_MEASURED
 
 
+def test_a_slow_product_runs_unmeasured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from profkit.capture import ceilings
+
+    for seconds, times in ((5.0, 1), (0.001, ceilings._UNMEASURED)):
+        ran: list[None] = []
+        monkeypatch.setattr(ceilings, "perf_counter", lambda ran=ran, seconds=seconds: len(ran) * seconds)
+        monkeypatch.setattr(ceilings, "_times_on_cpu", lambda _run: iter([5.0]))
+        ceilings._time(lambda ran=ran: ran.append(None), torch.device("cpu"))
+        assert len(ran) == times
+
+
 def test_the_command_measures_and_keeps_what_it_measured(profkit: Callable[..., Any], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "manifest.json").write_text("{}")

@@ -22,8 +22,7 @@ from profkit.run.compiled_code import (
     Compilation,
     GraphBreak,
     append_records,
-    read_compilations,
-    read_graph_breaks,
+    read_compiled_code,
 )
 from profkit.run.directory import COMPILED, MANIFEST, Run
 from profkit.run.manifest import Manifest, Process, write_manifest
@@ -84,7 +83,7 @@ def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     watched.look()
 
-    *compiled, after = read_compilations(path)
+    *compiled, after = read_compiled_code(path).compilations
     assert (after.is_recorded, after.is_again) == (False, False)
     first = [one for one in compiled if one.step == 0]
     again = [one for one in compiled if one.step == 2]
@@ -102,7 +101,7 @@ def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
     here = f"{program_line(__file__, None, None).partition(':')[0]}:"
     assert all(one.line is not None and one.line.startswith(here) for one in again if one.what == "forward")
 
-    breaks = read_graph_breaks(path)
+    breaks = read_compiled_code(path).breaks
     assert {one.step for one in breaks} == {0, 2}
     places = {one.lines[0] for one in breaks}
     assert len(places) == 2
@@ -128,7 +127,7 @@ def test_a_function_beyond_the_recompile_limit_is_named(tmp_path: Path) -> None:
             compiled(torch.ones(2), by)
     watched.look()
     reset()
-    beyond = [one for one in read_compilations(path) if one.failure is not None]
+    beyond = [one for one in read_compiled_code(path).compilations if one.failure is not None]
     assert beyond
     assert "recompile limit" in (beyond[0].failure or "")
     assert (beyond[0].line or "").endswith(" scaled")

@@ -16,7 +16,6 @@ from profkit.run.compiled_code import (
     append_records,
     graph_range,
     launch_range,
-    read_captured_graphs,
     read_compiled_code,
     read_graph_range,
     read_launch_range,
@@ -30,10 +29,10 @@ GRAPH = CompiledGraph("3f9a1c22e0", "cxyz", "2.11.0", "Model.forward model.py:20
 
 def test_graphs_are_read_as_they_were_written_each_once(tmp_path: Path) -> None:
     path = tmp_path / "compiled.jsonl"
-    assert read_compiled_code(path) == ()
+    assert read_compiled_code(path).graphs == ()
     append_records(path, [GRAPH])
     append_records(path, [GRAPH])
-    assert read_compiled_code(path) == (GRAPH,)
+    assert read_compiled_code(path).graphs == (GRAPH,)
 
 
 def test_a_last_line_that_was_cut_off_is_left_out_and_another_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -41,7 +40,7 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_another_damaged_one_is_ref
     append_records(path, [GRAPH])
     whole = path.read_text()
     path.write_text(whole + '{"kind": "of another version"}\n' + whole[:40])
-    assert read_compiled_code(path) == (GRAPH,)
+    assert read_compiled_code(path).graphs == (GRAPH,)
     path.write_text(whole[:40] + "\n" + whole)
     with pytest.raises(RunError, match=r"compiled\.jsonl:1: not a line about compiled code"):
         read_compiled_code(path)
@@ -77,8 +76,8 @@ def test_captured_graphs_stand_in_the_same_file_and_equal_ones_have_one_id(tmp_p
     runs = (NodeRun(2, "kernel", ("forward", "model")), NodeRun(1, "fill"))
     one, other = CapturedGraph.of(runs), CapturedGraph.of(runs[:1])
     append_records(path, [one, GRAPH, other, CapturedGraph.of(runs)])
-    assert read_captured_graphs(path) == (one, other)
-    assert read_compiled_code(path) == (GRAPH,)
+    assert read_compiled_code(path).captured == (one, other)
+    assert read_compiled_code(path).graphs == (GRAPH,)
     assert one.id != other.id
 
 

@@ -111,7 +111,9 @@ def tree_launch_by_launch(trace: Trace) -> dict[str, tuple[int, int]]:
                 names.append(name)
             else:
                 names += [module for module in at.path if module not in names]
-                names += [SHARED + " + ".join(at.shared)] if at.shared else []
+                names += (
+                    [SHARED + " + ".join(sorted(set(at.shared), key=lambda one: one.split(".")))] if at.shared else []
+                )
         for depth in range(1, len(names) + 1):
             found["/".join(names[:depth])] += int(trace.work.duration_ns[row])
             count["/".join(names[:depth])] += 1
@@ -318,9 +320,19 @@ def test_torch_profilers_trace_of_compiled_code_has_the_modules(tmp_path: Path) 
 def test_lines_that_name_the_same_kinds_are_one_kind(tmp_path: Path) -> None:
     assert kind_of("shared: h.0 + h.1 + h.1.ln_2 + h.1.mlp") == "shared: h.* + h.*.ln_* + h.*.mlp"
     assert kind_of(kind_of("shared: h.0 + h.1")) == kind_of("shared: h.0 + h.1") == "shared: h.*"
+    assert kind_of("shared: h.1.mlp + h.1.ln_2 + h.1") == "shared: h.* + h.*.ln_* + h.*.mlp"
     program = Program()
     program.launch(place(1, "model", shared=("h.0", "h.1.ln_1")))
     program.launch(place(2, "model", shared=("h.0", "h.1", "h.2.ln_1")))
     path = program.builder.write(tmp_path / "trace.sqlite")
     assert set(tree(path)) == {"model", "model/shared: h.* + h.*.ln_*"}
     assert read_trace(path).kernels("shared: h.* + h.*.ln_*").kernel_count == 2
+
+
+def test_the_same_modules_share_one_line_whatever_the_order_of_their_names(tmp_path: Path) -> None:
+    program = Program()
+    program.launch(place(1, "model", shared=("h.10", "h.9.ln_1", "h.9")))
+    program.launch(place(2, "model", shared=("h.9", "h.10", "h.9.ln_1")))
+    path = program.builder.write(tmp_path / "trace.sqlite")
+    assert set(tree(path)) == {"model", "model/shared: h.9 + h.9.ln_1 + h.10"}
+    assert read_trace(path).kernels("shared: h.9 + h.9.ln_1 + h.10").kernel_count == 2

@@ -14,7 +14,8 @@ from profkit.analysis.range_paths import build_nodes
 from profkit.names import PHASES, is_shared, sharing_modules
 from profkit.run.directory import Run
 from profkit.trace.kineto import read_kineto
-from tests.in_process import run_command, run_profkit
+from tests.forked_scripts import Forks
+from tests.in_process import run_command
 from tests.test_compiled_ranges import rows_of, tree_launch_by_launch
 
 SCRIPT = """
@@ -76,11 +77,11 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("trees")
     (folder / "train.py").write_text(SCRIPT)
     for kind in ("eager", "compiled"):
-        done = run_profkit(
+        done = forks.run_profkit(
             *("run", "--kineto", "--warmup", "2", "--steps", "2", "-o", kind, "--", sys.executable, "train.py", kind),
             cwd=folder,
             TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"),

@@ -393,6 +393,15 @@ class TestTrial:
         assert finding.state == state
         assert (f"{ranges} of 10" in finding.found) == (state == "failed")
 
+    @pytest.mark.parametrize(("failures", "state"), [(2, "ok"), (3, "failed")])
+    def test_an_nsys_that_ends_before_its_program_has_begun_is_started_again(
+        self, tmp_path: Path, failures: int, state: str
+    ) -> None:
+        nsys = _fake(tmp_path / "nsys", 10)
+        ends = f'[ $1 != profile ] || {{ echo >> "$0.tries"; [ $(wc -l < "$0.tries") -gt {failures} ]; }} || exit 1'
+        nsys.path.write_text(nsys.path.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{ends}\n"))
+        assert doctor.try_nsys(nsys).state == state
+
     def test_no_report_tells_the_last_line(self, tmp_path: Path) -> None:
         nsys = Nsys(_file(tmp_path / "nsys", "#!/bin/sh\necho first\necho no way\nexit 4\n", executable=True), "1.0")
         finding = doctor.try_nsys(nsys)
@@ -462,14 +471,24 @@ class TestLinks:
         measured = MeasuredLinks(
             "nccl", 2, (CollectiveTime("all_reduce", 1024, 9_000), CollectiveTime("all_reduce", 2**30, 4_000_000))
         )
-        monkeypatch.setattr(doctor, "measure_links", lambda count, device: {(2, "cuda"): measured}[count, device])
+        monkeypatch.setattr(doctor, "measure_links", lambda count, device: {(None, "cuda"): measured}[count, device])
         (check,) = doctor.try_links(replace(machine, links=lambda: (self.LINK,)))
         assert check.state == "ok"
         assert "268.4 GB/s bus bandwidth with 1024 MiB; the smallest takes 9.0 µs" in check.found
         assert doctor.try_links(replace(machine, links=tuple)) == []
 
+    def test_where_a_process_sees_fewer_than_two_there_is_no_trial(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As under CUDA_VISIBLE_DEVICES=0, or with one MIG device: NVML still says all GPUs."""
+        pytest.importorskip("torch")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        (check,) = doctor.try_links(replace(machine, links=lambda: (self.LINK,)))
+        assert (check.check, check.state) == ("link trial", "note")
+        assert "a process here sees fewer than two GPUs" in check.found
+
     def test_a_trial_that_fails_says_why(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(_count: int, _device: str) -> MeasuredLinks:
+        def fail(_count: int | None, _device: str) -> MeasuredLinks:
             raise ToolError("a GPU's memory is full")
 
         monkeypatch.setattr(doctor, "measure_links", fail)

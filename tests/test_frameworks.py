@@ -16,6 +16,8 @@ pytest.importorskip("torch")
 
 from profkit import read_trace
 
+pytestmark = pytest.mark.frameworks
+
 ROOT = Path(__file__).parent.parent
 
 ACCELERATE = """

@@ -50,7 +50,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Programs
     shutil.copytree(first, second, ignore=shutil.ignore_patterns("*.py", "fxgraph", "aotautograd"))
     hooked = _run(forks, second, "hooked", folder / "compiled.jsonl")
     warm = _run(forks, second, "whole", "twin", "hooked", folder / "warm.jsonl")
-    return Programs(plain, hooked, warm, read_compiled_code(folder / "compiled.jsonl"), (first, second))
+    return Programs(plain, hooked, warm, read_compiled_code(folder / "compiled.jsonl").graphs, (first, second))
 
 
 def test_code_from_a_cache_that_was_filled_without_profkit_has_lines_and_a_reason(
@@ -61,7 +61,7 @@ def test_code_from_a_cache_that_was_filled_without_profkit_has_lines_and_a_reaso
     found = _run(forks, tmp_path / "cache", "in place", "hooked", tmp_path / "compiled.jsonl")
     assert found["failure"].startswith("2 of 2 compiled graphs came from Inductor's cache, which was filled without")
     assert found["in place"]["losses"] == programs.plain["in place"]["losses"]
-    launches = [launch for graph in read_compiled_code(tmp_path / "compiled.jsonl") for launch in graph.launches]
+    launches = [launch for graph in read_compiled_code(tmp_path / "compiled.jsonl").graphs for launch in graph.launches]
     assert launches
     assert not any(launch.modules for launch in launches)
     assert all(line.startswith("generated_workloads.py:") for launch in launches for line in launch.lines)

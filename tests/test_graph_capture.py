@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.launched import printed_json
-
 pytest.importorskip("torch")
+
+from tests.forked_scripts import Forks
 
 SCRIPT = Path(__file__).parent / "captured_graphs.py"
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return _run()
-
-
-def _run(*arguments: str) -> dict[str, Any]:
-    return printed_json(SCRIPT, *arguments)
+def found(forks: Forks) -> dict[str, Any]:
+    return forks.printed_json(SCRIPT)
 
 
 def test_each_node_is_written_down_with_the_ranges_of_its_capture(found: dict[str, Any]) -> None:
@@ -43,8 +39,8 @@ def test_ranges_open_for_a_capture_and_not_for_the_steps_around_it(found: dict[s
     assert not found["has_failed"]
 
 
-def test_a_capture_computes_what_it_would_without_profkit(found: dict[str, Any]) -> None:
-    plain = _run("plain")
+def test_a_capture_computes_what_it_would_without_profkit(forks: Forks, found: dict[str, Any]) -> None:
+    plain = forks.printed_json(SCRIPT, "plain")
     assert plain["graphs"] == []
     assert found["losses"] == plain["losses"]
     assert len(set(plain["losses"])) == 3

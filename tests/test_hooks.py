@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +20,9 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(forks: Forks) -> Run:
     """Return a function that runs a script of the tests, and returns the JSON that it prints."""
-
-    def call(*arguments: str, script: Path = SCRIPT, warnings: str = "error") -> dict[str, Any]:
-        done = forks.run([sys.executable, "-W", warnings, str(script), *arguments], tmp_path_factory.mktemp("run"))
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    return call
+    return lambda *arguments, script=SCRIPT, warnings="error": forks.printed_json(script, *arguments, warnings=warnings)
 
 
 @pytest.fixture(scope="module")

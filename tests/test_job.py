@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from click.testing import CliRunner
 
 from profkit.errors import RunError, UsageError
 from profkit.run.directory import choose_run, make_run_directory, runs_of_job
 from profkit.run.gathering import gather
-from profkit.run.job import Job, find_job, node_number, rank_number
+from profkit.run.job import Job, find_job, launched_rank, local_rank_number, node_number, rank_number, rank_of_command
 from tests.in_process import run_command
+from tests.launched import started
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 TORCHRUN = ["torchrun", "--nnodes=2", "--rdzv-id", "j7", "--rdzv_endpoint=head:29500", "train.py"]
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+# Open MPI has srun start one daemon on each of two machines, and each daemon two ranks, as seen with 4.1.4.
+MPI_IN_SLURM = {
+    **MPI,
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "SLURM_JOB_ID": "88",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+}
 SLURM = {"SLURM_JOB_ID": "88", "SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "2"}
+STEP = {**SLURM, "SLURM_STEP_ID": "3"}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +63,21 @@ SLURM = {"SLURM_JOB_ID": "88", "SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, ["python", "a.py"], Job("88", 8, 1, "rank")),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, ["srun", "python", "a.py"], None),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, ["python", "a.py"], Job(None, 4, 3, "rank")),
+        ({**MPI, "PMIX_NAMESPACE": "13"}, ["python", "a.py"], Job("13", 4, 2, "rank")),
+        ({**MPI_IN_SLURM, "PMIX_NAMESPACE": "13"}, ["python", "a.py"], Job("88.13", 4, 2, "rank")),
+        ({**MPI_IN_SLURM, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ["python", "a.py"], None),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1"}, ["accelerate", "launch", "a.py"], Job(None, 2, 1)),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ["accelerate", "launch", "a.py"], Job(None, 4, 2)),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "8"}, ["python", "a.py"], Job("88.3", 8, 1, "rank")),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "2"}, TORCHRUN, Job("88.3/j7/head:29500", 2, 1)),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, TORCHRUN, Job("88/j7/head:29500", 2)),
+        (
+            {**STEP, "SLURM_STEP_NUM_TASKS": "8", "SLURM_RESTART_COUNT": "2"},
+            ["python", "a.py"],
+            Job("88.3 restart 2", 8, 1, "rank"),
+        ),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ["torchrun", "--nnodes=1", "a.py"], Job(None, 4, 2, "rank")),
+        (MPI_IN_SLURM, ["mpirun.openmpi", "-n", "4", "python", "a.py"], None),
     ],
 )
 def test_the_launcher_or_the_cluster_says_which_machine_of_which_job_this_is(
@@ -50,11 +87,45 @@ def test_the_launcher_or_the_cluster_says_which_machine_of_which_job_this_is(
 
 
 @pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, ("5", "8", "1")),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, ("1", "2", "0")),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            ("3", "4", "1"),
+        ),
+        (MPI_IN_SLURM, ("2", "4", "0")),
+        ({**MPI_IN_SLURM, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, None),
+        ({"RANK": "0"}, None),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_one_of_several_ranks_knows_which_it_is(
+    environment: dict[str, str], found: tuple[str, str, str] | None
+) -> None:
+    expected = {} if found is None else dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), found, strict=True))
+    assert launched_rank(environment) == expected
+
+
+@pytest.mark.parametrize(
     ("environment", "rank", "node"),
     [
         ({"RANK": "5", "GROUP_RANK": "1"}, 5, 1),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "2"}, 1, 1),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, 3, None),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 2, 1),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 2, 0),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, 2, 0),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, 2, None),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, 3, 3),
+        (MPI_IN_SLURM, 2, 1),
+        # Where mpirun's own machine has no daemon, the step counts the other machines alone.
+        ({**MPI_IN_SLURM, "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}, 2, 1),
+        ({**MPI_IN_SLURM, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 2, 1),
         ({"SLURM_PROCID": "0"}, None, None),
         ({}, None, None),
     ],
@@ -63,6 +134,25 @@ def test_a_process_knows_its_rank_by_each_launcher(
     environment: dict[str, str], rank: int | None, node: int | None
 ) -> None:
     assert (rank_number(environment), node_number(environment)) == (rank, node)
+
+
+@pytest.mark.parametrize(
+    ("words", "rank"),
+    [
+        (["torchrun", "--nnodes=2", "train.py"], None),
+        (["python", "-m", "torch.distributed.run", "--nnodes", "2", "a.py"], None),
+        (["python", "/usr/bin/accelerate", "launch", "a.py"], None),
+        (["python", "-u", "a.py", "--launcher", "torchrun"], 1),
+        (["python", "a.py"], 1),
+    ],
+)
+def test_a_launcher_that_slurm_started_is_no_rank(words: list[str], rank: int | None) -> None:
+    assert rank_of_command({**SLURM, "SLURM_STEP_NUM_TASKS": "2"}, words) == rank
+
+
+def test_ranks_of_a_machine_are_numbered_by_their_own_mpi() -> None:
+    assert local_rank_number({**MPI_IN_SLURM, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}) == 1
+    assert local_rank_number({"SLURM_LOCALID": "3"}) == 3
 
 
 def _make(shared: Path, job: Job) -> Path:
@@ -122,6 +212,10 @@ def test_one_run_of_a_job_is_chosen_by_a_rank(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"profkit ranks .*shared compares their ranks"):
         choose_run(shared)
     assert choose_run(shared / "node1") == shared / "node1"
+    for number in (0, 1):
+        _make(tmp_path / "ranks", Job("j7", 2, number, "rank"))
+    with pytest.raises(UsageError, match=r"holds the runs of 2 ranks: profkit ranks .*ranks compares them; for one"):
+        choose_run(tmp_path / "ranks")
 
 
 SCRIPT = """
@@ -153,13 +247,50 @@ def two_machines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     command = (sys.executable, "-m", "profkit", "run", "-o", "shared", "--warmup", "1", "--steps", "2", "--", *torchrun)
-    launched = [
-        subprocess.Popen([*command, "train.py"], cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [one.communicate()[1] for one in launched]
+    with ExitStack() as stack:
+        launched = [stack.enter_context(started([*command, "train.py"], cwd=place, env=environment)) for _ in range(2)]
+        said = [one.communicate() for one in launched]
     assert [one.returncode for one in launched] == [0, 0], said
+    (place / "printed.json").write_text(json.dumps([printed for printed, _ in said]))
     return place / "shared"
+
+
+def test_what_a_rank_starts_does_not_take_its_place(tmp_path: Path, forks: Forks) -> None:
+    """A rank's RANK is in the environment of all that it starts, as is Slurm's number of a task."""
+    (tmp_path / "train.py").write_text(
+        "import subprocess, sys, torch\n"
+        "optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])\n"
+        "for _ in range(4):\n    optimizer.step()\n"
+        "subprocess.run([sys.executable, '-c', 'import torch'], check=True)\n"
+    )
+    words = ("--warmup", "1", "--steps", "2", "-o", "run", "--", sys.executable, "train.py")
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    said = forks.run_profkit("run", *words, cwd=tmp_path, **rank).stderr
+    assert "runs again" not in said  # as a script without steps would
+    processes = json.loads((tmp_path / "run" / "manifest.json").read_text())["processes"]
+    assert [(process["rank"], len(process["profiled"])) for process in processes] == [(1, 2)], said
+
+
+def test_of_runs_that_begin_at_once_in_one_directory_one_has_it(tmp_path: Path) -> None:
+    """Each finds the directory empty, as the tasks of a job array do that start in the same second."""
+    from profkit.run.manifest import Manifest, write_manifest
+
+    said: list[str] = []
+
+    def begin(name: str) -> None:
+        try:
+            write_manifest(tmp_path / "manifest.json", Manifest(target=name), is_first=True)
+        except FileExistsError:
+            return
+        said.append(name)
+
+    threads = [threading.Thread(target=begin, args=[f"task {number}"]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [json.loads((tmp_path / "manifest.json").read_text())["target"]] == said
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 def test_two_launchers_leave_one_directory_with_a_run_each(two_machines: Path) -> None:
@@ -170,6 +301,35 @@ def test_two_launchers_leave_one_directory_with_a_run_each(two_machines: Path) -
     }
     assert found == {0, 1}
     assert {path.name for run in runs for path in run.glob("light*")} == {"light.jsonl", "light.rank1.jsonl"}
+
+
+def test_of_the_runs_of_a_job_the_first_alone_says_what_to_read_next(two_machines: Path) -> None:
+    printed = json.loads((two_machines.parent / "printed.json").read_text())
+    assert sorted("The run is shared/node0. Next:" in one for one in printed) == [False, True]
+    assert sorted("Next:" in one for one in printed) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        (("--", "srun", "-n", "2", "python", "a.py"), True),
+        (("--ranks", "0-1", "--", "srun", "-n", "2", "python", "a.py"), False),
+        (("--", "torchrun", "a.py"), False),
+    ],
+)
+def test_one_nsys_around_srun_is_said_to_record_one_machine(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], is_said: bool
+) -> None:
+    command = importlib.import_module("profkit.cli.run")
+
+    def stop(*_: object, **__: object) -> None:
+        raise RunError("enough")
+
+    monkeypatch.setattr(command, "require_nsys", lambda *_: None)
+    monkeypatch.setattr(command, "record_run", stop)
+    done = CliRunner().invoke(command.run, ["--nsys", *words])
+    assert str(done.exception) == "enough"
+    assert ("Failed to connect to Agent" in done.stderr) == is_said
 
 
 def test_a_command_reads_one_rank_of_a_job(two_machines: Path) -> None:
@@ -209,6 +369,7 @@ def test_runs_that_are_not_of_one_job_are_not_gathered(tmp_path: Path) -> None:
         (_one_run(tmp_path / "same", [1, 2], "j7"), "rank 1 is in "),
         (_one_run(tmp_path / "other", [2, 3], "j8"), "the runs are of different jobs: j7 and j8"),
         (_one_run(tmp_path / "none", [], "j7"), "does not say which ranks it holds"),
+        (one, "rank 0 is in (.*)one and in (.*)one"),
     )
     for other, said in cases:
         with pytest.raises(UsageError, match=said):

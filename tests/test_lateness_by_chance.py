@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from profkit.analysis.collectives.comparison import RanksResult, compare_records
+from profkit.analysis.collectives.chance import chance_beside, chance_of_level, chance_of_stalls
+from profkit.analysis.collectives.comparison import RanksResult
+from profkit.analysis.collectives.culprit import Verdict
 from profkit.analysis.collectives.reduce import reduce_ranks
 from profkit.cli import cli
-from profkit.reading import open_trace
-from tests.rank_builder import MS, PLACES, Delay, light_records, simulate, write_kineto_run, write_nsys
+from profkit.joining import read_ranks
+from profkit.reading import open_capture, open_trace
+from profkit.report.late_rank import describe_ranks
+from profkit.report.page.page import render_report
+from profkit.run.directory import NSYS_EXPORT
+from profkit.run.light_record import Collectives
+from tests.late_costs import cells, false_alarms, found_delays
+from tests.rank_builder import (
+    MS,
+    PLACES,
+    Delay,
+    Timeline,
+    compare_records,
+    light_records,
+    simulate,
+    write_kineto_run,
+    write_light_run,
+    write_nsys,
+)
 
 ONCE = 10**6
 
@@ -51,7 +72,7 @@ def test_ranks_that_take_turns_name_nobody_and_the_turns_are_said(tmp_path: Path
         assert set(result.verdict.turns) == {0, 1}
     trace = write_nsys(tmp_path / "turns.sqlite", simulate(2, 12, turns))
     text = " ".join(CliRunner().invoke(cli, ["ranks", str(trace)]).stdout.split())
-    assert "Single steps in which others wait that long for a rank: rank 1 6 times, rank 0 5 times" in text
+    assert "Steps in which the others wait at least 5.0% of a step for one rank: 6 for rank 1, 5 for rank 0" in text
 
 
 @pytest.mark.parametrize("steps", [3, 4, 12])
@@ -99,3 +120,142 @@ def test_what_people_read_of_a_rank_that_saves_every_fourth_step(tmp_path: Path)
     assert "Rank 0 is late in 3 of 12 steps (25.0%), by 40.0" in text
     assert "Its extra time in these steps: 40.0" in text
     assert "less on average" in text
+
+
+@pytest.mark.parametrize(("kind", "spread"), list(cells()))
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("steps", [8, 24])
+def test_in_recordings_in_which_nobody_is_late_hardly_anybody_is_called_so(
+    kind: str, spread: float, ranks: int, steps: int
+) -> None:
+    # Of 150 recordings with a chance of 1 % each, more than 6 would be called so once in 1,500 times.
+    assert false_alarms(6, kind, spread, ranks, steps, 150) <= 6
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("steps", "least"), [(8, 54), (24, 57)])
+def test_a_delay_of_a_tenth_of_a_step_is_found(ranks: int, steps: int, least: int) -> None:
+    assert found_delays(7, "white", 0.01, ranks, steps, 60, delay=0.1) >= least
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_delay_in_every_fourth_step_is_found(ranks: int) -> None:
+    assert found_delays(8, "white", 0.02, ranks, 24, 60, delay=0.5, every=4) >= 50
+
+
+def test_few_steps_must_be_clearer() -> None:
+    # A tenth of a step, with hardly any noise: one step proves nothing, four hardly, eight do.
+    chances = [chance_of_level(0.1 + 0.01 * np.cos(np.arange(steps)), 1.0) for steps in (1, 4, 8, 24)]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] > 0.001 > chances[2]
+    assert chance_of_level(np.array([0.8]), 1.0) < 1e-4
+
+
+def test_strange_steps_neither_accuse_nor_acquit() -> None:
+    late = np.full(10, 0.3) + 0.01 * np.sin(np.arange(10))
+    assert chance_of_level(np.where(np.arange(10) % 5 == 2, -9.0, late), 1.0) < 0.001
+    assert chance_of_level(np.where(np.arange(10) % 5 == 2, 9.0, 0.02 * np.sin(np.arange(10))), 1.0) > 0.01
+
+
+def test_steps_that_drift_are_less_of_a_proof_than_as_many_that_do_not() -> None:
+    random = np.random.default_rng(9)
+    noise = np.sort(random.normal(0.1, 0.05, 24))
+    assert chance_of_level(noise, 1.0) > 10 * chance_of_level(random.permutation(noise), 1.0)
+
+
+def test_the_chance_of_stalls_is_binomial() -> None:
+    assert chance_of_stalls(3, 3, 2, 0.5) == pytest.approx(0.25**3)
+    assert chance_of_stalls(1, 2, 1, 0.5) == pytest.approx(0.75)
+    assert chance_of_stalls(3, 3, 2, 0.0) == pytest.approx(0.01**3)
+
+
+def _behind(steps: int, behind_ms: Callable[[int], float]) -> Verdict:
+    """Return who is late where rank 0 waits for rank 1 in each step, and rank 1 does nothing longer."""
+    records = light_records(simulate(2, steps))
+    waiting = []
+    for number, step in enumerate(records[0].steps):
+        starts = [start for start in step.collectives.start_ns if start is not None]
+        earlier = [start - round(behind_ms(number) * MS) for start in starts]
+        waiting.append(replace(step, collectives=replace(step.collectives, start_ns=earlier)))
+    return compare_records([replace(records[0], steps=tuple(waiting)), *records[1:]]).verdict
+
+
+def test_a_host_that_was_slow_once_and_is_still_behind_costs_nothing_in_the_steps_after() -> None:
+    """The others wait for it in every step, but it does nothing longer than they."""
+    verdict = _behind(16, lambda step: 9)
+    assert (verdict.culprit, verdict.most_rank) == (None, 1)
+    assert verdict.most_ns == pytest.approx(9 * MS, rel=0.01)
+    assert verdict.doubt == "unexplained"
+
+
+def test_a_rank_that_is_behind_by_chance_is_not_late_for_unknown_reasons() -> None:
+    verdict = _behind(5, lambda step: (0, 12, 1, 9, 3)[step])
+    assert (verdict.culprit, verdict.most_rank, verdict.doubt) == (None, 1, "few")
+    assert verdict.most_ns == pytest.approx(6 * MS, rel=0.01)
+
+
+@pytest.mark.parametrize(("is_late_without_it", "on_gpu"), [(False, True), (True, True), (False, False)])
+def test_what_hosts_do_in_steps_that_no_profiler_recorded_tells_whether_it_slowed_one(
+    tmp_path: Path, is_late_without_it: bool, on_gpu: bool
+) -> None:
+    slow = [Delay(1, "forward", 20 * MS)]
+    records = light_records(simulate(2, 20, slow if is_late_without_it else ()))
+    if not on_gpu:  # a host's phases hold its waits then, so that they say nothing of how long it would take alone
+        records = [replace(one, steps=tuple(replace(step, gpu_phases=()) for step in one.steps)) for one in records]
+    run = write_light_run(tmp_path / "run", records)
+    lines = []
+    for line in simulate(2, 20, slow):
+        begin, end = (next(start for name, start, _ in line.ranges if name == f"step {step}") for step in (8, 17))
+        lines.append(
+            Timeline(
+                [one for one in line.ranges if begin <= one[1] < end],
+                [one for one in line.kernels if begin <= one[0] < end],
+                [one for one in line.calls if begin <= one < end],
+            )
+        )
+    write_nsys(run / NSYS_EXPORT, lines)
+    verdict = read_ranks(run).verdict
+    if is_late_without_it or not on_gpu:
+        assert verdict.culprit is not None
+        assert (verdict.culprit.rank, verdict.culprit.cause, verdict.culprit.phase) == (1, "python", "forward")
+    else:
+        assert (verdict.culprit, verdict.doubt) == (None, "profiler")
+    # The page of the run says the same.
+    page = unescape(render_report(open_capture(run)))
+    assert all(line in page for line in describe_ranks(read_ranks(run)))
+
+
+def test_a_step_whose_collectives_one_rank_lost_does_not_count() -> None:
+    records = light_records(simulate(4, 10, [Delay(1, "data", 9 * MS)]))
+    steps = [replace(one, collectives=Collectives()) if at == 7 else one for at, one in enumerate(records[3].steps)]
+    found = compare_records([*records[:3], replace(records[3], steps=tuple(steps))]).verdict.culprit
+    assert found is not None
+    assert (found.rank, found.late_steps, found.steps) == (1, 8, 8)
+
+
+def test_ranks_that_drift_in_a_trace_name_nobody_and_it_is_said(tmp_path: Path) -> None:
+    slower = [Delay(1, "forward", step * MS // 2, every=ONCE, first=step) for step in range(16)]
+    for result in _compare(tmp_path, 2, 16, slower):
+        assert result.verdict.culprit is None
+        assert result.verdict.doubt == "varies"
+
+
+def test_many_ranks_that_are_alike_show_a_small_delay_in_few_steps() -> None:
+    found = compare_records(light_records(simulate(64, 5, [Delay(1, "data", 3 * MS)]))).verdict.culprit
+    assert found is not None
+    assert (found.rank, found.cause) == (1, "data")
+    assert compare_records(light_records(simulate(8, 5, [Delay(1, "data", 3 * MS)]))).verdict.doubt == "few"
+    assert found_delays(2, "white", 0.02, 64, 8, 10, delay=0.1) == 10
+
+
+def test_beside_ranks_that_are_alike_stalls_in_half_of_few_steps_do_not_accuse() -> None:
+    others = np.zeros((63, 4))
+    assert chance_beside(np.array([0.5, 0.0, 0.0, 0.5]), others, 1.0) > 0.1
+    assert chance_beside(np.array([0.5, 0.5, 0.0, 0.5]), others, 1.0) < 0.001
+    assert chance_beside(np.array([0.5, 0.5, 0.5]), others[:, :3], 1.0) == 1.0, "too few steps to tell"
+
+
+def test_a_rank_that_is_as_late_as_many_others_is_late_by_chance() -> None:
+    others = np.random.default_rng(3).normal(0, 0.05, 63)[:, None] + np.zeros((63, 8))
+    assert chance_beside(np.full(8, 0.1), others, 1.0) > 0.01
+    assert chance_beside(np.full(8, 0.5), others, 1.0) < 1e-6

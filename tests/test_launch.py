@@ -254,6 +254,17 @@ class TestImporter:
             import_raw(raw, report, tmp_path / "target-linux-x64" / "nsys", log)
         assert (raw.exists(), report.read_text()) == (False, "report\n")
 
+    def test_an_import_that_failed_is_made_again(self, tmp_path: Path) -> None:
+        script = (
+            'echo >> "$0.tries"; for a in "$@"; do case $a in --output-file=*) echo report >> "${a#*=}";; esac; done'
+        )
+        _program(tmp_path / "host-linux-x64" / "QdstrmImporter", f"{script}\n[ $(wc -l < $0.tries) -gt 2 ] || exit 2")
+        raw, report = tmp_path / "trace.qdstrm", tmp_path / "trace.nsys-rep"
+        raw.touch()
+        with (tmp_path / "log").open("w+b") as log:
+            import_raw(raw, report, tmp_path / "target-linux-x64" / "nsys", log)
+        assert (raw.exists(), report.read_text()) == (False, "report\n"), "nothing of the failed ones is left"
+
     def test_a_failed_import_keeps_the_raw_file(self, tmp_path: Path) -> None:
         _program(tmp_path / "host-linux-x64" / "QdstrmImporter", "exit 3")
         raw = tmp_path / "trace.qdstrm"

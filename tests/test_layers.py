@@ -32,7 +32,7 @@ ALLOWED = {
     "reading": {"analysis", "allocator", "trace", "snapshot", "launch", *BASE},
     "joining": {"reading", "analysis", *BASE},
     "sharing": {"reading", "trace", "snapshot", *BASE},
-    "report": {"analysis", "reading", "allocator", "trace", "snapshot", *BASE},
+    "report": {"analysis", "reading", "joining", "allocator", "trace", "snapshot", *BASE},
     "cli": {
         "guides",
         "report",

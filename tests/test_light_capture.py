@@ -14,13 +14,14 @@ from tests.forked_scripts import Forks
 
 torch = pytest.importorskip("torch")
 
-from profkit.capture import flight_recorder, light  # noqa: E402
-from profkit.capture.backward_nodes import at_graph_end, watch_graph_end  # noqa: E402
+from profkit.capture import flight_recorder, light, times  # noqa: E402
+from profkit.capture.backward_nodes import Carrier, at_graph_end, watch_graph_end  # noqa: E402
 from profkit.capture.flight_recorder import FlightRecorder  # noqa: E402
 from profkit.capture.light import LightRecorder  # noqa: E402
 from profkit.capture.times import Mark, Span  # noqa: E402
 from profkit.run.directory import Run  # noqa: E402
-from profkit.run.light_record import LightRecord, read_light_record  # noqa: E402
+from profkit.run.light_columns import read_light_record  # noqa: E402
+from profkit.run.light_record import LightRecord  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 RANKS = 4
@@ -78,8 +79,7 @@ def test_every_rank_leaves_all_its_steps_also_those_after_the_recording(records:
         for step in record.steps[1:]:
             phases = {phase for phase, start, end in step.phases if start < end}
             assert {"data", "forward", "loss", "backward", "optimizer"} <= phases
-            assert step.data_ns is not None
-            assert step.data_ns <= step.end_ns - step.start_ns
+            assert 0 < sum(end - start for _, start, end in step.phases) <= step.end_ns - step.start_ns
 
 
 def test_collectives_carry_group_ranks_sequence_type_and_bytes(records: dict[int, LightRecord]) -> None:
@@ -298,6 +298,16 @@ def test_steps_that_other_ranks_record_in_full_are_kept_too(
     assert [step.name for step in _read(tmp_path).steps[128:]] == [f"step {number}" for number in range(300, 305)]
 
 
+def test_recorded_steps_are_kept_however_late_they_come_but_not_endlessly(
+    tmp_path: Path, recorder: Recorder, ticks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(light, "_MOST_RECORDED", 3)
+    record = LightRecorder(tmp_path)
+    _steps(record, recorder, ticks, range(5_300, 5_305), is_recorded=True)
+    record.end()
+    assert [step.name for step in _read(tmp_path).steps] == ["step 5300", "step 5301", "step 5302"]
+
+
 def test_counting_anew_begins_the_file_anew(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
     record = LightRecorder(tmp_path)
     _steps(record, recorder, ticks, range(9))
@@ -358,13 +368,14 @@ def test_the_end_of_a_graph_is_seen_before_what_its_nodes_wait_for() -> None:
     weight = torch.ones(3, requires_grad=True)
     weight.register_hook(lambda _: at_graph_end(lambda: seen.append("reduced")))
     loss = (weight * 2).sum()
-    watch = watch_graph_end([None, loss], lambda: seen.append("computed"))
-    assert watch is not None
+    carrier = Carrier()
+    unwatch = watch_graph_end([None, loss], lambda: seen.append("computed"), carrier)
+    assert unwatch is not None
     loss.backward(retain_graph=True)
-    watch.remove()
+    unwatch()
     loss.backward()
     assert seen == ["computed", "reduced", "reduced"]
-    assert watch_graph_end([weight], lambda: seen.append("never")) is None
+    assert watch_graph_end([weight], lambda: seen.append("never"), carrier) is None
 
 
 @pytest.mark.parametrize("given", [{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"TORCH_NCCL_ENABLE_TIMING": "0"}])
@@ -387,13 +398,32 @@ def test_a_torch_without_a_flight_recorder_has_no_collectives(monkeypatch: pytes
     assert flight.group("0", 0).ranks == ()
 
 
+def test_nccls_collectives_count_from_the_first_where_gloos_came_before(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gloo = Recorder(1000)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace", gloo.dump, raising=False)
+    flight = FlightRecorder()
+    for now_ns in (10, 20, 30):
+        gloo.call(now_ns, profiling_name="gloo:all_reduce")
+    flight.look()
+    assert [one.called_ns for one in flight.all()] == [10, 20, 30]
+    for now_ns in (40, 50):
+        recorder.call(now_ns)
+    flight.look()
+    gloo.call(60, profiling_name="gloo:all_reduce")
+    recorder.call(70)
+    flight.look()
+    assert [one.called_ns for one in flight.between(40, 80)] == [40, 50, 70]
+
+
 @pytest.mark.parametrize(
     ("collectives", "reading_ns", "period"),
     [
         (100, 0, 8),  # twice as many as the ring holds between two readings are lost otherwise
         (5, 0, 128),
         (100, 200, 64),  # 1 part in 200 of 64 steps of 1,000 ns
-        (100, 1_000_000, 128),
+        (100, 1_000_000, 136),  # never, but for some steps after the last of a row
     ],
 )
 def test_the_file_is_written_as_seldom_as_its_cost_asks_and_the_ring_allows(
@@ -444,8 +474,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, ticks: list[int]) -> list[Event]:
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "synchronize", lambda: None)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(light, "mark_on_gpu", lambda: Event(ticks[0]))
-    monkeypatch.setattr(light, "give_back", unused.extend)
+    monkeypatch.setattr(light, "mark_on_gpu", lambda: Mark(ticks[0], Event(ticks[0])))
+    monkeypatch.setattr(light, "give_back", lambda _device, events: unused.extend(events))
     monkeypatch.setattr(light, "_read_allocator", lambda: (2000, 3000))
     monkeypatch.setattr(light, "_PATIENCE_S", 0.0)
     return unused
@@ -481,3 +511,71 @@ def test_what_a_backward_pass_waited_for_at_its_end_is_noted_with_its_last_colle
     assert sorted(event.passed_ns for event in gpu) == [0, 1_100, 2_500, 2_500, 8_600, 9_000] + [
         10_000 + time for time in (2_500, 2_500, 8_600, 9_000)
     ]
+
+
+def test_the_events_of_many_steps_are_read_at_once_but_of_none_that_the_gpu_has_not_passed(
+    tmp_path: Path, recorder: Recorder, ticks: list[int], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(light, "_FIRST_PERIOD", 64)
+    passed_ns = [0]
+    monkeypatch.setattr(Event, "query", lambda event: event.passed_ns <= passed_ns[0])
+    record = LightRecorder(tmp_path)
+
+    def make_step(number: int) -> None:
+        start = ticks[0]
+        record.step_begins(number)
+        ticks[0] += 1_000
+        ends = (Mark(start + at, Event(start + at)) for at in (100, 900))
+        record.step_ended([Span("forward", *ends)])
+
+    for number in range(15):
+        make_step(number)
+    passed_ns[0] = 10_950  # all of steps 0 to 10
+    assert gpu == []
+    make_step(15)
+    assert len(gpu) == 2 * 11
+    passed_ns[0] = 1_000_000
+    record.end()
+    assert [step.gpu_phases for step in _read(tmp_path).steps] == [(("forward", 100, 900),)] * 16
+
+
+def test_steps_that_the_gpu_has_not_passed_when_the_process_ends_keep_their_times_on_the_host(
+    tmp_path: Path, recorder: Recorder, ticks: list[int], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "query", lambda event: event.passed_ns <= 1_000)
+    record = LightRecorder(tmp_path)
+    for number in range(2):
+        start = ticks[0]
+        record.step_begins(number)
+        ticks[0] += 1_000
+        loaded = Mark(start + 10, times._HOST), Mark(start + 90, times._HOST)
+        ends = (Mark(start + at, Event(start + at)) for at in (100, 900))
+        record.step_ended([Span("data", *loaded), Span("forward", *ends)])
+    record.end()
+    steps = _read(tmp_path).steps
+    assert [step.phases for step in steps] == [(("data", 10, 90), ("forward", 100, 900))] * 2
+    assert [step.gpu_phases for step in steps] == [(("forward", 100, 900),), ()]
+
+
+def test_phases_on_another_gpu_are_left_out_until_the_process_has_gone_over_to_it(
+    tmp_path: Path, recorder: Recorder, ticks: list[int], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = [0]
+    monkeypatch.setattr(light, "_READ_TOGETHER", 1)
+    monkeypatch.setattr(light, "mark_on_gpu", lambda: Mark(ticks[0], Event(ticks[0]), device[0]))
+    record = LightRecorder(tmp_path)
+    for forward, backward in ((0, 0), (0, 1), (1, 1), (1, 1)):
+        start = ticks[0]
+        record.step_begins(start // 1_000)
+        device[0] = backward
+        spans = [
+            Span(name, Mark(start + at, Event(start + at), on), Mark(start + at + 200, Event(start + at + 200), on))
+            for name, at, on in (("forward", 100, forward), ("backward", 500, backward))
+        ]
+        computed = Mark(start + 600, Event(start + 600), 1 - backward)
+        ticks[0] += 1_000
+        record.step_ended([spans[0], spans[1]._replace(computed=computed)])
+    record.end()
+    both = ("forward", 100, 300), ("backward", 500, 700)
+    assert [step.gpu_phases for step in _read(tmp_path).steps] == [both, both[:1], (), both]
+    assert [len(step.phases) for step in _read(tmp_path).steps] == [2] * 4

@@ -20,7 +20,7 @@ class Observer:
     """Notes the modules that it is shown, outermost ones as the roots that they are."""
 
     def __init__(self) -> None:
-        self.is_recording = False
+        self.is_recording = self.is_resting = False
         self.on_thread = OpenOnThread(RangeObserver(), None)
         self.entered: list[nn.Module] = []
         self.left: list[Any] = []
@@ -60,6 +60,19 @@ def test_calls_within_another_are_shown_while_recording_alone(observer: Observer
     assert model(x) is x
     assert observer.entered == ([model, inner, inner[0], model[1]] if is_recording else [model])
     assert observer.left == [x] * len(observer.entered)
+
+
+def test_no_call_is_shown_that_begins_at_rest_and_the_end_of_each_that_began_before(observer: Observer) -> None:
+    class Sleeper(nn.Module):
+        def forward(self, x: Any) -> Any:
+            observer.is_resting = True
+            return x
+
+    x = torch.ones(1)
+    model = nn.Sequential(Sleeper(), nn.Identity())
+    assert model(x) is x
+    assert model(x) is x
+    assert (observer.entered, len(observer.left)) == ([model], 1)
 
 
 @pytest.mark.parametrize("is_recording", [False, True])

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.collectives.comparison import compare_records
 from profkit.joining import read_ranks
+from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
 from profkit.trace.columns import CollectiveCall, Trace
 from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder, thread_of
-from tests.rank_builder import simulate, write_nsys
+from tests.rank_builder import compare_records, simulate, write_light_run, write_nsys
 
 WORLD, PAIR = 0x7A81B8DEC23CAEBB, 0x11
 GROUP, PAIR_GROUP = "communicator 7a81b8dec23caebb", "communicator 0000000000000011"
@@ -21,7 +21,7 @@ ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SEND_RECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
-SIZED, MADE = 16777221, 16777227
+SIZED, SENT, MADE = 16777221, 16777226, 16777227
 DOMAIN = 1
 
 
@@ -32,6 +32,10 @@ def payload(schema: int, data: bytes) -> bytes:
 
 def sized(communicator: int, byte_count: int) -> bytes:
     return payload(SIZED, struct.pack("<QQii", communicator, byte_count, 0, 0))
+
+
+def sent(communicator: int, byte_count: int, peer: int) -> bytes:
+    return payload(SENT, struct.pack("<QQii", communicator, byte_count, peer, 0))
 
 
 def made(communicator: int, ranks: int, rank: int) -> bytes:
@@ -53,6 +57,7 @@ def describe(builder: NsysBuilder) -> None:
             (22, "Message size [bytes]", 8),
             (16777236, "Reduction operation", 16),
         ],
+        SENT: [(18, "NCCL communicator ID", None), (22, "Message size [bytes]", 8), (5, "Peer rank", 16)],
         MADE: [
             *((18, "NCCL communicator ID", None), (5, "No. of ranks", 8), (5, "Rank", 12), (5, "CUDA device", 16)),
         ],
@@ -149,7 +154,59 @@ def test_several_calls_that_became_one_kernel_count_together(builder: NsysBuilde
     builder.kernel(250, 10, name=SEND_RECV)
     first, second = _calls(read_nsys(builder.write(tmp_path / "a.sqlite")))
     assert first == CollectiveCall("all_reduce", GROUP, dtype="bfloat16", byte_count=3000)
-    assert second == CollectiveCall("send", GROUP, byte_count=77)
+    assert second == CollectiveCall("send", GROUP), "it also waits for what it receives"
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_sends_to_every_rank_and_so_to_itself_are_an_all_to_all(
+    builder: NsysBuilder, tmp_path: Path, ranks: int | None
+) -> None:
+    """As torch makes it of uneven parts, on two GPUs; its size is the larger side of the rank, here what it receives.
+
+    Whether the communicator was made while nsys recorded or before.
+    """
+    parts = {100: ((46, 46), (87, 89)), 200: ((89, 87), (85, 85))}
+    for rank, (pid, sizes) in enumerate(parts.items()):
+        if ranks is not None:
+            say(builder, "ncclCommInitRankConfig", 1, made(WORLD, ranks, rank), pid=pid, tid=pid)
+        for peer, (out, back) in enumerate(sizes):
+            say(builder, "ncclSend", 100 + 10 * peer, sent(WORLD, out, peer), pid=pid, tid=pid)
+            say(builder, "ncclRecv", 105 + 10 * peer, sent(WORLD, back, peer), pid=pid, tid=pid)
+        builder.kernel(150 + rank, 10, name=SEND_RECV, pid=pid, tid=pid, start=200 + rank)
+    first, second = _calls(read_nsys(builder.write(tmp_path / "a.sqlite")))
+    assert first == CollectiveCall("all_to_all", GROUP, byte_count=46 + 89)
+    assert second == CollectiveCall("all_to_all", GROUP, byte_count=89 + 85)
+
+
+def test_the_light_record_says_which_sends_are_an_all_to_all(tmp_path: Path) -> None:
+    """Here NCCL left no payloads: its kernels are all called SendRecv."""
+    builder, records = NsysBuilder(), []
+    for rank, pid in enumerate((100, 200)):
+        steps = []
+        for step in range(3):
+            start = 1000 * step
+            builder.range(f"step {step}", start, start + 990, pid=pid, tid=pid)
+            builder.kernel(start + 6, 400, name=SEND_RECV, pid=pid, tid=pid, device=rank, start=start + 10)
+            calls = Collectives([0], [step], ["all_to_all"], ["float32"], [4096], *([None] for _ in range(5)))
+            steps.append(StepRecord(f"step {step}", start, start + 990, collectives=calls))
+        records.append(LightRecord(rank, 2, groups=(Group(0, "7", (0, 1), "ep", "nccl"),), steps=tuple(steps)))
+    run = write_light_run(tmp_path / "run", records)
+    builder.write(run / "trace.sqlite")
+    result = read_ranks(run)
+    (row,) = result.groups
+    assert (row.group, row.kind, row.byte_count, row.wire_ns) == ("ep", "all_to_all", 3 * 4096, 3 * 400)
+    assert result.pipelines == ()
+
+
+def test_sends_to_both_neighbours_are_sends(builder: NsysBuilder, tmp_path: Path) -> None:
+    """Of three stages, the middle one sends to both others at once, and the outer ones to it."""
+    for rank, (pid, peers) in enumerate(((100, (1,)), (200, (0, 2)), (300, (1,)))):
+        for at, peer in enumerate(peers):
+            say(builder, "ncclSend", 100 + 10 * at, sent(WORLD, 50, peer), pid=pid, tid=pid)
+            say(builder, "ncclRecv", 105 + 10 * at, sent(WORLD, 40, peer), pid=pid, tid=pid)
+        builder.kernel(150 + rank, 10, name=SEND_RECV, pid=pid, tid=pid, start=200 + rank)
+    found = _calls(read_nsys(builder.write(tmp_path / "a.sqlite")))
+    assert found == [CollectiveCall("send", GROUP)] * 3
 
 
 def test_which_of_several_calls_a_kernel_is_is_unknown(builder: NsysBuilder, tmp_path: Path) -> None:

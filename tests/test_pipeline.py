@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from profkit.joining import read_ranks
 from profkit.reading import open_snapshot
 from profkit.run.directory import SNAPSHOT, name_of_rank
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
-from tests.rank_builder import MS, Timeline, light_records, simulate, write_kineto_run, write_light_run
+from tests.rank_builder import MS, NCCL, Timeline, light_records, simulate, write_kineto_run, write_light_run
 
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<(unsigned long)4096>)"
 TRANSFER_NS = 100_000
@@ -72,14 +73,14 @@ def _light(
     for name, start, end in lines[rank].ranges:
         # Both ways at once are one kernel but two entries, so that the trace and the record do not fit.
         calls = [(group, *rest) for group, *rest in ((0, 1, "send"), (0, 2, "recv"))]
-        columns = Collectives(*map(list, zip(*calls, strict=True)), *([None, None] for _ in range(6)))
+        columns = Collectives(*map(list, zip(*calls, strict=True)), *([None, None] for _ in range(7)))
         steps.append(StepRecord(name, start, end, peak_bytes=(rank + 1) << 30, collectives=columns))
     groups = (Group(0, "7", ranks, dimension, "nccl"),)
     return LightRecord(rank, len(lines), groups=groups, steps=tuple(steps))
 
 
 def _said(run: Path) -> str:
-    done = CliRunner().invoke(cli, ["ranks", str(run)])
+    done = CliRunner().invoke(cli, ["ranks", str(run), "--workers", "1"])
     assert done.exit_code == 0, done.output
     return " ".join(done.output.split())
 
@@ -87,7 +88,7 @@ def _said(run: Path) -> str:
 @pytest.mark.parametrize("batches", [2, 4, 8])
 def test_the_bubble_of_even_stages_is_the_one_of_gpipe(tmp_path: Path, batches: int) -> None:
     """(stages − 1) / (micro-batches + stages − 1) of a step, and the transfers."""
-    (one,) = read_ranks(_run(tmp_path / "run", _pipeline([10 * MS] * 3, batches), [(0, 1, 2)])).pipelines
+    (one,) = read_ranks(_run(tmp_path / "run", _pipeline([10 * MS] * 3, batches), [(0, 1, 2)]), workers=1).pipelines
     assert (one.group.dimension, one.ranks) == ("pp", (0, 1, 2))
     transfers = 4 * batches * TRANSFER_NS
     assert one.bubble_ns == pytest.approx(2 * 2 * 10 * MS, abs=transfers)
@@ -97,7 +98,7 @@ def test_the_bubble_of_even_stages_is_the_one_of_gpipe(tmp_path: Path, batches: 
 
 def test_the_stages_that_compute_less_also_wait_for_the_one_that_computes_most(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 4), [(0, 1)])
-    (one,) = read_ranks(run).pipelines
+    (one,) = read_ranks(run, workers=1).pipelines
     assert one.longest == 1
     assert one.uneven_ns == pytest.approx(2 * 4 * 4 * MS, rel=0.05)
     assert one.between_ns[0] - one.between_ns[1] == pytest.approx(one.uneven_ns, abs=MS)
@@ -115,40 +116,77 @@ def test_what_ranks_do_and_spend_between_stages_is_their_step(tmp_path: Path) ->
         assert rank.exposed_ns == pytest.approx(between, abs=1)
 
 
+def test_the_light_record_says_which_kernels_send_and_how_much(tmp_path: Path) -> None:
+    """torch.profiler says of them neither; next to them collectives of which it says everything."""
+    lines = simulate(2, 4)
+    for line in lines:
+        ends = [end for _, _, end, name in line.kernels if name == NCCL]
+        line.kernels += [(end + 1_000, end + 2_000, end + 12_000, SEND) for end in ends]
+        line.kernels.sort()
+    records = []
+    for record in light_records(lines):
+        steps = []
+        for step in record.steps:
+            calls = step.collectives
+            kind = "recv" if record.rank else "send"
+            both = {name: [*column, column[0]] for name, column in vars(calls).items()}
+            both |= {"group": [0, 1], "kind": ["all_reduce", kind], "bytes": [calls.bytes[0], 4096]}
+            steps.append(replace(step, collectives=Collectives(**both)))
+        groups = (*record.groups, Group(1, "7", (0, 1), "pp", "nccl"))
+        records.append(replace(record, groups=groups, steps=tuple(steps)))
+    run = write_light_run(write_kineto_run(tmp_path / "run", lines), records)
+    rows = {row.kind: row for row in read_ranks(run, workers=1).groups}
+    assert {kind: (row.group, row.count) for kind, row in rows.items()} == {
+        "all_reduce": ("dp", 4),
+        "send": ("pp", 4),
+        "recv": ("pp", 4),
+    }
+    assert (rows["send"].byte_count, rows["send"].wire_ns) == (4 * 4096, 4 * 10_000)
+    assert (rows["recv"].byte_count, rows["recv"].wire_ns) == (4 * 4096, None)
+
+
 def test_two_pipelines_side_by_side_are_told_apart_by_the_light_records(tmp_path: Path) -> None:
     lines = _pipeline([10 * MS, 14 * MS], 4)
     twice = [lines[0], lines[0], lines[1], lines[1]]
-    result = read_ranks(_run(tmp_path / "run", twice, [(0, 2), (1, 3)]))
+    result = read_ranks(_run(tmp_path / "run", twice, [(0, 2), (1, 3)]), workers=1)
     assert [one.ranks for one in result.pipelines] == [(0, 2), (1, 3)]
     assert {one.bubble_ns for one in result.pipelines} == {result.pipelines[0].bubble_ns}
 
 
 def test_without_the_group_no_pipeline_is_judged(tmp_path: Path) -> None:
     run = write_kineto_run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2))
-    assert read_ranks(run).pipelines == ()
+    assert read_ranks(run, workers=1).pipelines == ()
     said = _said(run)
     assert "no pipeline is judged" in said
     assert "bubble" not in said
 
 
+def test_where_ranks_only_send_and_receive_nobody_is_held_against_another(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2))
+    assert read_ranks(run, workers=1).verdict.most_rank is None
+    said = _said(run)
+    assert "Who is late is unknown" in said
+    assert "for rank 0" not in said  # the matrix of waits
+
+
 def test_a_rank_without_a_trace_leaves_its_pipeline_unjudged(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2), [(0, 1)])
     (run / "trace.rank1.json.gz").unlink()
-    assert read_ranks(run).pipelines == ()
+    assert read_ranks(run, workers=1).pipelines == ()
 
 
 def test_a_group_of_the_trace_gets_its_dimension_from_the_light_record(tmp_path: Path) -> None:
     """torch.profiler calls a mesh of one dimension over all ranks the default group."""
     lines = simulate(2, 4)
     run = write_light_run(write_kineto_run(tmp_path / "run", lines), light_records(lines))
-    (row,) = read_ranks(run).groups
+    (row,) = read_ranks(run, workers=1).groups
     assert row.group == "dp"
 
 
 class TestPeaks:
     def _of(self, tmp_path: Path) -> tuple[Path, RanksResult]:
         run = _run(tmp_path / "run", _pipeline([10 * MS] * 3, 2), [(0, 1, 2)])
-        return run, read_ranks(run)
+        return run, read_ranks(run, workers=1)
 
     def test_the_highest_is_held_against_the_median_rank(self, tmp_path: Path) -> None:
         run, result = self._of(tmp_path)
@@ -159,7 +197,7 @@ class TestPeaks:
             "peak memory is highest on rank 2 (stage 2): 3.000 GiB, 1.000 GiB (50.0%) more than on rank 1, the median"
         )
         assert said in _said(run)
-        done = CliRunner().invoke(cli, ["ranks", str(run), "--format", "json"])
+        done = CliRunner().invoke(cli, ["ranks", str(run), "--workers", "1", "--format", "json"])
         assert json.loads(done.stdout)["peaks"]["by_category"] == {}
 
     def test_snapshots_say_what_the_difference_is_made_of(self, tmp_path: Path) -> None:
@@ -168,7 +206,7 @@ class TestPeaks:
         for rank, name in ((1, "resnet50-batch16"), (2, "resnet50-batch32")):
             content = gzip.decompress((traces / f"{name}.snapshot.pickle.gz").read_bytes())
             (run / name_of_rank(SNAPSHOT, rank)).write_bytes(content)
-        peaks = read_ranks(run).peaks
+        peaks = read_ranks(run, workers=1).peaks
         assert peaks is not None
         most, least = (open_snapshot(run, rank=rank).memory().totals.allocated_peak_bytes for rank in (2, 1))
         assert sum(peaks.by_category.values()) == most - least
@@ -178,7 +216,7 @@ class TestPeaks:
         run, _ = self._of(tmp_path)
         for rank in (1, 2):
             (run / name_of_rank(SNAPSHOT, rank)).write_bytes(pickle.dumps("no snapshot"))
-        peaks = read_ranks(run).peaks
+        peaks = read_ranks(run, workers=1).peaks
         assert peaks is not None
         assert peaks.by_category == {}
 
@@ -186,4 +224,4 @@ class TestPeaks:
         run, _ = self._of(tmp_path)
         shutil.copy(run / "light.jsonl", run / "light.rank1.jsonl")
         shutil.copy(run / "light.jsonl", run / "light.rank2.jsonl")
-        assert read_ranks(run).peaks is None
+        assert read_ranks(run, workers=1).peaks is None

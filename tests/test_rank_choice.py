@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from profkit.joining import read_ranks
 from profkit.run.rank_choice import RankChoice
 from tests.forked_scripts import Forks
 from tests.in_process import run_profkit
@@ -57,12 +58,6 @@ def test_what_is_no_choice_is_refused_in_one_line(text: str, tmp_path: Path) -> 
     assert "name ranks (0,7,8-15), first-per-node or slowest" in line
 
 
-def test_nsys_records_all_ranks_of_a_machine(tmp_path: Path) -> None:
-    done = run_profkit("run", "--nsys", "--ranks", "0", "--", "python", "x.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--ranks goes with --kineto" in done.stderr
-
-
 def _record(forks: Forks, place: Path, ranks: str, count: int) -> tuple[Any, dict[str, Any], set[str]]:
     pytest.importorskip("torch")
     (place / "train.py").write_text(SCRIPT)
@@ -89,3 +84,36 @@ def test_a_machine_without_a_chosen_rank_says_that_it_has_light_records_alone(tm
     assert manifest["status"] == "complete"
     assert done.stdout.endswith("The run is run. Next:\n  profkit ranks run\n")
     assert files == {"manifest.json", "light.jsonl", "light.rank1.jsonl"}
+
+
+SPAWNED = """
+import torch
+from torch import distributed, nn
+
+
+def train(rank):
+    distributed.init_process_group("gloo", init_method="file:///PLACE/store", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_a_program_starts_by_itself_have_a_trace_each(tmp_path: Path, forks: Forks) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED.replace("PLACE", str(tmp_path)[1:]))
+    command = ("run", "-o", "run", "--warmup", "2", "--steps", "2", "--", sys.executable, str(script))
+    done = forks.run_profkit(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = read_ranks(tmp_path / "run", workers=1)
+    assert [(one.rank, one.source) for one in result.ranks] == [(0, "kineto"), (1, "kineto")]
+    assert not result.lost
+    assert sum(row.count for row in result.groups if row.kind == "all_reduce") == 2

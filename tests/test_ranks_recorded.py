@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,17 @@ from click.testing import CliRunner
 from profkit.cli import cli
 from profkit.errors import ToolError
 from profkit.joining import read_ranks
-from tests.rank_builder import MS, Delay, light_records, simulate, write_kineto_run, write_light_run
+from profkit.run.directory import NSYS_EXPORT, name_of_rank
+from tests.rank_builder import (
+    MS,
+    Delay,
+    Timeline,
+    light_records,
+    simulate,
+    write_kineto_run,
+    write_light_run,
+    write_nsys,
+)
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
@@ -86,6 +95,34 @@ def test_light_records_alone_name_the_same_rank_and_phase(recorded: Path, tmp_pa
     assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
 
 
+@pytest.mark.slow
+def test_the_summary_says_which_command_knows_the_waits(recorded: Path) -> None:
+    said = " ".join(CliRunner().invoke(cli, ["summary", str(recorded)]).stdout.split())
+    assert "how long they waited for each other: profkit ranks" in said
+    assert sum(one.waiting_ns for one in read_ranks(recorded).ranks) > 0
+
+
+@pytest.mark.parametrize("traced", range(3))
+def test_a_trace_of_one_rank_is_compared_with_light_records_of_more_steps(tmp_path: Path, traced: int) -> None:
+    lines = simulate(3, 14, [Delay(2, "forward", 9 * MS)])
+    run = write_light_run(tmp_path / "run", light_records(lines))
+    line = lines[traced]
+    begin = next(start for name, start, _ in line.ranges if name == "step 8")
+    recorded = Timeline(
+        [one for one in line.ranges if one[1] >= begin],
+        [one for one in line.kernels if one[0] >= begin],
+        [one for one in line.calls if one >= begin],
+    )
+    write_nsys(run / name_of_rank(NSYS_EXPORT, traced), [recorded])
+    result = read_ranks(run)
+    found = result.verdict.culprit
+    assert found is not None
+    assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
+    assert found.extra_ns == pytest.approx(9 * MS, rel=0.1)
+    assert (result.step_count, found.steps) == (6, 5)
+    assert [one.rank for one in result.ranks if one.exposed_ns is not None] == [traced]
+
+
 MESHES = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -104,9 +141,11 @@ model = fully_shard(nn.Linear(8, 8), mesh=shards)
 plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
 mlp = parallelize_module(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), mesh["tp"], plan)
 optimizer = torch.optim.SGD([*model.parameters(), *mlp.parameters()], lr=0.01)
+sends, receives = ([2, 2], [3, 2]) if dist.get_rank() % 2 else ([1, 3], [1, 2])
 for _ in range(6):
     output = mlp(model(torch.randn(4, 8)))
-    dist.all_to_all_single(torch.empty(4, 8), output.detach(), group=experts["ep"].get_group())
+    rows = torch.empty(sum(receives), 8)
+    dist.all_to_all_single(rows, output.detach(), receives, sends, group=experts["ep"].get_group())
     output.square().sum().backward()
     dist.all_reduce(torch.ones(3), group=whole.get_group())
     dist.all_reduce(torch.ones(5), group=mesh.get_group("dp"))
@@ -117,12 +156,10 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_groups_are_named_by_the_dimensions_of_sliced_and_flattened_meshes(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+def test_groups_are_named_by_the_dimensions_of_sliced_and_flattened_meshes(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "train.py").write_text(MESHES)
     recording = ("run", "--kineto", "--warmup", "2", "--steps", "2", "--nproc-per-node", str(RANKS), "-o", "run")
-    command = [sys.executable, "-m", "profkit", *recording, "--", sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = forks.run_profkit(*recording, "--", sys.executable, "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {(row.group, row.kind): row for row in read_ranks(tmp_path / "run").groups}
     sizes = {key: row.rank_count for key, row in rows.items()}
@@ -130,6 +167,8 @@ def test_groups_are_named_by_the_dimensions_of_sliced_and_flattened_meshes(tmp_p
     assert sizes["replicate", "all_reduce"] == sizes["dp", "all_reduce"] == 2
     assert sizes["dp_tp", "all_reduce"] == 4
     assert rows["dp", "all_reduce"].byte_count == rows["dp", "all_reduce"].count * 5 * 4
+    exchanged = rows["ep", "all_to_all"]
+    assert exchanged.byte_count == exchanged.count * 5 * 8 * 4, "the most that a rank receives"
     assert {row.group for row in rows.values()} == {"shard", "replicate", "tp", "ep", "dp", "dp_tp"}
 
 

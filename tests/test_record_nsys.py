@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import shutil
 import stat
 import sys
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 
 from profkit.errors import ToolError
-from profkit.launch import nsys_run, record
+from profkit.launch import nsys_run
 from profkit.launch.importer import _PACKAGES, lacking_libraries
 from profkit.launch.nsys import Nsys, NsysOptions
 from profkit.launch.passes import Pass, Target
@@ -33,6 +35,7 @@ TARGET = """
 import json, os, sys
 order = json.loads(os.environ["PROFKIT_ATTACH"])
 print(f"the target: {os.environ.get('TMPDIR')}", flush=True)
+print(f"with umask {os.umask(0):o}", flush=True)
 process = {**json.loads(sys.argv[2]), "profiled": [{"forward_ns": 1, "step_ns": 1}]}
 open(os.path.join(order["run"], "attached-7.json"), "w").write(json.dumps(process))
 sys.exit(int(sys.argv[1]) if order["recorder"] == "nsys" else 0)
@@ -49,9 +52,14 @@ if sys.argv[1] == "export":
 if {saying!r}:
     print("nsys says:", {saying!r}, flush=True)
 pathlib.Path(tempfile.gettempdir(), "raw.qdstrm").touch()
+failures = pathlib.Path(__file__ + ".failures")
+if failures.exists() and (left := int(failures.read_text())):
+    failures.write_text(str(left - 1))
+    print("Connection to Agent lost.", flush=True); sys.exit({early})
 if "--nope" in options:
     print("unrecognised option '--nope'\\n\\nusage: nsys profile [<args>]", flush=True); sys.exit(1)
 name, _, value = named["--env-var"].partition("=")
+os.umask(0)  # as nsys does
 status = subprocess.run(rest, env={{**os.environ, name: value}}, close_fds=False).returncode
 report = named["--output"]
 {leave}
@@ -89,11 +97,14 @@ def start(tmp_path: Path) -> Callable[..., Recorded]:
         status: int = 0,
         export: str = EXPORT,
         saying: str = "hello",
+        failures: int = 0,
+        early: int = 1,
         options: NsysOptions | None = None,
         **found: Any,
     ) -> Recorded:
-        code = NSYS.format(leave=leave, export=export, saying=saying)
+        code = NSYS.format(leave=leave, export=export, saying=saying, early=early)
         nsys = Nsys(_program(tmp_path / "target-linux-x64" / "nsys", code), "1.0", options=options or NsysOptions())
+        (tmp_path / "target-linux-x64" / "nsys.failures").write_text(str(failures))
         left = json.dumps(asdict(replace(PROCESS, **found)))
         argv = (sys.executable, "-c", TARGET, str(status), left)
         order = Order("", "nsys", 0, 1, own_steps=True)
@@ -140,10 +151,10 @@ def test_raw_data_lies_in_a_scratch_folder_and_the_targets_own_is_untouched(
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    monkeypatch.setattr(record.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
     start()
-    assert capfd.readouterr().out == f"the target: {temporary}\n" * 2
+    assert capfd.readouterr().out.count(f"the target: {temporary}\n") == 2
     assert list(temporary.iterdir()) == []
 
 
@@ -190,9 +201,10 @@ def test_the_report_goes_once_it_is_exported_if_it_is_not_to_be_kept(
     assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.sqlite"]
 
 
-def test_a_bare_qdstrm_is_imported_and_exported(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+@pytest.mark.parametrize("left", [BARE, f"{BARE}; {WHOLE}"], ids=["alone", "beside a report"])
+def test_a_bare_qdstrm_is_imported_and_exported(tmp_path: Path, start: Callable[..., Recorded], left: str) -> None:
     _program(tmp_path / "host-linux-x64" / "QdstrmImporter", IMPORTER)
-    assert start(BARE).exit_status == 0
+    assert start(left).exit_status == 0
     assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
     assert (tmp_path / "run" / "trace.nsys-rep").read_text() == "imported raw"
 
@@ -243,6 +255,32 @@ def test_a_killed_nsys_fails_the_run(tmp_path: Path, start: Callable[..., Record
 def test_an_nsys_that_does_not_understand_its_flags_is_quoted(tmp_path: Path, start: Callable[..., Recorded]) -> None:
     with pytest.raises(ToolError, match=r"nsys did not start the target: unrecognised option '--nope'$"):
         start(saying="", options=NsysOptions(extra=("--nope",)))
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_an_nsys_that_ends_before_the_target_begins_is_started_again(
+    tmp_path: Path, start: Callable[..., Recorded], capfd: pytest.CaptureFixture[str], early: int
+) -> None:
+    assert start(failures=2, early=early).exit_status == 0
+    assert (tmp_path / "run" / "log.txt").read_text().count("Connection to Agent lost.") == 2
+    assert capfd.readouterr().out.count("the target: ") == 2, "once without nsys, once under it"
+
+
+def test_an_nsys_that_never_starts_the_target_is_quoted(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+    with pytest.raises(ToolError, match=r"nsys did not start the target: Connection to Agent lost\.; its output is in"):
+        start(failures=3)
+    assert _manifest(tmp_path)["status"] == "failed"
+
+
+def test_the_target_has_the_umask_that_it_has_without_nsys(
+    start: Callable[..., Recorded], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = os.umask(0o027)
+    try:
+        start()
+    finally:
+        os.umask(before)
+    assert capfd.readouterr().out.count("with umask 27") == 2, "once without nsys, once under it"
 
 
 Usage = namedtuple("Usage", "total used free")

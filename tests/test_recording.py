@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,10 @@ def test_without_ranks_the_process_that_recorded_most_comes_first(tmp_path: Path
     assert [one.process for one in take_processes(tmp_path)] == ["3", "2", "1"]
 
 
-def test_failures_are_taken_once_with_the_files_by_which_ranks_met(tmp_path: Path) -> None:
-    for rank in (10, 2):
+def test_failures_are_taken_once_and_in_their_order_with_the_files_by_which_ranks_met(tmp_path: Path) -> None:
+    for second, rank in enumerate((10, 2)):
         leave_failure(tmp_path, f"rank{rank}", Failure(f"ValueError: {rank}", rank))
+        os.utime(tmp_path / f"failed-rank{rank}.json", (second, second))
     meeting_file(tmp_path, "arrived", 0).touch()
-    assert take_failures(tmp_path) == (Failure("ValueError: 2", 2), Failure("ValueError: 10", 10))
+    assert take_failures(tmp_path) == (Failure("ValueError: 10", 10), Failure("ValueError: 2", 2))
     assert list(tmp_path.iterdir()) == []

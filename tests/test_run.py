@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
 from tests.in_process import run_command, run_profkit
+from tests.launched import started, wait_until
 
 pytest.importorskip("torch")
 
@@ -304,14 +304,12 @@ def _interrupt_once_it_runs(run: Path, awaited: str, *options: str) -> None:
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom profkit.cli import main; main()"
     )
     arguments = ["run", *FAST, *options, "-o", str(run)]
-    with subprocess.Popen([sys.executable, "-c", start, *arguments], stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not any(awaited in command for command in _commands_with(str(run))):
-            assert time.monotonic() < deadline, f"{awaited} was never started"
-            time.sleep(0.05)
+    words = [sys.executable, "-c", start, *arguments]
+    with started(words, stdout=None) as process:
+        wait_until(lambda: any(awaited in command for command in _commands_with(str(run))))
         assert _manifest(run)["status"] == "incomplete"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate()
     assert process.returncode == 130
     assert errors.strip() == f"profkit: interrupted; {run} is marked failed and keeps no capture"
     assert not [path.name for path in run.iterdir() if path.name.startswith(("trace", "partial", "attached"))]
@@ -429,14 +427,11 @@ class TestNsys:
         run = tmp_path / "run"
         arguments = ["run", "--nsys", *FAST, "--warmup", "0", "--steps", "1", "-o", str(run)]
         target = [sys.executable, "-c", _STALLED_TARGET, *arguments]
-        with subprocess.Popen(target, stderr=subprocess.PIPE, text=True) as process:
-            deadline = time.monotonic() + 120
-            while not (tmp_path / "stalled").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        with started(target, stdout=None) as process:
+            wait_until((tmp_path / "stalled").exists)
             nsys = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _is_nsys(path, run)]
             os.kill(min(nsys), signal.SIGKILL)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate()
         assert (process.returncode, errors.count("\n")) == (1, 1)
         assert "nsys was killed (SIGKILL): its child processes were ended, and the capture is lost" in errors
         assert _commands_with(str(run)) == []

@@ -146,9 +146,13 @@ def test_each_rank_must_hold_every_step(tmp_path: Path, of_other: int, says: lis
     assert [one.code for one in found] == ["step-count"] * len(says)
     assert all(part in one.message for one, part in zip(found, says, strict=True))
     assert not opened.of_rank(0).self_check.failed
-    each[1]["state"] = "cut short"
-    (tmp_path / "run" / "manifest.json").write_text(json.dumps(script))
-    assert not read_trace(tmp_path / "run").self_check.failed, "it is known to have made fewer"
+    for key, value, why in (
+        ("state", "cut short", "it is known to have made fewer"),
+        ("is_recorded", False, "it was left out by --ranks"),
+    ):
+        others = [each[0], {**each[1], key: value}]
+        (tmp_path / "run" / "manifest.json").write_text(json.dumps({**script, "processes": others}))
+        assert not read_trace(tmp_path / "run").self_check.failed, why
 
 
 def _model_of_no_layer(place: Path, kernels: list[str], steps: int = 1, **workload: Any) -> SelfCheck:

@@ -24,7 +24,7 @@ pytest.importorskip("torch")
 
 from tests.forked_scripts import Forks
 from tests.in_process import run_command
-from tests.launched import is_alive, start_launcher, wait_until
+from tests.launched import is_alive, processes_in, start_launcher, wait_until
 
 ROOT = Path(__file__).parent.parent
 NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
@@ -261,14 +261,16 @@ def test_a_disk_that_fills_up_stops_no_script(
     assert ("No space left on device" in done.stderr) == (kept is NOTHING)
 
 
-# Moments: what ends `profkit run`, and when; its status, what it says last, and what it keeps.
+# Moments: what ends `profkit run`, and when; its status, what it says last, and what it keeps. The script sends the
+# signal itself.
 
 MOMENTS = """
 import os, signal, sys
 def at(moment):
-    print(moment, flush=True)
-    while moment == sys.argv[1]:
-        signal.pause()
+    if moment == sys.argv[1]:
+        os.kill(os.getppid(), signal.Signals[sys.argv[2]])
+        while True:
+            signal.pause()
 at("before torch")
 import torch
 import profkit.capture.recorders as recorders
@@ -307,44 +309,34 @@ ENDS = [
 ]
 
 
-def _start(place: Path, moment: str) -> subprocess.Popen[str]:
+WHOLE = {("before torch", "SIGTERM"), ("while workers load data", "SIGINT")}
+"""What runs in processes of its own from the start; the others are forks that have torch."""
+
+
+def _run(forks: Forks, place: Path, moment: str, number: str) -> tuple[int, list[str]]:
+    """Return the status of a `profkit run` that gets a signal, and the lines of its standard error."""
     (place / "train.py").write_text(MOMENTS)
-    words = _words("--", sys.executable, "train.py", moment)
-    run = subprocess.Popen(
-        words, cwd=place, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert run.stdout is not None
-    assert moment in (line.strip() for line in run.stdout)
-    return run
-
-
-def _members(place: Path) -> list[str]:
-    """Return the processes that have the run's directory in their environment, as the whole family has."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.fsencode(place / "run") in (folder / "environ").read_bytes() and is_alive(int(folder.name)):
-                found.append(folder.name)
-        except OSError:
-            continue
-    return found
+    words = _words("--", sys.executable, "train.py", moment, number)
+    if (moment, number) in WHOLE:
+        done = subprocess.run(words, cwd=place, env=_environment(), capture_output=True, text=True, check=False)
+    else:
+        done = forks.run(words, place)
+    return done.returncode, done.stderr.splitlines()
 
 
 @NEEDS_PROC
 @pytest.mark.parametrize(("moment", "number", "status", "said", "kept"), ENDS)
 def test_a_signal_at_any_moment_leaves_no_process_and_says_what_is_kept(
-    tmp_path: Path, moment: str, number: str, status: int, said: str, kept: list[str]
+    forks: Forks, tmp_path: Path, moment: str, number: str, status: int, said: str, kept: list[str]
 ) -> None:
-    run = _start(tmp_path, moment)
-    run.send_signal(signal.Signals[number])
-    _, errors = run.communicate(timeout=60)
+    returned, errors = _run(forks, tmp_path, moment, number)
     how = "interrupted" if number == "SIGINT" else f"ended by {number}"
-    assert run.returncode == status
-    assert errors.splitlines()[-1] == f"profkit: {how}; run is marked failed and {said}"
+    assert returned == status
+    assert errors[-1] == f"profkit: {how}; run is marked failed and {said}"
     assert _files(tmp_path) == kept
     manifest = _manifest(tmp_path)
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", how, status)
-    assert not _members(tmp_path)
+    assert not processes_in(tmp_path)
 
 
 @NEEDS_PROC
@@ -352,12 +344,10 @@ def test_a_signal_at_any_moment_leaves_no_process_and_says_what_is_kept(
     ("moment", "there"), [("in the warm-up", ""), ("after the recording", "trace.json.gz")], ids=["before", "after"]
 )
 def test_after_a_kill_of_profkit_the_script_ends_and_the_next_command_says_what_is_there(
-    tmp_path: Path, moment: str, there: str
+    forks: Forks, tmp_path: Path, moment: str, there: str
 ) -> None:
-    run = _start(tmp_path, moment)
-    run.kill()
-    run.communicate(timeout=60)
-    wait_until(lambda: not _members(tmp_path))
+    assert _run(forks, tmp_path, moment, "SIGKILL")[0] == 128 + signal.SIGKILL
+    wait_until(lambda: not processes_in(tmp_path))
     for command in ("kernels", "ranges"):
         done = run_command(command, tmp_path / "run")
         how = "its `profkit run` was killed, or has not ended yet"

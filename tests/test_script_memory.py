@@ -23,6 +23,7 @@ pytest.importorskip("torch")
 from profkit.run.owners import Owners, read_owners
 from tests.forked_scripts import Forks
 from tests.hooked_workloads import WORKLOADS
+from tests.launched import first_line, started
 
 ROOT = Path(__file__).parent.parent
 WORKLOADS_SCRIPT = Path(__file__).parent / "hooked_workloads.py"
@@ -362,16 +363,11 @@ def test_a_callable_without_cuda_has_its_trace_and_no_snapshot(place: Path, run:
 
 def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path) -> None:
     command = _command("--memory", "--steps", "9", "--", sys.executable, "train.py", "wait")
-    with subprocess.Popen(
-        command, cwd=place, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as started:
-        assert started.stdout is not None
-        for line in started.stdout:
-            if line.startswith("1 "):
-                break
-        started.send_signal(signal.SIGINT)
-        _, said = started.communicate(timeout=30)
-    assert started.returncode == 130
+    with started(command, cwd=place, env=_environment()) as run:
+        first_line(run, "1 ")
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate()
+    assert run.returncode == 130
     assert said.splitlines()[-1] == "profkit: interrupted; run is marked failed and keeps snapshot.pickle"
     assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
 

@@ -7,9 +7,7 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,8 @@ from click.testing import CliRunner
 
 from profkit.cli import cli
 from profkit.errors import ProfkitError, TraceError
-from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv
+from profkit.launch.nsys import find_nsys
+from profkit.launch.nsys_run import export_to, record_program
 from profkit.sharing import scrub
 from profkit.trace.scrub import TAKEN, Taken, clean_text, names_string, people_and_hosts, scrub_export, what_is_named
 from tests.nsys_builder import NsysBuilder, process_of
@@ -387,15 +386,15 @@ def test_a_real_capture_has_the_same_events_after_scrubbing(captures: Path, tmp_
 
 @pytest.mark.nsys
 def test_a_fresh_export_loses_the_environment(tmp_path: Path) -> None:
-    nsys = shutil.which("nsys")
+    nsys = find_nsys(os.environ)
     assert nsys, "the marker promises an nsys"
     code = "import nvtx, sys\nwith nvtx.annotate('forward'):\n    print('the loss is', 3.1, file=sys.stderr)\n"
     target = [sys.executable, "-P", "-c", code]
     environment = {**os.environ, "MY_TOKEN": "hunter2-of-mine", "MY_PLACE": "/home/somebody/else"}
     report, raw, clean = tmp_path / "a.nsys-rep", tmp_path / "a.sqlite", tmp_path / "clean.sqlite"
-    argv = build_nsys_argv(Nsys(Path(nsys), ""), report.with_suffix(""), target, cuda=False)
-    for command in (argv, build_export_argv(Path(nsys), report, raw)):
-        subprocess.run(command, check=True, capture_output=True, env=environment, cwd=tmp_path)
+    with (tmp_path / "log").open("w+b") as log:
+        record_program(nsys, target, environment, report, log)
+        export_to(nsys, report, raw, log)
     assert b"hunter2-of-mine" in raw.read_bytes()
     result = scrub_export(raw, clean)
     assert {taken.what for taken in result.taken} >= {"environment", "the program's output", "paths"}

@@ -96,6 +96,19 @@ def test_a_step_ends_with_the_optimizers(script: Script) -> None:
     assert script.policy.what_counts() == ("optimizer", ("SGD",))
 
 
+def test_calls_are_counted_on_where_the_optimizer_ends_the_steps(script: Script) -> None:
+    script.has_optimizer = True
+    model, optimizer = nn.Linear(1, 1), _optimizer()
+    script.train(model, optimizer, times=3)
+    script.call(nn.MSELoss(), nn.MSELoss(), nn.ReLU())
+    del model
+    script.train(nn.Linear(1, 1), optimizer, times=3)
+    with script.capturing(Graph()):
+        script.call(nn.ReLU())
+    assert dict(script.policy.seen) == {"call:Linear": 6, "call:ReLU": 1, "backward": 6, "optimizer:SGD": 6}
+    assert script.made == list(range(7))
+
+
 def test_accumulated_gradients_are_one_step(script: Script) -> None:
     script.has_optimizer = True
     model, optimizer = nn.Linear(1, 1), _optimizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 
 import pytest
 
@@ -49,6 +50,30 @@ def test_work_inside_a_phase_counts_as_that_phase(clock: PhaseClock) -> None:
     _run(clock, "forward", "backward")
     clock.end()
     assert sum_times(clock.take()) == {"optimizer_ns": 5}
+
+
+def test_a_phase_that_is_left_for_others_is_timed_without_them(clock: PhaseClock) -> None:
+    clock.start()
+    clock.begin("optimizer")
+    for _ in range(2):  # as LBFGS calls its closure
+        clock.pause()
+        _run(clock, "forward", "backward")
+        clock.resume()
+    clock.pause()
+    clock.end()
+    assert sum_times(clock.take()) == {"optimizer_ns": 15, "forward_ns": 10, "loss_ns": 10, "backward_ns": 10}
+
+
+def test_a_phase_within_another_one_is_not_left(clock: PhaseClock) -> None:
+    clock.start()
+    clock.begin("training")
+    clock.begin("optimizer")
+    clock.pause()
+    _run(clock, "forward")
+    clock.resume()
+    clock.end()
+    clock.end()
+    assert sum_times(clock.take()) == {"training_ns": 5}
 
 
 def test_the_loss_is_what_runs_between_forward_and_backward(clock: PhaseClock) -> None:
@@ -98,7 +123,8 @@ class Event:
         Event.count += 1
         self.number = Event.count
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        self.stream = stream
         self.said.append("record")
 
     def synchronize(self) -> None:
@@ -112,9 +138,18 @@ class Event:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Event.said, Event.count = [], 0
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(times, "_is_capturing", lambda: False)
+    monkeypatch.setattr(times, "_new_event", Event)
+    monkeypatch.setattr(times, "_streams", {})
+    monkeypatch.setattr(times, "_unused", defaultdict(list))
+    _set_current_stream(monkeypatch, 7)
     return Event.said
+
+
+def _set_current_stream(monkeypatch: pytest.MonkeyPatch, number: int, device: int = 0) -> None:
+    monkeypatch.setattr(times, "_current_device", lambda: device)
+    monkeypatch.setattr(times, "_current_stream", lambda device: (number, device, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: f"stream {number}")
 
 
 def test_on_a_gpu_events_give_the_times_and_nothing_waits_before_they_are_taken(said: list[str]) -> None:
@@ -130,13 +165,44 @@ def test_on_a_gpu_events_give_the_times_and_nothing_waits_before_they_are_taken(
     assert said[-1] == "wait"
 
 
+def test_events_are_recorded_on_the_stream_of_the_moment(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for number in (7, 8, 7):
+        _set_current_stream(monkeypatch, number)
+        found.append(times.mark_on_gpu().event.stream)
+    assert found == ["stream 7", "stream 8", "stream 7"]
+
+
+def test_an_event_is_recorded_anew_on_the_gpu_that_it_was_made_for(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = times.mark_on_gpu()
+    times.give_back(first.device, [first.event])
+    _set_current_stream(monkeypatch, 9, device=1)
+    other = times.mark_on_gpu()
+    _set_current_stream(monkeypatch, 7)
+    again = times.mark_on_gpu()
+    assert (first.device, other.device, again.device) == (0, 1, 0)
+    assert again.event is first.event is not other.event
+
+
+def test_a_phase_that_ends_on_another_gpu_is_left_out(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PhaseClock()
+    clock.start()
+    clock.begin("forward")
+    _set_current_stream(monkeypatch, 9, device=1)
+    clock.end()
+    _run(clock, "optimizer")
+    assert sum_times(clock.take()) == {"optimizer_event_ns": 1_500_000}
+
+
 def test_a_phase_within_a_capture_into_a_cuda_graph_is_left_out(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = PhaseClock()
     clock.start()
     clock.begin("forward")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(times, "_is_capturing", lambda: True)
     clock.end()
     assert sum_times(clock.take()) == {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,9 @@ def test_contexts_share_parameters_and_optimizer_and_keep_their_own_batch_and_ma
 
 
 def test_quick_steps_are_repeated_and_the_losses_are_those_of_the_first_round(
-    tmp_path: Path, opened: list[str]
+    tmp_path: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("profkit.models.__main__._LONGEST_S", inf)
     train(_options(steps=2, rounds=3, losses=tmp_path / "losses.json"))
     assert opened.count("step 0") == opened.count("step 1") == 3
     assert len(json.loads((tmp_path / "losses.json").read_text())) == 2

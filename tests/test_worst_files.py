@@ -1,4 +1,4 @@
-"""The worst files that are whole: each is read within limits, or refused in one line, and no analysis multiplies."""
+"""Valid but extreme files: each is read within limits of time and memory, or refused in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profkit.allocator import replay
+from profkit.allocator import recorded_heap
 from profkit.allocator.history import replay_history
 from profkit.analysis import attribution, backward_links, range_tree
 from profkit.analysis.checks.self_check import _in_stream_capture
@@ -42,7 +42,7 @@ MEMORY = ("memory FILE --leaks --format json", "memory FILE --by stack", "memory
 
 
 def codes(path: Path, commands: tuple[str, ...]) -> list[int]:
-    """Return the exit codes of some commands; a refusal must be one line."""
+    """Return the exit code of each command; a refusal must be one line."""
     found = []
     for command in commands:
         done = call_main([part.replace("FILE", str(path)) for part in command.split()])
@@ -57,19 +57,19 @@ def in_limits(path: Path, commands: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", worst_exports.EXPORTS)
-def test_an_export_of_much_of_one_thing_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_an_extreme_export_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
     path = worst_exports.EXPORTS[name](COUNT).write(tmp_path / "worst.sqlite")
     assert set(in_limits(path, TIME)) <= {0, 1, 3}
 
 
 @pytest.mark.parametrize("name", worst_traces.CHROME)
-def test_a_torch_profiler_trace_of_much_of_one_thing_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_an_extreme_torch_profiler_trace_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
     path = worst_traces.write_chrome(worst_traces.CHROME[name](COUNT), tmp_path / "worst.json")
     assert set(in_limits(path, TIME)) <= {0, 1, 3}
 
 
 @pytest.mark.parametrize("name", worst_snapshots.SNAPSHOTS)
-def test_a_snapshot_of_much_of_one_thing_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_an_extreme_snapshot_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
     path = worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS[name](COUNT), tmp_path / "worst.pickle")
     assert set(in_limits(path, MEMORY)) <= {0, 1}
 
@@ -102,7 +102,7 @@ def test_more_gpus_processes_and_threads_than_any_machine_has_are_refused(
     assert (done.returncode, f"holds 20 {what}; captures with more than 19 are not read" in done.stderr) == (1, True)
 
 
-def test_modules_by_the_hundred_thousand_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_modules_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS["module texts"](COUNT), tmp_path / "modules.pickle")
     assert codes(path, ("memory FILE --by module",)) == [0]
     monkeypatch.setattr(parts, "_MOST_MODULES", 100)
@@ -110,7 +110,7 @@ def test_modules_by_the_hundred_thousand_are_refused(tmp_path: Path, monkeypatch
     assert (done.returncode, "more than 100 modules" in done.stderr) == (1, True)
 
 
-def test_a_history_in_which_nothing_is_found_where_it_should_be_is_not_exact(
+def test_a_history_that_needs_too_many_searches_for_blocks_is_not_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = 2**21
@@ -120,13 +120,13 @@ def test_a_history_in_which_nothing_is_found_where_it_should_be_is_not_exact(
     ]
     segment = worst_snapshots.segment(2**30, [worst_snapshots.block(half, "inactive")], is_expandable=True)
     path = worst_snapshots.write_snapshot(worst_snapshots.snapshot([segment], traces), tmp_path / "unmapped.pickle")
-    what = "blocks that were not looked for, after so many that had to be"
-    assert what not in call_main(["memory", str(path)]).stdout
-    monkeypatch.setattr(replay, "_MOST_LOOKS", 0)
-    assert what in call_main(["memory", str(path)]).stdout
+    what = "blocks not searched for, after too many searches"
+    assert what not in " ".join(call_main(["memory", str(path)]).stdout.split())
+    monkeypatch.setattr(recorded_heap, "_MOST_LOOKS", 0)
+    assert what in " ".join(call_main(["memory", str(path)]).stdout.split())
 
 
-def test_lines_of_compiled_code_by_the_million_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_lines_of_compiled_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = worst_snapshots.write_snapshot(worst_snapshots.long_fx_frames(COUNT), tmp_path / "lines.pickle")
     assert codes(path, ("memory FILE",)) == [0]
     monkeypatch.setattr(stacks, "_MOST_MADE_LINES", 1_000)
@@ -134,25 +134,25 @@ def test_lines_of_compiled_code_by_the_million_are_refused(tmp_path: Path, monke
     assert (done.returncode, "made from over 1,000 lines" in done.stderr) == (1, True)
 
 
-def test_backward_ranges_by_the_million_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_ranges_in_the_backward_pass_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = worst_traces.write_chrome(worst_traces.linked_backward(COUNT), tmp_path / "links.json")
     assert codes(path, ("ranges FILE",)) == [0]
     monkeypatch.setattr(backward_links, "_MOST_MIRRORS", -10_000)
     done = call_main(["ranges", str(path)])
-    assert (done.returncode, "more in the backward pass; captures with so many are not read" in done.stderr) == (
+    assert (done.returncode, "more in the backward pass; captures with that many are not read" in done.stderr) == (
         1,
         True,
     )
 
 
-def test_ranges_with_endless_paths_are_refused(tmp_path: Path) -> None:
+def test_ranges_with_very_long_paths_are_refused(tmp_path: Path) -> None:
     path = worst_exports.long_repeated(4_000).write(tmp_path / "long.sqlite")
     done = call_main(["ranges", str(path), "--format", "json"])
     assert done.returncode == 1
     assert "characters long on average; captures with more than 400 are not read" in done.stderr
 
 
-def test_the_tree_is_summed_alike_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tree_is_the_same_if_it_is_summed_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = open_trace(worst_exports.steps(500).write(tmp_path / "steps.sqlite"))
     whole = trace.ranges()
     portions = Counter[int]()
@@ -170,7 +170,7 @@ def test_the_tree_is_summed_alike_in_portions(tmp_path: Path, monkeypatch: pytes
     assert sum(portions.values()) > 15
 
 
-def test_a_moment_after_thousands_of_operators_is_found_without_passing_each() -> None:
+def test_the_operator_open_at_a_moment_is_found_without_looking_at_each() -> None:
     count = 100_000
     start, end = np.arange(count), 4 * count - np.arange(count)
     forest = OperatorForest(start, end, np.zeros(count, dtype=np.int64))
@@ -184,7 +184,7 @@ def test_a_moment_after_thousands_of_operators_is_found_without_passing_each() -
 
 
 def test_an_address_used_a_hundred_thousand_times_is_searched_by_time(tmp_path: Path) -> None:
-    """Each of 50,000 tensors names one of 50,000 allocations at the same address: no pair of them is looked at."""
+    """50,000 tensors and 50,000 allocations share one address; comparing each tensor with each would take minutes."""
     count = 50_000
     traces = [worst_snapshots.event("segment_alloc", 0, 2**21, 0)]
     for one in range(count):
@@ -203,7 +203,7 @@ def test_an_address_used_a_hundred_thousand_times_is_searched_by_time(tmp_path: 
     assert [found[row].name for row in (0, 1, count - 1)] == ["m0", "m1", f"m{count - 1}"]
 
 
-def test_of_ten_thousands_of_samples_fewer_resamples_are_drawn() -> None:
+def test_of_many_samples_fewer_resamples_are_drawn() -> None:
     def intervals() -> list[float]:
         samples = np.arange(60_000.0)[:, None] % 1_000
         found = bootstrap_differences(samples, samples + 100, "median")
@@ -214,12 +214,12 @@ def test_of_ten_thousands_of_samples_fewer_resamples_are_drawn() -> None:
     assert 80 < low < 100 < high < 120
 
 
-def test_a_run_with_a_hundred_thousand_steps_is_refused() -> None:
+def test_a_record_of_too_many_steps_is_refused() -> None:
     with pytest.raises(WrongRecord, match="steps holds 100,000 records; more than 65,536 are not read"):
         decode(tuple[Step, ...], [{}] * 100_000, "steps")
 
 
-def test_a_million_losses_are_read_in_one_go() -> None:
+def test_a_list_of_numbers_is_read_and_the_first_wrong_one_is_named() -> None:
     assert decode(tuple[float, ...], [1, 2.5], "losses") == (1.0, 2.5)
     with pytest.raises(WrongRecord, match=r"losses\[1\]"):
         decode(tuple[float, ...], [1.0, "x"], "losses")
@@ -229,7 +229,7 @@ def test_a_million_losses_are_read_in_one_go() -> None:
         decode(tuple[float, ...], [2**63], "losses")
 
 
-def test_captures_within_captures_are_counted_at_once(tmp_path: Path) -> None:
+def test_launches_in_nested_stream_captures_are_found_in_one_pass(tmp_path: Path) -> None:
     trace = read_nsys(worst_exports.stream_captures(150_000).write(tmp_path / "captures.sqlite"))
     launches = np.flatnonzero(~trace.calls.has_work)
     captured = run_in_child(lambda: int(_in_stream_capture(trace, launches).sum()), cpu_seconds=4)

@@ -12,22 +12,14 @@ The allocator counts a block as allocated until ``free_requested``, and as reque
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from profkit.allocator.rules import (
-    MIN_BLOCK_BYTES,
-    NEVER,
-    SMALL_BYTES,
-    depends_on_settings,
-    round_sizes,
-    smallest_rests,
-)
-from profkit.allocator.start import Start, find_expandable_ranges, find_start
+from profkit.allocator.recorded_heap import RecordedHeap
+from profkit.allocator.rules import NEVER, SMALL_BYTES, round_sizes, smallest_rests
+from profkit.allocator.start import find_expandable_ranges, find_start
 from profkit.snapshot.columns import (
     ALLOC,
     FREE_COMPLETED,
@@ -49,11 +41,6 @@ _CHUNK = 2**15
 
 _FREE = -1
 """A ``free_requested`` and the ``free_completed`` that directly follows it, as one event."""
-
-_FAR = 2**62
-
-_MOST_LOOKS = 2**25
-"""Blocks that a replay looks through where their addresses do not lead to them; real histories need thousands."""
 
 _UNKNOWN_FREE = "frees of memory that was never allocated"
 
@@ -85,7 +72,7 @@ class Replay:
     final_free: dict[int, int]
     """Free blocks after the last event: address → size."""
     contradictions: dict[str, int]
-    """What the history says that no allocator could have done → how often."""
+    """What no allocator could have done, but the history says → how often."""
     contradicts_settings: bool
     """Whether an allocator with the same settings all the time would have done something else."""
 
@@ -97,8 +84,8 @@ def replay_device(device: Device, settings: Settings, is_settled: bool = True) -
     """Return what the allocator did on ``device``, from the first recorded event to the last.
 
     Args:
-        is_settled: whether the settings were the same all the time. If not, a rest that other settings would have
-            treated in another way counts as slack, unless a later event or the dump shows what became of it.
+        is_settled: whether the settings were the same all the time. If not, the rest of a free block that some settings
+            split off and others do not counts as slack, unless a later event or the dump shows what became of it.
     """
     events = device.events
     start = find_start(device, settings, is_settled)
@@ -108,7 +95,7 @@ def replay_device(device: Device, settings: Settings, is_settled: bool = True) -
     only_expandable = bool(expandable) and not start.fences and not np.any(events.action == SEGMENT_ALLOC)
     has_both_kinds = bool(expandable) and not only_expandable
     is_other_kind = settings.is_recorded and settings.expandable_segments != bool(expandable)
-    heap = _Heap(start, expandable, events.address[births], rounded.tolist())
+    heap = RecordedHeap(start, expandable, events.address[births], rounded.tolist())
     segments = device.segments
     extents = zip(segments.address.tolist(), (segments.address + segments.size_bytes).tolist(), strict=True)
     heap.private = [extent for extent, pool in zip(extents, segments.pool, strict=True) if pool != (0, 0)]
@@ -183,7 +170,7 @@ def _chunks(device: Device, action: Codes, births: Ints, rounded: Ints, rests: I
         yield zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _run(heap: _Heap, chunks: Iterator[Iterator[_Event]]) -> tuple[list[int], list[int]]:
+def _run(heap: RecordedHeap, chunks: Iterator[Iterator[_Event]]) -> tuple[list[int], list[int]]:
     """Run the events through the heap; return the rows of each ``free_requested``, and of each other free."""
     free, start_of, fences, live, sizes = heap.free, heap.start_of, heap.fences, heap.live, heap.size_bytes
     requested: list[int] = []
@@ -206,7 +193,7 @@ def _run(heap: _Heap, chunks: Iterator[Iterator[_Event]]) -> tuple[list[int], li
                 row = live.pop(address, -1)
                 completed.append(row)
                 if row >= 0:
-                    # As `_Heap.insert` does. The call would cost a tenth of the replay.
+                    # As `RecordedHeap.insert` does. The call would cost a tenth of the replay.
                     begin, end = address, address + sizes[row]
                     if begin not in fences:
                         before = start_of.pop(begin, None)
@@ -225,7 +212,7 @@ def _run(heap: _Heap, chunks: Iterator[Iterator[_Event]]) -> tuple[list[int], li
 
 
 def _time_frees(
-    heap: _Heap, action: Codes, rows: tuple[list[int], list[int]], pending: list[bool]
+    heap: RecordedHeap, action: Codes, rows: tuple[list[int], list[int]], pending: list[bool]
 ) -> tuple[Ints, Ints]:
     """Return, per row, the event at which it was freed and the one at which that was completed.
 
@@ -253,212 +240,3 @@ def _time_frees(
     heap.count_contradictions(_UNKNOWN_FREE, np.count_nonzero(is_joined & ~is_new))
     heap.count_contradictions("frees completed without a request", np.count_nonzero(is_new & ~is_joined))
     return freed, completed
-
-
-class _Heap:
-    """State of one device's allocator during a replay; begins as `Start`, and takes over its containers.
-
-    ``addresses`` and ``sizes`` are those of all later allocs, rounded; a size changes if the alloc gets more.
-
-    ``free`` maps where a free block begins to its size; ``start_of`` maps where it ends to where it begins; ``fences``
-    are the beginnings of segments, across which nothing merges. ``live`` maps addresses to rows; the lists are columns
-    of rows.
-    """
-
-    def __init__(self, start: Start, expandable: list[tuple[int, int]], addresses: Ints, sizes: list[int]) -> None:
-        self.free = start.free
-        self.start_of = {begin + size: begin for begin, size in start.free.items()}
-        self.fences = start.fences
-        self.live = {address: row for row, address in enumerate(start.address)}
-        self.start_count = len(start.address)
-        self.address = np.concatenate([np.array(start.address, dtype=np.int64), addresses])
-        self.size_bytes = start.size_bytes + sizes
-        self.slack_bytes = start.slack_bytes + [0] * len(sizes)
-        self.contradictions = start.contradictions
-        self._uncertain = start.uncertain
-        self.final_sizes: dict[int, int] | None = None
-        """Where the settings may have changed: size at the dump of the rows that are still there."""
-        self.contradicts_settings = False
-        self.private: list[tuple[int, int]] = []
-        """Segments of private pools at the dump: from, to."""
-        self._doubts: dict[int, int] = {}
-        self._padded: dict[int, int] = {}
-        self._expandable = expandable
-        self._looks_left = _MOST_LOOKS
-
-    def count_contradictions(self, what: str, count: np.integer[Any] | int) -> None:
-        """Add to the contradictions, if there are any."""
-        if count:
-            self.contradictions[what] += int(count)
-
-    def insert(self, begin: int, size: int) -> None:
-        """Add free memory, merged with the free memory on both sides in the same segment."""
-        end = begin + size
-        if begin not in self.fences:
-            before = self.start_of.pop(begin, None)
-            if before is not None:
-                self.free.pop(before, None)
-                begin = before
-        if end not in self.fences:
-            end += self.free.pop(end, 0)
-        self.free[begin] = end - begin
-        self.start_of[end] = begin
-
-    def take_whole(self, row: int, address: int, want: int, least: int, have: int) -> int:
-        """Serve an alloc that does not cleanly split a free block; return what the allocator charged.
-
-        ``have`` is the size of the free block that began at ``address`` and has been taken out of ``free``, 0 if there
-        was none; ``least`` is the smallest rest that is split off outside expandable segments.
-        """
-        if have == 0:
-            have = self._reveal(address)
-        rest = have - want
-        if have == 0 or rest < 0:
-            return self._take_impossible(address, want, have)
-        if self._splits(row, address, want, rest, least):
-            self.free[address + want] = rest
-            self.start_of[address + have] = address + want
-            return want
-        self.start_of.pop(address + have, None)
-        if rest:
-            self._padded[address + want] = address
-        return have
-
-    def _splits(self, row: int, address: int, want: int, rest: int, least: int) -> bool:
-        """Return whether the rest of a free block is split off, or counts as such; notes the doubt."""
-        if self.final_sizes is None:
-            return rest >= least or (rest >= MIN_BLOCK_BYTES and self._is_expandable(address))
-        if row in self.final_sizes:
-            return rest > 0 and self.final_sizes[row] == want
-        if not depends_on_settings(want, rest):
-            return rest >= MIN_BLOCK_BYTES
-        self._doubts[row] = rest
-        return False
-
-    def count_doubts(self) -> None:
-        """Count the rests that nothing has shown to be split off as slack."""
-        for row, rest in self._doubts.items():
-            self.size_bytes[row] -= rest
-            self.slack_bytes[row] = rest
-
-    def do_segment(self, action: int, address: int, size: int) -> None:
-        """Reserve or release a segment, or map or unmap pages of an expandable one."""
-        if action == SEGMENT_ALLOC:
-            if address in self.free or address in self.live:
-                self.contradictions["segments reserved where memory is reserved already"] += 1
-                return
-            self.fences.add(address)
-            self.free[address] = size
-            self.start_of[address + size] = address
-        elif action == SEGMENT_MAP:
-            self.insert(address, size)
-        elif action == SEGMENT_FREE:
-            if self.free.get(address) == size:
-                self.free.pop(address)
-                self.start_of.pop(address + size, None)
-                self.fences.discard(address)
-            else:
-                self.contradictions["segments released while in use"] += 1
-        elif not self._carve(address, size) and not (self._reveal_around(address) and self._carve(address, size)):
-            self.contradictions["pages unmapped while in use"] += 1
-
-    def settle(self, address: Ints, first_free: Ints) -> None:
-        """Drop the doubt about a block if a later alloc began exactly where the block ends without the doubtful bytes.
-
-        ``address`` are the addresses of the allocs in the order of events; ``first_free`` is, per row, how many allocs
-        came before it was freed.
-        """
-        if not self._uncertain:
-            return
-        places: dict[int, int] = {}
-        for order, place in enumerate(address.tolist()):
-            if place in self._uncertain:
-                places.setdefault(place, order)
-        for place, row in self._uncertain.items():
-            if place in places and places[place] < first_free[row]:
-                self.slack_bytes[row] = 0
-
-    def _is_expandable(self, address: int) -> bool:
-        at = bisect_right(self._expandable, (address, _FAR)) - 1
-        return at >= 0 and address < self._expandable[at][1]
-
-    def _reveal(self, address: int) -> int:
-        """Find the free block that must begin at ``address``, where none was known; take it out, return its size.
-
-        Either the block before it was split after all (a CUDA graph's pool that is restored to a checkpoint splits
-        exactly), or that block is from before the first event, and its size, unknown so far, is now clear.
-        """
-        owner = self._padded.get(address)
-        row = self.live.get(owner, -1) if owner is not None else -1
-        if owner is not None and row >= 0 and owner + self.size_bytes[row] > address:
-            self._split_after_all(row, address)
-            # In an impossible history it has merged with free memory in front of it.
-            return self.free.pop(address, 0)
-        for begin, row in self._uncertain.items() if self._may_look_through(self._uncertain) else ():
-            have = begin + self.free.get(begin, 0) - address
-            is_there = begin < address <= begin + self.slack_bytes[row] and have > 0
-            if is_there and self.live.get(int(self.address[row])) == row:
-                del self.free[begin], self._uncertain[begin]
-                self.start_of[address + have] = address
-                self.size_bytes[row] += address - begin
-                self.slack_bytes[row] = 0
-                return have
-        return 0
-
-    def _reveal_around(self, address: int) -> bool:
-        """Split off the rest that must be free because ``address`` lies in it; False if there is none."""
-        for begin, owner in self._padded.items() if self._may_look_through(self._padded) else ():
-            row = self.live.get(owner, -1)
-            if row >= 0 and begin <= address < owner + self.size_bytes[row]:
-                self._split_after_all(row, begin)
-                return True
-        return False
-
-    def _split_after_all(self, row: int, address: int) -> None:
-        rest = int(self.address[row]) + self.size_bytes[row] - address
-        self.size_bytes[row] -= rest
-        self._doubts.pop(row, None)
-        self.insert(address, rest)
-        # The pool of a CUDA graph that is restored to a checkpoint splits exactly, whatever the settings.
-        at = bisect_right(self.private, (address, _FAR)) - 1
-        self.contradicts_settings |= at < 0 or address >= self.private[at][1]
-
-    def _take_impossible(self, address: int, want: int, have: int) -> int:
-        """Serve an alloc that no allocator could have served, as well as possible, and count it."""
-        if have:
-            self.start_of.pop(address + have, None)
-            self.contradictions["allocs larger than the free block that they begin"] += 1
-        elif address in self.live:
-            self.contradictions["allocs where a live block begins"] += 1
-        elif self._carve(address, want):
-            self.contradictions["allocs in the middle of a free block"] += 1
-        else:
-            self.contradictions["allocs where no free memory is known"] += 1
-        return want
-
-    def _may_look_through(self, blocks: Sized) -> bool:
-        """Return whether the blocks may be looked through one by one, which no whole history often needs."""
-        self._looks_left -= len(blocks)
-        if self._looks_left < 0:
-            self.contradictions["blocks that were not looked for, after so many that had to be"] += 1
-        return self._looks_left >= 0
-
-    def _carve(self, begin: int, size: int) -> bool:
-        """Take ``size`` bytes at ``begin`` out of the free block around them; False if there is none."""
-        low, extent = begin, self.free.get(begin, 0)
-        if extent < size:
-            for low, extent in self.free.items() if self._may_look_through(self.free) else ():
-                if low <= begin and begin + size <= low + extent:
-                    break
-            else:
-                return False
-        high = low + extent
-        del self.free[low]
-        self.start_of.pop(high, None)
-        if low < begin:
-            self.free[low] = begin - low
-            self.start_of[begin] = low
-        if begin + size < high:
-            self.free[begin + size] = high - begin - size
-            self.start_of[high] = begin + size
-        return True

@@ -1,12 +1,12 @@
-"""Put every piece of GPU work under the ranges that were open when it was launched: the one rule that all commands ask.
+"""Put every piece of GPU work under the ranges that were open when it was launched: the one rule that all commands use.
 
-A launch and its kernel share correlation id and process (the readers see to that). A kernel then has up to three
-places, each a thread and a moment on it:
+A launch and its kernel share correlation id and process; the readers have matched them. A kernel has up to three
+places. A place is a thread and a moment on it:
 
 1. its launching thread, at the launch (`DIRECT`);
 2. the thread that waited for the launching one, at the launch (`INFERRED`, `profkit.analysis.waiting_threads`);
-3. for backward work of torch.profiler's traces, the range that stands for its forward operator's (`SEQUENCE`,
-   `profkit.analysis.backward_links`).
+3. for backward work in a trace of torch.profiler, the range that stands for the range of its forward operator
+   (`SEQUENCE`, `profkit.analysis.backward_links`).
 
 It lies under every range that is open in one of its places: from the range's first nanosecond to just before its last.
 A child lies within its parent, so what lies under a range lies under its parent too. The ledger over all work closes in
@@ -47,7 +47,7 @@ OUTSIDE, AMBIGUOUS_HOST, NO_LAUNCH_RECORD = 3, 4, 5
 
 _MOST_PLACES = 2**25
 _MOST_PLACES_EACH = 64
-"""A row lies under fewer ranges than this on average, or all rows under fewer than the number above."""
+"""A trace that exceeds both is refused: pairs of a row and a range over it in all, ranges over a row on average."""
 
 NEVER = 1 << 62
 """A time after all others: 2⁶² ns are 146 years."""
@@ -67,9 +67,9 @@ class Ledger:
 
 @dataclass(frozen=True, eq=False)
 class Under:
-    """Rows that lie under ranges: each row once a group, with the outermost of the ranges and by what evidence.
+    """Rows that lie under ranges: each row once for each group, with the outermost range over it and the evidence.
 
-    ``member`` is the position of that range among those asked about; direct evidence goes before inferred.
+    ``member`` is the position of that range among those asked about. Of two kinds of evidence the lower number stands.
     """
 
     rows: Ints
@@ -88,7 +88,7 @@ class PlacedRows:
             trace: the capture with all ranges; those of ``mirrors`` stand last.
             own: each row's innermost range on its launching thread, or `NO_RANGE`.
             hosts: its innermost range on the thread that waited for it, and that thread.
-            mirrors: where backward work was linked to.
+            mirrors: the ranges to which backward work is linked, and which work that is.
         """
         self.ranges = trace.ranges
         self._file = trace.path
@@ -121,9 +121,9 @@ class PlacedRows:
 
     @cached_property
     def verdict(self) -> Ints:
-        """Return of each row how it was placed, or why it was not: `DIRECT`, `INFERRED`, `OUTSIDE`, …
+        """Return how each row was placed, or why it was not: `DIRECT`, `INFERRED`, `OUTSIDE`, …
 
-        A mirror lies within a range of the row's own, or stands where there is none: links place nothing by themselves.
+        A link does not change this: a row that lies under a mirror and under no recorded range counts as `OUTSIDE`.
         """
         return np.select(
             [
@@ -149,7 +149,7 @@ class PlacedRows:
         """Return the rows that lie under the ranges ``members``, each once; with ``group``, once for each group.
 
         Raises:
-            TraceError: by groups, the rows lie under more ranges than those of any program.
+            TraceError: the rows lie under more ranges than `refuse_many` allows.
         """
         group = np.zeros(len(members), dtype=np.int64) if group is None else group
         found, low, high, evidence = self._slices(members)
@@ -194,7 +194,7 @@ class PlacedRows:
         return counts
 
     def refuse_many(self, count: int) -> None:
-        """Raise if rows lie under more ranges than any program's do: each takes time, and memory.
+        """Raise if the rows lie under more ranges than in any real program: each pair takes time and memory.
 
         Args:
             count: pairs of a row and a range over it.
@@ -205,19 +205,19 @@ class PlacedRows:
         if count > max(_MOST_PLACES, _MOST_PLACES_EACH * len(self._rows)):
             raise TraceError(
                 f"{self._file}: {len(self._rows):,} kernels or copies lie under more than {_MOST_PLACES_EACH} ranges"
-                " each; captures with so many ranges around everything are not read"
+                " each; captures with that many are not read"
             )
 
     def extent(self, members: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
-        """Return the least start and the greatest end among the rows under each range; `NEVER` and -`NEVER` of none.
+        """Return the first start and the last end of the rows under each range; without rows, `NEVER` and -`NEVER`.
 
-        ``start_ns`` and ``end_ns`` are the rows', in their own order, or `NEVER` and -`NEVER` of rows to pass over.
+        ``start_ns`` and ``end_ns`` are those of all rows, in their own order; `NEVER` and -`NEVER` leave a row out.
         """
         first = np.full(len(members), NEVER, dtype=np.int64)
         last = np.full(len(members), -NEVER, dtype=np.int64)
         found, low, high, _ = self._slices(members)
         some = np.flatnonzero(high > low)
-        # In order of their beginnings, what lies between one stretch and the next is passed over once at most.
+        # reduceat also reads what lies between two stretches: at most once each, if they are sorted by beginning.
         some = some[np.argsort(low[some], kind="stable")]
         if len(some):
             edges = np.stack([low[some], high[some]], axis=1).reshape(-1)
@@ -259,7 +259,7 @@ class PlacedRows:
 class Attribution:
     """A trace with its work placed: the input of every analysis of time.
 
-    ``trace.ranges`` are those that were recorded and, last, the ``mirrors`` that links stand for.
+    ``trace.ranges`` are the recorded ranges and, after them, the ``mirrors``.
     """
 
     trace: Trace
@@ -351,7 +351,7 @@ def _adopt_top_ranges(
 ) -> None:
     """Give the outermost ranges of threads that work for another a parent: the innermost range of that thread.
 
-    Fills ``parent``, and with that thread ``adopter``, also of the ranges within.
+    Fills ``parent`` for these ranges; ``adopter`` gets that other thread, for these ranges and all within them.
     """
     ranges = trace.ranges
     for thread in timelines:
@@ -369,7 +369,7 @@ def _adopt_top_ranges(
 
 
 def _enclosing(ranges: Ranges, parent: Ints, candidate: Ints, members: Ints) -> Ints:
-    """Return of each candidate and the ranges around it the innermost that encloses the member in time."""
+    """Return, for each member, the innermost of its candidate and the ranges around that which encloses it in time."""
     while True:
         began, ended = ranges.start_ns[candidate], ranges.end_ns[candidate]
         begin, end = ranges.start_ns[members], ranges.end_ns[members]
@@ -403,7 +403,7 @@ def mark_members(count: int, members: Ints) -> Bools:
 
 
 def warn_of_placement(attribution: Attribution) -> list[Finding]:
-    """Return which work no range gets, and what the reader of the file had to leave out."""
+    """Return findings on work that no range gets, and on what the reader of the file had to leave out."""
     ledger, found = attribution.ledger, []
     if ledger.ambiguous_ns:
         found.append(

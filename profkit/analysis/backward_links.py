@@ -1,4 +1,4 @@
-"""Backward work of forward ranges that only torch.profiler's links show: paths such as ``backward/layer 3``.
+"""The backward work of forward ranges, where only torch.profiler's links show it: paths such as ``backward/layer 3``.
 
 torch.profiler draws a link from each forward operator to its backward operator. If the forward operator ran in
 ``step / forward / layer 3``, its backward operator runs in ``step / backward``, where the program opened no range for
@@ -11,9 +11,9 @@ never counts in the other.
 - If the program opened no range named ``backward``: for work in a range next to the forward one (``bwd`` after
   ``fwd``) the mirrors go under that range; for work directly in the range around both they go under a mirror named
   ``backward``.
-- Mirrored are those ranges of the forward operator that lie below its phase, or below ``recompute``, and do not enclose
-  the backward work too. If none of them is a phase, the outermost is the counterpart of the backward work's own range
-  and is left out.
+- Of the ranges around the forward operator, those get a mirror that do not enclose the backward work too and lie below
+  a phase or ``recompute``. If none of them is a phase, all but the outermost get one: that one is the forward
+  counterpart of the range in which the backward work lies.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MIRROR_THREAD = -9
 
 _MOST_MIRRORS = 100_000
 _MOST_MIRRORS_EACH = 4
-"""A program's ranges have one mirror each, or one for each backward call."""
+"""A trace with more mirrors than the two numbers allow is refused. A range has one mirror for each backward call."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mirrors:
-    """The mirrors of a trace, numbered as their tree is read, so that a mirror and all below it are one span.
+    """The mirrors of a trace, numbered depth first, so that a mirror and all below it are one span of numbers.
 
     ``first`` is the index of the first of them among the ranges. ``number`` and ``end`` are the span of each;
     ``of_row`` is the number of the innermost mirror of each row of work, -1 for none.
@@ -144,7 +144,7 @@ class _Builder:
             if len(self.mirrors) >= _MOST_MIRRORS + _MOST_MIRRORS_EACH * len(self._trace.ranges):
                 raise TraceError(
                     f"{self._trace.path}: its {len(self._trace.ranges):,} ranges lead to over {len(self.mirrors):,}"
-                    " more in the backward pass; captures with so many are not read"
+                    " more in the backward pass; captures with that many are not read"
                 )
             self._index[key] = len(self._trace.ranges) + len(self.mirrors)
             self.mirrors.append(key)
@@ -163,7 +163,7 @@ class _Builder:
         return trace, parent, Mirrors(first, number, end, rows)
 
     def _number_tree(self, first: int) -> tuple[Ints, Ints]:
-        """Return each mirror's number in the order in which the tree is read, and the number behind its last child."""
+        """Return each mirror's number, depth first, and the number after that of the last mirror below it."""
         children: dict[int, list[int]] = {}
         for at, mirror in enumerate(self.mirrors):
             above = mirror.parent - first

@@ -74,9 +74,7 @@ def intersect(one: Stretches, other: Stretches) -> Stretches:
     """Return the time that is in both sets."""
     low = np.searchsorted(other.end_ns, one.start_ns, side="right")
     high = np.searchsorted(other.start_ns, one.end_ns, side="left")
-    count = np.maximum(high - low, 0)
-    mine = np.repeat(np.arange(len(one)), count)
-    theirs = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + np.repeat(low, count)
+    mine, theirs = spread(low, high)
     start_ns = np.maximum(one.start_ns[mine], other.start_ns[theirs])
     end_ns = np.minimum(one.end_ns[mine], other.end_ns[theirs])
     kept = start_ns < end_ns
@@ -92,6 +90,13 @@ def gaps(one: Stretches) -> Stretches:
     """Return the time between the stretches."""
     kept = one.end_ns[:-1] < one.start_ns[1:]  # an intersection may have two that touch
     return Stretches(one.end_ns[:-1][kept], one.start_ns[1:][kept])
+
+
+def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Return which pair each number from a ``first`` up to its ``last`` (exclusive) is of, and the numbers."""
+    count = np.maximum(last - first, 0)
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - first, count)
 
 
 def _complement(one: Stretches) -> Stretches:

@@ -30,7 +30,9 @@ class RangeRow:
     """All ranges of one path together.
 
     ``path`` joins the names of a range and those around it, outermost first; a slash within a name is ``\\/``. Times
-    are in nanoseconds; work counts in every range that was open when it was launched, as it does for ``--range``.
+    are in nanoseconds: ``wall_ns`` is Python time, None if the range was never open; ``kernel_time_ns`` and ``busy_ns``
+    (the union per GPU) cover the kernels and graphs launched under it. Work counts in every range that was open when it
+    was launched, as it does for ``--range``.
     """
 
     path: str

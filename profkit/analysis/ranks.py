@@ -58,7 +58,7 @@ class Ranks:
 
 
 def explain_no_rank(number: int, there: tuple[int, ...]) -> str:
-    """Return why a rank cannot be had, in one line."""
+    """Return why a rank cannot be shown, in one line."""
     if not there:
         return f"no rank {number}: this trace holds one process, and it does not say that there were several ranks"
     return f"no rank {number}: this trace holds rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"

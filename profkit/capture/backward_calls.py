@@ -34,14 +34,15 @@ def is_creating_graph() -> bool:
 
 def _watched(backward: Callable[..., Any], begins: Begins, ends: Ends) -> Callable[..., Any]:
     names = list(signature(backward).parameters)
+    place = names.index("create_graph")
 
     def begun(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, bool] | None:
         if is_compiling():
             return None
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        key, creates_graph = object(), bool(given.get("create_graph"))
+        key, tensors = object(), args[0] if args else kwargs.get(names[0])
+        creates_graph = bool(args[place] if len(args) > place else kwargs.get("create_graph"))
         _creating_graph.count += creates_graph
-        begins(key, (given.get(names[0]),))
+        begins(key, (tensors,))
         return key, creates_graph
 
     def ended(key: object, creates_graph: bool, result: Any) -> None:

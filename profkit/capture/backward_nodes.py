@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 _MARK = "profkit"
 _NESTING = 4
@@ -69,12 +68,19 @@ def mark_node(node: Any, hook: NodeHook, carrier: Carrier) -> None:
     notes = node.metadata
     if _MARK not in notes:
         notes[_MARK] = True
-        # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
-        # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
-        carrier.tensor._backward_hooks = {0: hook}
-        node._register_hook_dict(carrier.tensor)
+        _hook_node(node, {0: hook}, carrier)
         number = node._sequence_nr()
         carrier.newest = max(carrier.newest, number)
+
+
+def _hook_node(node: Any, hooks: dict[int, NodeHook], carrier: Carrier) -> None:
+    """Call what is in ``hooks`` by then before ``node`` runs.
+
+    As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over. `Node.register_prehook`
+    makes a handle for each, which takes longer than all the rest of a range.
+    """
+    carrier.tensor._backward_hooks = hooks
+    node._register_hook_dict(carrier.tensor)
 
 
 def is_marked(node: Any) -> bool:
@@ -86,16 +92,26 @@ running_graph: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward pass that this thread runs, -1 if none."""
 
 
-def watch_graph_end(tensors: Iterable[Any], callback: Callable[[], None]) -> RemovableHandle | None:
+def watch_graph_end(
+    tensors: Iterable[Any], callback: Callable[[], None], carrier: Carrier
+) -> Callable[[], None] | None:
     """Call ``callback`` once the backward pass of ``tensors`` that begins now has run all its nodes.
 
     It comes before what was to be called at the pass's end by nodes that ran, such as DDP's and FSDP's waits for
     reductions. Return what ends the watch; None where there is nothing to watch, or Dynamo compiles backward passes.
+
+    Args:
+        carrier: this thread's.
     """
     if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False):
         return None
-    node = next((one.grad_fn for one in tensors if isinstance(one, Tensor) and one.grad_fn is not None), None)
-    return None if node is None else node.register_prehook(lambda _gradient: at_graph_end(callback))
+    for one in tensors:
+        node = one.grad_fn if isinstance(one, Tensor) else None
+        if node is not None:
+            hooks = {0: lambda _gradient: at_graph_end(callback)}
+            _hook_node(node, hooks, carrier)
+            return hooks.clear
+    return None
 
 
 def at_graph_end(callback: Callable[[], None]) -> None:

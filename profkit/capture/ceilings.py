@@ -29,7 +29,9 @@ _UNMEASURED = 3
 _LEAST_MEASURED, _MOST_MEASURED = 5, 50
 _MEASURED_S = 0.5
 _MOST_S = 2.0
-"""Measuring goes on for the first of these times, within those counts, and never longer than the second."""
+"""Measuring goes on for the first of these times, within those counts, and never longer than the second.
+
+What runs unmeasured is not repeated after the second either."""
 _LOAD_S = 1.0
 """How long the GPU is kept at work while its clock is read: nvidia-smi takes some tenths of a second to look."""
 
@@ -98,8 +100,11 @@ def _copy(device: torch.device) -> dict[str, Any]:
 
 def _time(run: Callable[[], object], device: torch.device) -> list[float]:
     """Return the seconds that each of several runs took on the device."""
+    began = perf_counter()
     for _ in range(_UNMEASURED):
         run()
+        if perf_counter() - began > _MOST_S:
+            break
     times: list[float] = []
     timed = _times_on_gpu(run) if device.type == "cuda" else _times_on_cpu(run)
     for seconds in timed:

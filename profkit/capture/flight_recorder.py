@@ -15,8 +15,7 @@ import pickle
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -66,8 +65,7 @@ def several_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective of this rank: ``called_ns`` since the epoch; ``duration_ns`` on the GPU, None if not known.
 
     ``is_settled``: what is not known by now will not be.
@@ -93,6 +91,7 @@ class FlightRecorder:
         self._backends: dict[str, str] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._known: list[Collective] = []
+        self._ring = ""
         self._next = 0
         self._called_ns = 0
         self._dropped: list[tuple[int, int]] = []
@@ -121,7 +120,10 @@ class FlightRecorder:
             self._read(first)
 
     def _read(self, first: int) -> None:
-        dump = max(_dumps(), key=lambda one: len(one.get("entries", ())), default={})
+        found_in = ((ring, dump) for ring, dump in _dumps() if dump.get("entries"))
+        ring, dump = next(found_in, (self._ring, cast("Mapping[str, Any]", {})))
+        if ring != self._ring:  # NCCL's, which numbers anew, where gloo's was read so far
+            self._ring, self._known, self._next, first = ring, [], 0, 0
         held = dump.get("entries", ())
         if held and held[0]["record_id"] > self._next:
             self._dropped.append((self._called_ns, held[0]["time_created_ns"]))
@@ -174,9 +176,10 @@ class FlightRecorder:
         for name, group in dump.get("pg_config", {}).items():
             if name not in self._ranks and isinstance(group.get("ranks"), str):
                 self._ranks[name] = tuple(json.loads(group["ranks"]))
-        for entry in dump.get("entries", ()):
-            kind = plain_kind(entry["profiling_name"]) if entry["record_id"] >= first else None
-            if kind is None:  # known, or the frame around a batch whose parts have entries of their own
+        held = dump.get("entries", ())
+        for entry in held[max(0, first - held[0]["record_id"]) if held else 0 :]:  # they are numbered in a row
+            kind = plain_kind(entry["profiling_name"])
+            if kind is None:  # the frame around a batch whose parts have entries of their own
                 continue
             name, *said = entry["process_group"]
             self._described.setdefault(name, said[0] if said else "")
@@ -185,13 +188,16 @@ class FlightRecorder:
             is_p2p = entry.get("is_p2p", False)
             side = "output" if kind in _LARGER_OUTPUT else "input"
             dtypes = entry.get(f"{side}_dtypes") or ()
+            sizes = [_count_bytes(entry.get(f"{side}_sizes") or (), dtypes)]
+            if kind == "all_to_all":  # of uneven parts, the larger side counts
+                sizes.append(_count_bytes(entry.get("output_sizes") or (), entry.get("output_dtypes") or ()))
             yield Collective(
                 number=entry["record_id"],
                 group=name,
                 sequence=entry["p2p_seq_id" if is_p2p else "collective_seq_id"],
                 kind=kind,
                 dtype=_plain_dtype(dtypes[0]) if dtypes else None,
-                bytes=_count_bytes(entry.get(f"{side}_sizes") or (), dtypes),
+                bytes=None if None in sizes else max(filter(None, sizes), default=0),
                 called_ns=entry["time_created_ns"],
                 duration_ns=None if duration_ms is None else round(duration_ms * 1_000_000),
                 is_settled=bool(entry.get("retired")),
@@ -211,7 +217,8 @@ def _called(one: Collective) -> int:
     return one.called_ns
 
 
-def _dumps() -> Iterator[Mapping[str, Any]]:
+def _dumps() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the flight recorders that this torch has: of NCCL's collectives, then of gloo's."""
     c10d = getattr(torch._C, "_distributed_c10d", None)
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
         dump = getattr(c10d, name, None)
@@ -221,19 +228,25 @@ def _dumps() -> Iterator[Mapping[str, Any]]:
             content = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
         except TypeError:  # torch 2.4 knows fewer options
             content = dump()
-        yield cast("Mapping[str, Any]", pickle.loads(content))
+        yield name, cast("Mapping[str, Any]", pickle.loads(content))
 
 
 def _plain_dtype(name: str) -> str:
     return _DTYPES.get(name, name.lower())
 
 
+@functools.cache
+def _item_bytes(name: str) -> int | None:
+    dtype = getattr(torch, _plain_dtype(name), None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else None
+
+
 def _count_bytes(sizes: Any, dtypes: Any) -> int | None:
     """Return the bytes of all tensors of one side; None for a type that this torch does not know."""
     total = 0
     for size, name in zip(sizes, dtypes, strict=False):
-        dtype = getattr(torch, _plain_dtype(name), None)
-        if not isinstance(dtype, torch.dtype):
+        item = _item_bytes(name)
+        if item is None:
             return None
-        total += math.prod(size) * dtype.itemsize
+        total += math.prod(size) * item
     return total

@@ -6,6 +6,9 @@ a checkpoint computes again has a range of its own under ``backward``. A phase t
 second range, and a function that it annotates has its backward range as a module has. The hooks change no value and
 keep no tensor; what fails in them ends them, and never reaches the script.
 
+They rest in a step that nobody records or times: then they watch only the script's own ranges and the optimizer's step
+that ends it.
+
 While Dynamo traces they do nothing: of a compiled model the module that was compiled is annotated as a whole, forward
 and backward; what its generated code launches has ranges of its own, which `profkit.capture.compiled` opens.
 """
@@ -22,7 +25,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from profkit.annotation import RangeObserver, observe_ranges
 from profkit.capture.backward_calls import watch_backward_calls
@@ -61,13 +63,21 @@ from profkit.run.compiled_code import CapturedGraph
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
+_TIMED = (DATA, *PHASES)
+_STEP, _LOADER, _UNFINISHED, _ONE_OPTIMIZER = object(), object(), object(), object()
+"""Keys of entries among the open ranges."""
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+is_tracing = torch._C._is_tracing
+
 
 def _harmless(method: Method) -> Method:
     """Do nothing while Dynamo or torch.jit traces; a failure ends the hooks and never reaches the script."""
 
     @functools.wraps(method)
     def guarded(self: Hooks, *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._is_tracing() or self.has_failed:
+        # As `torch.compiler.is_compiling` does, without its calls; Dynamo knows the answer of the first.
+        if is_dynamo_compiling() or self.has_failed or torch.compiler._is_compiling_flag or is_tracing():
             return
         try:
             method(self, *args, **kwargs)
@@ -108,7 +118,7 @@ class Hooks(RangeObserver):
         self.names = ModuleNames(depth)
         self._parts = self.names.parts
         self.on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
-        self._is_started = self.is_recording = False
+        self._is_started = self.is_recording = self.is_resting = False
         self._nodes = GraphNodes(self, keep_graph, counts_work=counts_work)
         self._replicas: dict[int, Call | None] = {}
         self.steps = StepPolicy(step_on, counts=counts_steps)
@@ -126,7 +136,7 @@ class Hooks(RangeObserver):
         self._is_interrupted = False
         self.times_waits = False
         """Whether the clock also notes when a backward pass has nothing left to do but wait for other ranks."""
-        self._graph_end: RemovableHandle | None = None
+        self._unwatch_graph: Callable[[], None] | None = None
         self.begun = -1
         """The number of the step that runs now, counted from 0; -1 before the first."""
 
@@ -146,10 +156,20 @@ class Hooks(RangeObserver):
     def start(self) -> None:
         """Open ranges from now on, that of the step which is about to begin first."""
         self._is_started = self.is_recording = True
+        self.is_resting = False
 
     def capture_runs(self, runs: bool) -> None:
         """Open ranges while a CUDA graph is captured too, mostly before the recording: its replays run no Python."""
         self.is_recording = (runs or self._is_started) and not self.has_failed
+        self.is_resting = False
+
+    def rest(self, *, is_wanted: bool) -> None:
+        """Rest in the step that begins, if ``is_wanted`` and if the step's end is seen all the same.
+
+        Not within a call of a module: its end would be seen, but not what runs in it.
+        """
+        may_rest = not self.is_recording and self.on_thread.ranges.root is None
+        self.is_resting = is_wanted and may_rest and self.steps.needs_optimizers_alone
 
     def begin_whole(self) -> None:
         """Begin the one step that the whole script is."""
@@ -158,76 +178,79 @@ class Hooks(RangeObserver):
     @_harmless
     def mark_unfinished(self) -> None:
         """Say in the trace that the step which runs now is not whole."""
-        if self.is_recording and self._open.has(_STEP):
-            self._open.open(_UNFINISHED, UNFINISHED)
-            self._open.close(_UNFINISHED)
+        opened = self.on_thread.ranges
+        if self.is_recording and opened.has(_STEP):
+            opened.open(_UNFINISHED, UNFINISHED)
+            opened.close(_UNFINISHED)
 
     def stop(self) -> None:
         """Close what is open on this thread, and open no more."""
-        self._open.close_all()
+        self.on_thread.ranges.close_all()
         self._is_started = self.is_recording = False
-
-    @property
-    def _open(self) -> OpenRanges:
-        return self.on_thread.ranges
 
     @_harmless
     def opening(self, name: str) -> None:
-        self._open.note_opening(name)
+        self.on_thread.ranges.note_opening(name)
         if name in _TIMED:
             self.clock.begin(name)
 
     @_harmless
     def closing(self) -> None:
-        if self._open.is_in_scripts(_STEP):
-            # Ranges close in the opposite order of their opening: the step goes on outside.
-            self._open.close(_STEP)
-            self._is_interrupted = True
+        self._range_closes()
 
     @_harmless
     def closed(self) -> None:
-        if self._open.note_closed() in _TIMED:
+        if self.on_thread.ranges.note_closed() in _TIMED:
             self.clock.end()
         self._range_closed()
 
     @_harmless
     def script_opening(self) -> None:
-        self._open.note_opening(None)
+        self.on_thread.ranges.note_opening(None)
 
     @_harmless
     def script_closed(self) -> None:
-        self._open.note_closed()
+        self.on_thread.ranges.note_closed()
         self._range_closed()
 
     def _count_script_ranges(self) -> int:
-        return self._open.count_scripts()
+        return self.on_thread.ranges.scripts
+
+    def _range_closes(self) -> None:
+        opened = self.on_thread.ranges
+        if self.is_recording and opened.is_in_scripts(_STEP):
+            # Ranges close in the opposite order of their opening: the step goes on outside.
+            opened.close(_STEP)
+            self._is_interrupted = True
 
     def _range_closed(self) -> None:
         if self._is_interrupted and self.is_recording:
-            self._open.open(_STEP, step_range(self.begun))
+            self.on_thread.ranges.open(_STEP, step_range(self.begun))
         self._is_interrupted = False
         self._boundaries.range_closed()
 
     def calling(self, name: str) -> None:
-        if running_graph() == -1 and self._open.call is None:
+        if running_graph() == -1 and self.on_thread.ranges.call is None:
             self._shown(self.steps.function_begins, name)
 
     def has_returned(self, name: str) -> None:
-        if running_graph() == -1 and self._open.call is None:
+        if running_graph() == -1 and self.on_thread.ranges.call is None:
             self._shown(self.steps.function_ends, name)
 
     @_harmless
     def called(self, arguments: Any) -> None:
-        around = self._open.call
-        if self._open.note_call(self) is not None and self.is_recording:
-            mark_nodes(arguments, around or self._no_call, self._open.carrier)
-            self._outside.passes(around, self._open.carrier)
+        opened = self.on_thread.ranges
+        around = opened.call
+        if opened.note_call(self) is not None and self.is_recording:
+            mark_nodes(arguments, around or self._no_call, opened.carrier)
+            self._outside.passes(around, opened.carrier)
 
     @_harmless
     def returned(self, result: Any) -> None:
+        opened = self.on_thread.ranges
         if self.is_recording:
-            mark_nodes(result, self._open.call or self._no_call, self._open.carrier)
-            self._outside.passes(self._open.call, self._open.carrier)
+            mark_nodes(result, opened.call or self._no_call, opened.carrier)
+            self._outside.passes(opened.call, opened.carrier)
 
     def fail(self, error: Exception) -> None:
         self.has_failed = True
@@ -238,20 +261,28 @@ class Hooks(RangeObserver):
 
     def _begin_phase(self, key: object, phase: str) -> None:
         self.clock.begin(phase)
-        is_wanted = self.is_recording and not self._open.has_range(phase)
-        self._open.open(key, phase if is_wanted else None)
+        opened = self.on_thread.ranges
+        is_wanted = self.is_recording and not opened.has_range(phase)
+        opened.open(key, phase if is_wanted else None)
 
     def _end_phase(self, key: object) -> None:
-        if self._open.close(key):
+        if self.on_thread.ranges.close(key):
             self.clock.end()
 
     @_harmless
     def _data_begins(self) -> None:
-        self._begin_phase(_LOADER, DATA)
+        if not self.is_resting:
+            self._begin_phase(_LOADER, DATA)
+            self.on_thread.ranges.note_opening(None)  # torch's own range, within which no step begins
 
     @_harmless
     def _data_ends(self) -> None:
-        self._end_phase(_LOADER)
+        opened = self.on_thread.ranges
+        if opened.has(_LOADER):  # else it began at rest
+            self._range_closes()
+            opened.note_closed()
+            self._end_phase(_LOADER)
+            self._range_closed()
 
     @_harmless
     def _shown(self, event: Callable[..., int | None], *what: Any) -> None:
@@ -321,7 +352,7 @@ class Hooks(RangeObserver):
         self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call | None:
         """Open the phase and the range of an outermost call, after a step's boundary if there is one."""
-        if torch.compiler.is_compiling() or self.steps.is_compilers(module):
+        if torch.compiler._is_compiling_flag or self.steps.is_compilers(module):
             return None
         if id(module) in self._replicas:
             return self._begin_replica(opened, module)
@@ -347,6 +378,8 @@ class Hooks(RangeObserver):
     @_harmless
     def calls_begin(self, models: Sequence[nn.Module], *, has_grad: bool) -> None:
         """Code that was compiled of outermost calls of ``models`` begins to run: nobody sees the calls themselves."""
+        if self.is_resting:
+            return
         self._boundaries.work_begins()
         for model in models[:-1]:
             self._make_boundary(self.steps.call_begins(model))
@@ -357,11 +390,14 @@ class Hooks(RangeObserver):
                 self.name_model(model)
             part = self.names.part(model)
             self._watcher.call_begins(model, (), None if part is None else part.name)
-        self._begin_phase(models, self._phase_of_call(is_loss=all(map(is_loss_module, models)), has_grad=has_grad))
+        phase = self._phase_of_call(is_loss=all(map(is_loss_module, models)), has_grad=has_grad)
+        self._begin_phase(models, phase)
 
     @_harmless
     def calls_end(self, models: Sequence[nn.Module]) -> None:
         """That code, for which `calls_begin` was given the same list, has run or raised."""
+        if self.is_resting and not self.on_thread.ranges.has(models):  # it began at rest
+            return
         self._end_phase(models)
         self._watcher.call_ends([])
         self._make_boundary(self.steps.call_ends(models[-1]))
@@ -376,7 +412,7 @@ class Hooks(RangeObserver):
         """Name the replicas' modules as the model's, and note in which call the replicas work."""
         if self.is_recording:
             self.names.name_replicas(model, replicas)
-        self._replicas = dict.fromkeys(map(id, replicas), self._open.call)
+        self._replicas = {} if self.is_resting else dict.fromkeys(map(id, replicas), self.on_thread.ranges.call)
 
     def _begin_replica(self, opened: OpenRanges, module: nn.Module) -> Call:
         call = ReplicaCall(REPLICA if self.is_recording else None, self._replicas.pop(id(module)), self)
@@ -389,48 +425,57 @@ class Hooks(RangeObserver):
         if phase is not None:
             return phase
         # What the script itself calls its forward pass is one, with gradients or without.
-        if not has_grad and not is_first_pass() and not self._open.has_range(FORWARD):
+        if not has_grad and not is_first_pass() and not self.on_thread.ranges.has_range(FORWARD):
             return INFERENCE
         return LOSS if is_loss else FORWARD
 
     @_harmless
     def _backward_begins(self, key: object, tensors: Any) -> None:
+        if self.is_resting:
+            return
+        opened = self.on_thread.ranges
         if self.is_recording:
             self._outside.backward_begins(key, tensors, self._mark_here())
         # Within a backward pass it is mostly a checkpoint's: no phase of its own, but ranges that end with it.
         if running_graph() != -1:
             self._watcher.backward_begins(tensors)
-            is_computed_again = self._open.has_range(RECOMPUTE)
-            self._open.interrupt_backward(key, BACKWARD if self.is_recording and is_computed_again else None)
+            is_computed_again = opened.has_range(RECOMPUTE)
+            opened.interrupt_backward(key, BACKWARD if self.is_recording and is_computed_again else None)
             return
         self._boundaries.work_begins()
         self._make_boundary(self.steps.backward_begins())
         self._begin_phase(key, BACKWARD)
         if self.times_waits and self.clock.is_running and torch.cuda.is_initialized():
             (given,) = tensors
-            self._graph_end = watch_graph_end(given if isinstance(given, Sequence) else tensors, self.clock.graph_ran)
+            given = given if isinstance(given, Sequence) else tensors
+            self._unwatch_graph = watch_graph_end(given, self.clock.graph_ran, opened.carrier)
         self._watcher.backward_begins(tensors)
         if self.is_recording and self._knows_owners:
             # What runs until a module's backward is entered is the loss's own.
-            mark_nodes(tensors, self._no_call, self._open.carrier)
+            mark_nodes(tensors, self._no_call, opened.carrier)
 
     @_harmless
     def _backward_ends(self, key: object, gradients: Any) -> None:
+        opened = self.on_thread.ranges
+        if self.is_resting and not opened.has(key):  # it began at rest
+            return
         is_within_another = running_graph() != -1
         if is_within_another:
-            self._open.resume_backward(key)
+            opened.resume_backward(key)
         else:
-            if self._graph_end is not None:
-                self._graph_end.remove()
-                self._graph_end = None
+            if self._unwatch_graph is not None:
+                self._unwatch_graph()
+                self._unwatch_graph = None
             self._end_phase(key)
-        self._outside.backward_ended(key, gradients, self._mark_here())
+        if self._outside.awaits_end(key):
+            self._outside.backward_ended(key, gradients, self._mark_here())
         if not is_within_another:
             self._make_boundary(self.steps.backward_ends())
 
     def _mark_here(self) -> Callable[[Any, Call | None], None]:
         """Return what marks a node as made by a call; None: the one that runs on this thread, or none."""
-        here, carrier = self._open.call or self._no_call, self._open.carrier
+        opened = self.on_thread.ranges
+        here, carrier = opened.call or self._no_call, opened.carrier
         return lambda node, call: mark_node(node, call or here, carrier)
 
     def enter_graph(self, opened: OpenRanges) -> None:
@@ -439,29 +484,30 @@ class Hooks(RangeObserver):
 
     def call_to_recompute(self) -> Call | None:
         """Return the call in whose forward pass a checkpoint's part begins."""
-        return self._open.call if self.is_recording else None
+        return self.on_thread.ranges.call if self.is_recording else None
 
     @_harmless
     def recompute_begins(self, key: object, call: Call | None) -> None:
         """Open the range of what a checkpoint computes again, not within the backward ranges of modules."""
         if self.is_recording:
-            self._open.interrupt_backward(key, RECOMPUTE, call)
+            self.on_thread.ranges.interrupt_backward(key, RECOMPUTE, call)
 
     @_harmless
     def recompute_ends(self, key: object, kept: Callable[[], list[Tensor]]) -> None:
         """Close it, and go on with the backward work that it interrupted."""
         self._watcher.recompute_ends(kept)
-        self._open.resume_backward(key)
+        self.on_thread.ranges.resume_backward(key)
 
     @_harmless
     def _leave_backward(self) -> None:
-        self._open.graph_task = -1
-        self._open.leave_backward()
+        opened = self.on_thread.ranges
+        opened.graph_task = -1
+        opened.leave_backward()
 
     @property
     def is_in_optimizer(self) -> bool:
         """Whether an optimizer's step runs on this thread; True also where nothing is watched any more."""
-        return self.has_failed or self._open.has(OPTIMIZER)
+        return self.has_failed or self.on_thread.ranges.has(OPTIMIZER)
 
     @_harmless
     def optimizer_begins(self, optimizer: Optimizer, *, is_update: bool) -> None:
@@ -471,32 +517,35 @@ class Hooks(RangeObserver):
         self._open_optimizer(optimizer, is_update=is_update)
 
     @_harmless
-    def optimizer_left(self, _optimizer: Optimizer) -> None:
-        self._open.close(OPTIMIZER)
+    def optimizer_ends(self, optimizer: Optimizer, *, is_well: bool) -> None:
+        self.on_thread.ranges.close(OPTIMIZER)
         self.clock.end()
         self.steps.optimizer_left()
+        if is_well:
+            self._watcher.optimizer_ends(optimizer)
+            number = self.steps.optimizer_ends(optimizer)
+            self._make_boundary(number)
+            if self.is_resting and number is None:
+                self.is_resting = self.steps.needs_optimizers_alone
 
     def _open_optimizer(self, optimizer: Optimizer, *, is_update: bool) -> None:
-        is_wanted = is_update and self.is_recording
-        self._open.open(OPTIMIZER, OPTIMIZER if is_wanted and not self._open.has_range(OPTIMIZER) else None)
+        is_wanted, opened = is_update and self.is_recording, self.on_thread.ranges
+        opened.open(OPTIMIZER, OPTIMIZER if is_wanted and not opened.has_range(OPTIMIZER) else None)
         own = self.steps.label(optimizer) if is_wanted else None
         if own is not None:
-            self._open.open(_ONE_OPTIMIZER, own)
+            opened.open(_ONE_OPTIMIZER, own)
 
     @_harmless
     def update_ends(self, optimizer: Optimizer) -> None:
-        self._open.close(OPTIMIZER)
+        self.clock.pause()
+        self.on_thread.ranges.close(OPTIMIZER)
         self._open_optimizer(optimizer, is_update=False)
 
     @_harmless
     def update_begins(self, optimizer: Optimizer) -> None:
-        self._open.close(OPTIMIZER)
+        self.clock.resume()
+        self.on_thread.ranges.close(OPTIMIZER)
         self._open_optimizer(optimizer, is_update=True)
-
-    @_harmless
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        self._watcher.optimizer_ends(optimizer)
-        self._make_boundary(self.steps.optimizer_ends(optimizer))
 
     def _make_boundary(self, number: int | None) -> None:
         """Have step ``number`` begin as soon as it can, if one is due here."""
@@ -505,15 +554,9 @@ class Hooks(RangeObserver):
 
     def _begin_step(self, number: int) -> None:
         """End the step that runs, and begin this one."""
-        self._open.close(_STEP)
+        opened = self.on_thread.ranges
+        opened.close(_STEP)
         self.begun = number
         self._listener.boundary(self.begun)
         if self.is_recording:
-            self._open.open(_STEP, step_range(self.begun))
-
-
-_TIMED = (DATA, *PHASES)
-_STEP = object()
-_LOADER = object()
-_UNFINISHED = object()
-_ONE_OPTIMIZER = object()
+            opened.open(_STEP, step_range(self.begun))

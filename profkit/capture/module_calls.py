@@ -29,10 +29,12 @@ Result = TypeVar("Result")
 class CallObserver(Protocol):
     """Sees each call of a module begin and end, on the thread that makes it. It must not raise.
 
-    While ``is_recording`` is False it sees the outermost calls alone.
+    While ``is_recording`` is False it sees only the outermost calls. While ``is_resting`` (never
+    while it records) it sees none.
     """
 
     is_recording: bool
+    is_resting: bool
     on_thread: OpenOnThread
 
     def enter(
@@ -59,8 +61,8 @@ def observe_module_calls(observer: CallObserver) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_tracing():
             return plain(self, *args, **kwargs)
-        opened = on_thread.ranges
-        if opened.root is not None and not observer.is_recording:
+        opened = None if observer.is_resting else on_thread.ranges
+        if opened is None or (opened.root is not None and not observer.is_recording):
             # As torch's own does, in its place: no further frame around each of a model's modules.
             if is_torchs_own and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)

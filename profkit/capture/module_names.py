@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
@@ -25,12 +27,18 @@ _WRAPPERS = {
 def unwrap(root: nn.Module) -> nn.Module:
     """Return the model that the wrapper ``root`` calls, or ``root`` itself if it is not a wrapper."""
     while True:
-        # A subclass of a wrapper is one too.
-        holder = next((_WRAPPERS[kind.__name__] for kind in type(root).__mro__ if kind.__name__ in _WRAPPERS), None)
+        kind: Any = type(root)
+        holder = _holder(kind)
         held = None if holder is None else getattr(root, holder, None)
         if not isinstance(held, nn.Module):  # also somebody's own class by that name
             return root
         root = held
+
+
+@functools.lru_cache
+def _holder(kind: type[nn.Module]) -> str | None:
+    """Return where a wrapper of this kind holds the model; a subclass of a wrapper is one too."""
+    return next((_WRAPPERS[one.__name__] for one in kind.__mro__ if one.__name__ in _WRAPPERS), None)
 
 
 class Part:

@@ -91,6 +91,7 @@ _CALL: Final = 4
 
 _BACKWARD_OF_CALL = object()
 _SCRIPTS = object()
+_SCRIPTS_ENTRY: _Entry = (_SCRIPTS, None, None, None, None)
 
 _PURPOSES = frozenset({*PHASES, RECOMPUTE, "data", "inference"})
 
@@ -119,6 +120,7 @@ class OpenRanges:
         "carrier",
         "graph_task",
         "root",
+        "scripts",
     )
 
     def __init__(self, opener: RangeObserver, runs_for: RunsFor | None = None) -> None:
@@ -135,6 +137,8 @@ class OpenRanges:
         self.graph_task = -1
         self.root: Call | None = None
         """The outermost call of a module that runs now."""
+        self.scripts = 0
+        """How many of the script's own ranges are open on this thread."""
 
     def open_call(self, call: Call) -> None:
         """Open the range of a call of a module that begins."""
@@ -179,22 +183,23 @@ class OpenRanges:
 
     def note_opening(self, name: str | None) -> None:
         """Note a range of the script's own that opens on this thread; None: its name is of no interest."""
-        self._entries.append((_SCRIPTS, name, None, None, None))
-        self._changed()
+        self._entries.append(_SCRIPTS_ENTRY if name is None else (_SCRIPTS, name, None, None, None))
+        self.scripts += 1
+        if self._runs_for is not None:
+            self._changed()
 
     def note_closed(self) -> str | None:
         """Note that the script's innermost range has closed on this thread; return its name, None if it is unknown."""
         for index in range(len(self._entries) - 1, -1, -1):
             if self._entries[index][_KEY] is _SCRIPTS:
-                name = self._entries.pop(index)[_NAME]
-                self.call = self._innermost_call()
-                self._changed()
+                _, name, _, _, call = self._entries.pop(index)
+                self.scripts -= 1
+                if call is not None:
+                    self.call = self._innermost_call()
+                if self._runs_for is not None:
+                    self._changed()
                 return name
         return None
-
-    def count_scripts(self) -> int:
-        """Return how many of the script's own ranges are open on this thread."""
-        return sum(entry[_KEY] is _SCRIPTS for entry in self._entries)
 
     def is_in_scripts(self, key: object) -> bool:
         """Return whether an entry of ``key`` was opened within the script's innermost range."""
@@ -218,8 +223,18 @@ class OpenRanges:
 
     def close(self, key: object) -> bool:
         """Close the innermost entry of ``key`` and all above it; return False if there is none."""
-        for index in range(len(self._entries) - 1, -1, -1):
-            if self._entries[index][_KEY] is key:
+        entries = self._entries
+        if entries and entries[-1][_KEY] is key:
+            _, _, one, token, call = entries.pop()
+            if one is not None:
+                one.close(token, self._shown_to)
+            if call is not None:
+                self.call = self._innermost_call()
+            if self._runs_for is not None:
+                self._changed()
+            return True
+        for index in range(len(entries) - 1, -1, -1):
+            if entries[index][_KEY] is key:
                 self._close_down_to(index)
                 return True
         return False
@@ -230,7 +245,10 @@ class OpenRanges:
 
     def has(self, key: object) -> bool:
         """Return whether an entry of ``key`` is open."""
-        return any(entry[_KEY] is key for entry in self._entries)
+        for entry in self._entries:  # noqa: SIM110  `any` makes a generator, in each step of a program
+            if entry[_KEY] is key:
+                return True
+        return False
 
     def enter_backward_of(self, call: Call | None) -> None:
         """Open exactly the backward ranges of ``call`` and the calls around it, above everything else that is open.

@@ -35,11 +35,8 @@ class OptimizerListener(Protocol):
     def update_begins(self, optimizer: Optimizer) -> None:
         """The closure has returned."""
 
-    def optimizer_left(self, optimizer: Optimizer) -> None:
-        """The step has ended, or raised."""
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """The step has ended well."""
+    def optimizer_ends(self, optimizer: Optimizer, *, is_well: bool) -> None:
+        """The step has ended well, or raised."""
 
 
 def watch_optimizers(listener: OptimizerListener) -> None:
@@ -74,9 +71,10 @@ def _around(step: Callable[..., Any], listener: OptimizerListener) -> Callable[.
         args, kwargs = begun
         try:
             result = step(*args, **kwargs)
-        finally:
-            outside_dynamo(listener.optimizer_left, args[0])
-        outside_dynamo(listener.optimizer_stepped, args[0])
+        except BaseException:
+            outside_dynamo(listener.optimizer_ends, args[0], is_well=False)
+            raise
+        outside_dynamo(listener.optimizer_ends, args[0], is_well=True)
         return result
 
     return watched
@@ -90,7 +88,8 @@ def _within(step: Callable[..., Any], listener: OptimizerListener) -> Callable[.
         try:
             return step(*args, **kwargs)
         finally:
-            if not torch.compiler.is_compiling() and outside_dynamo(_has_closure, args, kwargs):
+            may_have_closure = len(args) > 1 or kwargs
+            if may_have_closure and not torch.compiler.is_compiling() and outside_dynamo(_has_closure, args, kwargs):
                 outside_dynamo(listener.update_ends, args[0])
 
     return watched

@@ -15,12 +15,17 @@ class Round:
     """
 
     def __init__(self) -> None:
+        self.changes = 0
+        """How often what belongs to a round may have changed."""
         self._members: list[ref[Any]] = []
         self._others: list[ref[Any]] = []
         self._is_learned = False
 
     def note(self, one: Any) -> None:
         """``one`` is about to happen."""
+        if self._is_learned and not self._others and len(self._members) == 1 and self._members[0]() is one:
+            return
+        self.changes += 1
         self._members, self._others = _alive(self._members), _alive(self._others)
         at = _index(self._others, one)
         if at is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import nvtx
@@ -40,8 +41,9 @@ def watch_script_ranges(listener: RangeListener) -> None:
         (torch.cuda.nvtx, "range_push", "range_pop"),
         (record_function, "__enter__", "__exit__"),
     ):
-        _replace(owner, opens, lambda method: _around(method, listener.script_opening, _nothing))
-        _replace(owner, closes, lambda method: _around(method, listener.closing, listener.script_closed))
+        around = _around if owner is not record_function else _around_scripts_own
+        _replace(owner, opens, partial(around, before=listener.script_opening, after=_nothing))
+        _replace(owner, closes, partial(around, before=listener.closing, after=listener.script_closed))
     _replace(nvtx.annotate, "__call__", lambda method: _decorating(method, listener))
 
 
@@ -65,6 +67,21 @@ def _around(method: Any, before: Callable[[], None], after: Callable[[], None]) 
             after()
 
     return watched
+
+
+_TORCHS = ("Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward", "enumerate(DataLoader)#")
+"""How the names of ranges begin that torch itself opens in each step. The hooks need not see them: no step begins in
+them, or the hooks learn of it in another way."""
+
+
+def _around_scripts_own(method: Any, before: Callable[[], None], after: Callable[[], None]) -> Any:
+    watched = _around(method, before, after)
+
+    @functools.wraps(method)
+    def called(one: Any, *args: Any, **kwargs: Any) -> Any:
+        return (method if str(one.name).startswith(_TORCHS) else watched)(one, *args, **kwargs)
+
+    return called
 
 
 def _decorating(decorate: Any, listener: RangeListener) -> Any:

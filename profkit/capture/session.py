@@ -16,6 +16,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed
 
 from profkit.annotation import annotate, observe_ranges
 from profkit.capture.compilations import CompilationRecorder
@@ -23,25 +24,27 @@ from profkit.capture.compiled.watch import CompiledCode
 from profkit.capture.conditions import read_conditions
 from profkit.capture.data_loading import is_loader_worker
 from profkit.capture.errors import describe_error, is_out_of_memory, say
+from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks import Hooks
 from profkit.capture.light import LightRecorder
 from profkit.capture.memory import MemoryRecording
 from profkit.capture.own_steps import OwnSteps
 from profkit.capture.queue_drain import QueueDrain
-from profkit.capture.recorders import ScriptsProfiler, recorded_by_kineto, recorded_by_nsys
+from profkit.capture.recorders import ScriptsProfiler, recorded_by_kineto, recorded_by_nsys, recorded_by_own_nsys
 from profkit.capture.slowest import is_slowest
 from profkit.capture.times import StepCollector, sum_times, wait_for_device
 from profkit.errors import ProfkitError
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
-from profkit.run.directory import COMPILED, KINETO_TRACE, WORK, name_of_rank
-from profkit.run.job import local_rank_number, rank_number
+from profkit.run.directory import COMPILED, KINETO_TRACE, LOG, WORK, name_of_rank
+from profkit.run.job import local_rank_number, rank_of_command
 from profkit.run.manifest import Process
 from profkit.run.rank_choice import SLOWEST, RankChoice
 from profkit.run.recording import (
     COMPLETE,
     CUT_SHORT,
     NOT_REACHED,
+    RANK_NSYS,
     Failure,
     Order,
     leave_attached,
@@ -59,6 +62,9 @@ _MEETS = (
     "the script's own torch.profiler ran in the steps to record, and a process has only one: record other steps "
     "(--warmup), or with --nsys"
 )
+
+_NO_NSYS = f"its Nsight Systems did not start, see {LOG}"
+_NO_RANK = "with --ranks, Nsight Systems records only ranks, and this process is not one; leave --ranks out"
 
 
 def attach() -> None:
@@ -82,7 +88,7 @@ class Session:
         self.order = order
         self.run = Path(order.run)
         self._records_memory = order.recorder == "memory"
-        self._rank = rank_number(os.environ)
+        self._rank = rank_of_command(os.environ, sys.orig_argv)
         self._is_chosen: bool | None = True
         """Whether this rank is recorded in full; None until the steps before the recording show it."""
         if order.ranks is not None:
@@ -171,10 +177,13 @@ class Session:
         """Go on with the light record, which is there after the recording too."""
         is_recorded = not self._is_over and number >= self._first
         wants_phases = self._light is not None and self._light.step_begins(number, is_recorded=is_recorded)
-        if self._is_over and wants_phases:
+        if not self._is_over:
+            return
+        if wants_phases:
             self.hooks.clock.start()
-        elif self._is_over:
+        else:
             self.hooks.clock.stop()
+        self.hooks.rest(is_wanted=not wants_phases and self.memory is None)
 
     def _pass(self, number: int) -> None:
         """Begin or end the recording if it is time to."""
@@ -344,7 +353,9 @@ class Session:
 
     def _begin_recording(self) -> None:
         self.hooks.steps.settle()
-        if self._is_chosen is None and self.order.recorder == "kineto":
+        if self._rank is None and several_ranks():
+            self._learn_rank()
+        if self._is_chosen is None and self.order.recorder in ("kineto", "nsys"):
             self._is_chosen = is_slowest()
         if self.order.recorder == "none" or self._is_chosen is False:
             return
@@ -357,10 +368,21 @@ class Session:
             self._failure = None
             if self._scripts_profiler is not None:
                 self._scripts_profiler.before_start = self._make_way
+        elif self.order.rank_nsys is not None and RANK_NSYS not in os.environ:
+            self._failure = _NO_RANK if self._rank is None else _NO_NSYS
+        elif self.order.rank_nsys is not None:
+            self._recording.enter_context(recorded_by_own_nsys(self.run, device))
         elif self.order.recorder == "nsys":
             self._recording.enter_context(recorded_by_nsys(self.run, device))
         if self.order.annotate and not self._records_memory:
             self.hooks.start()
+
+    def _learn_rank(self) -> None:
+        """Ask torch.distributed which rank this is: what torch.multiprocessing.spawn starts has no RANK."""
+        self._rank = distributed.get_rank()
+        if self.order.ranks is not None:
+            local = torch.cuda.current_device() if torch.cuda.is_initialized() else self._rank
+            self._is_chosen = RankChoice.parse(self.order.ranks).includes(self._rank, local)
 
     def _leave_out_first_steps(self) -> None:
         """Record some steps more than were asked for, if a data loader's queue is not as usual at first."""
@@ -413,12 +435,15 @@ class Session:
     def _describe(self, state: str) -> Process:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         step, names = self.hooks.steps.what_counts() or (None, ())
+        remembered = None if self.memory is None else self.memory.result()
         loading = self._drain.describe(len(self._samples.steps["profiled"]))
         profiled = self._samples.steps["profiled"][0 if loading is None else loading.drained_steps :]
         if state == CUT_SHORT and self.order.steps is not None and len(profiled) >= self.order.steps:
             state = COMPLETE  # the script ended among the steps that a data loader made it record beyond those
+        # What a rank starts has its RANK too: a process without a step must not take the place of the rank's own word.
+        is_rank = self._begun >= 0 or self._rank is None or remembered is not None
         return Process(
-            process=self._name,
+            process=self._name if is_rank else f"{self._pid}",
             pid=os.getpid(),
             rank=self._rank,
             local_rank=local_rank_number(os.environ),
@@ -439,7 +464,7 @@ class Session:
             attached=tuple(self._samples.steps["attached"]),
             profiled=tuple(profiled),
             during=self._samples.during,
-            memory=None if self.memory is None else self.memory.result(),
+            memory=remembered,
             loading=loading,
             left_out=self.hooks.names.left_out,
             compiled_failure=self._compiled.failure,

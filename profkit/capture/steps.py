@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.fx import GraphModule
@@ -39,16 +40,24 @@ class StepPolicy:
         self._counts = counts
         self._kind: StepKind | None = None
         self._names: tuple[str, ...] = ()
+        self._named: tuple[StepKind, int] | None = None
+        """For which kind, and after how many changes of its round, the names were looked up."""
         self._number = -1
         self._is_settled = False
-        self._is_postponed = False
-        self._rounds: dict[StepKind, Round] = {kind: Round() for kind in StepKind}
+        self._is_postponed = self._was_postponed = False
+        self._rounds = [Round() for _ in StepKind]
+        self._passed: dict[int, tuple[ref[nn.Module], str | None]] = {}
+        """Modules, by their ids, whose calls cannot end a step any more, since something stronger does; and the name
+        under which their calls are counted, None for a loss."""
         self._functions: dict[str, _Function] = {}
         self._captured: WeakKeyDictionary[Any, StepKind] = WeakKeyDictionary()
         self._capturing: Any = None
+        self._has_captured = False
         self._inside = _Inside()
         self._models = Roots()
         self._variables = VariableNames()
+        self._called = _Known()
+        """The models and optimizers whose names have been looked for."""
         self.seen: Counter[str] = Counter()
         """How often what may make a step has happened: ``backward``, ``optimizer:AdamW``, …"""
         self.changed_to: str | None = None
@@ -81,6 +90,15 @@ class StepPolicy:
         """Return the word for what a step is, and the names of what makes it; None before anything has."""
         return None if self._kind is None else (self._kind.word, self._names)
 
+    @property
+    def needs_optimizers_alone(self) -> bool:
+        """Whether the steps are the same if nothing but optimizers' steps is reported until the next one.
+
+        Not where an optimizer works within backward passes, nor where a CUDA graph may be replayed.
+        """
+        is_optimizers = self._is_settled and self._kind is StepKind.OPTIMIZER
+        return is_optimizers and not (self._was_postponed or self._has_captured or self._inside.depth)
+
     def settle(self) -> None:
         """The recording begins: its steps are numbered on, whatever appears."""
         self._is_settled = True
@@ -92,20 +110,34 @@ class StepPolicy:
     def call_begins(self, module: nn.Module) -> int | None:
         """An outermost module call is about to begin; in a backward pass there is none."""
         self._inside.depth += 1
+        if id(module) in self._passed:
+            return None
         if is_loss_module(module) or self._inside.depth > 1:
             return self._due(StepKind.CALL, is_boundary=False)
         model = unwrap(module)
-        self._models.of(model)
-        self._variables.of_model(model)
+        if model not in self._called:
+            self._called.add(model)
+            self._models.of(model)
+            self._variables.of_model(model)
         return self._begins(_kind_of_call(model), model)
 
     def call_ends(self, module: nn.Module) -> int | None:
         """An outermost module call has ended, or raised; its ranges are closed."""
         self._inside.leave()
-        if is_loss_module(module) or self._inside.depth:
+        if self._inside.depth:
             return None
-        model = unwrap(module)
-        return self._ends(_kind_of_call(model), model, type(model).__name__, self._variables.known(model))
+        if id(module) in self._passed:
+            name = self._passed[id(module)][1]
+            if name is not None and self._capturing is None:
+                self.seen[name] += 1
+            return None
+        is_loss, model = is_loss_module(module), unwrap(module)
+        if self._is_weaker(StepKind.CALL):
+            key, name = id(module), f"{_kind_of_call(model).word}:{type(model).__name__}"
+            self._passed[key] = ref(module, lambda _: self._passed.pop(key, None)), None if is_loss else name
+        if is_loss:
+            return None
+        return self._ends(_kind_of_call(model), model, *self._names_known(model))
 
     def function_begins(self, name: str) -> int | None:
         """A function that is decorated with ``annotate(name)`` is about to be called, within no other and no module."""
@@ -132,7 +164,7 @@ class StepPolicy:
         self._inside.leave()
         if self._inside.depth:
             return None
-        return self._ends(StepKind.GENERATE, model, type(model).__name__, self._variables.known(model))
+        return self._ends(StepKind.GENERATE, model, *self._names_known(model))
 
     def backward_begins(self) -> int | None:
         """A backward pass is about to begin on this thread, and not within another one."""
@@ -152,7 +184,9 @@ class StepPolicy:
     def optimizer_begins(self, optimizer: Optimizer) -> int | None:
         """An optimizer's step is about to begin, and not within another one's."""
         self._inside.depth += 1
-        self._variables.of_optimizer(optimizer)
+        if optimizer not in self._called:
+            self._called.add(optimizer)
+            self._variables.of_optimizer(optimizer)
         return self._begins(StepKind.OPTIMIZER, optimizer)
 
     def optimizer_left(self) -> None:
@@ -161,18 +195,20 @@ class StepPolicy:
 
     def optimizer_ends(self, optimizer: Optimizer) -> int | None:
         """An optimizer's step has ended well, and its range is closed."""
-        names = type(optimizer).__name__, self._variables.known(optimizer)
+        names = self._names_known(optimizer)
         if running_graph() == -1:
             return self._ends(StepKind.OPTIMIZER, optimizer, *names)
         # A step of the script ends with the backward pass that this runs in.
         self._count(StepKind.OPTIMIZER, names[0])
         self._is_postponed = self._is_postponed or self._is_last(StepKind.OPTIMIZER, optimizer, *names)
+        self._was_postponed = True
         return None
 
     def capture_begins(self, graph: Any) -> None:
         """What follows on this thread is captured into a CUDA graph."""
         self._capturing = graph
         self._captured[graph] = StepKind.REPLAY
+        self._has_captured = True
 
     def capture_ends(self) -> None:
         """The capture has ended, or failed."""
@@ -196,18 +232,30 @@ class StepPolicy:
 
     def _begins(self, kind: StepKind, one: Any) -> int | None:
         """Something that a step may end with is about to happen."""
+        if self._is_weaker(kind):
+            return None
         self._rounds[kind].note(one)
         return self._due(kind, is_boundary=False)
 
     def _ends(self, kind: StepKind, one: Any = None, *names: str | None) -> int | None:
         """Something that a step may end with has happened."""
         self._count(kind, names[0] if names else None)
+        if self._is_weaker(kind):
+            return None
         return self._due(kind, is_boundary=self._is_last(kind, one, *names))
+
+    def _is_weaker(self, kind: StepKind) -> bool:
+        """Return whether things of this kind cannot end a step any more, because stronger ones do."""
+        return self._choice is None and self._kind is not None and kind < self._kind
 
     def _is_last(self, kind: StepKind, one: Any, *names: str | None) -> bool:
         if self._choice is not None and self._choice.name is not None:
             return self._choice.allows(kind, names)
         return one is None or self._rounds[kind].ends_with(one)
+
+    def _names_known(self, one: Any) -> tuple[str, str | None]:
+        """Return what a person may call it: its class, and its variable where somebody chose a name."""
+        return type(one).__name__, None if self._choice is None else self._variables.known(one)
 
     def _count(self, kind: StepKind, name: str | None) -> None:
         if self._capturing is None:
@@ -219,13 +267,16 @@ class StepPolicy:
         """Return the number of the step that begins now, None if none does."""
         if not self._counts or self._capturing is not None:
             return None
-        if is_boundary and self._may_count(kind):
+        is_known = kind is self._kind and kind >= StepKind.OPTIMIZER  # nothing forbids it that did not before
+        if is_boundary and (is_known or self._may_count(kind)):
             if kind is self._kind or (self._is_settled and self._number > 0):
                 self._number += 1
             else:
                 self._number = 0 if kind is StepKind.WHOLE else 1
             self._kind = kind
-            self._names = self._names_of(kind)
+            named = kind, self._rounds[kind].changes
+            if named != self._named:
+                self._named, self._names = named, self._names_of(kind)
             return self._number
         if self._number < 0 and (self._choice is None or self._choice.word != StepKind.WHOLE.word):
             self._number = 0
@@ -284,10 +335,19 @@ def _kind_of_call(model: nn.Module) -> StepKind:
 
 def is_loss_module(module: nn.Module) -> bool:
     """Return whether a module computes a loss: one of torch's, or one without parameters that is called so."""
-    if isinstance(module, _Loss):
-        return True
-    name = type(module).__name__.lower()
-    return ("loss" in name or "criterion" in name) and not _has_parameters(module)
+    kind: Any = type(module)
+    return _is_torchs_loss(kind) or (_is_called_loss(kind) and not _has_parameters(module))
+
+
+@functools.lru_cache
+def _is_torchs_loss(kind: type[nn.Module]) -> bool:
+    return issubclass(kind, _Loss)
+
+
+@functools.lru_cache
+def _is_called_loss(kind: type[nn.Module]) -> bool:
+    name = kind.__name__.lower()
+    return "loss" in name or "criterion" in name
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -299,7 +359,19 @@ def _has_parameters(module: nn.Module) -> bool:
     return has_some
 
 
-_with_parameters: WeakSet[nn.Module] = WeakSet()
+class _Known(dict[int, ref[Any]]):
+    """Things that were seen, of which it holds none alive: by their ids, which is far faster than a weak set."""
+
+    def add(self, one: Any) -> None:
+        """See a thing."""
+        key = id(one)
+        self[key] = ref(one, lambda _: self.pop(key, None))
+
+    def __contains__(self, one: object) -> bool:
+        return id(one) in self.keys()
+
+
+_with_parameters = _Known()
 """Modules that have parameters: they are asked for several times a step, and looking for one takes long."""
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple
 
@@ -17,10 +19,14 @@ Part = Literal["attached", "profiled"]
 
 
 class Mark(NamedTuple):
-    """One moment: the host's time, and an event if the GPU's own clock says when; None within a stream's capture."""
+    """One moment: the host's time, and an event if the GPU's own clock says when; None within a stream's capture.
+
+    ``device`` is the GPU of the event: times between two GPUs' events are unknown.
+    """
 
     host_ns: int
     event: Any
+    device: int = 0
 
 
 class Span(NamedTuple):
@@ -36,8 +42,17 @@ class Span(NamedTuple):
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether events were recorded at both ends."""
-        return isinstance(self.first.event, torch.cuda.Event) and isinstance(self.last.event, torch.cuda.Event)
+        """Whether events of one GPU were recorded at both ends."""
+        first, last = self.first, self.last
+        return first.event not in _NO_EVENTS and last.event not in _NO_EVENTS and first.device == last.device
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        """The marks of a span on the GPU whose times from each other are known."""
+        first, last, computed = self.first, self.last, self.computed
+        if computed is None or computed.event in _NO_EVENTS or computed.device != first.device:
+            return first, last
+        return first, computed, last
 
 
 def sum_times(spans: Iterable[Span]) -> dict[str, int]:
@@ -53,7 +68,7 @@ def sum_times(spans: Iterable[Span]) -> dict[str, int]:
             name, time_ns = f"{span.phase}_event_ns", round(first.elapsed_time(last) * 1_000_000)
         elif first is _HOST and last is _HOST:
             name, time_ns = f"{span.phase}_ns", span.last.host_ns - span.first.host_ns
-        else:  # CUDA came into use, or a capture began, in the middle of it
+        else:  # in the middle of it CUDA came into use, a capture began, or another GPU became the current one
             continue
         times[name] = times.get(name, 0) + time_ns
     return times
@@ -61,6 +76,8 @@ def sum_times(spans: Iterable[Span]) -> dict[str, int]:
 
 _HOST = object()
 """In the place of an event: the host's time says all."""
+
+_NO_EVENTS = (None, _HOST)
 
 
 class PhaseClock:
@@ -76,10 +93,12 @@ class PhaseClock:
         self._thread: int | None = None
         self._depth = 0
         self._phase = ""
+        self._paused = ""
         self._began = Mark(0, None)
         self._forward_ended: Mark | None = None
         self._computed: Mark | None = None
         self._spans: list[Span] = []
+        self._mark = self._mark_before_cuda
 
     @property
     def is_running(self) -> bool:
@@ -101,9 +120,10 @@ class PhaseClock:
         self._depth += 1
         if self._depth > 1:
             return
-        self._phase, self._began = phase, _mark(phase)
+        self._phase = phase
+        self._began = self._now()
         if phase == BACKWARD and self._forward_ended is not None:
-            self._spans.append(Span(LOSS, self._forward_ended, self._began))
+            self._spans.append(_span((LOSS, self._forward_ended, self._began, None)))
         self._forward_ended = None
 
     def end(self) -> None:
@@ -113,20 +133,43 @@ class PhaseClock:
         self._depth -= 1
         if self._depth:
             return
-        ended = _mark(self._phase)
+        ended = self._now()
         computed, self._computed = self._computed, None
-        self._spans.append(Span(self._phase, self._began, ended, computed))
+        self._spans.append(_span((self._phase, self._began, ended, computed)))
         self._forward_ended = ended if self._phase == FORWARD else None
+
+    def pause(self) -> None:
+        """Leave the phase for others that it calls, as an optimizer its closure; not if it lies in another one."""
+        if self._thread == threading.get_ident() and self._depth == 1:
+            self._paused = self._phase
+            self.end()
+
+    def resume(self) -> None:
+        """Go on with the phase that was left."""
+        if self._thread == threading.get_ident() and self._paused and not self._depth:
+            self.begin(self._paused)
 
     def graph_ran(self) -> None:
         """Mark where a backward pass has run all its nodes; the thread that ran the last one may call this."""
         if self._phase == BACKWARD and self._depth == 1:
-            self._computed = _mark(BACKWARD)
+            self._computed = self._mark()
+
+    def _now(self) -> Mark:
+        """Return this moment; waiting for data takes no time on a GPU."""
+        return _mark_on_host() if self._phase == DATA else self._mark()
+
+    def _mark_before_cuda(self) -> Mark:
+        """Return this moment, with an event as soon as CUDA is in use: it stays so."""
+        if not torch.cuda.is_initialized():
+            return _mark_on_host()
+        self._mark = mark_on_gpu
+        return mark_on_gpu()
 
     def take(self) -> list[Span]:
         """Return the phases since the last call; one that is open ends here."""
         if self._depth:
-            self._spans.append(Span(self._phase, self._began, _mark(self._phase)))
+            ended = self._now()
+            self._spans.append(Span(self._phase, self._began, ended))
             self._depth = 0
             self._computed = None
         spans, self._spans = self._spans, []
@@ -134,29 +177,56 @@ class PhaseClock:
         return spans
 
 
-def _mark(phase: str) -> Mark:
-    """Return this moment, with an event where CUDA is in use."""
+def _mark_on_host() -> Mark:
+    return _mark((perf_counter_ns(), _HOST, 0))
+
+
+def mark_on_gpu() -> Mark:
+    """Return this moment, with an event that is recorded on the current stream but within a stream's capture.
+
+    All that can be is asked of torch's C++ at once: of the public functions most cost more than recording the event.
+    """
     now_ns = perf_counter_ns()
-    if phase == DATA or not torch.cuda.is_initialized():
-        return Mark(now_ns, _HOST)
-    return Mark(now_ns, mark_on_gpu())
+    if _is_capturing():
+        return _mark((now_ns, None, 0))
+    device = _current_device()
+    key = _current_stream(device)
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream()
+    unused = _unused[device]
+    event = unused.pop() if unused else _new_event(enable_timing=True)
+    event.record(stream)
+    return _mark((now_ns, event, device))
 
 
-def mark_on_gpu() -> Any:
-    """Record an event on the current stream and return it; None within a stream's capture."""
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    event = _unused.pop() if _unused else torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+_mark: Callable[[tuple[int, Any, int]], Mark] = partial(tuple.__new__, Mark)
+_span: Callable[[tuple[str, Mark, Mark, Mark | None]], Span] = partial(tuple.__new__, Span)
+"""As the classes do, but without a function of Python's: some ten are made in each step, among other work."""
+
+_c: Any = torch._C
+_is_capturing: Callable[[], bool] = getattr(
+    _c, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+_current_device: Callable[[], int] = getattr(_c, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream: Callable[[int], tuple[int, int, int]] = getattr(
+    _c, "_cuda_getCurrentStream", torch.cuda.current_stream
+)
+_new_event: Callable[..., Any] = getattr(_c, "_CudaEventBase", torch.cuda.Event)
+
+_streams: dict[tuple[int, int, int], Any] = {}
+"""Streams by what torch's C++ calls them: a new object for the current one takes longer to make than an event."""
 
 
-def give_back(events: Iterable[Any]) -> None:
-    """Have events that nobody will look at again recorded anew: making one takes as long as recording it."""
-    _unused.extend(events)
+def give_back(device: int, events: Iterable[Any]) -> None:
+    """Have events that nobody will look at again recorded anew: making one takes as long as recording it.
+
+    CUDA records an event only on the GPU on which it was first recorded, here ``device``.
+    """
+    _unused[device].extend(events)
 
 
-_unused: list[Any] = []
+_unused: defaultdict[int, list[Any]] = defaultdict(list)
 
 
 def wait_for_device() -> None:

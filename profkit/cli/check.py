@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from profkit.analysis.collectives.comparison import RanksResult
-from profkit.analysis.compare.budgets import Budgets, check_budgets
+from profkit.analysis.compare.budget_lines import Budgets
+from profkit.analysis.compare.budgets import check_budgets
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting

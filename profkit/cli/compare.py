@@ -61,20 +61,23 @@ def compare(
         disturbances = compare_provenance(old, new).disturbances
         write_warnings(f"changed: {describe_difference(one)}" for one in disturbances)
     with shown_after_a_second("comparing"):
-        result = compare_captures(old, new, range=name, force=force)
+        has_ranks = by is None and name is None and _has_ranks(old) and _has_ranks(new)
+        result = compare_captures(old, new, range=name, force=force, may_be_empty=has_ranks)
     document = build_compare_document(result, by=by, top=top)
-    if by is None and name is None and _has_ranks(old) and _has_ranks(new):
+    if has_ranks:
         from profkit.joining import read_ranks
         from profkit.report.rank_changes import compare_groups
 
         with shown_after_a_second("comparing ranks"):
-            parts, data = compare_groups(read_ranks(before), read_ranks(after))
-        document = replace(document, parts=[*document.parts, *parts], data={**document.data, **data})
+            groups, lines, data = compare_groups(read_ranks(before), read_ranks(after))
+        csv = document.csv if document.csv.rows else groups
+        document = replace(document, parts=[*document.parts, groups, lines], data={**document.data, **data}, csv=csv)
     print_document(document, style, output, full_names=full_names)
 
 
 def _has_ranks(capture: OpenedCapture) -> bool:
-    return capture.trace is not None and len(capture.trace.ranks.members) > 1
+    light = () if capture.run is None else capture.run.light_records
+    return len(light) > 1 or (capture.trace is not None and len(capture.trace.ranks.members) > 1)
 
 
 def _open(path: Path) -> OpenedCapture:

@@ -6,13 +6,14 @@ import os
 
 import click
 
+from profkit.cli.options import format_option
 from profkit.cli.outputs import print_document
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, ToolError
 from profkit.launch.doctor import Check, Machine, can_record, examine
 from profkit.launch.nsys import Nsys, find_nsys
 from profkit.report.doctor import build_doctor_document
-from profkit.report.document import FORMATS, Format
+from profkit.report.document import Format
 
 
 @click.command()
@@ -22,13 +23,13 @@ from profkit.report.document import FORMATS, Format
     is_flag=True,
     help="Record a Python process with nsys for one second, and export it; measure the links between several GPUs.",
 )
-@click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
+@format_option
 def doctor(with_trial: bool, style: Format) -> None:
-    """Say what this machine can record, and the one thing to do for each part that it cannot.
+    """Show what this machine can record, and one thing to do for each part that it cannot.
 
-    Looks at nsys, its version against the driver, its importer, nvtx, GPUs and their links, permission, torch, disk
-    and cache; imports no torch. Exits 0 unless nothing can be recorded (neither an nsys that starts nor torch, or no
-    room), or a trial failed: then 3.
+    It looks at nsys, its version against the driver, its importer, nvtx, GPUs and their links, permission, torch, disk
+    and cache, and imports no torch. It exits with 3 if a trial failed or nothing can be recorded: there is neither
+    torch nor an nsys that starts, or no room on the disk.
     """
     nsys, machine = _find(), Machine()
     with shown_after_a_second("looking at this machine"):

@@ -8,10 +8,10 @@ import click
 
 from profkit.analysis.efficiency.evidence import find_evidence
 from profkit.cli.completion import complete_ranges
-from profkit.cli.options import output_options
+from profkit.cli.options import obey_strict, output_options, rank_option, trace_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
-from profkit.errors import CheckError, UsageError
+from profkit.errors import UsageError
 from profkit.reading import open_trace
 from profkit.report.attention import build_attention_document
 from profkit.report.document import Format
@@ -29,16 +29,14 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16")
     shell_complete=complete_ranges,
     help="Only these ranges and those within: a name, glob or path.",
 )
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
+@rank_option
 @click.option("--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines.")
-@click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Type of matrix products, if the run does not record it.")
 @click.option("--ceilings", type=click.Path(path_type=Path), metavar="FILE", help="Peaks measured by profkit ceilings.")
 @click.option("--explain", is_flag=True, help="Explain each verdict with its numbers.")
 @click.option("--attention", is_flag=True, help="Show the parts of attention instead: their times and their FLOPs.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the ranges on a roofline.")
-@click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do.")
-@click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check.")
+@trace_options
 @output_options
 def efficiency(
     trace: Path,
@@ -63,8 +61,8 @@ def efficiency(
     directory knows FLOPs, bytes and unprofiled times.
 
     The largest part of a range's time on the GPU decides what limits it: idle while the host launches kernels (kernel
-    launches) or does anything else (Python), only communication (communication), or work. Of work, the peak that it
-    would meet first decides (arithmetic, memory bandwidth).
+    launches), idle while it does anything else (Python), communication that nothing hides (communication), or
+    computing. Computing is limited by the peak that it would reach first: arithmetic or memory bandwidth.
     """
     _refuse_misfits(explain, attention, style, plot)
     refuse_overwriting([path for path in (trace, ceilings) if path is not None], [output, plot])
@@ -84,8 +82,7 @@ def efficiency(
                 folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result
                 plot_roofline(folded, plot, untrusted=check.failed)
     print_document(document, style, output, full_names=full_names)
-    if strict and check.failed:
-        raise CheckError(f"{trace}: the capture failed its self-check")
+    obey_strict(trace, check, strict=strict)
 
 
 def _refuse_misfits(explain: bool, attention: bool, style: Format, plot: Path | None) -> None:

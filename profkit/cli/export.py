@@ -11,13 +11,14 @@ import click
 
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened_trace import OpenedTrace
+from profkit.cli.options import format_option, rank_option
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.files import whole_file
 from profkit.reading import kind_of, open_snapshot, open_trace
 from profkit.report.chrome_trace import write_chrome_trace
-from profkit.report.document import FORMATS, Format
+from profkit.report.document import Format
 from profkit.report.export import CHROME, PERFETTO, build_export_document
 from profkit.report.export_layout import find_memory
 from profkit.report.perfetto import write_perfetto
@@ -28,8 +29,8 @@ from profkit.run.directory import Run
 @click.argument("capture", type=click.Path(path_type=Path))
 @click.option("--perfetto", type=click.Path(path_type=Path), metavar="FILE.pftrace", help="Write a Perfetto trace.")
 @click.option("--chrome", type=click.Path(path_type=Path), metavar="FILE.json.gz", help="Write a Chrome trace.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
-@click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
+@rank_option
+@format_option
 def export(capture: Path, perfetto: Path | None, chrome: Path | None, rank: int | None, style: Format) -> None:
     """Write a capture for a timeline viewer: Perfetto (ui.perfetto.dev) or chrome://tracing.
 

@@ -18,8 +18,8 @@ from profkit.run.gathering import gather as gather_to
 def gather(sources: tuple[Path, ...], output: Path) -> None:
     """Put the runs of several machines, copied from their disks, into one directory.
 
-    SOURCES are the run directories of one job's machines, or directories that hold some. Where all machines wrote to
-    one disk nothing need be gathered. The sources are only read; `profkit ranks OUTPUT` compares all ranks.
+    SOURCES are the run directories of one job's machines, or directories that hold some. Machines that wrote to
+    one disk need no gathering. The sources are only read; `profkit ranks OUTPUT` compares all ranks.
     """
     with shown_after_a_second(f"copying {format_count(len(sources), 'run')}"):
         found = gather_to(sources, output)

@@ -12,10 +12,10 @@ from profkit.analysis.kernels import Grouping, KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.selection import KernelFilter
 from profkit.cli.completion import complete_ranges
-from profkit.cli.options import output_options
+from profkit.cli.options import obey_strict, output_options, rank_option, trace_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, write_warnings
 from profkit.cli.progress import shown_after_a_second
-from profkit.errors import CheckError, UsageError
+from profkit.errors import UsageError
 from profkit.names import STEP, context_range
 from profkit.reading import open_trace
 from profkit.report.clean_times import clean_times_parts
@@ -45,7 +45,7 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 @click.option(
     "--per-instance", is_flag=True, help="Also show one line per instance of the range (CSV holds only these)."
 )
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
+@rank_option
 @click.option("--process", type=int, metavar="PID", help="Only this process.")
 @click.option("--device", type=int, metavar="N", help="Only this GPU.")
 @click.option(
@@ -54,10 +54,8 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 @click.option("--sort", type=click.Choice(SORTS), default="total", show_default=True, help="The order of the lines.")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N lines (default {_DEFAULT_TOP}).")
 @click.option("--explain", is_flag=True, help="Show the rule behind each category, and what compiled kernels compute.")
-@click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do.")
-@click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the table as a bar chart.")
-@click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check.")
+@trace_options
 @output_options
 def kernels(
     trace: Path,
@@ -80,7 +78,7 @@ def kernels(
     output: Path | None,
     full_names: bool,
 ) -> None:
-    """Say which kernels spent the GPU's time, in the capture or inside a range.
+    """Show which kernels took the GPU's time, in the capture or inside a range.
 
     TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace (.json, .json.gz) or a run
     directory. Without --range: the phases and the whole capture, and of a run what its steps took unprofiled.
@@ -131,8 +129,7 @@ def kernels(
     if style == "csv" and not per_instance and top is not None and top < len(result.kernels):
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
     print_document(document, style, output, full_names=full_names)
-    if strict and check.failed:
-        raise CheckError(f"{trace}: the capture failed its self-check")
+    obey_strict(trace, check, strict=strict)
 
 
 def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:

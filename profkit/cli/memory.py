@@ -11,7 +11,7 @@ from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
-from profkit.cli.options import output_options
+from profkit.cli.options import output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
@@ -38,10 +38,7 @@ _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "ti
     "event.",
 )
 @click.option("--by", type=click.Choice(BY), help="Show one table: what each module, category, line or phase held.")
-@click.option("--device", type=int, metavar="N", help="Show this GPU (default: the one with the highest peak).")
-@click.option(
-    "--rank", type=click.IntRange(min=0), metavar="N", help="Show this rank (default: the one with the highest peak)."
-)
+@peak_options
 @click.option("--stack", metavar="TEXT", help="Show only allocations with TEXT in their stack or their tensor's name.")
 @click.option("--min-size", type=Size(), default=0, help="Show only allocations of at least this size, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Treat annotations matching GLOB as NAME.")

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.options import output_options
+from profkit.cli.options import obey_strict, output_options, rank_option, trace_options
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
-from profkit.errors import CheckError
 from profkit.reading import open_trace
 from profkit.report.document import Format
 from profkit.report.ranges import build_ranges_document
@@ -17,13 +16,11 @@ from profkit.report.ranges import build_ranges_document
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run.")
+@rank_option
 @click.option(
     "--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines (JSON and CSV always do)."
 )
-@click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step.")
-@click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do.")
-@click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check.")
+@trace_options
 @output_options
 def ranges(
     trace: Path,
@@ -48,5 +45,4 @@ def ranges(
         check = opened.self_check
     document = build_ranges_document(result, check.findings, numbered=numbered, totals=totals)
     print_document(document, style, output, full_names=full_names)
-    if strict and check.failed:
-        raise CheckError(f"{trace}: the capture failed its self-check")
+    obey_strict(trace, check, strict=strict)

@@ -30,9 +30,9 @@ def report(capture: Path, output: Path | None, against: Path | None, source: boo
     """Write one HTML page of a run: its steps, modules, kernels and memory, and how far to trust them.
 
     RUN is a run directory, or a trace or memory snapshot alone. The page is one file that loads nothing: it opens
-    without a network, prints, and can be read without JavaScript. It holds no environment, host or user, and paths
-    only from the working directory on. Source text is in it only with --source, and only from files below the working
-    directory.
+    without a network, prints, and can be read without JavaScript. It holds no environment, host or user. A path
+    begins at the working directory, or is a file's name alone. Source text is in it only with --source, and only from
+    files below the working directory.
     """
     output = output or Path(f"{capture.resolve().name}.html")
     if output.suffix.lower() not in (".html", ".htm"):

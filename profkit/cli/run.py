@@ -36,7 +36,7 @@ from profkit.models.options import Device, TrainingOptions
 from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run
-from profkit.run.job import JOB
+from profkit.run.job import FIRST_OF_JOB, JOB, is_of_job, starts_on_all_machines
 from profkit.run.manifest import Workload
 from profkit.run.recording import BY_TREE, MemoryOptions, Order, Recorder, Stacks
 from profkit.run.step_choice import describe_step
@@ -48,6 +48,12 @@ _COUNTABLE_WARMUP = 2
 
 # torch.compile keeps this many variants of one piece of code; a further one would run uncompiled, without a word.
 _COMPILED_CONTEXTS = 8
+
+_ONE_MACHINE = (
+    "one Nsight Systems records the processes of this machine alone, and those that {0} starts on others may fail with "
+    '"Failed to connect to Agent": with other machines add --ranks (0-7: the first 8 ranks), or put {0} before '
+    "profkit run"
+)
 
 _KILLED = 128 + signal.SIGKILL
 
@@ -70,8 +76,8 @@ _KILLED = 128 + signal.SIGKILL
     "--redact",
     metavar="GLOB",
     multiple=True,
-    help="Leave the values of options with such names out of the manifest, as those of *token, *key, *secret, "
-    "*password, *passwd and *credential* always are.",
+    help="Leave the values of options whose names match GLOB out of the manifest. Those of *token, *key, *secret, "
+    "*password, *passwd and *credential* are always left out.",
 )
 @click.option(
     "-o", "output", type=click.Path(path_type=Path), help="The run directory to create  [default: runs/TIME-TARGET]"
@@ -104,17 +110,18 @@ def run(
 ) -> int:
     """Run TARGET under a profiler and keep what it recorded in a run directory.
 
-    A built-in model, or a callable of yours, runs its steps twice, in separate processes: unprofiled to time
-    them, and recorded. With --memory a third process records the allocator before the other two.
+    The steps of a built-in model, or of a callable of yours, run twice, in separate processes: unprofiled, to be timed,
+    and recorded. With --memory a third process records the allocator before the other two.
 
     A command runs once: the first --warmup steps run unprofiled (profkit times all but the first of them), the next
     --steps are recorded, and then the command finishes, unless --stop. With --memory the command runs twice: the first
     run records the allocator, from the first use of CUDA to the last measured step.
 
-    A step ends with the last optimizer that makes its step; without an optimizer with a backward pass, else with a
-    replay of a CUDA graph, else with a call of generate, of the model, or of a function decorated with annotate. The
-    last lines say which it was, and --step-on chooses. A command with fewer steps than warm-up steps runs a second
-    time with fewer, and one without any step runs a second time to be recorded as a whole; not if it wrote a file.
+    A step ends when the last of its optimizers has made a step. Without an optimizer it ends with a backward pass, else
+    with a replay of a CUDA graph, else with a call of generate, of the model, or of a function decorated with annotate.
+    The last lines say which it was, and --step-on chooses. A command with fewer steps than --warmup runs a second time
+    with fewer warm-up steps. One without any step runs a second time to be recorded as a whole. Neither runs again if
+    it wrote a file.
 
     With --memory or --oom a command that runs out of memory, at whatever step, is explained when it ends: what was
     asked for, what was free, and who held the rest.
@@ -153,6 +160,8 @@ def run(
         with_trace = not memory_only and (with_memory or not oom or names_recorder())
         passes = command_passes(words, order, allocator, with_memory=with_memory, with_trace=with_trace)
         name, title = command_name(words), " ".join(words)
+        if with_nsys and full_ranks is None and starts_on_all_machines(words):
+            say(_ONE_MACHINE.format(words[0]))
         wanted = Target(name, title, kind, tuple(passes), _workload(order), argv=words)
     if kind != "command":
         require_torch()
@@ -248,21 +257,24 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
     same.
     """
     where = quote_path(recorded.run)
+    is_job = is_of_job(recorded.run) and (recorded.run.parent / JOB).exists()
     if recorded.exit_status != 0:
         if recorded.out_of_memory is not None and recorded.out_of_memory.is_fatal:
             _explain_out_of_memory(recorded, recorded.out_of_memory, where)
         say(_describe_failure(recorded, target, where))
         return recorded.exit_status
     for warning in recorded.warnings:
-        say(f"warning: {warning}")
+        say(f"{recorded.run.name}: warning: {warning}" if is_job else f"warning: {warning}")
     if recorded.out_of_memory is not None:
         _explain_out_of_memory(recorded, recorded.out_of_memory, where)
     if recorded.reason is not None:
         say(recorded.reason)
     elif ceilings is not None:
         measure_to(recorded.run, ceilings, None if len(Run(recorded.run).light_records) > 1 else 1)
-    _show(recorded)
-    _say_next(recorded, target, where)
+    # srun and mpirun bring what all say into one place: of a job's runs only the first tells what to read next.
+    if not is_job or recorded.run.name in FIRST_OF_JOB:
+        _show(recorded)
+        _say_next(recorded, target, where, is_job=is_job)
     return 1 if recorded.reason else 0
 
 
@@ -313,17 +325,16 @@ def _show(recorded: Recorded) -> None:
     print_line(render(build_summary_document(summary, find_advice(summary), for_run=True), "table"))
 
 
-def _say_next(recorded: Recorded, target: Target, where: str) -> None:
-    is_job = (recorded.run.parent / JOB).exists()
+def _say_next(recorded: Recorded, target: Target, where: str, *, is_job: bool) -> None:
     has_ranks = is_job or len(Run(recorded.run).light_records) > 1
     if not (recorded.has_trace or recorded.has_snapshot or has_ranks):
         return
-    from profkit.run.directory import NSYS_EXPORT, NSYS_REPORT
-
-    if (recorded.run / NSYS_REPORT).exists():
+    reports = [path for path in Run(recorded.run).traces if path.suffix == ".nsys-rep"]
+    if reports:
+        report, others = reports[0], " (and the other ranks')" if len(reports) > 1 else ""
         print_line(
-            f"\n{NSYS_REPORT} holds the environment, secrets included, and cannot be scrubbed: share a `profkit scrub` "
-            f"of\n{NSYS_EXPORT}; --no-keep-report deletes the report"
+            f"\n{report.name}{others} holds the environment, secrets included, and cannot be scrubbed: share a "
+            f"`profkit scrub` of\n{report.with_suffix('.sqlite').name}; --no-keep-report deletes the report"
         )
     if recorded.step is not None:
         print_line(f"\nA step is {describe_step(recorded.step, recorded.step_names)} (--step-on chooses another).")

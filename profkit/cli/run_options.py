@@ -231,12 +231,12 @@ def command_options(command: Command) -> Command:
             "full_ranks",
             metavar="LIST|first-per-node|slowest",
             help="Of several ranks record these in full (0,7,8-15; the first of each machine; the one that the others "
-            "wait for in the warm-up steps). All others leave their light record.",
+            "wait for in the warm-up steps). All others leave only their light record.",
         ),
         click.option(
             "--step-on",
             metavar="KIND",
-            help="What a step is, where profkit finds out the wrong thing: optimizer:NAME, call:NAME (class, variable "
+            help="What a step is, if profkit finds the wrong one: optimizer:NAME, call:NAME (class, variable "
             "or decorated function), backward, replay (of a CUDA graph), generate, or whole (the whole program).",
         ),
     )
@@ -270,8 +270,6 @@ def refuse_options_of_other_kinds(kind: Kind) -> None:
             raise UsageError(f"{name} is for {' and '.join(_KIND_NAMES[one] for one in kinds)}; leave it out")
         if parameter.name in _FOR_NSYS and not ctx.params["with_nsys"]:
             raise UsageError(f"{name} goes with --nsys")
-        if parameter.name == "full_ranks" and ctx.params["with_nsys"]:
-            raise UsageError(f"{name} goes with --kineto: one Nsight Systems records all ranks of a machine")
         if parameter.name == "with_nsys" and ctx.params["memory_only"]:
             raise UsageError(f"{name} records a trace and --memory-only none; --memory records both")
 

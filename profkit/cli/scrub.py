@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from profkit.cli.options import format_option
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
-from profkit.report.document import FORMATS, Format
+from profkit.report.document import Format
 from profkit.report.scrub import build_scrub_document
 from profkit.sharing import scrub as scrub_to
 
@@ -20,13 +21,13 @@ _REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The copy to write.")
 @click.option("--force", is_flag=True, help="Replace the copy if it exists and is a file.")
-@click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
+@format_option
 def scrub(source: Path, output: Path, force: bool, style: Format) -> None:
     """Copy a capture without environment, host and user name, paths, command line, and other processes.
 
     SOURCE is an nsys export (.sqlite), a torch.profiler trace, a memory snapshot, or a run directory. It is only read;
-    the copy holds the same recorded events. Of a run directory the copy is a directory too; with -o NAME.sqlite it is
-    the nsys export alone. The command prints what it removed. Names of ranges stay: check what you wrote into them.
+    the copy holds the same recorded events. The copy of a run directory is a directory too; with -o NAME.sqlite it
+    is the nsys export alone. The command prints what it removed. Names of ranges stay: check what you wrote into them.
     """
     if source.suffix in _REPORTS:
         raise UsageError(

@@ -8,7 +8,7 @@ import click
 
 from profkit.analysis.edits.apply import FORMS
 from profkit.analysis.edits.outcome import Cost, cost_of_ranges
-from profkit.cli.options import output_options
+from profkit.cli.options import output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Size
@@ -54,10 +54,7 @@ from profkit.report.whatif import build_whatif_document
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw today's memory and the others over it."
 )
-@click.option("--device", type=int, metavar="N", help="Show this GPU (default: the one with the highest peak).")
-@click.option(
-    "--rank", type=click.IntRange(min=0), metavar="N", help="Show this rank (default: the one with the highest peak)."
-)
+@peak_options
 @output_options
 def whatif(
     snapshot: Path,

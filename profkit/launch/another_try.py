@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import time
 
 from profkit.files import user_cache
 from profkit.launch.passes import Outcome, Pass
@@ -24,6 +26,9 @@ _INDUCTOR_CACHE, _TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _SHORT_WARMUP = 2
 """Of a short script's steps: the first builds what the others have, the second is timed without a profiler."""
 _NEEDED_TO_COUNT = 2
+_MOST_CACHED_BYTES = 5 * 2**30
+_IN_USE_S = 24 * 3600
+"""A cache of which a file was read or written since may be a running program's."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def find_another_try(outcome: Outcome, own_cache: Path | None = None, took_s: fl
     # An allocator's recording that holds nothing would hold nothing again, and steps not found stay unfound.
     is_worth = outcome.reason is None or (better is not None and order.recorder != "memory")
     cached = max((one.cached_graphs for one in processes if one.is_recorded), default=0)
-    if own_cache is None or not cached or not is_worth or not _can_write(own_cache):
+    if own_cache is None or not cached or not is_worth or not _can_make(own_cache):
         return better
     return _compiled_anew(cached, own_cache, took_s, better)
 
@@ -96,10 +101,23 @@ def own_cache_folder() -> Path:
     return user_cache(KNOWN_CODE, "inductor")
 
 
-def _can_write(folder: Path) -> bool:
+def _can_make(folder: Path) -> bool:
+    """Make profkit's own cache of compiled code, anew if it has grown too large; return whether it can be used."""
     with suppress(OSError):
+        if _is_outgrown(folder):
+            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
     return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _is_outgrown(folder: Path) -> bool:
+    """Return whether a cache takes over 5 GiB and lay unused for a day.
+
+    It is removed as a whole or not at all: Inductor's entries name one another.
+    """
+    files = [path.lstat() for path in folder.rglob("*") if path.is_file()]
+    last_used_s = max((max(file.st_atime, file.st_mtime) for file in files), default=0)
+    return sum(file.st_size for file in files) > _MOST_CACHED_BYTES and time() - last_used_s > _IN_USE_S
 
 
 def _compiled_anew(cached: int, folder: Path, took_s: float, better: AnotherTry | None) -> AnotherTry:

@@ -24,10 +24,9 @@ from profkit.errors import ToolError
 from profkit.files import user_cache
 from profkit.launch.ceilings import measure_links
 from profkit.launch.gpu_state import read_gpu_state
-from profkit.launch.importer import find_importer, how_to_install, import_raw, lacking_libraries
-from profkit.launch.nsys import Nsys, build_nsys_argv, list_installed
-from profkit.launch.nsys_run import NO_ROOM_BYTES, export_to
-from profkit.launch.processes import run_child
+from profkit.launch.importer import find_importer, how_to_install, lacking_libraries
+from profkit.launch.nsys import Nsys, list_installed
+from profkit.launch.nsys_run import NO_ROOM_BYTES, export_to, record_program
 from profkit.launch.versions import CUPTI, cuda_of_driver, cupti_of, driver_in, is_before, numbers
 from profkit.run.links import GpuLink, describe_links
 
@@ -358,15 +357,20 @@ def try_nsys(nsys: Nsys) -> Check:
 
 
 def try_links(machine: Machine) -> list[Check]:
-    """Measure how fast collectives between this machine's GPUs are; nothing where there are no two."""
-    count = len({gpu for link in machine.links() for gpu in link.gpus})
-    if count < 2:
+    """Measure how fast collectives between this machine's GPUs are; nothing where there are no two.
+
+    Of GPUs that CUDA_VISIBLE_DEVICES hides, only those that a process here sees are measured.
+    """
+    if not machine.links():
         return []
     check = "link trial"
     try:
-        links = measure_links(count, "cuda")
+        links = measure_links(None, "cuda")
     except ToolError as error:
         return [Check(check, "failed", str(error), "run an all-reduce of your own with NCCL_DEBUG=INFO")]
+    if links is None:
+        hidden = "not measured: a process here sees fewer than two GPUs (CUDA_VISIBLE_DEVICES, MIG)"
+        return [Check(check, "note", hidden)]
     best = links.best
     found = (
         f"all-reduce between {links.ranks} GPUs: {links.bus_bandwidth(best) / 1e9:.1f} GB/s bus bandwidth with"
@@ -378,13 +382,7 @@ def try_links(machine: Machine) -> list[Check]:
 def _record(nsys: Nsys, folder: Path, log: IO[bytes]) -> int:
     report, export = folder / "trial.nsys-rep", folder / "trial.sqlite"
     target = [sys.executable, "-P", "-c", _PROGRAM]
-    argv = build_nsys_argv(nsys, report.with_suffix(""), target, cuda=False, temporary=tempfile.gettempdir())
-    status = run_child(argv, {**os.environ, "TMPDIR": str(folder)}, log)
-    raw = report.with_suffix(".qdstrm")
-    if raw.exists() and not report.exists():
-        import_raw(raw, report, nsys.path, log)
-    if status != 0 or not report.exists():
-        raise ToolError(f"{nsys.path} left no report (exit status {status})")
+    record_program(nsys, target, os.environ, report, log)
     export_to(nsys, report, export, log)
     with closing(sqlite3.connect(f"{export.as_uri()}?mode=ro", uri=True)) as connection:
         try:

@@ -1,4 +1,4 @@
-"""Running nsys: the disk space that it needs, its report, the export to SQLite, and how each may fail."""
+"""Running nsys around a program: the disk space that it needs, its report, the export, and how each may fail."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
 from profkit.errors import ToolError, TraceError
 from profkit.files import user_cache
 from profkit.launch.importer import import_raw
-from profkit.launch.nsys import Nsys, build_export_argv, find_nsys, read_abilities
-from profkit.launch.processes import run_tool
-from profkit.run.directory import LOG, NSYS_EXPORT, NSYS_REPORT
+from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, read_abilities
+from profkit.launch.processes import run_tool, uninterrupted
+from profkit.run.directory import LOG, NSYS_REPORT
+from profkit.run.recording import NSYS_STARTS, behind_nsys, has_recorded
 
 _FULL_BYTES = 1024**2
+RECORDING, EXPORTING = "recording the steps with Nsight Systems", "exporting what Nsight Systems recorded"
+EXPORT_SUFFIX, RAW_SUFFIX = ".sqlite", ".qdstrm"
 _PRIVATE = 0o600
 """nsys writes the environment and the command line into its files, secrets included: they are their owner's alone."""
 
@@ -94,6 +97,67 @@ _LOSSY = b"Errors occurred while processing the raw events"
 _REFUSED = re.compile(rb"\A\s*([^\n]+)\n.*^usage: nsys", re.MULTILINE | re.DOTALL)
 
 
+def record_in_nsys(
+    run: Path,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    nsys: Nsys,
+    *,
+    uses_cuda: bool,
+    reads_input: bool,
+    progress: Callable[[str], AbstractContextManager[object]],
+) -> int:
+    """Run a target in nsys, export what nsys recorded, and return the target's exit status.
+
+    Args:
+        run: the run directory.
+        words: the target's command.
+        environment: its environment, with profkit's order.
+        nsys: which one, and what it is to record.
+        uses_cuda: whether the target will use CUDA.
+        reads_input: whether it reads our standard input; nothing is shown then while it runs.
+        progress: shows what is being done.
+
+    Raises:
+        ToolError: there is no room for nsys, it failed, or its report could not be collected.
+    """
+    require_room(run)
+    with (
+        open(run / LOG, "w+b", opener=private) as log,
+        _own_outputs() as outputs,
+        # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
+        tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
+    ):
+        began = Path(scratch, "began")
+        argv = build_nsys_argv(
+            nsys,
+            (run / NSYS_REPORT).with_suffix(""),
+            behind_nsys(words, outputs, began),
+            cuda=uses_cuda,
+            temporary=tempfile.gettempdir(),
+        )
+        variables = {**environment, "TMPDIR": scratch}
+        with nullcontext() if reads_input else progress(RECORDING):
+            try:
+                status = run_in_nsys(argv, variables, log, outputs, began, reads_input=reads_input)
+            except KeyboardInterrupt:
+                # The target has ended, and nsys with it: it may have been through its recorded steps for hours.
+                with uninterrupted(), suppress(ToolError):
+                    _collect_recorded(run, nsys, log, progress)
+                raise
+        _collect_recorded(run, nsys, log, progress)
+    return status
+
+
+def _collect_recorded(
+    run: Path, nsys: Nsys, log: IO[bytes], progress: Callable[[str], AbstractContextManager[object]]
+) -> None:
+    """Export nsys's report, if the target recorded any step."""
+    if has_recorded(run):
+        with progress(EXPORTING):
+            collect_report(run / NSYS_REPORT, nsys, log)
+
+
 def require_room(run: Path) -> None:
     """Raise `ToolError` unless there is room for a capture and for nsys's temporary files."""
     places = ((run, "name another with -o"), (Path(tempfile.gettempdir()), "point TMPDIR to another disk"))
@@ -108,34 +172,40 @@ def run_in_nsys(
     argv: Sequence[str],
     environment: Mapping[str, str],
     log: IO[bytes],
-    pass_fds: Sequence[int] = (),
+    pass_fds: Sequence[int],
+    began: Path,
     *,
     reads_input: bool = False,
 ) -> int:
     """Run nsys around its target to the end and return the target's exit status.
 
-    nsys hands its standard input on to the target: an empty one, or ours if the target ``reads_input``.
+    nsys hands its standard input on to the target: an empty one, or ours if the target ``reads_input``. The target
+    leaves the file ``began``; until it has, nsys is started up to `NSYS_STARTS` times.
 
     Raises:
-        ToolError: nsys was killed, or it did not understand how it was called.
+        ToolError: nsys was killed, did not understand how it was called, or did not start the target.
     """
-    said_from = log.tell()
-    status = run_tool(argv, environment, log, pass_fds, reads_input=reads_input)
-    if status != 0:
+    for _ in range(NSYS_STARTS):
+        said_from = log.tell()
+        status = run_tool(argv, environment, log, pass_fds, reads_input=reads_input)
+        if began.exists():
+            return status
         log.seek(said_from)
         refused = _REFUSED.match(log.read())
         if refused:
             raise ToolError(f"{argv[0]} did not start the target: {refused[1].decode(errors='replace').strip()}")
-    return status
+    raise ToolError(
+        f"{argv[0]} did not start the target: {_last_line(log, said_from, status)}; its output is in {log.name}"
+    )
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file that only its owner may read: what a profiler prints may hold the command line."""
-    return os.open(path, flags, 0o600)
+    """Open a log that only its owner may read and several write: what a profiler prints may hold the command line."""
+    return os.open(path, flags | os.O_APPEND, 0o600)
 
 
 @contextmanager
-def own_outputs() -> Iterator[tuple[int, int]]:
+def _own_outputs() -> Iterator[tuple[int, int]]:
     """Yield copies of our standard output and error, for a child whose own two belong to a profiler."""
     copies = os.dup(1), os.dup(2)
     try:
@@ -145,18 +215,16 @@ def own_outputs() -> Iterator[tuple[int, int]]:
             os.close(copy)
 
 
-def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
-    """Export the report that nsys left in ``run``, imported first if it came out raw.
+def collect_report(report: Path, nsys: Nsys, log: IO[bytes]) -> None:
+    """Export the ``report`` that nsys left in a run to a file beside it; then delete it, unless it is to be kept.
 
-    The report is deleted then if it is not to be kept.
+    If nsys left its raw data, with or without a report, these are imported first.
 
     Raises:
         ToolError: there is none, or it could not be imported or exported.
     """
-    report = run / NSYS_REPORT
-    raw = report.with_suffix(".qdstrm")
-    if raw.exists() and not report.exists():
-        import_raw(raw, report, nsys.path, log)
+    run, export = report.parent, report.with_suffix(EXPORT_SUFFIX)
+    _import_left(report, nsys, log)
     if not report.exists():
         if is_full(run):
             raise ToolError(
@@ -164,10 +232,37 @@ def collect_report(run: Path, nsys: Nsys, log: IO[bytes]) -> None:
             )
         raise ToolError(f"{nsys.path} left no report; its output is in {log.name}")
     report.chmod(_PRIVATE)
-    export_to(nsys, report, run / NSYS_EXPORT, log)
-    (run / NSYS_EXPORT).chmod(_PRIVATE)
+    export_to(nsys, report, export, log)
+    export.chmod(_PRIVATE)
     if not nsys.options.keep_report:
         report.unlink()
+
+
+def _import_left(report: Path, nsys: Nsys, log: IO[bytes]) -> None:
+    """Make ``report`` of the raw file that nsys may have left in its place."""
+    raw = report.with_suffix(RAW_SUFFIX)
+    if raw.exists():
+        # It keeps both where its importer says that it failed, as that of 2023.4.4 did while another ran.
+        report.unlink(missing_ok=True)
+        import_raw(raw, report, nsys.path, log)
+
+
+def record_program(
+    nsys: Nsys, words: Sequence[str], environment: Mapping[str, str], report: Path, log: IO[bytes]
+) -> None:
+    """Record all of a short program without CUDA into ``report``; what it prints goes to ``log``, as nsys's words do.
+
+    Raises:
+        ToolError: nsys left no report, `NSYS_STARTS` times; the program failed; or the report could not be imported.
+    """
+    argv = build_nsys_argv(nsys, report.with_suffix(""), words, cuda=False, temporary=tempfile.gettempdir())
+    for _ in range(NSYS_STARTS):
+        status = run_tool(argv, {**environment, "TMPDIR": str(report.parent)}, log)
+        if report.exists() or report.with_suffix(RAW_SUFFIX).exists():
+            break
+    _import_left(report, nsys, log)
+    if status != 0 or not report.exists():
+        raise ToolError(f"{nsys.path} left no report (exit status {status})")
 
 
 def lost_events(run: Path) -> list[str]:

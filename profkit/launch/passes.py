@@ -10,7 +10,7 @@ from pathlib import Path
 
 from profkit.launch.targets import build_rank_argv
 from profkit.models.options import TrainingOptions
-from profkit.run.directory import KINETO_TRACE, NSYS_EXPORT, Run
+from profkit.run.directory import Run
 from profkit.run.manifest import Kind, Process, Workload
 from profkit.run.recording import CUT_SHORT, NOT_REACHED, PARTIAL, Failure, MemoryOptions, Order, Recorder
 from profkit.run.records import Plain
@@ -182,8 +182,7 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
     why = why_no_step(processes, order)
     if why is not None or order.recorder == "none":
         return why
-    has_trace = (run / (KINETO_TRACE if order.recorder == "kineto" else NSYS_EXPORT)).exists()
-    if has_trace or Run(run).rank_traces:
+    if Run(run).traces:
         return None
     return f"nothing was recorded: {processes[0].failure or 'the recorder left no trace'}"
 
@@ -258,8 +257,10 @@ def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
         return ["--ranks names no rank that ran here: this run has their light records alone"]
     first = outcome.processes[0]
     found = _memory_shortfalls(outcome)
-    if first.failure and outcome.reason is None:
-        found.append(f"the recording is not whole: {first.failure}")
+    failed = [one for one in outcome.processes if one.failure and (one is first or one.is_recorded)]
+    if failed and outcome.reason is None:
+        ranks = [f"rank {one.rank}: " if one.rank is not None else "" for one in failed]
+        found += [f"{rank}the recording is not whole: {one.failure}" for rank, one in zip(ranks, failed, strict=True)]
     elif first.state == CUT_SHORT:
         wanted = f"{len(first.profiled)} complete steps of the {outcome.order.steps} requested"
         found.append(f"the script ended while it was recorded: {wanted}")

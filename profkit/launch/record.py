@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import IO, Any
+from typing import Any
 
 from profkit.errors import RunError, ToolError
 from profkit.files import clear_partial_files
 from profkit.launch.another_try import AnotherTry, find_another_try, own_cache_folder
 from profkit.launch.conditions import GpuWatch, warn_of_run
 from profkit.launch.manifest import begin_manifest, utc_now, with_outcome
-from profkit.launch.nsys import Nsys, build_nsys_argv
-from profkit.launch.nsys_run import collect_report, lost_events, own_outputs, private, require_room, run_in_nsys
+from profkit.launch.nsys import Nsys
+from profkit.launch.nsys_ranks import run_ranks_in_nsys
+from profkit.launch.nsys_run import RAW_SUFFIX, RECORDING, lost_events, record_in_nsys
 from profkit.launch.passes import (
     LOSSES,
     Outcome,
     OutOfMemory,
     Pass,
     Target,
+    are_left_out,
     shortfalls,
     why_no_process,
     why_no_step,
@@ -34,15 +34,15 @@ from profkit.launch.passes import (
 )
 from profkit.launch.processes import Stopped, run_child, uninterrupted
 from profkit.launch.side_effects import why_not_twice
-from profkit.run.compiled_code import read_compilations
-from profkit.run.directory import COMPILED, LOG, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
+from profkit.run.compiled_code import read_compiled_code
+from profkit.run.directory import COMPILED, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.job import find_job
 from profkit.run.manifest import Manifest, RangesLeftOut, write_manifest
 from profkit.run.recording import (
     PARTIAL,
     VARIABLE,
+    Failure,
     Order,
-    has_recorded,
     take_attached,
     take_failures,
     take_processes,
@@ -57,19 +57,17 @@ _STDIN = 0
 _INTERRUPTED = 130
 _TOO_LONG_S = 600
 """A command that took longer is not run again unasked."""
+_MOST_RANKS_NAMED = 4
 _CAPTURES = ("trace.*", "snapshot.*")
 _OF_MEMORY = ("snapshot*.pickle", "ledger*.jsonl")
 _COMPILED = COMPILED.replace(".", "*.")
-
-# nsys writes its own lines to the standard streams; the target's go where the launcher's go.
-_REDIRECTED = "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); os.execvp(sys.argv[1], sys.argv[1:])"
 
 _DOING = {
     "memory": "recording the allocator",
     "oom": "watching for allocations that fail",
     "none": "timing the steps without a profiler",
     "kineto": "recording the steps with torch.profiler",
-    "nsys": "recording the steps with Nsight Systems",
+    "nsys": RECORDING,
 }
 
 
@@ -79,8 +77,8 @@ class Recorded:
 
     ``reason`` says why the last pass recorded nothing, None if it did record. ``has_kernels`` is False where the
     recorder sees none: Nsight Systems without CUDA. ``out_of_memory``: allocations that failed in the last pass.
-    ``complete_steps`` is how many steps the trace holds whole. ``failed_ranks`` is what ended each rank that failed,
-    empty if none did or there are no ranks.
+    ``complete_steps`` is how many steps the trace holds whole. ``failed_ranks`` says what ended the first rank that
+    failed and which others failed then; empty if none did or there are no ranks.
     """
 
     run: Path
@@ -134,7 +132,7 @@ def record_run(
     job = find_job(os.environ, target.argv)
     run = make_run_directory(output, target.name, job)
     manifest = replace(begin_manifest(target, nsys, command, secret_names), job=job)
-    _keep_manifest(run, manifest)
+    _keep_manifest(run, manifest, is_first=True)
     conditions, input_start = GpuWatch(os.environ), _input_position()
     reads_once = input_start is None and not os.isatty(_STDIN)
     recording = _Recording(run, target, nsys, progress, is_alone=job is None, reads_once=reads_once)
@@ -208,6 +206,8 @@ class _Recording:
         self._has_own_caches = False
         self._may_not_compile = False
         self._compiled_before: dict[Path, int] = {}
+        self._lost: list[str] = []
+        """Which ranks' reports of the last pass could not be collected, and why."""
 
     def make_pass(self, one: Pass) -> Outcome:
         """Run the target once."""
@@ -217,8 +217,20 @@ class _Recording:
         self._has_own_caches = bool(one.environment)
         self._compiled_before = {path: path.stat().st_size for path in self._run.glob(_COMPILED)}
         began = monotonic()
-        if order.recorder == "nsys" and self._nsys is not None:
-            status = self._run_in_nsys(self._nsys, words, environment)
+        if order.recorder == "nsys" and self._nsys is not None and order.ranks is not None:
+            status, self._lost = run_ranks_in_nsys(
+                words, environment, self._nsys, uses_cuda=self._uses_cuda(), progress=self._progress
+            )
+        elif order.recorder == "nsys" and self._nsys is not None:
+            status = record_in_nsys(
+                self._run,
+                words,
+                environment,
+                self._nsys,
+                uses_cuda=self._uses_cuda(),
+                reads_input=self._target.reads_input,
+                progress=self._progress,
+            )
         elif self._target.reads_input:
             status = run_child(words, environment, reads_input=True)
         else:
@@ -293,10 +305,13 @@ class _Recording:
             reason = why_no_step(last.processes, last.order)
         if has_failed:
             reason = last.what_failed or reason
-        missing = [text for one in counted for text in shortfalls(one, is_last=one is last)]
+        # Of a job's runs, many hold light records alone where --ranks chooses some ranks.
+        judged = [one for one in counted if self._is_alone or not are_left_out(one.processes)]
+        missing = [text for one in judged for text in shortfalls(one, is_last=one is last)]
         ranks = [(f"rank {one.rank}", one.error) for one in last.failures if has_failed and one.rank is not None]
         warnings = (
             *lost_events(self._run),
+            *self._lost,
             *missing,
             *(f"{one[0]} failed: {one[1]}" for one in ranks),
             *disturbed,
@@ -319,7 +334,7 @@ class _Recording:
             has_snapshot=bool(Run(self._run).snapshots),
             out_of_memory=last.out_of_memory,
             complete_steps=len(last.processes[0].profiled) if last.processes else 0,
-            failed_ranks="; ".join(map(": ".join, ranks)),
+            failed_ranks=_describe_failures(last.failures) if has_failed else "",
             step=first.step if first is not None and has_trace else None,
             step_names=first.step_names if first is not None else (),
             left_out=first.left_out if first is not None and has_trace else None,
@@ -336,38 +351,16 @@ class _Recording:
         shown = [one.processes[0].device for one in self.done if one.processes]
         return shown[0] == "cuda" if shown else may_use_cuda(os.environ)
 
-    def _run_in_nsys(self, nsys: Nsys, words: list[str], environment: dict[str, str]) -> int:
-        require_room(self._run)
-        with (
-            open(self._run / LOG, "w+b", opener=private) as log,
-            own_outputs() as outputs,
-            # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
-            tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
-        ):
-            argv = build_nsys_argv(
-                nsys,
-                (self._run / NSYS_REPORT).with_suffix(""),
-                [sys.executable, "-I", "-S", "-c", _REDIRECTED.format(*outputs), *words],
-                cuda=self._uses_cuda(),
-                temporary=tempfile.gettempdir(),
-            )
-            variables = {**environment, "TMPDIR": scratch}
-            with nullcontext() if self._target.reads_input else self._progress(_DOING["nsys"]):
-                try:
-                    status = run_in_nsys(argv, variables, log, outputs, reads_input=self._target.reads_input)
-                except KeyboardInterrupt:
-                    # The target has ended, and nsys with it: it may have been through its recorded steps for hours.
-                    with uninterrupted(), suppress(ToolError):
-                        self._collect(nsys, log)
-                    raise
-            self._collect(nsys, log)
-        return status
 
-    def _collect(self, nsys: Nsys, log: IO[bytes]) -> None:
-        """Export nsys's report, if the target recorded any step."""
-        if has_recorded(self._run):
-            with self._progress("exporting what Nsight Systems recorded"):
-                collect_report(self._run, nsys, log)
+def _describe_failures(failures: Sequence[Failure]) -> str:
+    """Return what ended the first rank that failed, and which others failed after it: often because it was gone."""
+    ranks = [one for one in failures if one.rank is not None]
+    if not ranks:
+        return ""
+    first, *others = ranks
+    then = ", ".join(f"rank {one.rank}" for one in others[:_MOST_RANKS_NAMED])
+    more = f" and {len(others) - _MOST_RANKS_NAMED:,} more" if len(others) > _MOST_RANKS_NAMED else ""
+    return f"rank {first.rank}: {first.error}" + (f"; then also {then}{more}" if others else "")
 
 
 def _input_position() -> int | None:
@@ -410,13 +403,13 @@ def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
 def _clear_unexported(run: Path) -> None:
     """Remove files that nsys was still writing: how much of the capture they hold is unknown."""
     if not (run / NSYS_EXPORT).exists():
-        for left in (run / NSYS_REPORT, (run / NSYS_REPORT).with_suffix(".qdstrm")):
+        for left in (run / NSYS_REPORT, (run / NSYS_REPORT).with_suffix(RAW_SUFFIX)):
             left.unlink(missing_ok=True)
 
 
 def _knows_compilations(run: Path) -> bool:
     with suppress(RunError):  # a full disk may have left half a line
-        return bool(read_compilations(run / COMPILED))
+        return bool(read_compiled_code(run / COMPILED).compilations)
     return False
 
 
@@ -430,9 +423,11 @@ def _mark_failed(run: Path, manifest: Manifest) -> None:
         _keep_manifest(run, manifest)
 
 
-def _keep_manifest(run: Path, manifest: Manifest) -> None:
+def _keep_manifest(run: Path, manifest: Manifest, *, is_first: bool = False) -> None:
     try:
-        write_manifest(run / MANIFEST, manifest)
+        write_manifest(run / MANIFEST, manifest, is_first=is_first)
+    except FileExistsError:
+        raise RunError(f"{run}: another run that began at the same time has it; name a new directory with -o") from None
     except OSError as error:
         raise RunError(
             f"{run / MANIFEST}: {error.strerror}; free some space, or name another directory with -o"

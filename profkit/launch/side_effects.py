@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _MOST_ENTRIES = 50_000
-"""So many are looked at in a fraction of a second on a local disk."""
+"""This many are looked at in a fraction of a second on a local disk."""
 
 
 class _TooManyFiles(Exception):

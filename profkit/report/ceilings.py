@@ -48,11 +48,15 @@ def build_ceilings_document(ceilings: Ceilings) -> Document:
         "measured_utc": ceilings.measured_utc,
     }
     parts: list[Table | Lines] = [table, Lines(_notes(ceilings, sheet))]
-    content: dict[str, Any] = {"device": facts, "rows": table.rows, "links": None}
-    if ceilings.links is not None:
-        links = _links_table(ceilings.links)
-        parts += [links, Lines(_links_notes(ceilings.links))]
-        content["links"] = {**asdict(ceilings.links), "times": links.rows}
+    content: dict[str, Any] = {"device": facts, "rows": table.rows, "links": None, "network": []}
+    for one in (*filter(None, [ceilings.links]), *ceilings.network):
+        links = _links_table(one)
+        parts += [links, Lines(_links_notes(one))]
+        data = {**asdict(one), "times": links.rows}
+        if one.machines > 1:
+            content["network"].append(data)
+        else:
+            content["links"] = data
     return Document("ceilings", content, parts, table)
 
 
@@ -77,9 +81,9 @@ def _links_table(links: MeasuredLinks) -> Table:
         Column("algorithm_bandwidth", "alg GB/s", GIGABYTES),
         Column("bus_bandwidth", "bus GB/s", GIGABYTES),
     )
-    return Table(
-        columns, rows, title=f"Collectives between {links.ranks} {'GPUs' if links.backend == 'nccl' else 'processes'}"
-    )
+    what = "GPUs" if links.backend == "nccl" else "processes"
+    where = f" on {links.machines} machines" if links.machines > 1 else ""
+    return Table(columns, rows, title=f"Collectives between {links.ranks} {what}{where}")
 
 
 def _links_notes(links: MeasuredLinks) -> list[str]:
@@ -87,6 +91,8 @@ def _links_notes(links: MeasuredLinks) -> list[str]:
         f"bandwidths as nccl-tests counts them, over {links.backend}",
         "each time is the best round's median, of the slowest rank",
     ]
+    if links.machines > 1 and links.per_machine == 1:
+        lines.append("one rank of each machine in a group, as in pipelines and hybrid sharding")
     return [f"the GPUs are linked by {describe_links(links.links)}", *lines] if links.links else lines
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from profkit.analysis.collectives.bandwidth import GroupRow
 from profkit.analysis.collectives.comparison import RanksResult
 from profkit.report.document import Column, Lines, Table
-from profkit.report.rank_comparison import describe_ranks
+from profkit.report.late_rank import describe_ranks
 from profkit.report.units import NS, NUMBER, TEXT
 
 _SENTENCES = 3
@@ -16,7 +16,7 @@ _SENTENCES = 3
 _Key = tuple[str, int, str, str | None]
 
 
-def compare_groups(before: RanksResult, after: RanksResult) -> tuple[list[Table | Lines], dict[str, Any]]:
+def compare_groups(before: RanksResult, after: RanksResult) -> tuple[Table, Lines, dict[str, Any]]:
     """Return what stands under a comparison of two runs of several ranks, and the same for JSON; per step."""
     sides = [{_key(row): row for row in one.groups} for one in (before, after)]
     rows, shown = [], []
@@ -25,11 +25,13 @@ def compare_groups(before: RanksResult, after: RanksResult) -> tuple[list[Table 
         named = dict(zip(("group", "rank_count", "kind", "dtype"), key, strict=True))
         rows.append({**named, "before": was, "after": now})
         cells = {f"{name}_before": (was or {}).get(name) for name in _SHOWN}
-        shown.append({**named, **cells, **{f"{name}_after": (now or {}).get(name) for name in _SHOWN}})
+        sizes = {size for group, size, *_ in (*sides[0], *sides[1]) if group == key[0]}
+        label = f"{key[0]} ({key[1]})" if len(sizes) > 1 else key[0]
+        shown.append({**named, "group": label, **cells, **{f"{name}_after": (now or {}).get(name) for name in _SHOWN}})
     table = Table(_COLUMNS, shown, title="Collectives by group, per step")
     lines = [f"before: {line}" for line in describe_ranks(before)[:_SENTENCES]]
     lines += [f"after: {line}" for line in describe_ranks(after)[:_SENTENCES]]
-    return [table, Lines(lines, title="Ranks")], {"groups": rows}
+    return table, Lines(lines, title="Ranks"), {"groups": rows}
 
 
 _SHOWN = ("count", "wire_ns", "waiting_ns")

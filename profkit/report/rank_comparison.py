@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from profkit.analysis.collectives.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
-from profkit.analysis.collectives.culprit import Culprit, Doubt
+from profkit.analysis.collectives.culprit import Culprit
 from profkit.analysis.collectives.pipeline import Pipeline
-from profkit.findings import Finding
 from profkit.report.document import Column, Document, Lines, Table
+from profkit.report.late_rank import describe_ranks
+from profkit.report.lost_ranks import find_lost
 from profkit.report.units import (
     BYTES,
     COUNT,
@@ -22,7 +23,7 @@ from profkit.report.units import (
     Unit,
     count_over,
     format_bytes,
-    format_count,
+    format_gigabytes,
     format_ns,
     format_share,
     ns_over,
@@ -33,25 +34,7 @@ from profkit.run.links import describe_links
 _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
 _WIDEST_MATRIX = 8
-_MOST_TURNS = 3
 
-_CAUSES = {
-    "data": "waiting for data",
-    "python": "running Python",
-    "launch": "idle while Python prepared kernels",
-    "kernels": "in kernels",
-    "copy": "copying",
-    "clock": "in kernels, on a lower clock",
-}
-_DOUBTS: dict[Doubt, str] = {
-    "varies": "but how late it arrives varies too much from step to step",
-    "unexplained": "but what it does more than the median rank explains less than half of that",
-    "launches": "it launches later, which a profiler alone may do; without a profiler that often goes away",
-}
-_UNTIMED = (
-    "Whether a rank is late is not known: no host kept its GPU waiting, and how long ranks wait in collectives within "
-    "a phase is known only with TORCH_NCCL_ENABLE_TIMING=1, or where all ranks are recorded in full"
-)
 _PARTS = ("kernels", "copy", "data", "launch", "python")
 
 
@@ -62,12 +45,11 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
         Lines([*_describe_links(result, run), *(line for one in result.pipelines for line in _describe_pipeline(one))]),
-        wait_table(result),
+        *([] if result.verdict.most_rank is None else [wait_table(result)]),
         ranks,
         Lines(_notes(result)),
     ]
-    findings = [Finding("lost-rank", f"rank {rank}: {reason}") for rank, reason in sorted(result.lost.items())]
-    return Document("ranks", {"run": run, **ranks_data(result)}, parts, ranks, findings)
+    return Document("ranks", {"run": run, **ranks_data(result)}, parts, ranks, [*find_lost(result)])
 
 
 def ranks_data(result: RanksResult) -> dict[str, Any]:
@@ -79,6 +61,8 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
         "step_ns": result.step_ns,
         "exposed_communication_ns": result.exposed_ns,
         "waiting_ns": result.waiting_ns,
+        "waits_untimed": result.is_untimed,
+        "assumed_groups": list(result.assumed_groups),
         "culprit": None if verdict.culprit is None else _culprit_data(verdict.culprit),
         "latest": None
         if verdict.most_rank is None
@@ -93,6 +77,7 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
         "links": {
             "links": [asdict(link) for link in result.links],
             "measured": None if result.measured is None else asdict(result.measured),
+            "network": [asdict(one) for one in result.network],
         },
         "pipelines": [
             {
@@ -110,47 +95,19 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
     }
 
 
-def describe_ranks(result: RanksResult) -> list[str]:
-    """Return what the ranks say together, in sentences: the step, who is late, why, and what it costs."""
-    step = f"{result.world_size} ranks, {format_count(result.step_count, 'step')} of {format_ns(result.step_ns)}"
-    if result.exposed_ns is not None:
-        step += f"; communication not hidden behind computing: {format_ns(result.exposed_ns)}"
-    lines = [f"{step}; waiting in collectives: {format_ns(result.waiting_ns)} (hidden or not)"]
-    verdict = result.verdict
-    if verdict.culprit is not None:
-        return lines + _accuse(verdict.culprit, result)
-    if verdict.most_rank is None:
-        return [*lines, "Who is late is unknown: no two ranks recorded the same collectives in a step"]
-    if verdict.doubt == "untimed":
-        return [*lines, _UNTIMED]
-    share = verdict.most_ns / verdict.step_ns if verdict.step_ns else 0.0
-    cost = f"{format_ns(verdict.most_ns)} a step ({format_share(share)} of it)"
-    why = (
-        f"a rank is called late from {format_share(verdict.least_share)} on"
-        if verdict.doubt is None
-        else _DOUBTS[verdict.doubt]
-    )
-    lines.append(f"No rank is late: rank {verdict.most_rank} costs the others most, {cost}; {why}")
-    if sum(verdict.turns.values()) > 1:
-        often = sorted(verdict.turns, key=lambda rank: (-verdict.turns[rank], rank))
-        turns = ", ".join(f"rank {rank} {verdict.turns[rank]:,} times" for rank in often[:_MOST_TURNS])
-        more = f" and {len(often) - _MOST_TURNS:,} more ranks" if len(often) > _MOST_TURNS else ""
-        lines.append(f"Single steps in which others wait that long for a rank: {turns}{more}")
-    return lines
-
-
 def wait_table(result: RanksResult) -> Table:
     """Return who waited for whom, per step; of many ranks, those that were waited for most."""
     steps = max(result.step_count, 1)
     numbers = [one.rank for one in result.ranks]
     waits = result.waits_ns
+    title = f"Waiting in collectives{', per step' * bool(result.recorded_step_count)}"
     if len(numbers) <= _WIDEST_MATRIX:
         columns = [Column("rank", "rank", _PLAIN), *(Column(f"for_{n}_ns", f"for rank {n}", NS) for n in numbers)]
         rows = [
             {"rank": rank, **{f"for_{n}_ns": round(int(waits[at, to]) / steps) for to, n in enumerate(numbers)}}
             for at, rank in enumerate(numbers)
         ]
-        return Table(columns, rows, title="Waiting in collectives, per step")
+        return Table(columns, rows, title=title)
     caused = waits.sum(axis=0)
     order = sorted(range(len(numbers)), key=lambda at: (-int(caused[at]), at))[:_WIDEST_MATRIX]
     order = [at for at in order if caused[at]] or order[:1]
@@ -167,77 +124,46 @@ def wait_table(result: RanksResult) -> Table:
         Column("caused_ns", "others wait for it (mean)", NS),
         Column("most_for", "longest: rank", _PLAIN),
     ]
-    return Table(columns, rows, title="Waiting in collectives, per step")
-
-
-def _place(culprit: Culprit) -> str:
-    before = "" if culprit.phase.startswith("before ") else "in "
-    place = f", {before}{culprit.phase}" if culprit.phase and culprit.cause != "data" else ""
-    return place + (f" ({culprit.module})" if culprit.module else "")
-
-
-def name_culprit(culprit: Culprit) -> str:
-    """Return who is late and what it does meanwhile, in a few words."""
-    return f"Rank {culprit.rank} is late: {_CAUSES[culprit.cause]}{_place(culprit)}"
-
-
-def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
-    group = culprit.group.group.dimension
-    where = f"of group {group}" if group else "of its group" if len(culprit.group.ranks) < result.world_size else ""
-    late = format_ns(culprit.late_ns)
-    arrives = (
-        f"its host is {late} a step behind the others', whose GPUs wait for it in collectives"
-        if not culprit.share
-        else f"it arrives last in {format_share(culprit.share)} of the collectives{' ' * bool(where)}{where} in which "
-        f"anybody waits, by {late} a step"
-    )
-    without = max(result.verdict.step_ns - culprit.gain_ns, 0)
-    hidden = culprit.extra_ns - culprit.idle_ns
-    shown = f" ({format_ns(culprit.idle_ns)} of it while its GPU was idle)" if hidden > culprit.extra_ns // 50 else ""
-    compared = f"than rank {culprit.compared_with} (the median rank) {_CAUSES[culprit.cause]}{_place(culprit)}{shown}"
-    if not culprit.is_always:
-        share = format_share(culprit.late_steps / culprit.steps)
-        return [
-            f"Rank {culprit.rank} is late in {culprit.late_steps:,} of {culprit.steps:,} steps ({share}),"
-            f" by {format_ns(culprit.late_ns)} each",
-            f"Its extra time in these steps: {format_ns(culprit.extra_ns)} more {compared}",
-            f"Without it steps would take about {format_ns(culprit.gain_ns)} less on average"
-            " (estimate: each collective starts when the median rank is there)",
-        ]
-    return [
-        f"Rank {culprit.rank} is late: {arrives}",
-        f"Its extra time: {format_ns(culprit.extra_ns)} a step more {compared}",
-        f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"
-        " (estimate: each collective starts when the median rank is there)",
-    ]
+    return Table(columns, rows, title=title)
 
 
 def _describe_links(result: RanksResult, run: str) -> list[str]:
     """Return what bandwidths are held against, and which collectives no faster link would help."""
     known = [row for row in result.groups if row.bus_bandwidth is not None]
     on_gpus = bool(result.links) or any(one.device is not None for one in result.ranks)
-    if not known or (result.measured is None and not on_gpus):
+    measured = [*filter(None, [result.measured]), *result.network]
+    if not known or not (measured or on_gpus):
         return []
     linked = describe_links(result.links)
-    if result.measured is None:
+    keep = f" -o {run}` there" if Path(run).is_dir() else "` shows it"
+    if not measured:
         kind = f" ({linked})" if linked else ""
-        keep = f" -o {run}` there" if Path(run).is_dir() else "` shows it"
         return [f"how fast the links between the GPUs are{kind} was not measured: `profkit ceilings{keep}"]
-    best = result.measured.best
-    highest = f"all_reduce of {format_bytes(best.bytes)}, {result.measured.bus_bandwidth(best) / 1e9:.1f} GB/s"
-    lines = [
-        "of measured: 100 % is the bus bandwidth of a collective of the same size with nothing else running",
-        f"{f'the links are {linked}; ' if linked else ''}the highest that `profkit ceilings` measured: {highest}",
-    ]
+    lines = ["of measured: 100 % is the bus bandwidth of a collective of the same size with nothing else running"]
+    for links in measured:
+        best = links.best
+        highest = f"all_reduce of {format_bytes(best.bytes)}, {format_gigabytes(links.bus_bandwidth(best))} GB/s"
+        if links.machines == 1:
+            where = f"{f'the links are {linked}; ' if linked else ''}the highest that `profkit ceilings` measured"
+        else:
+            each = "one rank" if links.per_machine == 1 else f"{links.per_machine} ranks"
+            where = f"between {links.machines} machines, {each} on each in a group, the highest measured"
+        lines.append(f"{where}: {highest}")
     for row in known:
-        if row.limited_by == "latency" and row.byte_count is not None:
-            least, each = round(result.measured.time_of(row.kind, 0) or 0), format_bytes(row.byte_count // row.count)
+        if row.limited_by == "latency" and row.byte_count is not None and row.least_ns is not None:
             lines.append(
-                f"{row.kind} of {row.group} is limited by latency, not by the links: {each} each, and the smallest"
-                f" takes {format_ns(least)}"
+                f"{row.kind} of {row.group} is limited by latency, not by the links:"
+                f" {format_bytes(row.byte_count // row.count)} each, and the smallest takes {format_ns(row.least_ns)}"
             )
     if any(row.measured_ns is None for row in known):
-        lines.append("no share: a kind that was not measured, or a group with ranks on several machines")
+        nodes = len({one.node for one in result.ranks}) > 1
+        between = (
+            f"; started by the job's launcher, `profkit ceilings{keep.removesuffix(' there')} measures the network"
+        )
+        lines.append(
+            "no share: what it uses was not measured, or not this kind of collective"
+            f"{between if nodes and not result.network else ''}"
+        )
     return lines
 
 
@@ -323,7 +249,8 @@ def _rank_table(result: RanksResult, top: int | None) -> Table:
         *([Column("sm_mhz", "MHz", COUNT)] if has_clock else []),
     ]
     rest = f"{len(ranks) - len(shown)} more ranks" if len(shown) < len(ranks) else ""
-    title = f"Ranks, per step, the most unusual first{f' ({rest}: --top)' if rest else ''}"
+    per_step = ", per step" * bool(result.recorded_step_count)
+    title = f"Ranks{per_step}, the most unusual first{f' ({rest}: --top)' if rest else ''}"
     return Table(columns, [_rank_data(one) for one in shown], title=title)
 
 
@@ -364,13 +291,32 @@ def _culprit_data(one: Culprit) -> dict[str, Any]:
 
 def _notes(result: RanksResult) -> Sequence[str]:
     lines = []
-    if result.is_exact:
-        lines.append("step = computing + copying + data + launching + Python + communication not hidden, for each rank")
+    if not result.recorded_step_count:
+        lines.append("what a rank did by itself is known of steps alone")
+    elif result.is_exact:
+        sums = "step = computing + copying + data + launching + Python + communication not hidden, for each rank"
+        is_first_out = any(one.step_count < result.recorded_step_count for one in result.ranks)
+        lines.append(f"{sums}{', without the first step' * is_first_out}")
     else:
         lines.append(
-            "ranks with a light record alone: computing is what phases took on the GPU beyond their Python time"
+            'ranks with a dash under "not hidden": computing is what phases took on the GPU beyond their Python time'
         )
     lines.append("waiting: from a rank's own arrival to that of the last rank, hidden behind computing or not")
+    if sum(row.waiting_ns for row in result.groups) > (result.waiting_ns + 1) * max(result.step_count, 1):
+        lines.append(
+            "waiting in a group is the mean of its ranks, each collective by itself; the first line is the mean of all"
+            " ranks, and counts once what is waited in two at once"
+        )
+    if result.step_count < result.recorded_step_count:
+        lines.append(
+            f"collectives are those of {result.step_count:,} of {result.recorded_step_count:,} steps: in the others the"
+            " record of a rank lacks them"
+        )
+    if result.assumed_groups:
+        lines.append(
+            f"which ranks share the collectives of {', '.join(result.assumed_groups)} is not recorded: all"
+            f" {result.world_size} are assumed to (the light record that `profkit run` leaves says it)"
+        )
     if result.clocks is not None:
         lines.append(
             f"clocks: shifted by at most {format_ns(result.clocks.largest_offset_ns)}, the ends of"

@@ -320,7 +320,9 @@ def _ranks(summary: Summary) -> str:
     text = f"own kernels a step: {text}"
     if len(own) > 8:
         text += f", {len(own) - 8} more"
-    if summary.slowest_rank is not None and summary.waited_for in (None, summary.slowest_rank):
+    # Kernels next to a collective that waits are slower: without the waits nobody can be called slow.
+    is_timed = not any(row.communication_ns and row.waiting_ns is None for row in summary.ranks)
+    if is_timed and summary.slowest_rank is not None and summary.waited_for in (None, summary.slowest_rank):
         text += f"{_SEPARATOR}slowest is rank {summary.slowest_rank}"
     if summary.waited_for is not None:
         waits = [row for row in summary.ranks if row.waiting_ns and row.rank != summary.waited_for]
@@ -329,7 +331,7 @@ def _ranks(summary: Summary) -> str:
         )
         text += f"{_SEPARATOR}the others wait for rank {summary.waited_for}" + (f" ({each} a step)" if each else "")
     if any(row.communication_ns and row.waiting_ns is None for row in summary.ranks):
-        text += f"{_SEPARATOR}how long they waited is unknown"
+        text += f"{_SEPARATOR}how long they waited for each other: profkit ranks {shlex.quote(summary.run)}"
     return text
 
 

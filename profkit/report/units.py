@@ -94,7 +94,16 @@ NS = Unit(format_ns)
 SIGNED_NS = Unit(format_signed_ns)
 SHARE = Unit(format_share)
 BYTES = Unit(format_bytes)
-GIGABYTES = Unit(lambda value: f"{value / 1e9:.1f}")
+
+
+def format_gigabytes(value: float) -> str:
+    """Return 10⁹ bytes with one decimal, and with two digits if that is less than one: ``326.9``, ``0.034``."""
+    size = value / 1e9
+    decimals = next((digits for digits in range(1, 6) if size >= 0.95 * 10.0 ** (1 - digits)), 6)
+    return f"{size:,.{decimals}f}"
+
+
+GIGABYTES = Unit(format_gigabytes)
 """Bytes a second, in 10⁹: the column's heading says so, as in nccl-tests."""
 
 

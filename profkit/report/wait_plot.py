@@ -8,12 +8,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from profkit.analysis.collectives.comparison import RanksResult
+from profkit.report.late_rank import name_culprit
 from profkit.report.pictures import plain_text, write_png
-from profkit.report.rank_comparison import name_culprit
 from profkit.report.units import format_ns
 
 _MOST_WRITTEN = 8
-"""In the matrix of so many ranks there is room for figures."""
+"""A matrix of up to this many ranks has room for figures."""
 
 
 def plot_waits(result: RanksResult, path: Path) -> None:

@@ -54,7 +54,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The content of ``ceilings.json``; ``links`` is None where there was one GPU, or none."""
+    """The content of ``ceilings.json``; ``links`` is None where there was one GPU, or none.
+
+    ``network`` are the measurements between machines: with all ranks in one group, and with one rank of each machine in
+    a group, all these groups at once.
+    """
 
     version: int
     device: MeasuredDevice
@@ -64,6 +68,7 @@ class Ceilings:
     gemm: tuple[Gemm, ...]
     copy: Copy
     links: MeasuredLinks | None = None
+    network: tuple[MeasuredLinks, ...] = ()
 
 
 def read_ceilings(path: Path) -> Ceilings:

@@ -30,10 +30,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import quote, unquote
 
-from profkit.names import SHARED
+from profkit.names import SHARED, name_shared
 from profkit.run.records import decode, read_lines
 
 PREFIX = "compiled "
@@ -155,7 +155,7 @@ class LaunchPlace:
         first = 0
         for module in around:
             first = next((at + 1 for at in range(first, len(self.path)) if self.path[at] == module), first)
-        return [*self.path[first:], *([SHARED + " + ".join(self.shared)] if self.shared else [])]
+        return [*self.path[first:], *([name_shared(self.shared)] if self.shared else [])]
 
 
 @dataclass(frozen=True)
@@ -286,61 +286,40 @@ def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph |
             file.write(json.dumps({"kind": _KINDS[type(record)], **asdict(record)}).encode() + b"\n")
 
 
-def read_compiled_code(path: Path) -> tuple[CompiledGraph, ...]:
-    """Return what a run knows of its compiled code, each graph once; unknown kinds and keys are passed over.
+@dataclass(frozen=True)
+class CompiledCode:
+    """What one process left of its compiled code and its CUDA graphs: each graph once, the rest in order."""
+
+    graphs: tuple[CompiledGraph, ...]
+    captured: tuple[CapturedGraph, ...]
+    compilations: tuple[Compilation, ...]
+    breaks: tuple[GraphBreak, ...]
+
+
+def read_compiled_code(path: Path) -> CompiledCode:
+    """Return what a run knows of compiled code and CUDA graphs; unknown kinds and keys are passed over.
 
     Raises:
         RunError: it cannot be read, or a line other than the last is damaged.
     """
-    return _read(path, CompiledGraph)
-
-
-def read_captured_graphs(path: Path) -> tuple[CapturedGraph, ...]:
-    """Return what a run knows of its CUDA graphs, each once.
-
-    Raises:
-        RunError: it cannot be read, or a line other than the last is damaged.
-    """
-    return _read(path, CapturedGraph)
-
-
-def read_compilations(path: Path) -> tuple[Compilation, ...]:
-    """Return what torch.compile did in a run, in order.
-
-    Raises:
-        RunError: it cannot be read, or a line other than the last is damaged.
-    """
-    return _read(path, Compilation)
-
-
-def read_graph_breaks(path: Path) -> tuple[GraphBreak, ...]:
-    """Return where graphs were broken in a run, in order.
-
-    Raises:
-        RunError: it cannot be read, or a line other than the last is damaged.
-    """
-    return _read(path, GraphBreak)
-
-
-Record = TypeVar("Record", CompiledGraph, CapturedGraph, Compilation, GraphBreak)
-
-
-def _read(path: Path, kind: type[Record]) -> tuple[Record, ...]:
-    found: dict[str, Record] = {}
+    found: dict[type, dict[str, Any]] = {kind: {} for kind in _KINDS}
+    kinds = {name: kind for kind, name in _KINDS.items()}
 
     def take(entry: dict[str, Any]) -> None:
-        if entry["kind"] == _KINDS[kind]:
+        kind = kinds.get(entry["kind"])
+        if kind is not None:
             record = decode(kind, entry)
-            found[record.id] = record
+            found[kind][record.id] = record
 
     with suppress(FileNotFoundError):  # a run without compiled code has none
         read_lines(path, take, "a line about compiled code")
-    return tuple(found.values())
+    return CompiledCode(*(tuple(records.values()) for records in found.values()))
 
 
-_KINDS: dict[type, str] = {
+_KINDS: dict[type[CompiledGraph | CapturedGraph | Compilation | GraphBreak], str] = {
     CompiledGraph: "graph",
     CapturedGraph: "cuda_graph",
     Compilation: "compilation",
     GraphBreak: "graph_break",
 }
+"""In the order of `CompiledCode`."""

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
-from profkit.run.job import Job, claim, is_of_job
+from profkit.run.job import CEILINGS, Job, claim, is_of_job
 from profkit.run.records import read_text
 
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
     from profkit.run.ceilings import Ceilings
-    from profkit.run.compiled_code import CapturedGraph, Compilation, CompiledGraph, GraphBreak
+    from profkit.run.compiled_code import CapturedGraph, Compilation, CompiledCode, CompiledGraph, GraphBreak
     from profkit.run.manifest import Manifest
     from profkit.run.work import RunWork
 
@@ -35,17 +35,17 @@ OWNERS = "ledger.jsonl"
 COMPILED = "compiled.jsonl"
 LIGHT = "light.jsonl"
 WORK = "work.json"
-CEILINGS = "ceilings.json"
 LOG = "log.txt"
 
 DEFAULT_PARENT = Path("runs")
 
 _FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, LIGHT, COMPILED, WORK, CEILINGS, LOG)
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
-_RANK_TRACE = re.compile(r"trace\.rank(\d+)\.json\.gz")
+_KINDS = [name.partition(".")[2] for name in _TRACES]
+_RANK_TRACE = re.compile(r"trace(?:\.rank(\d+))?\.(sqlite|nsys-rep|json\.gz)")
 _RANK_SNAPSHOT = re.compile(r"snapshot(?:\.rank(\d+))?\.pickle")
 _RANK_COMPILED = re.compile(r"compiled(?:\.rank(\d+))?\.jsonl")
-_RANK_LIGHT = re.compile(r"light(?:\.rank(\d+))?\.jsonl")
+RANK_LIGHT = re.compile(r"light(?:\.rank(\d+))?\.jsonl")
 
 
 class Run:
@@ -60,7 +60,10 @@ class Run:
         """
         self.path = choose_run(Path(path))
         if not (self.path / MANIFEST).exists():
-            raise RunError(f"{self.path}: a directory, but no profkit run (it has no {MANIFEST})")
+            if not self.path.exists():
+                raise RunError(f"{self.path}: no such directory")
+            what = "a directory, but no profkit run" if self.path.is_dir() else "a file; name the directory of a run"
+            raise RunError(f"{self.path}: {what} (it has no {MANIFEST})")
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -91,9 +94,7 @@ class Run:
         Raises:
             RunError: a file cannot be read.
         """
-        from profkit.run.compiled_code import read_compiled_code
-
-        return {graph.id: graph for file in self.compiled_files for graph in read_compiled_code(file)}
+        return {graph.id: graph for one in self._compiled for graph in one.graphs}
 
     @cached_property
     def ceilings(self) -> Ceilings | None:
@@ -113,9 +114,7 @@ class Run:
         Raises:
             RunError: a file cannot be read.
         """
-        from profkit.run.compiled_code import read_compilations, read_graph_breaks
-
-        return tuple((read_compilations(file), read_graph_breaks(file)) for file in self.compiled_files)
+        return tuple((one.compilations, one.breaks) for one in self._compiled)
 
     @cached_property
     def captured_graphs(self) -> tuple[CapturedGraph, ...]:
@@ -124,10 +123,13 @@ class Run:
         Raises:
             RunError: a file cannot be read.
         """
-        from profkit.run.compiled_code import read_captured_graphs
+        return tuple({graph.id: graph for one in self._compiled for graph in one.captured}.values())
 
-        found = {graph.id: graph for path in self.compiled_files for graph in read_captured_graphs(path)}
-        return tuple(found.values())
+    @cached_property
+    def _compiled(self) -> list[CompiledCode]:
+        from profkit.run.compiled_code import read_compiled_code
+
+        return list(map(read_compiled_code, self.compiled_files))
 
     @property
     def compiled_files(self) -> list[Path]:
@@ -142,19 +144,23 @@ class Run:
 
     @property
     def traces(self) -> list[Path]:
-        """Return the traces, the preferred one first: the nsys export, the nsys report, then torch.profiler's."""
-        of_ranks = sorted(path.name for path in self.path.iterdir() if _RANK_TRACE.fullmatch(path.name))
-        return [self.path / name for name in (*_TRACES, *of_ranks) if (self.path / name).exists()]
+        """Return the traces, the preferred one first: the nsys exports, the nsys reports, then torch.profiler's.
+
+        Of one kind the first rank's comes first.
+        """
+        found = [(path, _RANK_TRACE.fullmatch(path.name)) for path in self.path.iterdir()]
+        ranked = [(_KINDS.index(match[2]), int(match[1] or 0), path) for path, match in found if match]
+        return [path for _, _, path in sorted(ranked)]
 
     @property
     def rank_traces(self) -> dict[int, Path]:
-        """Return the torch.profiler traces by rank; none for a run of one process or under nsys."""
-        named = {path: _RANK_TRACE.fullmatch(path.name) for path in self.path.iterdir()}
-        others = {int(match[1]): path for path, match in named.items() if match}
-        if not others or self.traces[0].name in (NSYS_EXPORT, NSYS_REPORT):
-            return {}
-        first = {0: self.path / KINETO_TRACE} if (self.path / KINETO_TRACE).exists() else {}
-        return dict(sorted({**first, **others}.items()))
+        """Return the traces by rank where ranks left one each; none for one process, or one nsys around all."""
+        found: dict[int, Path] = {}
+        for path in self.traces:
+            match = _RANK_TRACE.fullmatch(path.name)
+            assert match is not None
+            found.setdefault(int(match[1] or 0), path)
+        return {} if list(found) == [0] else dict(sorted(found.items()))
 
     @property
     def snapshots(self) -> dict[int, Path]:
@@ -164,7 +170,7 @@ class Run:
     @property
     def light_records(self) -> dict[int, Path]:
         """Return the light records by rank."""
-        return self._by_rank(_RANK_LIGHT)
+        return self._by_rank(RANK_LIGHT)
 
     @property
     def files(self) -> list[Path]:
@@ -212,7 +218,7 @@ def find_run(path: Path) -> Run | None:
     """Return the run that a path is, or that the trace or snapshot at that path belongs to; None if there is none."""
     if path.is_dir():
         return Run(path)
-    named_so = path.name in (*_TRACES, SNAPSHOT) or _RANK_TRACE.fullmatch(path.name)
+    named_so = path.name == SNAPSHOT or _RANK_TRACE.fullmatch(path.name)
     named_so = named_so or _RANK_SNAPSHOT.fullmatch(path.name)
     return Run(path.parent) if named_so and (path.parent / MANIFEST).exists() else None
 
@@ -278,8 +284,9 @@ def choose_run(path: Path, rank: int | None = None) -> Path:
         if not holding:
             raise UsageError(f"no rank {rank}: none of the {len(runs)} runs in {path} holds it")
         return holding[0]
+    whose, theirs = ("ranks", "them") if runs[0].name.startswith("rank") else ("machines", "their ranks")
     raise UsageError(
-        f"{path}: holds the runs of {len(runs)} machines: profkit ranks {path} compares their ranks; for one of them "
+        f"{path}: holds the runs of {len(runs)} {whose}: profkit ranks {path} compares {theirs}; for one of them "
         f"name {runs[0]} or, where a command has it, --rank N"
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from profkit.errors import RunError, UsageError
 from profkit.run.directory import Run, runs_of_job
 from profkit.run.job import Job, claim
-from profkit.run.light_record import read_light_record
+from profkit.run.light_columns import read_light_columns
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
     for run in runs:
         if not ranks[run.path]:
             raise UsageError(f"{run.path}: does not say which ranks it holds; it cannot be put with others")
-    twice = [rank for rank, count in Counter(rank for one in ranks.values() for rank in one).items() if count > 1]
+    twice = [rank for rank, count in Counter(rank for run in runs for rank in ranks[run.path]).items() if count > 1]
     if twice:
-        both = [str(path) for path, held in ranks.items() if twice[0] in held]
+        both = [str(run.path) for run in runs if twice[0] in ranks[run.path]]
         raise UsageError(f"rank {twice[0]} is in {' and in '.join(both)}; name each machine's run of one job once")
     jobs = [run.manifest.job or Job() for run in runs]
     ids = list(dict.fromkeys(job.id for job in jobs if job.id is not None))
@@ -54,6 +54,11 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
     expected = counts.pop() if len(counts) == 1 else None
     if output.exists():
         raise RunError(f"{output}: exists; name a new directory with -o")
+    around = next((run.path for run in runs if output.resolve().is_relative_to(run.path.resolve())), None)
+    if around is not None:
+        raise UsageError(
+            f"{output}: lies within {around}, which is to be copied; name a directory outside of it with -o"
+        )
     ordered = sorted(runs, key=lambda run: ranks[run.path])
     partial = output.with_name(f".profkit-{os.getpid()}-{output.name}")
     try:
@@ -71,4 +76,4 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
 def _ranks_of(run: Run) -> tuple[int, ...]:
     """Return the ranks of a run by its manifest, else by its light records."""
     noted = {process.rank for process in run.manifest.processes if process.rank is not None}
-    return tuple(sorted(noted or {read_light_record(path).rank for path in run.light_records.values()}))
+    return tuple(sorted(noted or {read_light_columns(path).record.rank for path in run.light_records.values()}))

@@ -7,30 +7,46 @@ own (``srun profkit run … -- python train.py``). ``job.json`` next to them say
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from profkit.errors import RunError
-from profkit.files import write_json
+from profkit.files import write_new_json
 from profkit.run.records import read_record
 
 JOB = "job.json"
+CEILINGS = "ceilings.json"
+"""What was measured of GPUs, links and network: in a run, or beside the runs of a job."""
 
-_NODE = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+FIRST_OF_JOB = ("node0", "rank0")
+"""The names of the first run of a job."""
+
+_NODE = ("NODE_RANK", "GROUP_RANK")
 """Where the number of this machine in the job stands; torchrun calls it GROUP_RANK in its workers."""
 
 _TASKS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_NODES"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ""),
-    ("PMI_SIZE", "PMI_RANK", ""),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-"""How many processes Slurm and the MPIs started, which of them this is, and on how many machines."""
+"""How many processes the MPIs and Slurm started, and which of them this is.
+
+The MPIs first: within Slurm they have ``srun`` start one daemon a machine, and what Slurm says is of these.
+"""
+
+_MPI = (
+    ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+)
+"""The ranks of the job, this one, those of this machine, and this one among them, by Open MPI and by MPICH."""
 
 _JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
-_STARTERS = ("srun", "mpirun", "mpiexec", "aprun")
+_STARTERS = ("srun", "mpirun", "mpiexec", "orterun", "prterun", "aprun")
 """Programs that start the processes of all machines: there is one ``profkit run`` around them."""
 
 _OPTIONS = {
@@ -52,9 +68,10 @@ _TORCH = ("torchrun", "accelerate", "torch.distributed.run", "torch.distributed.
 class Job:
     """The job that a run belongs to.
 
-    ``id`` is the cluster's number for it and the rendezvous of its ranks, None if it has neither; ``count`` how many
-    runs there are, None if that is not known; ``number`` is this one's, None if nobody says it. ``unit`` is what has a
-    run of its own: ``node`` or ``rank``.
+    ``id`` is the cluster's number for it, with the step that started its processes if one did, how often it was
+    requeued and the rendezvous of its ranks; None if it has none of these. ``count`` is how many runs there are, None
+    if that is not known; ``number`` is this one's, None if nobody says it. ``unit`` is what has a run of its own:
+    ``node`` or ``rank``.
     """
 
     id: str | None = None
@@ -78,51 +95,113 @@ def number_in(environment: Mapping[str, str], *names: str) -> int | None:
 
 
 def node_number(environment: Mapping[str, str]) -> int | None:
-    """Return the number of this machine in its job, None if nobody says it."""
-    return number_in(environment, *_NODE)
+    """Return the number of this machine in its job, None if nobody says it.
+
+    An MPI says how many ranks are on this machine: where all machines have as many, ranks were dealt to one machine
+    after another, or to all in turns.
+    """
+    said, in_step = number_in(environment, *_NODE), number_in(environment, "SLURM_NODEID")
+    count, rank, here, place = (number_in(environment, *names) for names in _MPI)
+    if said is not None:
+        return said
+    if count is None or rank is None or here is None or place is None or not here or count % here:
+        return in_step
+    machines = count // here
+    if place == rank % here:
+        return rank // here
+    return rank % machines if place == rank // machines else None
 
 
 def rank_number(environment: Mapping[str, str]) -> int | None:
     """Return the rank of this process in its job, None if it is no rank, or nobody says which."""
     if "RANK" in environment:
         return number_in(environment, "RANK")
-    for count, number, _ in _TASKS:
-        if (number_in(environment, count) or 1) > 1:
-            return number_in(environment, number)
-    return None
+    count, number = _task(environment)
+    return number if count > 1 else None
+
+
+def rank_of_command(environment: Mapping[str, str], words: Sequence[str]) -> int | None:
+    """Return the rank of the process that runs ``words``; None also of a launcher of torch's that Slurm started."""
+    return None if names_torch_launcher(words) else rank_number(environment)
+
+
+def _task(environment: Mapping[str, str]) -> tuple[int, int | None]:
+    """Return how many processes an MPI or Slurm started together with this one, and which of them this is."""
+    for count, number in _TASKS:
+        started = number_in(environment, count)
+        if started is not None:
+            return started, number_in(environment, number)
+    return 1, None
 
 
 def local_rank_number(environment: Mapping[str, str]) -> int | None:
     """Return the number of this process among those of its machine, None if nobody says it."""
-    return number_in(environment, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return number_in(environment, "LOCAL_RANK", *_MPI[3], "SLURM_LOCALID")
+
+
+def names_torch_launcher(words: Sequence[str]) -> bool:
+    """Return whether a command starts a launcher of torch's, which starts ranks and is none."""
+    before_script = itertools.takewhile(lambda word: not word.endswith(".py"), words[:6])
+    return any(Path(word).name in _TORCH for word in before_script)
+
+
+def launched_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE and LOCAL_RANK of a process that a launcher started as one of several ranks.
+
+    Nothing of one that is alone, or of which nobody says it.
+    """
+    rank = rank_number(environment)
+    count = (number_in(environment, "WORLD_SIZE") or 1) if "RANK" in environment else _task(environment)[0]
+    if rank is None or rank >= count or count < 2:
+        return {}
+    return {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local_rank_number(environment) or 0)}
+
+
+def starts_on_all_machines(words: Sequence[str]) -> bool:
+    """Return whether a command is srun or mpirun, of which one may start the processes of several machines."""
+    return bool(words) and Path(words[0]).name.partition(".")[0] in _STARTERS  # Debian has mpirun.openmpi
 
 
 def find_job(environment: Mapping[str, str], words: Sequence[str]) -> Job | None:
     """Return the job that a ``profkit run`` of the command ``words`` is a part of; None if it is alone in it."""
-    if words and Path(words[0]).name in _STARTERS:
+    if starts_on_all_machines(words):
         return None
     said = _options(words)
     nodes = said.get("nodes", environment.get("NNODES", "")).rpartition(":")[2]
     count = int(nodes) if nodes.isdecimal() else None
+    started, number = _task(environment)
     parts = [
-        next((environment[name] for name in _JOB if environment.get(name)), ""),
+        _cluster_job(environment, with_step=started > 1),
         said.get("id", "") if said.get("id") != "none" else "",
         said.get("endpoint", environment.get("MASTER_ADDR", "")),
     ]
     job = Job("/".join(filter(None, parts)) or None, count)
-    if count == 1:
+    if count == 1 and started < 2:
         return None
     if said.get("node", "").isdecimal():
         return replace(job, number=int(said["node"]))
-    for tasks, task, machines in _TASKS:
-        started = number_in(environment, tasks) or 1
-        if started > 1:
-            is_node = count is not None or started == number_in(environment, machines)
-            unit = "node" if is_node else "rank"
-            return replace(job, count=started, number=number_in(environment, task), unit=unit)
+    if started > 1:
+        is_alone = number_in(environment, *_MPI[2]) == 1 or started == number_in(environment, "SLURM_STEP_NUM_NODES")
+        return replace(job, count=started, number=number, unit="node" if (count or 1) > 1 or is_alone else "rank")
     # SLURM_NODEID says nothing here: a whole allocation has it, also for a command that runs on one machine.
-    number = number_in(environment, "NODE_RANK", "GROUP_RANK")
+    number = number_in(environment, *_NODE)
     return replace(job, number=number) if number is not None or (count or 1) > 1 else None
+
+
+def _cluster_job(environment: Mapping[str, str], *, with_step: bool) -> str:
+    """Return the number that the cluster, or Open MPI, gave the job; empty if none did.
+
+    One job may start several such trainings, one after another or at once: ``with_step``, where all processes were
+    started together, that says which. A job that Slurm requeues keeps its number.
+    """
+    number = next((environment[name] for name in _JOB if environment.get(name)), "")
+    mpi, step = environment.get("PMIX_NAMESPACE"), environment.get("SLURM_STEP_ID")
+    restarts = environment.get("SLURM_RESTART_COUNT", "0")
+    if with_step and "OMPI_COMM_WORLD_SIZE" in environment:
+        number = ".".join(filter(None, [number, mpi]))
+    elif with_step and number and step:
+        number = f"{number}.{step}"
+    return number if restarts in ("", "0") else f"{number} restart {restarts}"
 
 
 def claim(shared: Path, job: Job) -> Path:
@@ -133,7 +212,10 @@ def claim(shared: Path, job: Job) -> Path:
         OSError: it cannot be made.
     """
     shared.mkdir(parents=True, exist_ok=True)
-    foreign = [one.name for one in shared.iterdir() if one.name != JOB and not is_of_job(one) and one.name[0] != "."]
+    mine = (JOB, CEILINGS)
+    foreign = [
+        one.name for one in shared.iterdir() if one.name not in mine and not is_of_job(one) and one.name[0] != "."
+    ]
     if foreign:
         raise RunError(f"{shared}: exists and is not empty; name a new directory with -o, or remove this one")
     found = _share(shared, job)
@@ -160,22 +242,16 @@ def _share(shared: Path, job: Job) -> _SharedJob:
     """Return what ``job.json`` holds; whoever comes first writes it, whole."""
     path = shared / JOB
     mine = _SharedJob(id=job.id, count=job.count)
-    draft = shared / f".{JOB}-{os.getpid()}-{os.urandom(4).hex()}"
-    write_json(draft, asdict(mine))
     try:
-        os.link(draft, path)
+        write_new_json(path, asdict(mine))
     except FileExistsError:
         return read_record(_SharedJob, path)
-    except OSError:  # a disk without links
-        write_json(path, asdict(mine))
-    finally:
-        draft.unlink()
     return mine
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
     """Return what the options of a launcher of torch's say; none for another program."""
-    if not any(Path(word).name in _TORCH for word in words[:6]):
+    if not names_torch_launcher(words):
         return {}
     said: dict[str, str] = {}
     for at, word in enumerate(words):

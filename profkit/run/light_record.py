@@ -3,33 +3,40 @@
 Each rank of a run leaves one (``light.rank7.jsonl``). A full trace of a rank reduces to the same form, so that one
 analysis reads both. One JSON object a line, written whole or not at all; a last line that was cut off is left out::
 
-    {"kind": "header", "version": 2, "rank": 1, "world_size": 4, "node": 0, "device": 1, "source": "light",
+    {"kind": "header", "version": 3, "rank": 1, "world_size": 4, "node": 0, "device": 1, "source": "light",
      "clock_base_ns": 1795193514683000000}
     {"kind": "group", "number": 0, "name": "0", "ranks": [0, 1, 2, 3], "dimension": "dp", "backend": "nccl"}
     {"kind": "calls", "number": 0, "collectives": {"group": [0, 0], "kind": ["all_reduce", "all_reduce"],
      "dtype": ["float32", "float32"], "bytes": [28320000, 1048576]}}
-    {"kind": "step", "name": "step 3", "start_ns": 81200300, "end_ns": 141200300,
-     "phases": [["data", 0, 210400], ["forward", 230100, 14020000], ["backward", …], ["optimizer", …]],
-     "gpu_phases": [["forward", 260000, 15300000], …],
-     "data_ns": 210400, "launch_wait_ns": 402000, "kernel_ns": {"gemm": 22400000, "communication": 3100000},
-     "peak_bytes": 3073660928, "reserved_bytes": 3246391296, "sm_mhz": 1980, "throttle": ["power cap"],
-     "collectives": {"calls": 0, "sequence": [41, 42], "called_ns": [16100000, 18200000],
-        "start_ns": [17300000, 19500000], "end_ns": [18400000, 19600000], "hidden_ns": [1100000, null]},
-     "since": [[0, "data", "data", "", 190000], [0, "kernels", "backward", "layer 3", 5100000]]}
+    {"kind": "steps", "name": ["step 3", "step 4"], "start_ns": "81200300,141200300", "end_ns": "141200300,201200300",
+     "launch_wait_ns": "402000,0", "peak_bytes": "3073660928,3073660928", "reserved_bytes": "3246391296,3246391296",
+     "sm_mhz": "1980,1980", "throttle": [["power cap"], []],
+     "phases": {"count": "2,2", "name": ["data", "forward", "data", "forward"], "start_ns": "0,230100,0,230500",
+        "end_ns": "210400,14020000,211000,14030000"},
+     "gpu_phases": {"count": "1,1", "name": ["forward", "forward"], "start_ns": "260000,260100",
+        "end_ns": "15300000,15310000"},
+     "collectives": {"calls": "0,0", "sequence": "41,42,43,44", "called_ns": "16100000,18200000,16110000,18210000",
+        "start_ns": "17300000,19500000,17310000,19510000", "end_ns": "18400000,19600000,18410000,19610000",
+        "hidden_ns": "1100000,?,?,?"},
+     "since": {"count": "2,0", "row": "0,0", "cause": ["data", "kernels"], "phase": ["data", "backward"],
+        "module": ["", "layer 3"], "time_ns": "190000,5100000"}}
 
-Times are whole nanoseconds. ``start_ns`` and ``end_ns`` of a step count from ``clock_base_ns`` (nanoseconds since the
+A line ``steps`` holds some steps, at most `TOGETHER`, as columns. A column of whole numbers is one text with commas,
+which is read several times as quickly as a list. What is unknown is ``?``, or the column is left out. Where a step may
+hold several rows, ``count`` says how many each has. What the collectives of a step have in common with other steps,
+``group``, ``kind``, ``dtype`` and ``bytes``, stands in a line ``calls`` before the first of these steps, whose number
+the steps name (-1: no collectives); the other columns of ``collectives`` hold all collectives of all these steps.
+
+In versions 1 and 2 each line held one step, and each column was a list of its own.
+
+Times are nanoseconds. ``start_ns`` and ``end_ns`` of a step count from ``clock_base_ns`` (nanoseconds since the
 epoch, on the rank's own clock); every other time of a step counts from the step's start, and may be negative for what
-began before. What is unknown is null, or the key is left out. Steps stand in their order; what ran outside every step
-stands in a step whose ``name`` is null.
+began before. Steps stand in their order; what ran outside every step stands in a step whose ``name`` is null.
 
 ``node`` numbers the machine (no host name is kept), ``device`` is the GPU's number there. ``phases`` are when the host
 was in each phase, waits for a batch (``data``) among them; ``gpu_phases`` are the same by CUDA events, on the GPU.
-``data_ns`` is how long the host waited for data, ``launch_wait_ns`` how long the GPU was idle while the host launched;
-without a profiler, how long it had at most nothing to do between phases, because the host came late (a GPU that idles
-within a phase is not seen, and ``kernel_ns`` is left out).
-
-What the collectives of several steps have in common stands once, in a line ``calls`` before the first of these steps. A
-step may also hold these columns itself; in version 1 all do.
+``launch_wait_ns`` is how long the GPU was idle while the host launched; without a profiler, how long it had at most
+nothing to do between phases, because the host came late (a GPU that idles within a phase is not seen).
 
 ``bytes`` of a collective is the size that nccl-tests calls ``size``: of all-gather the bytes of the whole output, of
 reduce-scatter those of the whole input. ``called_ns`` is when the host called it; ``start_ns`` and ``end_ns`` are when
@@ -40,26 +47,24 @@ known only where NCCL was asked to time its collectives. ``kind`` is one of `KIN
 names of torch and NCCL).
 
 ``since`` says what the rank did between the end of the previous collective and the end of this one, in disjoint parts
-that sum up to that time: the row of the collective, one of `CAUSES`, the phase, the module (or ""), and the time.
-``outside_cuda`` is how long the host ran without calling CUDA from this step's start to the next one's, whatever the
-GPU did: phase, module, time. A recorder without a profiler leaves both out.
+that sum up to that time: the row of the collective in its step, one of `CAUSES`, the phase, the module (or ""), and the
+time. Of a rank that calls no collective it says so from the step's start to the next one's, with `NO_COLLECTIVE` for
+the row. ``outside_cuda`` is how long the host ran without calling CUDA from this step's start to the next one's,
+whatever the GPU did: phase, module, time. A recorder without a profiler leaves both out.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from profkit.errors import RunError
-from profkit.files import collector_off
-from profkit.run.records import LARGEST_NUMBER, WrongRecord, decode, read_lines
-
-VERSION = 2
+VERSION = 3
 
 Source = Literal["light", "nsys", "kineto"]
 Cause = Literal["data", "python", "launch", "kernels", "copy", "clock", "communication"]
@@ -71,10 +76,10 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 WAITS_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """The kinds of collectives in which every rank waits for every other."""
 
+NO_COLLECTIVE = -1
+
 P2P = ("send", "recv")
 """The kinds that go from one rank to another."""
-
-_NUMBERS = {"start_ns", "end_ns", "data_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz"}
 
 _PATTERNS = {
     "all_reduce": r"all_?reduce",
@@ -137,10 +142,7 @@ class StepRecord:
     end_ns: int
     phases: tuple[tuple[str, int, int], ...] = ()
     gpu_phases: tuple[tuple[str, int, int], ...] = ()
-    data_ns: int | None = None
     launch_wait_ns: int | None = None
-    kernel_ns: Mapping[str, int] = field(default_factory=dict)
-    """Category → kernel time."""
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     sm_mhz: int | None = None
@@ -165,6 +167,7 @@ class LightRecord:
     steps: tuple[StepRecord, ...] = ()
 
 
+@functools.lru_cache(maxsize=1024)
 def plain_kind(name: str) -> str | None:
     """Return which of `KINDS` a name of torch or NCCL means; None for anything else.
 
@@ -184,44 +187,146 @@ def group_line(group: Group) -> str:
     return _line("group", asdict(group))
 
 
-_COMMON: Mapping[str, set[type]] = {
-    "group": {int},
-    "kind": {str},
-    "dtype": {str, type(None)},
-    "bytes": {int, type(None)},
+COMMON = ("group", "kind", "dtype", "bytes")
+"""The columns of collectives that are often alike in many steps."""
+
+OF_CALLS = ("sequence", "called_ns", "start_ns", "end_ns", "hidden_ns", "exposed_ns")
+"""Those that are not."""
+
+OF_STEPS = ("start_ns", "end_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz")
+
+TABLES = {
+    "phases": ("name", "start_ns", "end_ns"),
+    "gpu_phases": ("name", "start_ns", "end_ns"),
+    "since": ("row", "cause", "phase", "module", "time_ns"),
+    "outside_cuda": ("phase", "module", "time_ns"),
 }
-"""The columns that are often alike in many steps, and what may stand in them."""
-_OWN = tuple(name for name in Collectives.__dataclass_fields__ if name not in _COMMON)
-_NOTHING = ""
+"""What a step may hold several rows of → the columns of one row."""
+
+NO_CALLS = -1
+"""Stands for the calls of a step without collectives."""
+
+TOGETHER = 8
+"""This many steps stand in a line at most: no more are lost where a file is cut."""
+
+UNKNOWN_CELL = "?"
+TEXTS = ("name", "throttle", "cause", "phase", "module")
+"""The columns that are lists of texts."""
 
 _MOST_SHARED = 64
-"""Steps whose calls differ each time, as some of a mixture of experts, keep their own from then on."""
+"""Steps whose calls differ each time, as some of a mixture of experts, are not looked for from then on."""
+
+Columns = dict[str, Any]
+"""Steps as in a line ``steps``, each column still a list: of texts, or of whole numbers and None."""
+
+
+class Packer:
+    """Turns steps into columns, in their order; what the calls of several steps share is handed out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._count = 0
+
+    def pack(self, steps: Sequence[StepRecord]) -> tuple[Columns, dict[int, Columns]]:
+        """Return steps as columns, and by number what the calls of those are that are the first to share it."""
+        found: Columns = {"name": [step.name for step in steps]}
+        found |= {name: [getattr(step, name) for step in steps] for name in OF_STEPS}
+        found["throttle"] = [step.throttle for step in steps]
+        for table, names in TABLES.items():
+            rows = [getattr(step, table) for step in steps]
+            columns = zip(*chain.from_iterable(rows), strict=True) if any(rows) else ((),) * len(names)
+            found[table] = {"count": list(map(len, rows)), **dict(zip(names, map(list, columns), strict=True))}
+        shared: dict[int, Columns] = {}
+        calls = [step.collectives for step in steps]
+        found["collectives"] = {"calls": [self._number(one, shared) if len(one) else NO_CALLS for one in calls]}
+        for name in OF_CALLS:
+            found["collectives"][name] = list(chain.from_iterable([getattr(one, name) for one in calls]))
+        return found, shared
+
+    def _number(self, calls: Collectives, new: dict[int, Columns]) -> int:
+        columns = {name: getattr(calls, name) for name in COMMON}
+        key = tuple(map(tuple, columns.values()))
+        number = self._known.get(key, self._count)
+        if number == self._count:
+            new[number] = columns
+            self._count += 1
+            if number < _MOST_SHARED:
+                self._known[key] = number
+        return number
+
+
+def unpack(steps: Columns, shared: Mapping[int, Columns]) -> list[StepRecord]:
+    """Return steps from columns that are known to be right: the reverse of `Packer.pack`."""
+    count = len(steps["name"])
+    found: list[dict[str, Any]] = [{"name": name} for name in steps["name"]]
+    for name in OF_STEPS:
+        for step, value in zip(found, _cells(steps[name], count), strict=True):
+            step[name] = value
+    for name, columns in TABLES.items():
+        table = steps[name]
+        counts = _cells(table["count"], count)
+        rows = zip(*(_cells(table[column], sum(counts)) for column in columns), strict=True)
+        for step, size in zip(found, counts, strict=True):
+            step[name] = tuple(islice(rows, size))
+    calls = steps["collectives"]
+    nothing: Columns = {name: [] for name in COMMON}
+    common = [nothing if number == NO_CALLS else shared[number] for number in _cells(calls["calls"], count)]
+    sizes = [len(one["group"]) for one in common]
+    own = {name: iter(_cells(calls[name], sum(sizes))) for name in OF_CALLS}
+    for step, reasons, of_all, size in zip(found, steps["throttle"], common, sizes, strict=True):
+        step["throttle"] = tuple(reasons)
+        mine = {name: of_all.get(name) or [None] * size for name in COMMON}
+        step["collectives"] = Collectives(**mine, **{name: list(islice(column, size)) for name, column in own.items()})
+    return [StepRecord(**step) for step in found]
+
+
+def _cells(column: str | list[Any] | None, count: int) -> list[Any]:
+    if column is None:
+        return [None] * count
+    if isinstance(column, list):
+        return column
+    return [None if cell == UNKNOWN_CELL else int(cell) for cell in column.split(",")] if column else []
+
+
+def _shorten(columns: Columns) -> Columns:
+    """Return columns as a line holds them: numbers as one text; what is unknown or empty is left out."""
+    found: Columns = {}
+    numbers: list[tuple[Columns, str, list[int | None]]] = []
+
+    def take(table: Columns, into: Columns) -> None:
+        for name, column in table.items():
+            if name in TEXTS:
+                into[name] = column
+            elif column.count(None) < len(column):
+                numbers.append((into, name, column))
+
+    take({name: column for name, column in columns.items() if not isinstance(column, dict)}, found)
+    if not any(found["throttle"]):
+        del found["throttle"]
+    for name, table in columns.items():
+        if isinstance(table, dict) and any(table[one] for one in table if one not in ("count", "calls")):
+            take(table, found.setdefault(name, {}))
+    # One call of the encoder for all of them: it is made anew for each call.
+    texts = _encode([column for *_, column in numbers])[2:-2].replace("null", UNKNOWN_CELL).split("],[")
+    for (into, name, _), text in zip(numbers, texts, strict=True):
+        into[name] = text
+    return found
 
 
 class StepLines:
-    """Makes the lines of one record's steps, in their order; what the calls of several steps share is written once."""
+    """Makes the lines of one record's steps, in their order."""
 
     def __init__(self) -> None:
-        self._shared: dict[str, int] = {}
+        self._packer = Packer()
 
-    def of(self, step: StepRecord) -> str:
-        """Return the line of a step, and before it that of what it is the first to share; unknown is left out."""
-        found = {name: getattr(step, name) for name in StepRecord.__dataclass_fields__ if name != "collectives"}
-        kept = {name: value for name, value in found.items() if name == "name" or value not in (None, (), {})}
-        columns = {
-            name: column for name, column in vars(step.collectives).items() if any(x is not None for x in column)
-        }
-        if not columns:
-            return _line("step", kept)
-        common = {name: columns[name] for name in _COMMON if name in columns}
-        key, before = json.dumps(common), ""
-        if key not in self._shared and len(self._shared) < _MOST_SHARED:
-            self._shared[key] = len(self._shared)
-            before = _line("calls", {"number": self._shared[key], "collectives": common})
-        if key in self._shared:
-            own = {name: column for name, column in columns.items() if name not in common}
-            columns = {"calls": self._shared[key], **own}
-        return before + _line("step", {**kept, "collectives": columns})
+    def of(self, steps: Sequence[StepRecord]) -> str:
+        """Return the lines of some steps."""
+        lines = []
+        for first in range(0, len(steps), TOGETHER):
+            columns, shared = self._packer.pack(steps[first : first + TOGETHER])
+            lines += [_line("calls", {"number": number, "collectives": one}) for number, one in shared.items()]
+            lines.append(_line("steps", _shorten(columns)))
+        return "".join(lines)
 
 
 def write_light_record(path: Path, record: LightRecord) -> None:
@@ -230,151 +335,12 @@ def write_light_record(path: Path, record: LightRecord) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    lines = StepLines()
-    parts = [header_line(record), *map(group_line, record.groups), *map(lines.of, record.steps)]
+    parts = [header_line(record), *map(group_line, record.groups), StepLines().of(record.steps)]
     path.write_text("".join(parts), encoding="utf-8")
 
 
-def read_light_record(path: Path) -> LightRecord:
-    """Return the record of a rank; unknown kinds of lines and unknown keys are passed over.
-
-    Raises:
-        RunError: it cannot be read, has no header, is of a newer version, or a line other than the last is damaged.
-    """
-    header: dict[str, Any] | None = None
-    groups: list[Group] = []
-    steps: list[StepRecord] = []
-    shared: dict[int, dict[str, list[Any]]] = {}
-
-    def take(entry: dict[str, Any]) -> None:
-        nonlocal header
-        kind = entry["kind"]
-        if kind == "step":
-            steps.append(_step(entry, shared))
-        elif kind == "calls":
-            shared[entry["number"]] = _common(entry["collectives"])
-        elif kind == "group":
-            groups.append(decode(Group, entry))
-        elif kind == "header":
-            header = entry
-            if entry["version"] > VERSION:
-                raise RunError(f"{path}: version {entry['version']}, written by a newer profkit")
-
-    try:
-        with collector_off():
-            read_lines(path, take, "a line of a light record")
-    except FileNotFoundError:
-        raise RunError(f"{path}: no such file") from None
-    if header is None:
-        raise RunError(f"{path}: not a light record (it has no header)")
-    try:
-        record: LightRecord = decode(
-            LightRecord, {key: header[key] for key in header if key not in ("groups", "steps")}
-        )
-    except WrongRecord as error:
-        raise RunError(f"{path}: {error}") from None
-    return LightRecord(**{**vars(record), "groups": tuple(groups), "steps": tuple(steps)})
-
-
-_Numbers = tuple[str, list[Any]]
-"""Where numbers stand in a line, and the numbers."""
-
-
-def _step(entry: dict[str, Any], shared: Mapping[int, dict[str, list[Any]]]) -> StepRecord:
-    """Return a step; all its numbers are checked at once, as there may be thousands of collectives."""
-    phases, gpu_phases = _spans(entry.get("phases", ())), _spans(entry.get("gpu_phases", ()))
-    found = entry.get("collectives")
-    columns, numbers = (Collectives(), []) if found is None else _collectives(found, shared)
-    since, outside = (
-        _accounts(entry, len(columns), numbers) if "since" in entry or "outside_cuda" in entry else ((), ())
-    )
-    name, kernels, throttle = entry["name"], entry.get("kernel_ns", {}), entry.get("throttle", [])
-    spans = phases + gpu_phases
-    if not (name is None or isinstance(name, str)) or not {*map(type, throttle), *[type(x[0]) for x in spans]} <= {str}:
-        raise WrongRecord("name, a phase's name or throttle is no text")
-    plain: dict[str, Any] = {key: value for key, value in entry.items() if key in _NUMBERS and value is not None}
-    numbers += [(key, [value]) for key, value in plain.items()]
-    numbers.append(("a phase", [time for _, start, end in spans for time in (start, end)]))
-    if kernels:
-        numbers.append(("kernel_ns", list(kernels.values())))
-    _require_numbers(numbers)
-    return StepRecord(
-        name=name,
-        start_ns=plain.pop("start_ns"),
-        end_ns=plain.pop("end_ns"),
-        phases=phases,
-        gpu_phases=gpu_phases,
-        **plain,
-        kernel_ns=kernels,
-        throttle=tuple(throttle),
-        collectives=columns,
-        since=since,
-        outside_cuda=outside,
-    )
-
-
-def _accounts(entry: Mapping[str, Any], count: int, numbers: list[_Numbers]) -> tuple[Any, Any]:
-    """Return ``since`` and ``outside_cuda``, and add the numbers in them."""
-    since = tuple((row, cause, phase, where, time) for row, cause, phase, where, time in entry.get("since", ()))
-    outside = tuple((phase, module, time) for phase, module, time in entry.get("outside_cuda", ()))
-    if any(cause not in CAUSES or not 0 <= row < count for row, cause, *_ in since):
-        raise WrongRecord("since names an unknown cause, or no collective of its step")
-    numbers.append(("outside_cuda", [time for *_, time in outside]))
-    numbers.append(("since", [value for row, *_, time in since for value in (row, time)]))
-    return since, outside
-
-
-def _spans(found: Iterable[Any]) -> tuple[tuple[str, int, int], ...]:
-    return tuple([(name, start_ns, end_ns) for name, start_ns, end_ns in found])
-
-
-def _collectives(
-    found: Mapping[str, Any], shared: Mapping[int, dict[str, list[Any]]]
-) -> tuple[Collectives, list[_Numbers]]:
-    """Return the columns and the numbers in them; a column that is left out is unknown for every row."""
-    common = shared[found["calls"]] if "calls" in found else _common(found)
-    columns = {**common, **{name: found.get(name, common[_NOTHING]) for name in _OWN}}
-    unknown = columns.pop(_NOTHING)
-    numbers = []
-    for name in _OWN:
-        column = columns[name]
-        if not isinstance(column, list) or len(column) != len(unknown):
-            raise WrongRecord(f"collectives.{name} is not a list of {len(unknown)}")
-        if column is not unknown:
-            lacks = name != "sequence" and None in column
-            numbers.append((f"collectives.{name}", [x for x in column if x is not None] if lacks else column))
-        elif name == "sequence" and unknown:
-            raise WrongRecord("collectives.sequence is missing")
-    return Collectives(**columns), numbers
-
-
-def _common(found: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the columns that steps may share, and one in which nothing is known."""
-    group = found.get("group", [])
-    unknown: list[Any] = [None] * len(group)
-    columns = {name: found.get(name, unknown) for name in _COMMON}
-    for name, kinds in _COMMON.items():
-        column = columns[name]
-        if not isinstance(column, list) or len(column) != len(group):
-            raise WrongRecord(f"collectives.{name} is not a list of {len(group)}")
-        if not set(map(type, column)) <= kinds:
-            raise WrongRecord(f"collectives.{name} holds something of another type")
-    _require_numbers([(name, [x for x in columns[name] if x is not None]) for name in ("group", "bytes")])
-    return {**columns, _NOTHING: unknown}
-
-
-def _require_numbers(found: Iterable[_Numbers]) -> None:
-    """Raise unless all are whole numbers that a file may hold."""
-    found = list(found)
-    if not _are_whole(list(chain.from_iterable([values for _, values in found]))):
-        what = next(what for what, values in found if not _are_whole(values))
-        raise WrongRecord(f"{what} holds something else than whole numbers")
-
-
-def _are_whole(values: list[Any]) -> bool:
-    is_whole = set(map(type, values)) <= {int}
-    return is_whole and (not values or -LARGEST_NUMBER < min(values) <= max(values) < LARGEST_NUMBER)
-
-
 def _line(kind: str, content: Mapping[str, Any]) -> str:
-    return json.dumps({"kind": kind, **content}, separators=(",", ":")) + "\n"
+    return _encode({"kind": kind, **content}) + "\n"
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

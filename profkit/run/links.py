@@ -1,7 +1,8 @@
-"""The links between the GPUs of one machine: what they are, and how long collectives over them were measured."""
+"""The links between GPUs: what those of one machine are, and how long collectives over links or a network took."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -92,16 +93,22 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Collectives between ``ranks`` processes of one machine, one a GPU, each alone on its GPU; see `time_of`."""
+    """Collectives between ``ranks`` processes on ``machines``, one a GPU, each alone on its GPU; see `time_of`."""
 
     backend: str
     ranks: int
     times: tuple[CollectiveTime, ...]
     links: tuple[GpuLink, ...] = ()
+    machines: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks < 2 or not self.of_kind("all_reduce"):
+        if not 1 <= self.machines <= self.ranks or self.ranks < 2 or not self.of_kind("all_reduce"):
             raise ValueError("no all-reduce of several ranks")
+
+    @property
+    def per_machine(self) -> int:
+        """Return how many of the ranks are on one machine, at most."""
+        return -(-self.ranks // self.machines)
 
     def of_kind(self, kind: str) -> list[CollectiveTime]:
         """Return the times of one kind, the smallest size first."""
@@ -132,3 +139,25 @@ class MeasuredLinks:
     def best(self) -> CollectiveTime:
         """Return the all-reduce with the highest bus bandwidth."""
         return max(self.of_kind("all_reduce"), key=self.bus_bandwidth)
+
+
+def links_used(
+    machine_of: Iterable[int], within: MeasuredLinks | None, network: Iterable[MeasuredLinks]
+) -> MeasuredLinks | None:
+    """Return which measurement a group is held against; None where nobody measured what it uses.
+
+    A group on one machine uses the links there. One on several machines uses the network, and the links too if it has
+    several ranks on one of them: it is held against a group that was measured with one rank, or with several, on each.
+
+    Args:
+        machine_of: the machine of each of the group's ranks.
+        within: what was measured within one machine.
+        network: what was measured between machines.
+    """
+    counts = Counter(machine_of).values()
+    if len(counts) < 2:
+        return within
+    alike = [one for one in network if (one.per_machine > 1) == (max(counts) > 1)]
+    return min(
+        alike, key=lambda one: (abs(one.per_machine - max(counts)), abs(one.machines - len(counts))), default=None
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from profkit.errors import RunError
-from profkit.files import write_json
+from profkit.files import write_json, write_new_json
 from profkit.run.job import Job
 from profkit.run.links import GpuLink
 from profkit.run.records import Plain, read_record
@@ -308,10 +308,12 @@ def read_manifest(path: Path) -> Manifest:
         raise RunError(f"{path}: no such file") from None
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Path, manifest: Manifest, *, is_first: bool = False) -> None:
     """Write a ``manifest.json``, which its owner alone may read: it holds the command line.
 
     Raises:
+        FileExistsError: the run has one, and this is to be its first.
         OSError: it cannot be written.
     """
-    write_json(path, asdict(manifest), mode=0o600)
+    write = write_new_json if is_first else write_json
+    write(path, asdict(manifest), mode=0o600)

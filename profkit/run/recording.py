@@ -7,7 +7,10 @@ used CUDA leaves a `profkit.run.manifest.Process`, one that an exception ended a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,12 +33,27 @@ MEMORY_ENTRIES = 1_000_000
 PARTIAL = "partial."
 """How the name of a file begins that a process is still writing."""
 
+RANK_NSYS = "PROFKIT_RANK_NSYS"
+"""The environment variable that names the report of a rank's own Nsight Systems, in all processes under it."""
+
+NSYS_STARTS = 3
+"""How often nsys is started around a program that has not begun.
+
+Where others start at the same time, nsys 2023.4.4 ends before its program has begun in up to 3 of 100 cases.
+"""
+
 _PROCESS = "attached-{}.json"
 _FAILURE = "failed-{}.json"
 _MEETING = PARTIAL + "meeting-{}"
 _ATTACHED = PARTIAL + "attached-{}"
 _ENDED = PARTIAL + "ended-{}"
 _REFUSED = PARTIAL + "refused-{}"
+_TARGET = (
+    "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); "
+    "open({2!r}, 'w').write(str(os.getpid())); os.umask({3}); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+_RANK_REPORT = PARTIAL + "nsys-rank{}-{}.nsys-rep"
+_NAMED_REPORT = re.compile(re.escape(PARTIAL) + r"nsys-rank(\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,35 @@ class MemoryOptions:
 
     stacks: Stacks = "python"
     max_entries: int = MEMORY_ENTRIES
+
+
+@dataclass(frozen=True)
+class RankNsys:
+    """How a rank starts an Nsight Systems of its own.
+
+    ``argv`` is the command that the program follows, with ``{report}`` for the report. ``scratch`` is where nsys's
+    temporary files go, ``launcher`` the process that signals every process of the target.
+    """
+
+    argv: tuple[str, ...]
+    scratch: str
+    launcher: int
+
+    def fill(self, report: str) -> list[str]:
+        """Return the command that leaves ``report`` (a path without suffix)."""
+        # In the name of a report % begins a placeholder, for example for the host or the process.
+        return [word.replace("{report}", report.replace("%", "%%")) for word in self.argv]
+
+
+def behind_nsys(words: Sequence[str], outputs: tuple[int, int], began: Path) -> list[str]:
+    """Return the command that nsys is to run: a process that leaves its number in ``began`` and becomes ``words``.
+
+    nsys writes its own lines to the standard streams and lets its program's files be written by anyone. The program
+    gets the streams ``outputs``, which it must inherit, and this process's umask.
+    """
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return [sys.executable, "-I", "-S", "-c", _TARGET.format(*outputs, str(began), mask), *words]
 
 
 BY_TREE = -1
@@ -61,8 +108,8 @@ class Order:
     ``stop`` ends the target after the last step; ``step_on`` is what a person says a step is
     (`profkit.run.step_choice.StepChoice`); ``flops`` counts the work of the step before the recorded ones, or of the
     range `profkit.names.COUNTED`. ``ranks`` says which ranks are recorded (`profkit.run.rank_choice.RankChoice`), None:
-    all. ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are
-    its steps.
+    all; ``rank_nsys`` how each of them starts its Nsight Systems. ``own_steps``: the target's own ranges
+    `profkit.names.WARMUP` and ``step N`` are its steps.
     """
 
     run: str
@@ -77,6 +124,7 @@ class Order:
     memory: MemoryOptions | None = None
     own_steps: bool = False
     ranks: str | None = None
+    rank_nsys: RankNsys | None = None
 
     def to_json(self) -> str:
         """Return the order as the environment carries it."""
@@ -184,20 +232,53 @@ def take_processes(run: Path) -> tuple[Process, ...]:
 
 
 def take_failures(run: Path) -> tuple[Failure, ...]:
-    """Return what ended processes, by rank; remove the files, and those by which ranks waited for each other.
+    """Return what ended processes, the first to fail first; remove the files, and those by which ranks met.
+
+    The others often fail because the first one is gone.
 
     Raises:
         RunError: a file cannot be read.
     """
     found = []
-    for path in sorted(run.glob(_FAILURE.format("*"))):
+    for path in sorted(run.glob(_FAILURE.format("*")), key=lambda path: path.stat().st_mtime_ns):
         found.append(read_record(Failure, path))
         path.unlink()
     for path in run.glob(_MEETING.format("*")):
         path.unlink()
-    return tuple(sorted(found, key=lambda one: (one.rank is None, one.rank or 0)))
+    return tuple(sorted(found, key=lambda one: one.rank is None))
 
 
 def meeting_file(run: Path, occasion: str, local_rank: int) -> Path:
     """Return the file that says that a rank of this machine has come to a point where all wait for each other."""
     return run / _MEETING.format(f"{occasion}-{local_rank}")
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The report of the Nsight Systems that ``rank`` started for itself, by its process ``starter``."""
+
+    path: Path
+    rank: int
+    starter: int
+
+    @property
+    def pid(self) -> Path:
+        """Return the file that holds the number of the program's process, once nsys has started it."""
+        return self.path.with_suffix(".pid")
+
+    @property
+    def recorded(self) -> Path:
+        """Return the file that says that the rank has begun to record."""
+        return self.path.with_suffix(".recorded")
+
+
+def rank_report(run: Path, rank: int, starter: int) -> RankReport:
+    """Return the report that a rank's Nsight Systems will leave."""
+    return RankReport(run / _RANK_REPORT.format(rank, starter), rank, starter)
+
+
+def find_rank_reports(run: Path) -> list[RankReport]:
+    """Return the reports of ranks whose Nsight Systems started their program, the oldest first, written or not."""
+    pids = sorted(run.glob(f"{PARTIAL}nsys-*.pid"), key=lambda path: path.stat().st_mtime_ns)
+    named = (_NAMED_REPORT.fullmatch(path.stem) for path in pids)
+    return [rank_report(run, int(match[1]), int(match[2])) for match in named if match]

@@ -56,17 +56,21 @@ def read_text(path: Path, errors: str = "strict") -> str:
         UnicodeDecodeError: it is no UTF-8.
     """
     try:
-        status = path.stat()
-        # A pipe would keep the reader waiting for its writer, and a device has no end.
-        if not stat.S_ISREG(status.st_mode):
-            raise RunError(f"{path}: not a regular file")
-        if status.st_size > LARGEST_FILE_BYTES:
-            raise RunError(f"{path}: larger than {LARGEST_FILE_BYTES >> 20} MiB, which no file of its kind is")
+        _check_file(path)
         return path.read_text(encoding="utf-8", errors=errors)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}") from None
+
+
+def _check_file(path: Path) -> None:
+    status = path.stat()
+    # A pipe would keep the reader waiting for its writer, and a device has no end.
+    if not stat.S_ISREG(status.st_mode):
+        raise RunError(f"{path}: not a regular file")
+    if status.st_size > LARGEST_FILE_BYTES:
+        raise RunError(f"{path}: larger than {LARGEST_FILE_BYTES >> 20} MiB, which no file of its kind is")
 
 
 def read_lines(
@@ -83,18 +87,23 @@ def read_lines(
         error: it is not UTF-8 text, or a line other than the last is damaged.
     """
     try:
-        lines = read_text(path).splitlines()
-    except UnicodeDecodeError:
-        raise error(f"{path}: not UTF-8 text") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            take(entry if isinstance(entry, dict) else _refuse("the line", entry, "an object"))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
-            if number == len(lines):
-                return
-            why = f" ({failure})" if isinstance(failure, WrongRecord) else ""
-            raise error(f"{path}:{number}: not {what}{why}; was it edited?") from None
+        _check_file(path)
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    entry = json.loads(line.decode())
+                    take(entry if isinstance(entry, dict) else _refuse("the line", entry, "an object"))
+                except UnicodeDecodeError:
+                    raise error(f"{path}: not UTF-8 text") from None
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+                    if not file.read(1):
+                        return
+                    why = f" ({failure})" if isinstance(failure, WrongRecord) else ""
+                    raise error(f"{path}:{number}: not {what}{why}; was it edited?") from None
+    except FileNotFoundError:
+        raise
+    except OSError as failure:
+        raise RunError(f"{path}: {failure.strerror}") from None
 
 
 def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
@@ -141,6 +150,8 @@ def decode(kind: Any, value: object, where: str = "") -> Any:  # noqa: PLR0911  
             raise WrongRecord(f"{where} holds {len(items):,} records; more than {MOST_RECORDS:,} are not read")
         if get_args(kind)[0] is float and _are_possible_numbers(items):
             return tuple(map(float, items))
+        if get_args(kind)[0] is int and set(map(type, items)) <= {int} and _are_possible_numbers(items):
+            return tuple(items)
         return tuple(decode(get_args(kind)[0], item, f"{where}[{at}]") for at, item in enumerate(items))
     if origin in (Mapping, dict):
         pairs = value if isinstance(value, dict) else _refuse(where, value, "an object")

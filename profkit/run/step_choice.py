@@ -29,7 +29,12 @@ class StepKind(IntEnum):
     @property
     def word(self) -> str:
         """What ``--step-on`` and the files call it."""
-        return {StepKind.FUNCTION: "call", StepKind.STEP_REPLAY: "replay"}.get(self, self.name.lower())
+        return _WORDS[self]
+
+
+_OTHER_WORDS = {"FUNCTION": "call", "STEP_REPLAY": "replay"}
+_WORDS = tuple(_OTHER_WORDS.get(kind.name, kind.name.lower()) for kind in StepKind)
+"""By the kinds' numbers: a kind as the key of a dict runs Python."""
 
 
 _NAMED = ("optimizer", "call")

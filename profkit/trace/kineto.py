@@ -18,17 +18,13 @@ import numpy as np
 from profkit.errors import TraceError
 from profkit.run.compiled_code import COMPILED_KERNEL, read_launch_range
 from profkit.trace.columns import (
-    NO_LAUNCH,
-    Bools,
     Calls,
-    Copies,
     Ints,
     Origins,
     Ranges,
     Trace,
     Work,
     empty_ints,
-    number_in_graph,
     rows_by_value,
 )
 from profkit.trace.exported import complete_ranges, read_exported
@@ -39,18 +35,15 @@ from profkit.trace.kineto_events import (
     Reading,
     integers,
     load_chrome_trace,
-    name_of,
-    parse_argument,
-    parse_id,
     parse_integer,
     parse_interval,
     parse_microseconds,
 )
+from profkit.trace.kineto_gpu import GpuReader
 from profkit.trace.operators import OperatorForest
 
 _ROUNDING_NS = 1000  # older versions wrote whole microseconds
 _AUTOGRAD_THREAD = "pt_autograd"
-_FROM_HOST = "HtoD"
 _THREAD_NAME = re.compile(r"^thread -?\d{1,20} \((.*)\)$")
 BACKWARD_NODE = "autograd::engine::evaluate_function"
 """How the operator begins in which the autograd engine runs one node of the graph."""
@@ -87,7 +80,7 @@ def read_kineto(path: Path) -> Trace:
         operators = _with_compiled_kernels(reading, operators, annotations)
     forest = OperatorForest(operators.start_ns, operators.end_ns, operators.thread)
     collectives = CollectiveArguments(header)
-    gpu = _GpuReader(reading, call_rows, collectives)
+    gpu = GpuReader(reading, call_rows, collectives)
     work, copies = gpu.work(rows["kernel"]), gpu.copies(rows["memcpy"], rows["memset"])
     gpu.note_ambiguous()
     origins = None
@@ -161,7 +154,7 @@ def _ends_within_parents(start_ns: Ints, end_ns: Ints, thread: Ints) -> Ints:
     return np.array(ends, dtype=np.int64)
 
 
-def _build_calls(rows: HostRows, gpu: _GpuReader) -> Calls:
+def _build_calls(rows: HostRows, gpu: GpuReader) -> Calls:
     return Calls(
         name=rows.name,
         start_ns=rows.start_ns,
@@ -296,105 +289,6 @@ def _product(header: dict[str, Any]) -> str:
     return f"PyTorch Kineto ({', '.join(parts)})" if parts else "PyTorch Kineto"
 
 
-class _GpuReader:
-    """Matches GPU rows with the calls that launched them.
-
-    Kineto files GPU rows under the device, not the process, so a launch is matched by correlation id alone where the
-    file holds one process, as nearly all do. In a merged file, an id that calls of two processes carry fits neither.
-    """
-
-    def __init__(self, reading: Reading, calls: HostRows, collectives: CollectiveArguments) -> None:
-        self._reading = reading
-        self._collectives = collectives
-        self.correlation = integers([parse_id(event, "correlation") for event in calls.events])
-        self._matched: set[int] = set()
-        self._ambiguous_count = 0
-        self._launches: dict[int, dict[int, tuple[int, int]]] = {}
-        places = zip(calls.process.tolist(), calls.start_ns.tolist(), calls.thread.tolist(), strict=True)
-        # Calls are sorted by time: of two in a process with one id (runtime around driver) the outer comes first.
-        for correlation, (process, start, thread) in zip(self.correlation.tolist(), places, strict=True):
-            self._launches.setdefault(correlation, {}).setdefault(process, (start, thread))
-
-    def work(self, events: list[Event]) -> Work:
-        """Return the kernels; those of a CUDA graph share the correlation id of its launch."""
-        rows, start, end = self._timed(events, "kernels")
-        process, launch_ns, launch_thread = self._find_launches(rows)
-        return Work(
-            name=integers([self._reading.intern(name_of(event)) for event in rows]),
-            start_ns=start,
-            end_ns=end,
-            duration_ns=end - start,
-            device=_devices(rows),
-            stream=integers([_stream(event) for event in rows]),
-            process=process,
-            launch_ns=launch_ns,
-            launch_thread=launch_thread,
-            is_graph=np.array([parse_argument(event, "is_graph") == 1 for event in rows], dtype=np.bool_),
-            graph_node=_nodes(rows),
-            node_ns=_node_ns(rows, launch_ns),
-            collective=integers([self._collectives.add(event) for event in rows]),
-        )
-
-    def copies(self, copies: list[Event], sets: list[Event]) -> Copies:
-        """Return memory copies, then memory sets."""
-        copies, *copy_times = self._timed(copies, "memory copies")
-        sets, *set_times = self._timed(sets, "memory sets")
-        rows = copies + sets
-        process, launch_ns, launch_thread = self._find_launches(rows)
-        return Copies(
-            start_ns=np.concatenate([copy_times[0], set_times[0]]),
-            end_ns=np.concatenate([copy_times[1], set_times[1]]),
-            device=_devices(rows),
-            process=process,
-            launch_ns=launch_ns,
-            launch_thread=launch_thread,
-            is_memset=np.arange(len(rows)) >= len(copies),
-            from_host=np.array([_FROM_HOST in name_of(event) for event in rows], dtype=np.bool_),
-            byte_count=integers([parse_argument(event, "bytes") or 0 for event in rows]),
-            graph_node=_nodes(rows),
-            node_ns=_node_ns(rows, launch_ns),
-        )
-
-    def calls_with_work(self) -> Bools:
-        """Return which calls share their correlation id with a GPU row seen so far."""
-        return np.isin(self.correlation, list(self._matched))
-
-    def note_ambiguous(self) -> None:
-        """Record how many GPU rows fit the launches of several processes."""
-        if self._ambiguous_count:
-            self._reading.notes.append(
-                f"{self._ambiguous_count} GPU rows have a correlation id that several processes use; they "
-                "count as work without a launch: open each rank's trace by itself"
-            )
-
-    def _timed(self, events: list[Event], what: str) -> tuple[list[Event], Ints, Ints]:
-        timed = [(event, times) for event in events if (times := parse_interval(event)) is not None]
-        kept = {id(event) for event, _ in timed}
-        self._reading.report_impossible(what, [event for event in events if id(event) not in kept])
-        timed.sort(key=lambda row: row[1][0])
-        start, end = (integers([times[side] for _, times in timed]) for side in (0, 1))
-        return [event for event, _ in timed], start, end
-
-    def _find_launches(self, rows: list[Event]) -> tuple[Ints, Ints, Ints]:
-        """Return process, launch time and launching thread of each row."""
-        processes = self._reading.processes()
-        found = []
-        for event in rows:
-            correlation = parse_id(event, "correlation")
-            launches = self._launches.get(correlation, {}) if correlation else {}
-            if correlation:
-                self._matched.add(correlation)
-            if len(launches) == 1:
-                ((process, (start, thread)),) = launches.items()
-                found.append((process, start, thread))
-                continue
-            self._ambiguous_count += len(launches) > 1
-            own = processes[0] if len(processes) == 1 else parse_integer(event.get("pid")) or 0
-            found.append((own, 0, NO_LAUNCH))
-        columns = np.array(found, dtype=np.int64).reshape(-1, 3)
-        return columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()
-
-
 def _find_origins(
     reading: Reading, flows: list[Event], operators: HostRows, forest: OperatorForest, launched_in: Ints
 ) -> tuple[Ints, Origins]:
@@ -430,28 +324,3 @@ def _find_origins(
 
 def _columns(places: list[tuple[int, int]]) -> tuple[Ints, Ints]:
     return integers([moment for moment, _ in places]), integers([thread for _, thread in places])
-
-
-def _node_ns(rows: list[Event], launch_ns: Ints) -> Ints | None:
-    """Return when each row counts as launched, where an exported trace says so of a CUDA graph's nodes."""
-    later = integers([parse_argument(event, "node_ns") or 0 for event in rows])
-    return launch_ns + later if later.any() else None
-
-
-def _nodes(rows: list[Event]) -> Ints:
-    # Kineto writes 0 for what is no node, and no graph has the number 0.
-    return number_in_graph(integers([parse_argument(event, "graph node id") or -1 for event in rows]))
-
-
-def _devices(rows: list[Event]) -> Ints:
-    return integers([_first(parse_argument(event, "device"), parse_integer(event.get("pid"))) for event in rows])
-
-
-def _stream(event: Event) -> int:
-    track = event.get("tid")
-    named = parse_integer(track.removeprefix("stream ").strip()) if isinstance(track, str) else parse_integer(track)
-    return _first(parse_argument(event, "stream"), named)
-
-
-def _first(*values: int | None) -> int:
-    return next((value for value in values if value is not None), 0)

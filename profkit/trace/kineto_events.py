@@ -56,7 +56,7 @@ Rows = defaultdict[Kind, list[Event]]
 _EVENTS = "traceEvents"
 # All that is ever asked of an event: most hold more that is not.
 _KEYS = ("ph", "name", "pid", "tid", "ts", "dur", "id", "args")
-# A dictionary of so many takes as much memory as one of six.
+# A dictionary of this many keys takes as much memory as one of six.
 _FEW_KEYS = 10
 _REPEATED = ("name", "pid", "tid")
 _ARGUMENTS = frozenset(

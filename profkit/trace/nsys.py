@@ -40,6 +40,8 @@ COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 SETS = "CUPTI_ACTIVITY_KIND_MEMSET"
 CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 DEVICES = "TARGET_INFO_CUDA_DEVICE"
+_STARTED = "TARGET_INFO_SESSION_START_TIME"
+_FAR_NS = 2**62
 
 # A serialized global id is vm·2⁴⁸ + pid·2²⁴ + tid: all above the thread names the process.
 _PID_SHIFT = 24
@@ -85,7 +87,7 @@ def read_nsys(path: Path) -> Trace:
 
 
 def _refuse_foreign(path: Path, tables: dict[str, frozenset[str]]) -> None:
-    known = {"StringIds", "META_DATA_EXPORT", "ANALYSIS_DETAILS", "TARGET_INFO_SESSION_START_TIME"}
+    known = {"StringIds", "META_DATA_EXPORT", "ANALYSIS_DETAILS", _STARTED}
     if "StringIds" not in tables or not (tables.keys() & (known - {"StringIds"} | {CALLS, KERNELS, "NVTX_EVENTS"})):
         raise TraceError(f"{path}: a SQLite database, but no Nsight Systems export (it has no StringIds table)")
 
@@ -139,6 +141,7 @@ class _Reader:
             process_ids={number: number & _OS_PID_MASK for number in sorted(processes)},
             main_threads=frozenset(number << _PID_SHIFT | (number & _OS_PID_MASK) for number in processes),
             gpus=self._gpus(),
+            clock_base_ns=self._started_ns(),
             diagnostics=self._diagnostics(processes),
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
@@ -295,6 +298,13 @@ class _Reader:
         name = self.metadata.get("EXPORT_PRODUCT_NAME", "Nsight Systems").removeprefix("NVIDIA ")
         version = self.metadata.get("EXPORT_PRODUCT_VERSION", "of unknown version")
         return f"{name} {version} (export schema {self.schema})"
+
+    def _started_ns(self) -> int:
+        """Return when the capture's clock began, in nanoseconds since 1970; 0 if it does not say so."""
+        if "utcEpochNs" not in self.tables.get(_STARTED, ()):
+            return 0
+        found = [number for (number,) in self.file.rows(f"SELECT utcEpochNs FROM {_STARTED}")]
+        return found[0] if len(found) == 1 and isinstance(found[0], int) and 0 <= found[0] < _FAR_NS else 0
 
     def _thread_names(self) -> dict[int, str]:
         if not {"ThreadNames", "StringIds"} <= self.tables.keys():

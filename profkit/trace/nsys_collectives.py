@@ -24,8 +24,8 @@ COMMUNICATOR = "communicator "
 """What the name of a group begins with that is known by NCCL's number of the communicator alone."""
 
 _COLUMNS = {"start", "globalTid", "textId", "domainId", "binaryData"}
-_ID, _SIZE, _RANKS = "NCCL communicator ID", "Message size [bytes]", "No. of ranks"
-_WANTED = (_ID, _SIZE, _RANKS)
+_ID, _SIZE, _RANKS, _PEER = "NCCL communicator ID", "Message size [bytes]", "No. of ranks", "Peer rank"
+_WANTED = (_ID, _SIZE, _RANKS, _PEER)
 _HEADER = struct.Struct("<QQQQ")
 # nvtx3/nvToolsExtPayload.h: NVTX_PAYLOAD_ENTRY_TYPE_INT, _UINT64, _SIZE.
 _FORMATS = {5: "<i", 18: "<Q", 22: "<Q"}
@@ -68,11 +68,12 @@ def read_collectives(
     calls = list(_read_calls(file, names))
     if not calls:
         return None, ()
-    part_of = _count_ranks(calls)
+    users = _count_users(calls)
+    part_of = _count_ranks(calls, users)
     index = np.full(len(work.name), -1, dtype=np.int64)
     found: list[CollectiveCall] = []
     for some, rows in _blocks([call for call in calls if _SIZE in call.numbers], work, names):
-        said = _describe(some, len(rows), part_of)
+        said = _describe(some, len(rows), part_of, users)
         if said is None:
             continue
         for row in rows:
@@ -116,18 +117,23 @@ def _decode(payload: bytes, schemas: Mapping[tuple[int, int], Mapping[str, tuple
     return found
 
 
-def _count_ranks(calls: Sequence[_Call]) -> dict[int, int]:
+def _count_users(calls: Sequence[_Call]) -> dict[int, int]:
+    """Return communicator → how many processes of this report use it."""
+    processes: dict[int, set[int]] = {}
+    for call in calls:
+        processes.setdefault(call.numbers[_ID], set()).add(call.thread >> 24)
+    return {number: len(found) for number, found in processes.items()}
+
+
+def _count_ranks(calls: Sequence[_Call], users: Mapping[int, int]) -> dict[int, int]:
     """Return communicator → its number of ranks, where that is known.
 
     NCCL says it when a communicator is made. Of one that was split off, it is the number of processes that use it, if
     this report holds all ranks of another communicator, and so of the job.
     """
-    processes: dict[int, set[int]] = {}
-    for call in calls:
-        processes.setdefault(call.numbers[_ID], set()).add(call.thread >> 24)
     said = {call.numbers[_ID]: call.numbers[_RANKS] for call in calls if 0 < call.numbers.get(_RANKS, 0) < _MOST_RANKS}
-    is_whole = any(len(processes[number]) == ranks for number, ranks in said.items())
-    return {number: len(found) for number, found in processes.items() if is_whole} | said
+    is_whole = any(users[number] == ranks for number, ranks in said.items())
+    return (dict(users) if is_whole else {}) | said
 
 
 def _blocks(calls: Sequence[_Call], work: Work, names: Names) -> Iterator[tuple[list[_Call], list[int]]]:
@@ -157,7 +163,9 @@ def _blocks(calls: Sequence[_Call], work: Work, names: Names) -> Iterator[tuple[
             yield some, launched
 
 
-def _describe(calls: Sequence[_Call], kernels: int, ranks_of: Mapping[int, int]) -> CollectiveCall | None:
+def _describe(
+    calls: Sequence[_Call], kernels: int, ranks_of: Mapping[int, int], users: Mapping[int, int]
+) -> CollectiveCall | None:
     """Return what one kernel, or each of several, that these calls became is; None if they tell nothing of it."""
     kinds = {plain_kind(call.name) for call in calls}
     communicators = {call.numbers[_ID] for call in calls}
@@ -165,10 +173,22 @@ def _describe(calls: Sequence[_Call], kernels: int, ranks_of: Mapping[int, int])
         return None
     (communicator,), kind = communicators, "send" if len(kinds) > 1 else str(next(iter(kinds)))
     group = f"{COMMUNICATOR}{communicator:016x}"
-    sizes = [call.numbers[_SIZE] for call in calls if plain_kind(call.name) == kind]
-    ranks = ranks_of.get(communicator) if kind in _PARTS else 1
-    total = sum(sizes) * ranks if ranks is not None and kernels == 1 else _MOST
-    return CollectiveCall(kind, group, byte_count=total if total < _MOST else None)
+    ranks = ranks_of.get(communicator)
+    sums, peers = dict.fromkeys(kinds, 0), {name: set[int]() for name in kinds}
+    for call in calls:
+        sums[plain_kind(call.name)] += call.numbers[_SIZE]
+        peers[plain_kind(call.name)].add(call.numbers.get(_PEER, -1))
+    is_p2p = kinds == {"send", "recv"}
+    if is_p2p and peers["send"] == peers["recv"] and len(peers["send"]) == (ranks or users[communicator]) > 1:
+        # With as many as there are ranks, and so with itself too: torch's all-to-all of uneven parts. Its size is the
+        # larger side's.
+        kind, total = "all_to_all", max(sums.values())
+    elif is_p2p:
+        total = _MOST  # what it sends is not what takes its time: it waits for what it receives
+    else:
+        parts = ranks if kind in _PARTS else 1
+        total = sums[kind] * parts if parts is not None else _MOST
+    return CollectiveCall(kind, group, byte_count=total if total < _MOST and kernels == 1 else None)
 
 
 def _with_type(call: CollectiveCall, name: str) -> CollectiveCall:

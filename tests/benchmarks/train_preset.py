@@ -1,6 +1,6 @@
 """A plain training script for `bench_annotation`: blocks of steps of a built-in model, each block's time on one line.
 
-    python train_preset.py PRESET STEPS_PER_BLOCK BLOCKS on|off|turns
+    python train_preset.py PRESET CONTEXT STEPS_PER_BLOCK BLOCKS on|off|turns
 
 Its own ranges are ``on``, ``off``, or off and on by turns, block by block; the device is waited for between blocks.
 """
@@ -19,7 +19,7 @@ from profkit.annotation import Range
 from profkit.models.presets import PRESETS
 from profkit.models.transformer import TransformerLM
 
-BATCH, CONTEXT = 4, 256
+BATCH = 4
 _ENTER, _EXIT = Range.__enter__, Range.__exit__
 
 
@@ -30,14 +30,14 @@ def switch_ranges(on: bool) -> None:
     Range.__exit__ = _EXIT if on else lambda self, *_: None  # type: ignore[method-assign]
 
 
-def train(preset_name: str, steps: int, blocks: int, ranges: str) -> list[dict[str, Any]]:
+def train(preset_name: str, context: int, steps: int, blocks: int, ranges: str) -> list[dict[str, Any]]:
     """Return one row a block: whether ranges were on, and the mean time of its steps in ns."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     preset = PRESETS[preset_name]
     with device:
-        model = TransformerLM(preset, CONTEXT)
-        tokens = torch.randint(preset.vocab_size, (BATCH, CONTEXT + 1))
+        model = TransformerLM(preset, context)
+        tokens = torch.randint(preset.vocab_size, (BATCH, context + 1))
     optimizer = torch.optim.AdamW(model.parameters())
     rows = []
     for block in range(blocks):
@@ -62,6 +62,6 @@ def wait(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    name, steps, blocks, ranges = sys.argv[1:]
-    for row in train(name, int(steps), int(blocks), ranges):
+    name, *counts, ranges = sys.argv[1:]
+    for row in train(name, *map(int, counts), ranges):
         print(json.dumps(row), flush=True)

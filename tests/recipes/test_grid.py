@@ -6,9 +6,7 @@ import csv
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from recipes.common.command import exit_with, write_results
 from recipes.common.recipe import Recipe, Together
 from recipes.common.store import open_store
 from tests.conftest import ROOT
+from tests.launched import started, wait_until
 from tests.recipes.counting import RECIPE, main
 from tests.recipes.test_store import MACHINE
 
@@ -52,15 +51,10 @@ def _measured(tmp_path: Path) -> list[str]:
 
 def test_a_run_interrupted_in_a_cell_keeps_the_others_and_goes_on_from_there(recipe: Run, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.recipes.counting", *_arguments(tmp_path), "--how", "well,slow"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    ) as running:  # fmt: skip
-        while not (tmp_path / "log").exists() or len(_measured(tmp_path)) < 3:
-            assert running.poll() is None
-            time.sleep(0.05)
+    with started(command, cwd=ROOT, start_new_session=True) as running:
+        wait_until(lambda: (tmp_path / "log").exists() and len(_measured(tmp_path)) == 3)
         os.killpg(running.pid, signal.SIGINT)
-        said = running.communicate(timeout=60)[1]
+        said = running.communicate()[1]
         assert running.returncode == 130
     assert (
         said.splitlines()[-1]

@@ -78,10 +78,11 @@ def _complete_steps(manifest: Manifest) -> int | None:
 
 
 def _pids_of_whole(manifest: Manifest) -> tuple[int, ...]:
-    """Return the processes that recorded every step, where there were several; a script's say whether they did."""
+    """Return the processes that recorded every step, where there were several: not those left out by ``--ranks``."""
     if len(manifest.processes) < 2:
         return ()
-    return tuple(one.pid for one in manifest.processes if one.state == _COMPLETE and one.pid is not None)
+    whole = (one for one in manifest.processes if one.state == _COMPLETE and one.is_recorded and not one.failure)
+    return tuple(one.pid for one in whole if one.pid is not None)
 
 
 def products_per_forward(layers: int) -> int:

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from profkit.analysis.collectives.accounts import Account, exact_account, named_steps
+from profkit.analysis.collectives.accounts import Account
 from profkit.analysis.collectives.bandwidth import GroupRow, sum_groups
-from profkit.analysis.collectives.culprit import Verdict, find_culprit
-from profkit.analysis.collectives.light_accounts import account_before_waits
-from profkit.analysis.collectives.matching import ClockFit, fit_clocks, match_collectives, sum_waits
+from profkit.analysis.collectives.culprit import NOT_COMPARED, Verdict, find_culprit
+from profkit.analysis.collectives.light_accounts import account_before_waits, has_untimed_waits
+from profkit.analysis.collectives.matching import ClockFit, count_steps, fit_clocks, match_collectives, sum_waits
 from profkit.analysis.collectives.pipeline import Pipeline, find_pipelines
+from profkit.analysis.collectives.reduced import ReducedRank, of_one_kind
 from profkit.errors import TraceError
 from profkit.files import collector_off
+from profkit.run.ceilings import Ceilings
+from profkit.run.light_columns import UNKNOWN, StepColumns
 from profkit.run.light_record import Cause, LightRecord
 from profkit.run.links import GpuLink, MeasuredLinks
 from profkit.trace.columns import Ints
@@ -23,15 +26,20 @@ from profkit.trace.nsys_collectives import COMMUNICATOR
 MOST_RANKS = 2**17
 """No job has as many ranks."""
 
+MOST_APART_NS = 60 * 10**9
+EPOCH_NS = 10**18
+"""2001: clocks that show less do not count from the epoch."""
+
 
 @dataclass(frozen=True)
 class RankSummary:
     """What one rank did, per step in nanoseconds; ``step_count`` steps are compared, of a full trace not the first.
 
     ``parts`` are its own time by cause; with ``exposed_ns``, the communication that nothing hid, they sum up to
-    ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not.
+    ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not; None of a rank
+    whose record ends too early to be compared.
     ``sm_mhz`` and ``throttle`` are None and () where nobody recorded them. ``parts`` of a rank that only left a light
-    record are what it did before the first long wait of a step, and do not sum up to the step.
+    record are medians of what it did before the first long wait of a step, and do not sum up to the step.
     """
 
     rank: int
@@ -42,7 +50,7 @@ class RankSummary:
     step_ns: int
     parts: Mapping[Cause, int]
     exposed_ns: int | None
-    waiting_ns: int
+    waiting_ns: int | None
     peak_bytes: int | None
     sm_mhz: int | None
     throttle: tuple[str, ...]
@@ -78,13 +86,27 @@ class RanksResult:
     clocks: ClockFit | None
     lost: Mapping[int, str]
     step_count: int
+    """Over how many steps the sums of collectives are: those whose collectives all ranks recorded."""
+    recorded_step_count: int = 0
     measured: MeasuredLinks | None = None
-    """What was measured of the links."""
+    """What was measured of the links within a machine."""
+    network: tuple[MeasuredLinks, ...] = ()
+    """What was measured between machines."""
     links: tuple[GpuLink, ...] = ()
     """What the links between the GPUs of the first machine are."""
     pipelines: tuple[Pipeline, ...] = ()
     peaks: PeakDifference | None = None
     """None where all ranks need the same memory, or peaks are unknown."""
+    is_untimed: bool = False
+    """Whether ranks may have waited where nobody timed it, so that waits are the least that they may be."""
+    by_clocks: bool = False
+    """Whether waits rest on the clocks of several machines, as gloo's do without a profiler."""
+    assumed_groups: tuple[str, ...] = ()
+    """The groups of which nobody says which ranks belong to them: all do, it is assumed."""
+    short: Mapping[int, int] = field(default_factory=dict)
+    """The ranks whose record holds fewer steps than the median rank's, and how many."""
+    apart: tuple[int, ...] = ()
+    """The ranks whose steps all lie more than a minute before or after all those of the median rank."""
 
     @property
     def step_ns(self) -> int:
@@ -105,28 +127,41 @@ class RanksResult:
     @property
     def waiting_ns(self) -> int:
         """Return the time per step that the mean rank spent in collectives before the last rank arrived."""
-        return round(sum(one.waiting_ns for one in self.ranks) / len(self.ranks)) if self.ranks else 0
+        known = [one.waiting_ns for one in self.ranks if one.waiting_ns is not None]
+        return round(sum(known) / len(known)) if known else 0
+
+    @property
+    def why_unknown(self) -> str | None:
+        """Return why nobody can say whether a rank is late; None if somebody can."""
+        if self.verdict.most_rank is not None:
+            return None
+        return NOT_COMPARED if self.recorded_step_count else "no step was recorded"
 
 
 @collector_off()
-def compare_records(
-    records: Iterable[LightRecord],
+def compare_ranks(
+    ranks: Iterable[ReducedRank],
     lost: Mapping[int, str] | None = None,
-    measured: MeasuredLinks | None = None,
+    ceilings: Ceilings | None = None,
     links: tuple[GpuLink, ...] = (),
+    written: Iterable[ReducedRank] = (),
 ) -> RanksResult:
-    """Return the comparison of ranks; the order of ``records`` does not matter.
+    """Return the comparison of ranks; the order of ``ranks`` does not matter.
 
     Args:
-        records: one for each rank.
+        ranks: what each rank handed over.
         lost: the ranks of which nothing can be read, each with the reason.
-        measured: what was measured of the links between GPUs of one machine.
+        ceilings: what was measured of the links between GPUs and between machines.
         links: what the links are.
+        written: the light records of ranks that also left a full trace.
 
     Raises:
         TraceError: a record names more ranks than any job has, as a damaged file may.
     """
-    found = sorted(records, key=lambda record: record.rank)
+    full = sorted(ranks, key=lambda one: one.record.rank)
+    light = {one.record.rank: one for one in written}
+    reduced = of_one_kind(full, light)
+    found = [one.record for one in reduced]
     world_size = max([len(found), *(max(record.world_size, record.rank + 1) for record in found)], default=0)
     if world_size > MOST_RANKS:
         raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
@@ -137,27 +172,77 @@ def compare_records(
         for record in known
     ]
     index = {record.rank: at for at, record in enumerate(found)}
-    matched = match_collectives(found)
-    accounts = [exact_account(record) or account_before_waits(record, matched) for record in found]
+    reduced = [replace(one, record=record) for one, record in zip(reduced, found, strict=True)]
+    matched = match_collectives([(one.record, one.calls) for one in reduced])
+    accounts = [one.exact or account_before_waits(one, matched) for one in reduced]
+    is_untimed = has_untimed_waits(reduced, matched)
+    counts = [count_steps(one.record.rank, one.steps, matched) for one in reduced]
     waits = sum_waits(matched, len(found), index)
+    measured = None if ceilings is None else ceilings.links
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
-    ranks = tuple(
-        _summarize(record, account, int(waited))
-        for record, account, waited in zip(found, accounts, waits.sum(axis=1), strict=True)
+    short = _short_records(reduced)
+    members = {rank for one in matched if len(one.kind) for rank in one.ranks}
+    left_out = set(short) - members if members else set()
+    rows = tuple(
+        _summarize(one, before.exact or account, None if one.record.rank in left_out else int(waited), count)
+        for one, before, account, waited, count in zip(reduced, full, accounts, waits.sum(axis=1), counts, strict=True)
     )
     return RanksResult(
         world_size=world_size,
-        ranks=ranks,
-        groups=tuple(sum_groups(matched, world_size, measured, {record.rank: record.node for record in found})),
+        ranks=rows,
+        groups=tuple(sum_groups(matched, reduced, world_size, ceilings)),
         waits_ns=waits,
-        verdict=find_culprit(found, accounts, matched),
+        verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed, written=light),
         clocks=fit_clocks(matched),
         lost=missing | dict(lost or {}),
-        step_count=max((len(named_steps(record)) for record in found), default=0),
-        peaks=compare_peaks(ranks),
-        pipelines=tuple(find_pipelines(known, accounts)),
+        step_count=max(counts, default=0),
+        recorded_step_count=max((len(one.steps.named) for one in reduced), default=0),
+        peaks=compare_peaks(rows),
+        is_untimed=is_untimed and not all(one.is_exact for one in accounts),
+        by_clocks=any(
+            one.only_called.any() and len({found[index[rank]].node for rank in one.ranks}) > 1 for one in matched
+        ),
+        assumed_groups=tuple(sorted({group.name for one in known for group in one.groups if not group.ranks}))
+        if world_size > 2
+        else (),
+        short=short,
+        apart=_recorded_apart(reduced),
+        pipelines=tuple(
+            find_pipelines([replace(one, record=record) for one, record in zip(reduced, known, strict=True)])
+        ),
         measured=measured,
+        network=() if ceilings is None else ceilings.network,
         links=measured.links if measured is not None and measured.links else links,
+    )
+
+
+def _short_records(ranks: Sequence[ReducedRank]) -> dict[int, int]:
+    """Return the ranks with fewer measured steps than the median rank, and how many each has."""
+    counts = {one.record.rank: len(one.steps.named) for one in ranks}
+    typical = float(np.median(list(counts.values()))) if counts else 0.0
+    return {rank: count for rank, count in counts.items() if count < typical}
+
+
+def _recorded_apart(ranks: Sequence[ReducedRank]) -> tuple[int, ...]:
+    """Return the ranks that recorded at another time than the median rank, as ranks of another run do.
+
+    Clocks of machines differ by less than `MOST_APART_NS`; a clock that does not count from the epoch says nothing.
+    """
+    spans = {
+        one.record.rank: tuple(
+            one.record.clock_base_ns + int(when)
+            for when in (one.steps.start_ns[one.steps.named[0]], one.steps.end_ns[one.steps.named[-1]])
+        )
+        for one in ranks
+        if len(one.steps.named) and one.record.clock_base_ns > EPOCH_NS
+    }
+    if not spans:
+        return ()
+    begin, end = sorted(spans.values())[(len(spans) - 1) // 2]
+    return tuple(
+        rank
+        for rank, (start, stop) in sorted(spans.items())
+        if start > end + MOST_APART_NS or stop < begin - MOST_APART_NS
     )
 
 
@@ -186,22 +271,23 @@ def compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
 
 
 def outliers_first(result: RanksResult) -> Sequence[RankSummary]:
-    """Return the ranks, those first whose own time is farthest from the median rank's."""
-    own = [sum(one.parts.values()) for one in result.ranks]
-    middle = float(np.median(own)) if own else 0.0
-    return [
-        one for _, one in sorted(zip(own, result.ranks, strict=True), key=lambda it: (-abs(it[0] - middle), it[1].rank))
-    ]
+    """Return the rank that is late, then the others, those first whose own time is farthest from the median rank's."""
+    own = {one.rank: sum(one.parts.values()) for one in result.ranks}
+    middle = float(np.median(list(own.values()))) if own else 0.0
+    late = None if result.verdict.culprit is None else result.verdict.culprit.rank
+    return sorted(result.ranks, key=lambda one: (one.rank != late, -abs(own[one.rank] - middle), one.rank))
 
 
-def _summarize(record: LightRecord, account: Account, waiting_ns: int) -> RankSummary:
-    parts: dict[Cause, int] = {}
-    count = len(account.steps)
-    for (cause, *_), time in account.mean_parts().items() if count else ():
-        parts[cause] = parts.get(cause, 0) + round(time)
-    exposed = round(sum(account.exposed_ns) / count) if count and account.is_exact else None
-    whole = sum(parts.values()) + exposed if exposed is not None else _median_step(record)
-    throttle = dict.fromkeys(reason for step in named_steps(record) for reason in step.throttle)
+def _summarize(one: ReducedRank, account: Account, waiting_ns: int | None, step_count: int) -> RankSummary:
+    by_cause: dict[Cause, float] = {}
+    record, steps, count = one.record, one.steps, len(account.own)
+    for (cause, *_), time in account.usual().items():
+        by_cause[cause] = by_cause.get(cause, 0.0) + time
+    parts = {cause: round(time) for cause, time in sorted(by_cause.items())}
+    exposed = round(float(account.exposed_ns.sum()) / count) if count and account.is_exact else None
+    whole = sum(parts.values()) + exposed if exposed is not None else _median_step(steps)
+    throttle = dict.fromkeys(reason for at in steps.named.tolist() for reason in steps.throttle[at])
+    peak = int(steps.peak_bytes.max(initial=UNKNOWN))
     return RankSummary(
         rank=record.rank,
         node=record.node,
@@ -209,15 +295,15 @@ def _summarize(record: LightRecord, account: Account, waiting_ns: int) -> RankSu
         source=record.source,
         step_count=count,
         step_ns=whole,
-        parts=dict(sorted(parts.items())),
+        parts=parts,
         exposed_ns=exposed,
-        waiting_ns=round(waiting_ns / max(len(named_steps(record)), 1)),
-        peak_bytes=max((step.peak_bytes for step in record.steps if step.peak_bytes is not None), default=None),
+        waiting_ns=None if waiting_ns is None else round(waiting_ns / max(step_count, 1)),
+        peak_bytes=None if peak == UNKNOWN else peak,
         sm_mhz=None if account.sm_mhz is None else round(account.sm_mhz),
         throttle=tuple(throttle),
     )
 
 
-def _median_step(record: LightRecord) -> int:
-    times = [step.end_ns - step.start_ns for step in named_steps(record)]
-    return int(np.median(times)) if times else 0
+def _median_step(steps: StepColumns) -> int:
+    times = (steps.end_ns - steps.start_ns)[steps.named]
+    return int(np.median(times)) if len(times) else 0

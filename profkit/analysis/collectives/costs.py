@@ -1,8 +1,9 @@
-"""What each rank saved by coming late, step by step: from exact accounts of full traces, or from waits alone.
+"""What each rank saved by coming late, step by step, and what it did longer than the others meanwhile.
 
 A rank saves what it waited less than the median one of the other ranks: all of what nothing hid, where that is known,
-else its longest wait. That is what it costs them: negative where it
-waited for others itself, so that ranks which take turns in being late save nothing on the whole.
+else its longest wait. That is what they wait for it: negative where it waited for others itself. But who waits does not
+know for what: a host that once got ahead of another keeps its lead, and its GPU waits in every step although both hosts
+take the same time. So a step costs no more than what the rank did longer in it.
 """
 
 from __future__ import annotations
@@ -15,162 +16,288 @@ import numpy as np
 from profkit.analysis.collectives.accounts import (
     Account,
     Floats,
-    Parts,
+    StepParts,
     longest_wait_by_step,
-    median_of_parts,
-    named_steps,
     step_times,
     waited_by_step,
 )
 from profkit.analysis.collectives.matching import Matched
-from profkit.run.light_record import LightRecord, StepRecord
+from profkit.analysis.collectives.own_time import BEFORE
+from profkit.analysis.collectives.reduced import ReducedRank
+from profkit.run.light_columns import UNKNOWN, Phases, StepColumns
+from profkit.run.light_record import Cause
+from profkit.trace.columns import Bools, Ints
+
+_MUCH = 0.05
+"""A host is free in a phase if its GPU is behind it by at most this share of a step when the phase begins."""
+_FEWEST_UNRECORDED = 3
+_MOST_FREE = 0.1
+"""At least this share of its steps count as free: those in which its GPU was least behind."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """Who may be late and who is the median rank (positions), and what the former costs in each step.
+    """What each rank cost the others: what it saved as (ranks, steps), and what it did longer there as (…, places).
 
-    ``saved_ns`` is what each rank saved in each step, as (ranks, steps). ``accounts`` are what the ranks did;
-    ``ordinary`` are the usual parts of a step, ``ordinary_steps`` those of the median rank in each. ``quick`` are the
-    least that they took on other ranks: a host whose launches stand in a full queue for its GPU, which waits for a
-    collective, seems to do more than it does.
+    A place is a cause and a phase. ``accounts`` are what the ranks did in these steps, without what only waiting made
+    longer.
     """
 
     accounts: tuple[Account, ...]
-    late: int
-    usual: int
-    each_ns: Floats
     saved_ns: Floats
+    places: tuple[tuple[Cause, str], ...]
+    times_ns: Floats
+    longer_ns: Floats
     step_ns: float
-    ordinary: Parts
-    ordinary_steps: tuple[Parts, ...]
-    quick: Parts | None = None
+    is_exact: bool
+
+    @property
+    def causes(self) -> set[Cause]:
+        """Return the causes of its places."""
+        return {cause for cause, _ in self.places}
+
+    def of_cause(self, cause: Cause) -> Floats:
+        """Return what each rank cost in each step by doing longer what has this cause, as (ranks, steps)."""
+        longer = self.longer_ns[:, :, [at for at, (one, _) in enumerate(self.places) if one == cause]]
+        cost: Floats = np.minimum(self.saved_ns, longer.sum(axis=2))
+        return cost
+
+    def of_place(self, rank: int, place: int) -> Floats:
+        """Return what a rank cost in each step by taking longer at one place (both by position)."""
+        cost: Floats = np.minimum(self.saved_ns[rank], self.longer_ns[rank, :, place])
+        return cost
+
+    def usual_beside(self, late: int) -> int:
+        """Return the median one of the other ranks by what they did (its position)."""
+        own = np.median(self.times_ns.sum(axis=2), axis=1)
+        others: list[int] = [at for at in np.argsort(own, kind="stable").tolist() if at != late]
+        return others[len(others) // 2] if self.is_exact else others[(len(others) - 1) // 2]
 
 
-def cost_by_accounts(accounts: Sequence[Account], records: Sequence[LightRecord], matched: Sequence[Matched]) -> Cost:
-    """Return who did most by itself, compared with the rank that did the median amount.
+def _cost(accounts: Sequence[Account], saved_ns: Floats, step_ns: float) -> Cost:
+    places = sorted({part[:2] for one in accounts for part in one.own.parts})
+    number = {place: at for at, place in enumerate(places)}
+    times = np.zeros((*saved_ns.shape, len(places)))
+    for mine, one in zip(times, accounts, strict=True):
+        columns = np.array([number[part[:2]] for part in one.own.parts], dtype=np.int64)
+        np.add.at(mine.T, columns, one.own.times_ns.T)
+    longer = -_saved(times.reshape(len(accounts), -1)).reshape(times.shape)
+    return Cost(tuple(accounts), saved_ns, tuple(places), times, longer, step_ns, accounts[0].is_exact)
+
+
+def _steps_of(ranks: Sequence[ReducedRank]) -> dict[int, StepColumns]:
+    return {one.record.rank: one.steps for one in ranks}
+
+
+def cost_by_accounts(accounts: Sequence[Account], ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Cost:
+    """Return what each rank cost by what each did by itself, and the communication that nothing hid.
 
     Kernels next to a collective that waits are slower: what the kernels of a place took longer than those of the
     quickest rank there counts as waiting, as far as their rank waited meanwhile.
     """
-    count = min(len(one.steps) for one in accounts)
+    count = min(len(one.own) for one in accounts)
     exposed = np.array([one.exposed_ns[:count] for one in accounts])
-    waited = waited_by_step(records, matched)
-    hidden = np.array([waited[one.rank][-len(one.steps) :][:count] for one in accounts]) - exposed
+    waited = waited_by_step(_steps_of(ranks), matched)
+    hidden = np.array([waited[one.rank][-len(one.own) :][:count] for one in accounts]) - exposed
     corrected = _without_slow_kernels(accounts, count, np.maximum(hidden, 0.0))
-    own = np.array([[one.own_ns(step) for step in range(count)] for one in corrected])
-    exposed += np.array([[one.own_ns(step) for step in range(count)] for one in accounts]) - own
-    order = np.argsort(np.median(own, axis=1), kind="stable")
-    late, usual = int(order[-1]), int(order[(len(accounts) - 1) // 2])
-    return Cost(
-        accounts=tuple(accounts),
-        late=late,
-        usual=usual,
-        each_ns=exposed[usual] - exposed[late],
-        saved_ns=_saved(exposed),
-        step_ns=float(np.median(own[usual] + exposed[usual])),
-        ordinary=corrected[usual].median_parts(),
-        ordinary_steps=corrected[usual].steps,
-    )
+    own = np.array([one.sums() for one in corrected])
+    exposed += np.array([one.own.sums()[:count] for one in accounts]) - own
+    usual = int(np.argsort(np.median(own, axis=1), kind="stable")[(len(accounts) - 1) // 2])
+    did = [replace(one, own=own) for one, own in zip(accounts, corrected, strict=True)]
+    return _cost(did, _saved(exposed), float(np.median(own[usual] + exposed[usual])))
 
 
-def _without_slow_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[Account]:
-    """Return the accounts of so many steps without what kernels were slower next to collectives that waited."""
-    keys = sorted({key for one in accounts for step in one.steps for key in step if key[0] == "kernels"})
-    kernels = np.array([[[step.get(key, 0.0) for key in keys] for step in one.steps[:count]] for one in accounts])
+def _without_slow_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[StepParts]:
+    """Return what ranks did in the first steps, without what kernels were slower beside waiting collectives."""
+    keys = sorted({key for one in accounts for key in one.own.parts if key[0] == "kernels"})
+    found = [one.own.within(slice(count)) for one in accounts]
+    at = [[one.parts.index(key) if key in one.parts else -1 for key in keys] for one in found]
+    padded = [np.pad(one.times_ns, ((0, 0), (0, 1))) for one in found]
+    kernels = np.array([times[:, columns] for times, columns in zip(padded, at, strict=True)])
     slower = kernels - kernels.min(axis=0)
     total = slower.sum(axis=2)
     slower *= (np.minimum(total, hidden_ns) / np.maximum(total, 1.0))[:, :, None]
-    return [
-        replace(
-            one,
-            steps=tuple(
-                step | {key: step[key] - less for key, less in zip(keys, places, strict=True) if key in step}
-                for step, places in zip(one.steps, mine, strict=False)
-            ),
-        )
-        for one, mine in zip(accounts, slower.tolist(), strict=True)
-    ]
+    for times, columns, less in zip(padded, at, slower, strict=True):
+        times[:, columns] -= less
+    return [replace(one, times_ns=times[:, :-1]) for one, times in zip(found, padded, strict=True)]
 
 
 def cost_by_waits(
     accounts: Sequence[Account],
-    records: Sequence[LightRecord],
+    ranks: Sequence[ReducedRank],
     matched: Sequence[Matched],
-    lateness: Mapping[int, Sequence[float]],
     *,
+    kept: Bools,
     is_untimed: bool,
 ) -> Cost:
-    """Return who made the median rank wait longest, compared with the medians of the others' phases.
+    """Return what each rank cost by how long others waited for it, and their phases on hosts and GPUs.
 
-    A step costs the longest wait; or what phases took longer on the median rank's GPU, as far as it waited meanwhile,
-    if that is more: many short waits, and kernels next to them that are slower. The first step is left out: what was
-    before it is not known. If ``is_untimed`` some waits are unknown: then a rank also saves what its host was late.
+    A step costs the longest wait; or what phases took longer on the others' GPUs, as far as they waited meanwhile, if
+    that is more: many short waits, and kernels next to them that are slower. The first step is left out: what was
+    before it is not known; those that are not ``kept``; and those before which all GPUs had nothing to do for a whole
+    step, as while a recorder starts. If ``is_untimed`` some waits are unknown: then a rank also
+    saves what its host was late.
     """
-    count = min(len(one.steps) for one in accounts)
-    compared = slice(min(1, count - 1), count)
-    accounts = [replace(one, steps=one.steps[compared]) for one in accounts]
-    first = latest(lateness)
-    late = next(at for at, record in enumerate(records) if record.rank == first)
-    others = [account.median_parts() for at, account in enumerate(accounts) if at != late]
-    totals = [sum(parts.values()) for parts in others]
-    middle = int(np.argsort(totals, kind="stable")[(len(totals) - 1) // 2])
-    usual = middle + (middle >= late)
-    slow, ordinary = records[late], records[usual]
-    waited = waited_by_step(records, matched)
-    longest = longest_wait_by_step(records, matched)
-    cost = [
-        max(wait, min(_sum_longer_phases(theirs, mine), total))
-        for wait, total, theirs, mine in zip(
-            lateness[first], waited[ordinary.rank], named_steps(ordinary), named_steps(slow), strict=False
-        )
-    ]
-    saved = _saved(np.array([longest[record.rank][compared] for record in records]))
-    if is_untimed:
-        by_hosts = late_hosts(records)[:, compared]
-        saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
-    return Cost(
-        accounts=tuple(accounts),
-        late=late,
-        usual=usual,
-        each_ns=np.array(cost[compared]),
-        saved_ns=saved,
-        step_ns=float(np.median([time for record in records for time in step_times(record)] or [0.0])),
-        ordinary=median_of_parts(others),
-        ordinary_steps=accounts[usual].steps,
-        quick=median_of_parts([one.quickest_parts() for at, one in enumerate(accounts) if at != late]),
+    count = min(len(one.own) for one in accounts)
+    step_ns = float(np.median([time for one in ranks for time in step_times(one.steps)] or [0.0]))
+    idle = np.array([one.steps.launch_wait_ns[one.steps.named[:count]] for one in ranks])
+    idle = np.where(idle == UNKNOWN, 0, idle).astype(np.float64)
+    compared = kept[:count] & (idle.min(axis=0) <= step_ns)
+    compared[0] = False
+    if not compared.any():
+        compared[min(1, count - 1) :] = True
+    phases = _Phases([one.steps for one in ranks], count)
+    free = phases.free(step_ns)
+    longest, total = (
+        _saved(np.array([waits[one.record.rank][:count] for one in ranks]))
+        for waits in (longest_wait_by_step(_steps_of(ranks), matched), waited_by_step(_steps_of(ranks), matched))
     )
+    on_gpu = sum(np.maximum(_saved(phases.on_gpu[:, :, at]), 0.0) for at in range(len(phases.names)))
+    saved = np.maximum(longest, np.minimum(on_gpu, total))
+    if is_untimed:
+        by_hosts = late_hosts(idle, phases, free)
+        saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
+    did = [
+        replace(one, own=replace(one.own, times_ns=_as_if_free(one.own, phases.names, where)[compared]))
+        for one, where in zip(accounts, free, strict=True)
+    ]
+    steps = np.flatnonzero(compared)
+    cost = _cost(did, saved[:, steps], step_ns)
+    return replace(cost, longer_ns=_without_waits(cost, phases, steps))
 
 
-def late_hosts(records: Sequence[LightRecord]) -> Floats:
+def _without_waits(cost: Cost, phases: _Phases, steps: Ints) -> Floats:
+    """Return what ranks did longer, without what is none of their doing in a light record.
+
+    Kernels may be waits; so may a phase that others usually take longer for, at whose end their GPUs are not behind
+    their hosts: that these take longer counts for nobody. (A host that is ahead of its GPU has waited for nothing.)
+    Between phases a host may wait for its GPU, or seem to do nothing while that is in one: there counts only much more.
+    """
+    longer = cost.longer_ns.copy()
+    least = _MUCH * cost.step_ns
+    for at, (cause, phase) in enumerate(cost.places):
+        mine = longer[:, :, at]
+        if cause == "kernels":
+            longer[:, :, at] = np.maximum(mine, 0.0)
+        elif cause == "python" and phase.startswith(BEFORE):
+            longer[:, :, at] = np.where(mine < least, 0.0, mine)
+        elif cause == "python" and phase in phases.names:
+            behind = phases.behind_at_end[:, steps, phases.names.index(phase)]
+            may_wait = (behind + _saved(behind) <= least) & (np.median(mine, axis=1) <= -least)[:, None]
+            longer[:, :, at] = np.where(may_wait, np.maximum(mine, 0.0), mine)
+    return longer
+
+
+class _Phases:
+    """What phases took, as (ranks, steps, phases): on hosts, on GPUs, and how far these were behind at either end."""
+
+    def __init__(self, ranks: Sequence[StepColumns], count: int) -> None:
+        self.names = sorted({name for one in ranks for name in {*one.phases.names} & {*one.gpu_phases.names}})
+        shape = len(ranks), count, len(self.names)
+        self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((4, *shape))
+        for rank, one in enumerate(ranks):
+            first = one.named[:count]
+            host, gpu = (_edges(phases, len(one))[:, first] for phases in (one.phases, one.gpu_phases))
+            on_host, on_gpu = (phases.times(len(one))[first] for phases in (one.phases, one.gpu_phases))
+            for at, name in enumerate(self.names):
+                if name not in one.phases.names or name not in one.gpu_phases.names:
+                    continue
+                here, there = one.phases.names.index(name), one.gpu_phases.names.index(name)
+                begin, end = host[:, :, here]
+                began, ended = gpu[:, :, there]
+                both = (begin != UNKNOWN) & (began != UNKNOWN)
+                columns = (on_host[:, here], on_gpu[:, there], began - begin, ended - end)
+                tables = (self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end)
+                for table, column in zip(tables, columns, strict=True):
+                    table[rank, :, at] = np.where(both, column, 0)
+
+    def free(self, step_ns: float) -> Bools:
+        """Return where a host was not held up by a queue full of launches: its GPU was hardly behind it."""
+        behind = self.behind_at_start
+        least = np.maximum(np.quantile(behind, _MOST_FREE, axis=1), _MUCH * step_ns)
+        is_free: Bools = behind <= least[:, None, :]
+        return is_free
+
+
+def _usual_if_free(times_ns: Floats, free: Bools) -> Floats:
+    """Return what a host took in each step; where it may have been held up, at most what it took when last free."""
+    last = np.maximum.accumulate(np.where(free, np.arange(len(free)), -1))
+    last = np.where(last < 0, free.argmax(), last)
+    usual: Floats = np.where(free, times_ns, np.minimum(times_ns, times_ns[last]))
+    return usual
+
+
+def _as_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
+    """Return what a rank did in each step, without what held up its host; ``free`` as (steps, phases)."""
+    times = own.times_ns[: len(free)].copy()
+    for at, (cause, phase, _) in enumerate(own.parts):
+        if cause == "python" and phase in names:
+            times[:, at] = _usual_if_free(times[:, at], free[:, names.index(phase)])
+    return times
+
+
+def _edges(phases: Phases, count: int) -> Ints:
+    """Return when each phase began first and ended last in each step: (2, steps, names), `UNKNOWN` where never."""
+    found = np.full((2, count, len(phases.names)), UNKNOWN)
+    found[0, phases.step[::-1], phases.name[::-1]] = phases.start_ns[::-1]
+    found[1, phases.step, phases.name] = phases.end_ns
+    return found
+
+
+def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     """Return how late each rank's host was in each step, as (ranks, steps); negative where others were.
 
-    It was late by what its GPU had nothing to do for longer than theirs between two phases, or by what it took longer
-    for a phase than their hosts, as far as their GPUs were farther behind their hosts than its own at the phase's end:
-    they waited, and its own had nothing to wait for. The longest of these counts.
+    ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps).
+
+    It was late by what its GPU had nothing to do for longer than theirs between two phases; or by what it took longer
+    for a phase than their hosts do where they are free, as far as they waited: their GPUs were farther behind their
+    hosts at the phase's end than its own, and hosts whose queue was full were held up for the rest. The longest of
+    these counts. Recorders that empty the queues now and then, as profkit's own, leave steps in which hosts are free.
     """
-    steps = list(zip(*map(named_steps, records), strict=False))
-    found = -_saved(
-        np.array([[float(one.launch_wait_ns or 0) for one in step] for step in steps]).reshape(-1, len(records)).T
-    )
-    phases = [[_hosts_and_lags(one) for one in step] for step in steps]
-    names = {name for step in phases for one in step for name in one}
-    for name in sorted(names):
-        both = np.array([[one.get(name, (0.0, 0.0)) for one in step] for step in phases])
-        longer, behind = -_saved(both[:, :, 0].T), _saved(both[:, :, 1].T)
-        late = np.where(longer * behind > 0, np.sign(longer) * np.minimum(np.abs(longer), np.abs(behind)), 0.0)
+    found = -_saved(idle_ns)
+    for at in range(len(phases.names)):
+        host = phases.on_host[:, :, at]
+        behind = _saved(phases.behind_at_end[:, :, at])
+        usual = np.array([_usual_if_free(mine, where) for mine, where in zip(host, free[:, :, at], strict=True)])
+        theirs, theirs_free = host + _saved(host), usual + _saved(usual)
+        late = np.where(behind > 0, np.clip(usual - theirs_free, 0.0, behind + theirs - theirs_free), 0.0)
+        late = -_saved(late)
         found = np.where(np.abs(late) > np.abs(found), late, found)
     return found
 
 
-def _hosts_and_lags(step: StepRecord) -> dict[str, tuple[float, float]]:
-    """Return how long the host was in each phase, and how far the GPU was behind it at its end."""
-    ends = {name: end for name, _, end in step.gpu_phases}
-    found: dict[str, tuple[float, float]] = {}
-    for name, start, end in step.phases:
-        if name in ends:
-            found[name] = found.get(name, (0.0, 0.0))[0] + end - start, float(ends[name] - end)
-    return found
+def longer_unrecorded(ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank], late: int) -> Floats | None:
+    """Return how much longer the host of a rank was in phases than the others' in each step that no profiler recorded.
+
+    The first step, and those before which all GPUs had nothing to do for a whole step, are left out. None where hardly
+    any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases.
+
+    Args:
+        ranks: what the ranks that left full traces handed over.
+        written: their light records.
+        late: which of them (its position).
+    """
+    light = [written[one.record.rank].steps for one in ranks if one.record.rank in written]
+    if len(light) < len(ranks):
+        return None
+    recorded = {name for one in ranks for name in one.steps.names}
+    names = set.intersection(*(set(one.names[1:]) for one in light)) - recorded
+    light = [one.only([at for at, name in enumerate(one.names) if name in names]) for one in light]
+    if len(names) < _FEWEST_UNRECORDED or len({one.names for one in light}) > 1:
+        return None
+    step_ns = float(np.median([one.end_ns - one.start_ns for one in light]))
+    is_step = np.min([one.launch_wait_ns for one in light], axis=0) <= step_ns
+    phases = _Phases(light, len(names))
+    if not phases.names:
+        return None
+    free = phases.free(step_ns)
+    on_host = np.array(
+        [
+            np.sum([_usual_if_free(mine[:, at], where[:, at]) for at in range(len(phases.names))], axis=0)
+            for mine, where in zip(phases.on_host, free, strict=True)
+        ]
+    )
+    return -_saved(on_host)[late, is_step] if is_step.sum() >= _FEWEST_UNRECORDED else None
 
 
 def _saved(waited_ns: Floats) -> Floats:
@@ -184,17 +311,3 @@ def _saved(waited_ns: Floats) -> Floats:
     middle: list[Floats] = [ordered[at + (place <= at), steps] for at in (low, high)]
     saved: Floats = (middle[0] + middle[1]) / 2 - waited_ns
     return saved
-
-
-def _sum_longer_phases(one: StepRecord, other: StepRecord) -> float:
-    """Return how much longer phases took on the GPU of the one rank, without those that took less."""
-    sums: list[dict[str, int]] = [{}, {}]
-    for times, step in zip(sums, (one, other), strict=True):
-        for name, start, end in step.gpu_phases:
-            times[name] = times.get(name, 0) + end - start
-    return float(sum(max(time - sums[1].get(name, time), 0) for name, time in sums[0].items()))
-
-
-def latest(lateness: Mapping[int, Sequence[float]]) -> int:
-    """Return the rank for which the others typically wait longest."""
-    return max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)

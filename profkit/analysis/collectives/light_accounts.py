@@ -9,74 +9,75 @@ the GPU.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.collectives.accounts import Account, Parts, clock_of, longer_on_gpu, named_steps, part_on_host
+from profkit.analysis.collectives.accounts import Account, StepParts, clock_of, part_on_host
 from profkit.analysis.collectives.matching import Matched
 from profkit.analysis.collectives.own_time import BEFORE
-from profkit.analysis.intervals import Stretches, unite
+from profkit.analysis.collectives.reduced import ReducedRank
+from profkit.analysis.intervals import NOTHING, Stretches, spread, subtract, unite
 from profkit.names import BACKWARD
-from profkit.run.light_record import LightRecord
+from profkit.run.light_columns import Phases
 from profkit.trace.columns import Ints
 
-_Spans = tuple[list[int], list[int], list[str]]
+
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """What a host did when: spans in order, none of which begin before another ends, and each one's name."""
+
+    start_ns: Ints
+    end_ns: Ints
+    name: Ints
+    names: list[str]
 
 
 _AT_THE_END = ("all_reduce", "reduce_scatter")
 """What is launched in a backward pass and waited for at its end: reductions of gradients."""
 
 
-def account_before_waits(record: LightRecord, matched: Sequence[Matched]) -> Account:
+def account_before_waits(rank: ReducedRank, matched: Sequence[Matched]) -> Account:
     """Return what a rank did before the first long wait of each measured step; without one, in the whole step."""
-    spans = _host_spans(record)
-    windows, waits = _find_windows(record, matched), _host_waits(record, matched)
-    steps = []
-    for number, step in enumerate(record.steps):
-        if step.name is None:
-            continue
-        begin = record.clock_base_ns + step.start_ns
-        window = windows.get(number, (begin, begin + step.end_ns - step.start_ns))
-        steps.append(_sum_spans(spans, waits, *window) | longer_on_gpu(step))
-    return Account(record.rank, tuple(steps), (0.0,) * len(steps), False, clock_of(named_steps(record)))
+    number = rank.record.rank
+    mine = [(one, one.ranks.index(number)) for one in matched if number in one.ranks]
+    begin, end = _find_windows(rank, mine)
+    on_host = _sum_spans(_host_spans(rank), _host_waits(mine), begin, end)
+    named = rank.steps.named
+    nothing = np.zeros(len(named))
+    return Account(rank.record.rank, on_host.beside(rank.on_gpu), nothing, False, clock_of(rank.steps, named))
 
 
-def _host_spans(record: LightRecord) -> _Spans:
-    """Return when the host was in each phase or between two, in order, by the rank's own clock."""
-    found = []
-    for step in record.steps:
-        begin = record.clock_base_ns + step.start_ns
-        found += [(begin + start, begin + end, name) for name, start, end in step.phases]
-    found.sort()
-    busy = _gpu_phases(record)
-    spans, reach = [], found[0][0] if found else 0
-    for start, end, name in found:
-        if start > reach:
-            spans += [(low, high, f"{BEFORE}{name}") for low, high in _less_busy(busy, reach, start)]
-        spans.append((max(start, reach), max(end, reach), name))
-        reach = max(reach, end)
-    return [start for start, _, _ in spans], [end for _, end, _ in spans], [name for _, _, name in spans]
+def _host_spans(rank: ReducedRank) -> _Spans:
+    """Return when the host was in each phase or between two while its GPU was in none, by the rank's own clock."""
+    start, end = _when(rank, rank.steps.phases)
+    order = np.lexsort((rank.steps.phases.name, end, start))
+    start, end, name, names = start[order], end[order], rank.steps.phases.name[order], rank.steps.phases.names
+    reach = np.maximum.accumulate(np.concatenate([start[:1], end]))
+    before = np.flatnonzero(start > reach[:-1])
+    between = subtract(Stretches(reach[before], start[before]), _gpu_phases(rank))
+    followed_by = name[before[np.searchsorted(start[before], between.start_ns, side="right")]]
+    start = np.concatenate([between.start_ns, np.maximum(start, reach[:-1])])
+    end = np.concatenate([between.end_ns, np.maximum(end, reach[:-1])])
+    order = np.lexsort((end, start))
+    number = np.concatenate([followed_by + len(names), name])
+    return _Spans(start[order], end[order], number[order], [*names, *(f"{BEFORE}{name}" for name in names)])
 
 
-def has_untimed_waits(records: Sequence[LightRecord], matched: Sequence[Matched]) -> bool:
+def has_untimed_waits(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> bool:
     """Return whether ranks may have waited where nobody timed it.
 
     Of what is reduced in a backward pass the wait at the pass's end is known; not so of other collectives.
     """
-    by_rank = {record.rank: record for record in records}
+    by_number = {rank.record.rank: rank for rank in ranks}
     for one in matched:
-        record = by_rank.get(one.ranks[0])
-        if record is None or not one.is_untimed.any():
+        rank = by_number.get(one.ranks[0])
+        if rank is None or not one.is_untimed.any():
             continue
-        spans = [
-            (record.clock_base_ns + step.start_ns + start, record.clock_base_ns + step.start_ns + end)
-            for step in record.steps
-            for name, start, end in step.phases
-            if name == BACKWARD
-        ]
-        starts, ends = (np.array([span[side] for span in spans], dtype=np.int64) for side in (0, 1))
+        phases = rank.steps.phases
+        is_backward = np.array([name == BACKWARD for name in phases.names], dtype=np.bool_)[phases.name]
+        starts, ends = (when[is_backward] for when in _when(rank, phases))
         called = one.called_ns[0]
         at = np.searchsorted(starts, called, side="right") - 1
         in_backward = (at >= 0) & (called < ends[at]) if len(ends) else np.zeros(len(called), dtype=np.bool_)
@@ -86,64 +87,42 @@ def has_untimed_waits(records: Sequence[LightRecord], matched: Sequence[Matched]
     return False
 
 
-def _gpu_phases(record: LightRecord) -> Stretches:
+def _when(rank: ReducedRank, phases: Phases) -> tuple[Ints, Ints]:
+    """Return the starts and ends of phases by the rank's own clock."""
+    begin = rank.record.clock_base_ns + rank.steps.start_ns[phases.step]
+    return begin + phases.start_ns, begin + phases.end_ns
+
+
+def _gpu_phases(rank: ReducedRank) -> Stretches:
     """Return when the GPU was in any phase, by the rank's own clock."""
-    found = [
-        (record.clock_base_ns + step.start_ns + start, record.clock_base_ns + step.start_ns + end)
-        for step in record.steps
-        for _, start, end in step.gpu_phases
-        if start <= end
-    ]
-    starts, ends = (np.array([span[side] for span in found], dtype=np.int64) for side in (0, 1))
-    return unite(starts, ends)
+    start, end = _when(rank, rank.steps.gpu_phases)
+    known = start <= end
+    return unite(start[known], end[known])
 
 
-def _less_busy(busy: Stretches, start: int, end: int) -> list[tuple[int, int]]:
-    """Return what is left of a time of the host without what the GPU was in a phase."""
-    first, last = int(np.searchsorted(busy.end_ns, start)), int(np.searchsorted(busy.start_ns, end))
-    edges = [start, *np.stack([busy.start_ns, busy.end_ns], axis=1)[first:last].ravel().tolist(), end]
-    return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
-
-
-class _Waits:
-    """When the host of a rank waited, and how long in all up to any time."""
-
-    def __init__(self, start_ns: Ints, end_ns: Ints) -> None:
-        self._start_ns = start_ns.tolist()
-        self._end_ns = end_ns.tolist()
-        self._before_ns = [0, *np.cumsum(end_ns - start_ns).tolist()]
-        self.total_ns = self._before_ns[-1]
-
-    def until(self, time_ns: int) -> int:
-        """Return how long it had waited by this time."""
-        at = bisect_left(self._start_ns, time_ns)
-        return self._before_ns[at] - max(self._end_ns[at - 1] - time_ns, 0) if at else 0
-
-
-def _host_waits(record: LightRecord, matched: Sequence[Matched]) -> _Waits:
+def _host_waits(mine: Sequence[tuple[Matched, int]]) -> Stretches:
     """Return when the host of a rank waited in collectives of which only the call is known, as of gloo's."""
     starts, ends = [], []
-    for one in matched:
-        if record.rank in one.ranks and one.only_called.any():
-            here = one.ranks.index(record.rank)
-            called = one.called_ns[here, one.only_called]
+    for one, here in mine:
+        if one.only_called.any():
+            called = one.called_ns[here][one.only_called]
             starts.append(called)
             ends.append(called + one.wait_ns[here, one.only_called])
-    none = np.empty(0, dtype=np.int64)
-    united = unite(np.concatenate([none, *starts]), np.concatenate([none, *ends]))
-    return _Waits(united.start_ns, united.end_ns)
+    return unite(np.concatenate(starts), np.concatenate(ends)) if starts else NOTHING
 
 
-def _find_windows(record: LightRecord, matched: Sequence[Matched]) -> dict[int, tuple[int, int]]:
-    """Return for each step the calls of the collective before the first one that waited long, and of that one.
+def _find_windows(rank: ReducedRank, mine: Sequence[tuple[Matched, int]]) -> tuple[Ints, Ints]:
+    """Return for each measured step the call of the collective before the first one that waited long, and of that one.
 
-    Long is half of the longest wait of the step: whoever is late in one collective is often late in all after it.
+    Of a step without one, its own start and end. Long is half of the longest wait of the step: whoever is late in one
+    collective is often late in all after it.
     """
-    longest = np.zeros(len(record.steps), dtype=np.int64)
-    mine = [(one, one.ranks.index(record.rank)) for one in matched if record.rank in one.ranks]
+    steps = rank.steps
+    begin, end = (rank.record.clock_base_ns + side for side in (steps.start_ns, steps.end_ns))
+    longest = np.zeros(len(steps), dtype=np.int64)
     for one, here in mine:
         np.maximum.at(longest, one.step[here], one.median_wait_ns)
-    found: dict[int, tuple[int, int]] = {}
+    found = []
     for one, here in mine:
         step, called = one.step[here], one.called_ns[here]
         is_long = (one.median_wait_ns > 0) & (one.median_wait_ns * 2 >= longest[step])
@@ -151,24 +130,24 @@ def _find_windows(record: LightRecord, matched: Sequence[Matched]) -> dict[int, 
         timed = np.flatnonzero(~one.is_untimed)
         which = np.flatnonzero(is_long[timed])
         which = which[which > 0]
-        rows = timed[which]
-        begin, end = called[timed[which - 1]], called[rows]
-        known = (begin > 0) & (end > begin)
-        for number, start, stop in zip(
-            step[rows][known].tolist(), begin[known].tolist(), end[known].tolist(), strict=True
-        ):
-            if number not in found or stop < found[number][1]:
-                found[number] = start, stop
-    return found
+        before, rows = called[timed[which - 1]], timed[which]
+        known = (before > 0) & (called[rows] > before)
+        found.append((step[rows][known], before[known], called[rows][known]))
+    if found:
+        step, before, called = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.lexsort((called, step))
+        step, first = np.unique(step[order], return_index=True)
+        begin[step], end[step] = before[order[first]], called[order[first]]
+    return begin[steps.named], end[steps.named]
 
 
-def _sum_spans(spans: _Spans, waits: _Waits, begin: int, end: int) -> Parts:
-    """Return what the host did between two moments, without waiting in collectives."""
-    starts, ends, names = spans
-    parts: Parts = {}
-    for at in range(bisect_right(ends, begin), bisect_left(starts, end)):
-        start, stop = max(starts[at], begin), min(ends[at], end)
-        part = part_on_host(names[at])
-        waited = waits.until(stop) - waits.until(start) if waits.total_ns else 0
-        parts[part] = parts.get(part, 0.0) + stop - start - waited
-    return parts
+def _sum_spans(spans: _Spans, waits: Stretches, begin_ns: Ints, end_ns: Ints) -> StepParts:
+    """Return for each stretch of time what the host did in it, without waiting in collectives."""
+    first = np.searchsorted(spans.end_ns, begin_ns, side="right")
+    last = np.searchsorted(spans.start_ns, end_ns, side="left")
+    which, at = spread(first, last)
+    start, stop = np.maximum(spans.start_ns[at], begin_ns[which]), np.minimum(spans.end_ns[at], end_ns[which])
+    names, name = np.unique(spans.name[at], return_inverse=True)
+    times = np.zeros((len(begin_ns), len(names)))
+    np.add.at(times, (which, name), stop - start - waits.within(start, stop))
+    return StepParts(tuple(part_on_host(spans.names[name]) for name in names.tolist()), times)

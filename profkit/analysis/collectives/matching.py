@@ -7,14 +7,15 @@ one rank is held against that of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from profkit.analysis.intervals import disjoint_pieces
-from profkit.run.light_record import WAITS_FOR_ALL, Collectives, Group, LightRecord
+from profkit.run.light_columns import UNKNOWN, LightColumns, StepColumns
+from profkit.run.light_record import P2P, WAITS_FOR_ALL, Group, LightRecord
 from profkit.trace.columns import Bools, Ints
 
 LATE_NS = 20_000
@@ -23,43 +24,66 @@ by some microseconds (2 × H200, NVLink)."""
 
 _NCCL = "nccl"
 _UNKNOWN = -1
-_MISSING = -(1 << 62)
-"""For null in a column of times, which may be negative."""
+_LEAST, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+_TOGETHER = 256
+"""This many collectives are compared at once, where a second table of all ranks would be made."""
 _ENDS_EARLY = 0.5
 """A rank that has fewer of a group's collectives than this share of the median rank's is left out of the group."""
 
 
-Key = tuple[str, tuple[int, ...]]
-"""What a group is known by on all its ranks: its name and its ranks."""
+KnownColumns = dict[tuple[str, bytes], Ints]
+"""Type and content of a column → the column itself, so that ranks on which it is alike share it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """The collectives of one rank in one group as columns in order of their sequence, each number once; -1 is unknown.
+    """Collectives of one rank as columns; -1 is unknown, and a column in which nothing is known is None.
 
-    ``step`` is the position of the step in the rank's record. Ends and calls are nanoseconds since the epoch.
-    ``exposed_ns`` is how long nothing else ran at the end of a backward pass.
+    ``step`` is the position of the step in the rank's record, ``what`` that of a collective's kind and dtype in
+    ``names``. Ends and calls are nanoseconds since the epoch. ``exposed_ns`` is how long
+    nothing else ran at the end of a backward pass.
     """
 
-    group: Group
-    sequence: Ints
-    kind: list[str]
-    dtype: list[str | None]
-    byte_count: Ints
-    duration_ns: Ints
-    hidden_ns: Ints
-    exposed_ns: Ints
-    end_ns: Ints
-    called_ns: Ints
+    names: tuple[tuple[str, str | None], ...]
+    what: Ints
     step: Ints
+    sequence: Ints
+    byte_count: Ints | None
+    duration_ns: Ints | None
+    hidden_ns: Ints | None
+    exposed_ns: Ints | None
+    end_ns: Ints | None
+    called_ns: Ints | None
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def sharing(self, known: KnownColumns) -> Calls:
+        """Return the same, with those columns of ``known`` ones that are alike on many ranks; new ones are added."""
+        found: dict[str, Any] = {}
+        for name in ("what", "step", "sequence", "byte_count"):
+            column = getattr(self, name)
+            found[name] = None if column is None else known.setdefault((column.dtype.str, column.tobytes()), column)
+        return replace(self, **found)
+
+    def of_steps(self, number: Ints) -> Calls:
+        """Return those in some of the steps alone: the position of a step → its new one, -1 for those left out."""
+        kept = number[self.step] >= 0
+        columns: dict[str, Any] = {
+            name: column if column is None else column[kept]
+            for name, column in vars(self).items()
+            if name not in ("names", "step")
+        }
+        return Calls(self.names, step=number[self.step[kept]], **columns)
 
 
 @dataclass(frozen=True, eq=False)
 class Matched:
     """The collectives of one group that all of its ranks recorded, as (ranks, collectives); -1 is unknown.
 
-    ``step`` is the position of each rank's step in its record; ``wait_ns`` is 0 for kinds in which nobody need wait,
-    and where the wait is unknown: ``is_untimed``.
+    ``step`` is the position of each rank's step in its record; it, ``end_ns`` and ``called_ns`` are the ranks' own
+    columns, not copies. ``wait_ns`` is 0 for kinds in which nobody need wait, and where the wait is unknown:
+    ``is_untimed``.
     """
 
     group: Group
@@ -70,11 +94,11 @@ class Matched:
     byte_count: Ints
     duration_ns: Ints
     hidden_ns: Ints
-    end_ns: Ints
-    step: Ints
+    end_ns: tuple[Ints, ...]
+    step: tuple[Ints, ...]
     wait_ns: Ints
     wire_ns: Ints
-    called_ns: Ints
+    called_ns: tuple[Ints, ...]
     is_untimed: Bools
     only_called: Bools
     """Of which collectives the call alone is known: they end when the last rank has called."""
@@ -84,121 +108,210 @@ class Matched:
     """How long the median one of the other ranks waited for the last."""
 
 
-def tabulate_calls(record: LightRecord) -> dict[Key, Calls]:
-    """Return the collectives of a rank by group; those outside the measured steps only if there are no such steps."""
-    groups = {group.number: group for group in record.groups if len(group.ranks) > 1}
-    has_steps = any(step.name is not None for step in record.steps)
-    parts: list[tuple[int, int, Collectives]] = [
-        (number, record.clock_base_ns + step.start_ns, step.collectives)
-        for number, step in enumerate(record.steps)
-        if len(step.collectives) and (step.name is not None or not has_steps)
-    ]
-    if not parts:
-        return {}
-    columns = {
-        name: _numbers([getattr(calls, name) for _, _, calls in parts])
-        for name in ("group", "sequence", "bytes", "called_ns", "start_ns", "end_ns", "hidden_ns", "exposed_ns")
-    }
-    counts = [len(calls) for _, _, calls in parts]
-    step, begin = (np.repeat(np.array([part[at] for part in parts], dtype=np.int64), counts) for at in (0, 1))
-    start, end, called = columns["start_ns"], columns["end_ns"], columns["called_ns"]
-    known = (start != _MISSING) & (end != _MISSING) & (end >= start)
-    kinds = [kind for _, _, calls in parts for kind in calls.kind]
-    dtypes = [dtype for _, _, calls in parts for dtype in calls.dtype]
-    found = {}
-    for number, group in groups.items():
-        rows = np.flatnonzero(columns["group"] == number)
-        sequence, first = np.unique(columns["sequence"][rows], return_index=True)
-        rows = rows[first]
-        if not len(rows):
-            continue
-        found[group.name, group.ranks] = Calls(
-            group=group,
-            sequence=sequence,
-            kind=[kinds[row] for row in rows.tolist()],
-            dtype=[dtypes[row] for row in rows.tolist()],
-            byte_count=_or_unknown(columns["bytes"][rows]),
-            duration_ns=np.where(known, end - start, _UNKNOWN)[rows],
-            hidden_ns=_or_unknown(columns["hidden_ns"][rows]),
-            exposed_ns=_or_unknown(columns["exposed_ns"][rows]),
-            end_ns=np.where(known, begin + end, _UNKNOWN)[rows],
-            called_ns=np.where(called != _MISSING, begin + called, _UNKNOWN)[rows],
-            step=step[rows],
-        )
+def tabulate_calls(rank: LightColumns, known: KnownColumns | None = None) -> tuple[dict[int, Calls], dict[int, Calls]]:
+    """Return the collectives of a rank by their group's number, in order of their sequence, each number once.
+
+    What it sends to and receives from one other rank, which each rank numbers for itself, comes apart from them.
+    Those outside the measured steps count only if there are no such steps. A column of ``known`` ones, as other ranks
+    have it too, is not kept twice; new ones are added.
+    """
+    shared = {} if known is None else known
+    calls, named = rank.calls, rank.steps.named
+    counts = np.zeros(len(rank.steps), dtype=np.bool_)
+    counts[named if len(named) else slice(None)] = True
+    columns = _known_columns(rank)
+    what, step, sequence = map(_narrow, (calls.what, calls.step, calls.sequence))
+    found: dict[int, Calls] = {}
+    sent: dict[int, Calls] = {}
+    is_pairwise = np.array([kind in P2P for kind, _ in calls.names], dtype=np.bool_)[calls.what]
+    for number in np.unique(calls.group[counts[calls.step]]).tolist():
+        in_group = (calls.group == number) & counts[calls.step]
+        rows = np.flatnonzero(in_group & ~is_pairwise)
+        if not (np.diff(calls.sequence[rows]) > 0).all():
+            _, first = np.unique(calls.sequence[rows], return_index=True)
+            rows = rows[first]
+        for place, which in ((found, rows), (sent, np.flatnonzero(in_group & is_pairwise))):
+            if len(which):
+                mine: dict[str, Any] = dict.fromkeys(_OF_CALLS)
+                for name, column in columns.items():
+                    column_of_group = column[which]
+                    if (column_of_group != _UNKNOWN).any():
+                        mine[name] = column_of_group
+                alike = what[which], step[which], sequence[which]
+                place[number] = Calls(calls.names, *alike, **mine).sharing(shared)
+    return found, sent
+
+
+_OF_CALLS = ("byte_count", "duration_ns", "hidden_ns", "exposed_ns", "end_ns", "called_ns")
+
+
+def _known_columns(rank: LightColumns) -> dict[str, Ints]:
+    """Return those columns of `_OF_CALLS` in which anything is known, of all collectives of a rank."""
+    calls = rank.calls
+    start, end = calls.start_ns, calls.end_ns
+    found: dict[str, Ints] = {}
+    begin = rank.record.clock_base_ns + rank.steps.start_ns[calls.step]
+    for name, column in (("byte_count", calls.bytes), ("hidden_ns", calls.hidden_ns), ("exposed_ns", calls.exposed_ns)):
+        known = column != UNKNOWN
+        if known.any():
+            found[name] = _narrow(np.where(known, column, _UNKNOWN))
+    is_timed = (start != UNKNOWN) & (end != UNKNOWN) & (end >= start)
+    if is_timed.any():
+        found["duration_ns"] = _narrow(np.where(is_timed, end - start, _UNKNOWN))
+        found["end_ns"] = np.where(is_timed, begin + end, _UNKNOWN)
+    found["called_ns"] = np.where(calls.called_ns == UNKNOWN, _UNKNOWN, begin + calls.called_ns)
     return found
 
 
-def _numbers(columns: Iterable[list[int | None]]) -> Ints:
-    """Return columns behind each other."""
-    values = list(chain.from_iterable(columns))
-    if None in values:
-        values = [_MISSING if value is None else value for value in values]
-    return np.array(values, dtype=np.int64)
+def _narrow(column: Ints) -> Ints:
+    """Return a column in half of the memory if its values fit. Moments stay wide: they are added to."""
+    fits = column.min(initial=0) >= _LEAST and column.max(initial=0) <= _MOST
+    return column.astype(np.int32 if fits else np.int64)
 
 
-def _or_unknown(column: Ints) -> Ints:
-    return np.where(column == _MISSING, _UNKNOWN, column)
+def match_collectives(ranks: Sequence[tuple[LightRecord, Mapping[int, Calls]]]) -> list[Matched]:
+    """Return the groups, the largest first, each with the collectives that its ranks have in common.
 
-
-def match_collectives(records: Sequence[LightRecord]) -> list[Matched]:
-    """Return the groups, the largest first, each with the collectives that its ranks have in common."""
-    found: dict[Key, dict[int, Calls]] = {}
-    for record in records:
-        for key, calls in tabulate_calls(record).items():
-            found.setdefault(key, {})[record.rank] = calls
+    Each rank comes with its collectives by group (`tabulate_calls`). Steps at the beginning or the end of which another
+    rank lost its record are left out in all groups of the rank, so that what is waited for there is not taken for none.
+    """
+    found: dict[tuple[str, tuple[int, ...]], dict[int, tuple[Group, Calls]]] = {}
+    for record, calls in ranks:
+        for group in {group.number: group for group in record.groups}.values():
+            if group.number in calls and len(group.ranks) > 1:
+                found.setdefault((group.name, group.ranks), {})[record.rank] = group, calls[group.number]
     ordered = sorted(found.items(), key=lambda item: (-len(item[0][1]), item[0]))
-    return [_match(by_rank) for _, by_rank in ordered if len(by_rank) > 1]
+    groups = [by_rank for _, by_rank in ordered if len(by_rank) > 1]
+    matched = [_match(by_rank) for by_rank in groups]
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for one, by_rank in zip(matched, groups, strict=True):
+        for rank, step in zip(one.ranks, one.step, strict=True) if len(one.kind) else ():
+            mine = by_rank[rank][1].step
+            if step.min() > mine.min():
+                first[rank] = max(first.get(rank, 0), int(step.min()))
+            if step.max() < mine.max():
+                last[rank] = min(last.get(rank, int(step.max())), int(step.max()))
+    return [_within(one, first, last) for one in matched]
 
 
-def _match(by_rank: dict[int, Calls]) -> Matched:
-    typical = float(np.median([len(calls.sequence) for calls in by_rank.values()]))
-    ranks = tuple(sorted(rank for rank, calls in by_rank.items() if len(calls.sequence) >= _ENDS_EARLY * typical))
-    mine = [by_rank[rank] for rank in ranks]
+def _within(one: Matched, first: Mapping[int, int], last: Mapping[int, int]) -> Matched:
+    """Return the collectives of those steps in which no rank of the group is before its first or after its last."""
+    kept = np.ones(len(one.kind), dtype=np.bool_)
+    for rank, step in zip(one.ranks, one.step, strict=True):
+        if rank in first:
+            kept &= step >= first[rank]
+        if rank in last:
+            kept &= step <= last[rank]
+    if kept.all():
+        return one
+    columns: dict[str, Any] = {
+        name: column[..., kept] for name, column in vars(one).items() if isinstance(column, np.ndarray)
+    }
+    columns |= {name: tuple(own[kept] for own in getattr(one, name)) for name in ("end_ns", "step", "called_ns")}
+    rows = np.flatnonzero(kept).tolist()
+    return replace(one, kind=[one.kind[row] for row in rows], dtype=[one.dtype[row] for row in rows], **columns)
+
+
+def within_matched(rank: int, step: Ints, matched: Sequence[Matched]) -> Bools:
+    """Return which steps of a rank lie from its first matched collective to its last; without one, all.
+
+    ``step`` are their positions in the rank's record.
+    """
+    mine = [one.step[one.ranks.index(rank)] for one in matched if rank in one.ranks and len(one.kind)]
+    first, last = min((int(one.min()) for one in mine), default=0), max((int(one.max()) for one in mine), default=_MOST)
+    return (step >= first) & (step <= last)
+
+
+def count_steps(rank: int, steps: StepColumns, matched: Sequence[Matched]) -> int:
+    """Return how many measured steps of a rank are compared."""
+    return int(within_matched(rank, steps.named, matched).sum())
+
+
+def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
+    typical = float(np.median([len(calls) for _, calls in by_rank.values()]))
+    ranks = tuple(sorted(rank for rank, (_, calls) in by_rank.items() if len(calls) >= _ENDS_EARLY * typical))
+    groups, mine = zip(*(by_rank[rank] for rank in ranks), strict=True)
     common = mine[0].sequence
     for calls in mine[1:]:
-        if not np.array_equal(calls.sequence, common):
+        if calls.sequence is not common and not np.array_equal(calls.sequence, common):
             common = np.intersect1d(common, calls.sequence, assume_unique=True)
-    rows = [np.searchsorted(calls.sequence, common) for calls in mine]
+    unknown = np.broadcast_to(np.int64(_UNKNOWN), common.shape)
+
+    # Ranks share columns that are alike: each pair of a sequence and a column is looked up once, and stays shared.
+    places: dict[int, slice | Ints] = {}
+    found: dict[tuple[int, int], Ints] = {}
+
+    def own(name: str) -> tuple[Ints, ...]:
+        columns = []
+        for calls in mine:
+            column, sequence = getattr(calls, name), calls.sequence
+            if column is not None and id(sequence) not in places:
+                places[id(sequence)] = _find_all(sequence, common)
+            key = id(sequence), id(column)
+            if key not in found:
+                found[key] = unknown if column is None else column[places[id(sequence)]]
+            columns.append(found[key])
+        return tuple(columns)
 
     def table(name: str) -> Ints:
-        return np.stack([getattr(calls, name)[where] for calls, where in zip(mine, rows, strict=True)])
+        columns = own(name)
+        is_unknown = all(column is unknown for column in columns)
+        return np.broadcast_to(unknown, (len(ranks), len(common))) if is_unknown else np.stack(columns)
 
-    duration, called, exposed = table("duration_ns"), table("called_ns"), table("exposed_ns")
-    kind = [mine[0].kind[row] for row in rows[0].tolist()]
-    named = next((calls.group for calls in mine if calls.group.dimension is not None), mine[0].group)
-    # Without a profiler the end of gloo's collectives is unknown: they end when the last rank has called. (The host
-    # that calls NCCL's runs ahead of its GPU, as far as it likes.)
-    no_end = (duration == _UNKNOWN).all(axis=0) & (called != _UNKNOWN).all(axis=0) & (named.backend != _NCCL)
-    duration = np.where(no_end, called.max(axis=0) - called, duration)
+    duration, called, exposed = table("duration_ns"), own("called_ns"), table("exposed_ns")
+    names = [mine[0].names[what] for what in own("what")[0].tolist()]
+    named: Group = next((group for group in groups if group.dimension is not None), groups[0])
+    # Without a profiler the end of gloo's collectives is unknown: they end when the last rank has called, also where
+    # some ranks have one. (The host that calls NCCL's runs ahead of its GPU, as far as it likes.)
+    no_end = (duration == _UNKNOWN).any(axis=0) & (named.backend != _NCCL)
+    if no_end.any():
+        no_end &= (np.stack(called) != _UNKNOWN).all(axis=0)
+        duration = np.where(no_end, np.max(called, axis=0) - called, duration)
     # What a GPU waited for at the end of its backward pass ends on all ranks at once too.
     at_end = (duration == _UNKNOWN).any(axis=0) & (exposed != _UNKNOWN).all(axis=0)
-    length = np.where(at_end, exposed, duration)
-    may_wait = np.array([one in WAITS_FOR_ALL for one in kind], dtype=np.bool_)
+    length = np.where(at_end, exposed, duration) if at_end.any() else duration
+    may_wait = np.array([kind in WAITS_FOR_ALL for kind, _ in names], dtype=np.bool_)
     waits = may_wait & (length >= 0).all(axis=0)
     least = length.min(axis=0)
     wait = np.where(waits, length - least, 0)
+    is_late = wait.max(axis=0) >= LATE_NS
     return Matched(
         group=named,
         ranks=ranks,
         missing=tuple(sorted(set(named.ranks) - set(ranks))),
-        kind=kind,
-        dtype=[mine[0].dtype[row] for row in rows[0].tolist()],
+        kind=[kind for kind, _ in names],
+        dtype=[dtype for _, dtype in names],
         byte_count=table("byte_count").max(axis=0),
         duration_ns=duration,
         hidden_ns=table("hidden_ns"),
-        end_ns=table("end_ns"),
-        step=table("step"),
+        end_ns=own("end_ns"),
+        step=own("step"),
         wait_ns=wait,
         wire_ns=np.where(waits & ~no_end & ~at_end, least, _UNKNOWN),
         called_ns=called,
         is_untimed=may_wait & ~waits,
         only_called=waits & no_end,
-        last=np.where(wait.max(axis=0) >= LATE_NS, length.argmin(axis=0), _UNKNOWN),
-        # Whoever came last waited for nobody: the others are the rest in order of their waits.
-        median_wait_ns=np.median(np.sort(wait, axis=0)[1:], axis=0).astype(np.int64)
-        if len(ranks) > 1
-        else np.zeros(len(common), dtype=np.int64),
+        last=np.where(is_late, length.argmin(axis=0), _UNKNOWN),
+        median_wait_ns=_median_of_others(wait),
     )
+
+
+def _find_all(sequence: Ints, common: Ints) -> slice | Ints:
+    """Return where ``common`` stands in ``sequence``, both ascending; a slice, which copies nothing, if in a row."""
+    first, last = np.searchsorted(sequence, common[[0, -1]]).tolist() if len(common) else (0, -1)
+    return slice(first, last + 1) if last + 1 - first == len(common) else np.searchsorted(sequence, common)
+
+
+def _median_of_others(wait: Ints) -> Ints:
+    """Return the median wait of each collective without the rank that came last, which waited for nobody."""
+    found = np.zeros(wait.shape[1], dtype=np.int64)
+    some = np.flatnonzero(wait.any(axis=0))
+    ordered = np.sort(wait[:, some], axis=0)[1:]
+    if len(ordered):
+        middle = ordered[(len(ordered) - 1) // 2].astype(np.int64) + ordered[len(ordered) // 2]
+        found[some] = (middle / 2).astype(np.int64)
+    return found
 
 
 def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]) -> Ints:
@@ -213,8 +326,8 @@ def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]
         where = np.array([index[rank] for rank in one.ranks], dtype=np.int64)
         to = where[one.last[late]]
         for here, rank in enumerate(where.tolist()):
-            wait, ended = one.wait_ns[here, late], one.end_ns[here, late]
-            begin = np.where(ended != _UNKNOWN, ended - one.duration_ns[here, late], one.called_ns[here, late])
+            wait, ended = one.wait_ns[here, late], one.end_ns[here][late]
+            begin = np.where(ended != _UNKNOWN, ended - one.duration_ns[here, late], one.called_ns[here][late])
             known = (ended != _UNKNOWN) | one.only_called[late]
             np.add.at(sums[rank], to[~known], wait[~known])
             placed[rank].append((begin[known], wait[known], to[known]))
@@ -240,12 +353,19 @@ class ClockFit:
 def fit_clocks(matched: Sequence[Matched]) -> ClockFit | None:
     """Return the fit on the largest group's collectives; None where no ends are known."""
     for one in matched:
-        known = [at for at, kind in enumerate(one.kind) if kind in WAITS_FOR_ALL and (one.end_ns[:, at] > 0).all()]
-        if len(known) < 2:
+        may_wait = np.array([kind in WAITS_FOR_ALL for kind in one.kind], dtype=np.bool_)
+        known = may_wait
+        for ends in one.end_ns:
+            known = known & (ends > 0)
+        if known.sum() < 2:
             continue
-        ends = one.end_ns[:, known]
-        apart = ends - np.sort(ends, axis=0)[len(ends) // 2]
-        offset = np.median(apart, axis=1).astype(np.int64)
-        residual = np.abs(apart - offset[:, None])
-        return ClockFit(len(known), int(np.abs(offset).max()), int(np.median(residual)))
+        apart = np.stack([ends[known] for ends in one.end_ns])
+        # In place, and some collectives at a time: no second table of all ranks is made.
+        for part in np.array_split(apart, -(-apart.shape[1] // _TOGETHER), axis=1):
+            np.subtract(part, np.partition(part, len(part) // 2, axis=0)[len(part) // 2], out=part)
+        offset = np.array([np.median(mine) for mine in apart]).astype(np.int64)
+        apart -= offset[:, None]
+        np.abs(apart, out=apart)
+        residual = int(np.median(apart, overwrite_input=True))
+        return ClockFit(int(known.sum()), int(np.abs(offset).max()), residual)
     return None

@@ -24,7 +24,16 @@ from profkit.analysis.efficiency.gpu_time import (
     communication_rows,
     threads_by_device,
 )
-from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, intersect, subtract, unite, unite_all
+from profkit.analysis.intervals import (
+    NOTHING,
+    Stretches,
+    disjoint_pieces,
+    intersect,
+    spread,
+    subtract,
+    unite,
+    unite_all,
+)
 from profkit.analysis.nesting import NO_RANGE
 from profkit.names import BACKWARD, DATA, PHASES
 from profkit.run.light_record import CAUSES, Cause
@@ -33,6 +42,9 @@ from profkit.trace.kineto import BACKWARD_NODE
 
 _ON_THE_HOST = re.compile(r"(gloo|mpi|ucc):\w+")
 _NCCL = "nccl"
+_PYTHON_NODE = "Backward"
+"""How nodes of a Python function end. torch's own have a number behind: ``AddmmBackward0``."""
+_COMPILED_NODE = "CompiledFunction"
 
 Place = tuple[str, str]
 """The phase and the innermost module; "" where there is none."""
@@ -65,9 +77,7 @@ class OwnTime:
             np.searchsorted(edges_ns, self.start_ns, side="right"),
             np.searchsorted(edges_ns, self.end_ns, side="left"),
         )
-        count = last - first + 1
-        piece = np.repeat(np.arange(len(self.start_ns)), count)
-        cell = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+        piece, cell = spread(first, last + 1)
         bounds = np.concatenate([[-_EVER], edges_ns, [_EVER]])
         time = np.minimum(self.end_ns[piece], bounds[cell + 1]) - np.maximum(self.start_ns[piece], bounds[cell])
         key = (cell * len(CAUSES) + self.cause[piece]) * len(self.places) + self.place[piece]
@@ -180,8 +190,15 @@ def _join_times(times: list[GpuTime]) -> GpuTime:
 
 
 def _computes(trace: Trace) -> Ints:
-    """Return the operators of a rank without a GPU that compute by themselves: hooks run in the engine's own ones."""
-    names = [i for i, name in enumerate(trace.names) if name.startswith(BACKWARD_NODE)]
+    """Return the operators of a rank without a GPU that compute by themselves.
+
+    Hooks run in the engine's own ones. What a ``torch.autograd.Function`` in Python calls has operators of its own;
+    what compiled code computes has none.
+    """
+    nodes = {name.removeprefix(BACKWARD_NODE).lstrip(": ") for name in trace.names if name.startswith(BACKWARD_NODE)}
+    functions = {node for node in nodes if node.endswith(_PYTHON_NODE) and not node.startswith(_COMPILED_NODE)}
+    functions |= {node.removesuffix(_PYTHON_NODE) for node in functions}
+    names = [i for i, name in enumerate(trace.names) if name.startswith(BACKWARD_NODE) or name in functions]
     return np.flatnonzero(~np.isin(trace.work.name, names) & ~communication_rows(trace))
 
 
@@ -304,9 +321,7 @@ def cut_at(edges_ns: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, In
     """Return the intervals cut at the edges, which are sorted, and of each piece which interval it is of."""
     first = np.searchsorted(edges_ns, start_ns, side="right")
     last = np.searchsorted(edges_ns, end_ns, side="left")
-    count = last - first + 1
-    which = np.repeat(np.arange(len(start_ns)), count)
-    at = np.repeat(first, count) + np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    which, at = spread(first, last + 1)
     edges = np.concatenate([[-_EVER], edges_ns, [_EVER]])
     begin, end = np.maximum(start_ns[which], edges[at]), np.minimum(end_ns[which], edges[at + 1])
     kept = begin < end

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.collectives.accounts import Account
-from profkit.run.light_record import P2P, Group, LightRecord
+from profkit.analysis.collectives.reduced import ReducedRank
+from profkit.run.light_record import Group
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,20 @@ class Pipeline:
         return max(self.own_ns) - min(self.own_ns)
 
 
-def find_pipelines(records: Sequence[LightRecord], accounts: Sequence[Account]) -> list[Pipeline]:
+def find_pipelines(ranks: Sequence[ReducedRank]) -> list[Pipeline]:
     """Return the groups whose ranks send to each other, where each of them left a full trace; the first one first."""
     found: dict[tuple[str, tuple[int, ...]], tuple[Group, dict[int, tuple[int, int]]]] = {}
-    for record, account in zip(records, accounts, strict=True):
-        if not account.is_exact or not account.steps:
+    for one in ranks:
+        account, record = one.exact, one.record
+        if account is None or not len(account.own):
             continue
-        own = round(sum(account.own_ns(step) for step in range(len(account.steps))) / len(account.steps))
-        for group, between_ns in _between(record, len(account.steps)):
-            _, of_ranks = found.setdefault((group.name, group.ranks), (group, {}))
-            of_ranks[record.rank] = between_ns, own
-    step_of = {record.rank: _step_ns(account) for record, account in zip(records, accounts, strict=True)}
+        count = len(account.own)
+        own = round(float(account.own.sums().sum()) / count)
+        for group in record.groups:
+            if group.number in one.between_ns:
+                _, of_ranks = found.setdefault((group.name, group.ranks), (group, {}))
+                of_ranks[record.rank] = round(one.between_ns[group.number] / count), own
+    step_of = {one.record.rank: _step_ns(one.exact) for one in ranks if one.exact is not None}
     return [
         Pipeline(
             group,
@@ -71,16 +75,4 @@ def find_pipelines(records: Sequence[LightRecord], accounts: Sequence[Account]) 
 
 
 def _step_ns(account: Account) -> float:
-    steps = range(len(account.steps))
-    return sum(account.own_ns(step) + account.exposed_ns[step] for step in steps) / max(len(steps), 1)
-
-
-def _between(record: LightRecord, steps: int) -> list[tuple[Group, int]]:
-    """Return for each group what its sends and receives took per step that nothing hid, over the last ``steps``."""
-    sums: dict[int, int] = {}
-    for step in [step for step in record.steps if step.name is not None][-steps:]:
-        calls = step.collectives
-        for row, cause, *_, time in step.since:
-            if cause == "communication" and calls.kind[row] in P2P:
-                sums[calls.group[row]] = sums.get(calls.group[row], 0) + time
-    return [(group, round(sums[group.number] / steps)) for group in record.groups if group.number in sums]
+    return float((account.own.sums() + account.exposed_ns).sum()) / max(len(account.own), 1)

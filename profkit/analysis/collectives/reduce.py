@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from profkit.analysis.attribution import Attribution
-from profkit.analysis.categories import categorize
 from profkit.analysis.collectives.own_time import OwnTime, collective_ranges, divide_own_time, host_time
-from profkit.analysis.efficiency.data_waits import is_data_wait
 from profkit.analysis.efficiency.gpu_time import communication_rows
 from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.nesting import NO_RANGE
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.steps import measured_ranges
 from profkit.names import DATA, PHASES, STEP
-from profkit.run.light_record import CAUSES, P2P, Cause, Collectives, Group, LightRecord, StepRecord, plain_kind
+from profkit.run.light_record import (
+    CAUSES,
+    NO_COLLECTIVE,
+    P2P,
+    Cause,
+    Collectives,
+    Group,
+    LightRecord,
+    StepRecord,
+    plain_kind,
+)
 from profkit.trace.columns import CollectiveCall, Ints, distinct_values, empty_ints
 
 
@@ -134,6 +143,10 @@ def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _
     for number, _, phase, module, time in host.sum_between(np.array(edges, dtype=np.int64)):
         outside.setdefault(number, []).append((phase, module, time))
     since = _since_by_call(own, calls)
+    alone: dict[int, list[tuple[Cause, str, str, int]]] = {}
+    is_alone = len(trace.work) and not len(calls)
+    for number, cause, phase, module, time in own.sum_between(np.array(edges, dtype=np.int64)) if is_alone else ():
+        alone.setdefault(number, []).append((cause, phase, module, time))
     sequence = _number(calls, step_of)
     rows_of = [np.flatnonzero(step_of == number) for number in range(len(spans))]
     found = []
@@ -146,7 +159,8 @@ def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _
                 _describe_step(attribution, own, start, stop),
                 name=name,
                 collectives=_columns(calls, sequence, rows, start),
-                since=tuple((position[row], *rest) for row in rows.tolist() for rest in since.get(row, ())),
+                since=tuple((position[row], *rest) for row in rows.tolist() for rest in since.get(row, ()))
+                + tuple((NO_COLLECTIVE, *rest) for rest in alone.get(number, ())),
                 outside_cuda=tuple(outside.get(number, ())),
             )
         )
@@ -191,9 +205,9 @@ def _columns(calls: _Calls, sequence: list[int], rows: Ints, begin: int) -> Coll
 
 
 def _describe_step(attribution: Attribution, own: OwnTime, begin: int, end: int) -> StepRecord:
-    """Return the phases of a step, and what its kernels took by category."""
+    """Return the phases of a step, and how long its GPU was idle while the host launched."""
     trace = attribution.trace
-    ranges, work = trace.ranges, trace.work
+    ranges = trace.ranges
     inside = (ranges.start_ns >= begin) & (ranges.end_ns <= end)
     wanted = {i for i in distinct_values(ranges.name[inside]).tolist() if trace.names[i] in (*PHASES, DATA)}
     rows = np.flatnonzero(inside & np.isin(ranges.name, list(wanted)))
@@ -201,40 +215,30 @@ def _describe_step(attribution: Attribution, own: OwnTime, begin: int, end: int)
         (int(ranges.start_ns[row]) - begin, int(ranges.end_ns[row]) - begin, trace.names[int(ranges.name[row])])
         for row in rows.tolist()
     )
-    waits = is_data_wait(trace)
     window = np.array([begin]), np.array([end])
     launched = (own.cause == CAUSES.index("launch")) & (own.start_ns < end) & (own.end_ns > begin)
     idle = Stretches(own.start_ns[launched], own.end_ns[launched])
-    kernels: dict[str, int] = {}
-    here = (work.launch_ns >= begin) & (work.launch_ns < end)
-    for name in distinct_values(work.name[here]).tolist():
-        category = categorize(trace.names[name], trace.measure).name
-        kernels[category] = kernels.get(category, 0) + int(work.duration_ns[here & (work.name == name)].sum())
     return StepRecord(
         None,
         begin,
         end,
         phases=tuple((name, start, stop) for start, stop, name in phases),
-        data_ns=int(unite(ranges.start_ns[waits], ranges.end_ns[waits]).within(*window)[0]),
         launch_wait_ns=int(idle.within(*window)[0]),
-        kernel_ns=dict(sorted(kernels.items())),
     )
 
 
 def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
     """Return the record with what the rank wrote itself: memory, clocks, waits, the groups and sizes of collectives.
 
-    Groups and sizes are taken over where the trace does not know the ranks of a group, and both have the same kinds of
-    collectives in every step.
+    Groups, kinds and sizes are taken over of collectives in groups whose ranks the trace does not know, where both have
+    the same kinds of collectives in every step.
     A group that both know is named by its dimension in a device mesh, which only the rank itself may know. Sends and
     receives of which the trace says no group belong to the only group in which the rank sent or received anything.
     """
     written = {step.name: step for step in light.steps if step.name is not None}
     shared = [step.name for step in record.steps if step.name in written and len(step.collectives)]
     mine = {step.name: step.collectives for step in record.steps}
-    fits = all(mine[name].kind == written[name].collectives.kind for name in shared)
-    has_ranks = {group.number for group in record.groups if group.ranks}
-    is_named = any(number in has_ranks for name in shared for number in mine[name].group)
+    fits = bool(shared) and all(_may_be(mine[name].kind, written[name].collectives.kind) for name in shared)
     groups, number_of = _join_groups(record, light)
     sending = {number_of[one] for step in light.steps for one in _sending(step)}
     unnamed = {group.number for group in record.groups if not group.ranks}
@@ -244,19 +248,36 @@ def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
         if theirs is None:
             steps.append(step)
             continue
-        known = {name: getattr(theirs, name) for name in ("peak_bytes", "reserved_bytes", "sm_mhz", "throttle")}
+        noted = {name: getattr(theirs, name) for name in ("peak_bytes", "reserved_bytes", "sm_mhz", "throttle")}
         calls = step.collectives
         if fits:
-            calls = replace(calls, exposed_ns=theirs.collectives.exposed_ns)
-        if fits and not is_named:
-            taken = {name: getattr(theirs.collectives, name) for name in ("sequence", "dtype", "bytes")}
-            calls = replace(calls, **taken, group=[number_of[number] for number in theirs.collectives.group])
+            called = theirs.collectives
+            taken: dict[str, list[Any]] = {"exposed_ns": called.exposed_ns}
+            own = {name: getattr(called, name) for name in ("sequence", "kind", "dtype", "bytes")}
+            for name, column in {**own, "group": [number_of[one] for one in called.group]}.items():
+                rows = zip(calls.group, getattr(calls, name), column, strict=True)
+                taken[name] = [said if group in unnamed else known for group, known, said in rows]
+            calls = replace(calls, **taken)
         elif len(sending) == 1:
             (only,) = sending
             pairs = zip(calls.group, calls.kind, strict=True)
             calls = replace(calls, group=[only if kind in P2P and one in unnamed else one for one, kind in pairs])
-        steps.append(replace(step, **known, collectives=calls))
+        steps.append(replace(step, **noted, collectives=calls))
     return replace(record, node=light.node, groups=groups, steps=tuple(steps))
+
+
+_OF_SENDS = ("all_to_all", "gather", "scatter")
+"""What torch makes of sends and receives, so that NCCL, and a trace of it, knows only these."""
+
+
+def _may_be(traced: Sequence[str], called: Sequence[str]) -> bool:
+    """Return whether these kinds in a trace are those that torch called, one by one.
+
+    Of a kernel that sends or receives a trace may not say which of the two it does.
+    """
+    return len(traced) == len(called) and all(
+        one == other or (one in P2P and other in (*P2P, *_OF_SENDS)) for one, other in zip(traced, called, strict=True)
+    )
 
 
 def _join_groups(record: LightRecord, light: LightRecord) -> tuple[tuple[Group, ...], dict[int, int]]:

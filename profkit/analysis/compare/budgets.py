@@ -14,8 +14,10 @@ import numpy as np
 from profkit.analysis.attribution import Attribution
 from profkit.analysis.categories import CATEGORIES
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict
+from profkit.analysis.compare.budget_lines import BudgetLine, Budgets, not_judged
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
+from profkit.analysis.compare.rank_budgets import judge_ranks
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
@@ -34,49 +36,7 @@ if TYPE_CHECKING:
 MAX_STEP, MAX_PEAK, MAX_IDLE, MIN_MFU, MAX_SHARE = "max-step-ms", "max-peak", "max-idle", "min-mfu", "max-share"
 BASELINE = "baseline"
 
-Unit = Literal["ns", "bytes", "share"]
 _Kind = Literal["category", "range"]
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """The limits that a run must keep; None means no limit. ``max_shares`` are (category or range, fraction)."""
-
-    max_step_ns: int | None = None
-    max_peak_bytes: int | None = None
-    max_idle: float | None = None
-    min_mfu: float | None = None
-    max_shares: tuple[tuple[str, float], ...] = ()
-    max_wait: float | None = None
-    max_skew: float | None = None
-
-    @property
-    def of_ranks(self) -> bool:
-        """Return whether some of them are about several ranks."""
-        return self.max_wait is not None or self.max_skew is not None
-
-
-@dataclass(frozen=True)
-class BudgetLine:
-    """What a budget allows and what was measured, None if there is none; ``detail`` says how, or why it was not judged.
-
-    ``budget`` is the option's name; ``subject`` is the range, phase or context that the line is about, if any.
-    ``judged`` is False if nothing could be measured; then ``held`` is False too.
-    """
-
-    budget: str
-    subject: str | None
-    measured: float | None
-    limit: float | None
-    unit: Unit
-    held: bool
-    detail: str
-    judged: bool = True
-
-
-def not_judged(budget: str, unit: Unit, limit: float | None, reason: str, subject: str | None = None) -> BudgetLine:
-    """Return the line of a budget that cannot be judged."""
-    return BudgetLine(budget, subject, None, limit, unit, False, reason, judged=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,8 +91,6 @@ def check_budgets(
         lines.append(_judge_peak(run, budgets.max_peak_bytes))
     lines += _judge_trace(run.trace, budgets)
     if budgets.of_ranks:
-        from profkit.analysis.compare.rank_budgets import judge_ranks
-
         lines += judge_ranks(budgets, ranks)
     if baseline is not None:
         lines += _judge_against(run, baseline, allowed_slowdown=allowed_slowdown, force=force)

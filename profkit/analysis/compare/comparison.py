@@ -179,9 +179,17 @@ def _headline(what: str, source: str, times_ns: tuple[int, int], change: Change 
 
 
 def compare_captures(
-    before: OpenedCapture, after: OpenedCapture, *, range: str | None = None, force: bool = False
+    before: OpenedCapture,
+    after: OpenedCapture,
+    *,
+    range: str | None = None,
+    force: bool = False,
+    may_be_empty: bool = False,
 ) -> CaptureComparison:
-    """Return what changed between two opened captures; see `profkit.compare`."""
+    """Return what changed between two opened captures; see `profkit.compare`.
+
+    Where both have nothing of the kind, as light records of ranks alone, that is an error unless it ``may_be_empty``.
+    """
     refuse_other_measure(before, after)
     provenance = compare_provenance(before, after)
     if not force:
@@ -197,7 +205,7 @@ def compare_captures(
             clean = compare_unprofiled(steps[0], steps[1])
         if before.snapshot is not None and after.snapshot is not None:
             memory = before.snapshot.against(after.snapshot)
-    if time is None and clean is None and memory is None:
+    if time is None and clean is None and memory is None and not may_be_empty:
         raise UsageError(_explain_nothing(before, after, range))
     return CaptureComparison(
         before=str(before.path),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from profkit.analysis.collectives.comparison import RanksResult
-from profkit.analysis.compare.budgets import BudgetLine, Budgets, not_judged
+from profkit.analysis.compare.budget_lines import BudgetLine, Budgets, not_judged
+
+if TYPE_CHECKING:
+    from profkit.analysis.collectives.comparison import RanksResult
 
 MAX_WAIT, MAX_SKEW = "max-wait", "max-skew"
 
@@ -18,11 +21,14 @@ def judge_ranks(budgets: Budgets, ranks: RanksResult | str) -> Iterator[BudgetLi
             continue
         if isinstance(ranks, str):
             yield not_judged(budget, "share", limit, ranks)
-        elif not ranks.step_ns or ranks.verdict.most_rank is None:
-            yield not_judged(budget, "share", limit, "no two ranks recorded the same collectives in a step")
+        elif ranks.why_unknown is not None:
+            yield not_judged(budget, "share", limit, ranks.why_unknown)
+        elif ranks.verdict.doubt == "untimed":
+            yield not_judged(budget, "share", limit, "nobody timed all collectives (TORCH_NCCL_ENABLE_TIMING=1 does)")
         elif budget == MAX_WAIT:
-            share = ranks.waiting_ns / ranks.step_ns
-            detail = f"the mean of {len(ranks.ranks)} ranks in collectives, from their arrival to that of the last"
+            share = ranks.waiting_ns / max(ranks.step_ns, 1)
+            compared = sum(one.waiting_ns is not None for one in ranks.ranks)
+            detail = f"the mean of {compared} ranks in collectives, from their arrival to that of the last"
             yield BudgetLine(budget, None, share, limit, "share", share <= limit, detail)
         else:
             share = ranks.verdict.most_ns / max(ranks.verdict.step_ns, 1)

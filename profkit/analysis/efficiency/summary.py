@@ -36,7 +36,7 @@ from profkit.analysis.kernels import explain_no_work, extent_ns
 from profkit.analysis.nesting import mark_nested
 from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges, split_path
-from profkit.analysis.range_tree import sum_wall, sum_work, work_by_node
+from profkit.analysis.range_tree import RangeRow, sum_wall, sum_work, work_by_node
 from profkit.analysis.ranks import Ranks
 from profkit.analysis.steps import context_of, is_step, measured_ranges
 from profkit.errors import TraceError
@@ -49,11 +49,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EfficiencyRow:
-    """All ranges of one path together; times in nanoseconds, unknown figures None.
+class EfficiencyRow(RangeRow):
+    """All ranges of one path together, and how well they used the GPUs; unknown figures are None.
 
-    ``wall_ns`` is Python time; ``kernel_time_ns`` and ``busy_ns`` (the union per GPU) cover the kernels and graphs
-    launched under it; ``launch_count`` counts the calls that launched them. ``gpu`` is its time on the GPUs in parts,
+    ``launch_count`` counts the calls that launched kernels and graphs. ``gpu`` is its time on the GPUs in parts,
     ``idle_share`` the idle part; both are None if it launched nothing. ``flops`` are matrix products as executed,
     ``needed_flops`` those without what a causal mask hides, ``recomputed_flops`` the part of them that repeats what the
     forward pass did, ``other_flops`` all other operations; rates are over ``busy_ns``. ``ceiling_share`` is the time
@@ -69,14 +68,6 @@ class EfficiencyRow:
     whether the two are most of what a *host-bound* range waits for: then data loading limits it.
     """
 
-    path: str
-    name: str
-    domain: str
-    instances: int
-    wall_ns: int | None
-    kernel_time_ns: int
-    busy_ns: int
-    kernel_count: int
     launch_count: int
     gpu: GpuParts | None
     idle_share: float | None

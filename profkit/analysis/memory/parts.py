@@ -102,7 +102,7 @@ def sum_by_module(pieces: Iterable[Piece], total: int, known: Sequence[str]) -> 
             for depth in range(1, len(path) + 1):
                 if path[:depth] not in sums and len(sums) >= _MOST_MODULES:
                     raise SnapshotError(
-                        f"the texts of its allocations name more than {_MOST_MODULES:,} modules; so many are not read"
+                        f"the texts of its allocations name more than {_MOST_MODULES:,} modules; that many are not read"
                     )
                 one = sums.setdefault(path[:depth], _Sum())
                 one.add(size, count, piece.category, piece.place.evidence)

@@ -23,7 +23,7 @@ from typing import Any
 from profkit.analysis.memory.generated_memory import Held
 from profkit.analysis.memory.owners import Owner, Part, read_text, shown_module
 from profkit.analysis.memory.phases import Timeline
-from profkit.names import BACKWARD, MODEL, RECOMPUTE, SHARED
+from profkit.names import BACKWARD, MODEL, RECOMPUTE, name_shared
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Annotation
 
@@ -170,7 +170,7 @@ def _place_in_code(held: Held, compiled: str) -> Place:
     same = takewhile(lambda parts: len(set(parts)) == 1, zip(*(name.split(".") for name in names), strict=False))
     ancestor = ".".join(parts[0] for parts in same) or compiled
     shown = [shown_module(name) or MODEL for name in names]
-    shared = SHARED + " + ".join(shown) if held.is_decided else f"one of: {', '.join(shown)}"
+    shared = name_shared(shown) if held.is_decided else f"one of: {', '.join(shown)}"
     return Place(((ancestor, None),), "code", shared)
 
 

@@ -5,7 +5,9 @@ it, ``buf5 = buf0; del buf0  # reuse`` hands the memory on, ``del buf5`` frees i
 allocated on the call's own line. Code for CUDA graphs is cut into partitions, functions which stand before the one that
 calls them.
 
-Nothing here needs torch, and nothing runs the code.
+Nothing here needs torch, and nothing runs the code. A call counts as a launch here unless it is known to be none: what
+is given a buffer may write it. Which calls get a range is decided more strictly, in
+`profkit.capture.compiled.launch_sites`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from profkit.capture.compiled.launch_sites import partition_of
+from profkit.capture.compiled.launch_sites import find_functions, partition_of
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder
 
 _ALLOCATES = ("empty_strided", "tracked_empty_strided", "empty(", "torch.empty")
@@ -133,7 +135,7 @@ def read_generated_code(text: str) -> GeneratedCode | None:
         SyntaxError: it is no Python.
     """
     tree = ast.parse(text)
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    functions = find_functions(tree)
     if "call" not in functions:
         return None
     reader = _Reader(text.splitlines(), functions)

@@ -1,10 +1,13 @@
-"""Where a generated file launches: read from its text, which stays as it is."""
+"""Where a generated file launches: read from its text, which stays as it is.
+
+Only calls that surely launch count, since each gets a range around it. Which memory the file holds is another question,
+in which any call may have a part: `profkit.capture.compiled.buffers`.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 _NAMESPACES = ("extern_kernels", "aten", "torch.ops", "inductor_ops", "_quantized")
@@ -54,7 +57,7 @@ def read_launches(text: str) -> GeneratedFile:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    functions = dict(_functions(tree.body))
+    functions = find_functions(tree)
     call = functions.get("call")
     if call is None:
         return GeneratedFile((), frozenset())
@@ -65,14 +68,17 @@ def read_launches(text: str) -> GeneratedFile:
     return GeneratedFile(tuple(reader.sites), frozenset(reader.values))
 
 
-def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
-    for node in body:
+def find_functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    """Return the functions of a generated file that run the compiled code, by name; it begins with ``call``."""
+    found = {}
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module"):
-            yield node.name, node
+            found[node.name] = node
         elif isinstance(node, ast.ClassDef) and node.name == "Runner":
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name == "call":
-                    yield "call", method
+                    found["call"] = method
+    return found
 
 
 class _Reader(ast.NodeVisitor):

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from profkit.analysis.collectives.comparison import RanksResult
-from profkit.report.page.markup import view_parts
-from profkit.report.rank_comparison import build_ranks_document, describe_ranks
+from profkit.report.late_rank import describe_ranks
+from profkit.report.page.markup import view_parts, view_table, without_folders
+from profkit.report.rank_comparison import build_ranks_document
+from profkit.report.text import make_visible
 from profkit.report.units import format_ns
 
 MOST_IN_MATRIX = 64
 """A matrix of more ranks than this is no picture: the table names those that others wait for most."""
 
+MOST_UNFOLDED = 16
+"""So many ranks, the most unusual ones, are shown at once."""
+
 _WIDEST, _LARGEST_CELL = 640, 64
 
 
 def build_ranks(result: RanksResult, run: str) -> dict[str, Any]:
-    """Return the sentences, the matrix of waits and the tables of ``profkit ranks``."""
-    document = build_ranks_document(result, run)
+    """Return the sentences, the matrix of waits and the tables of ``profkit ranks``; most of many ranks are folded."""
+    document = build_ranks_document(result, run, top=None)
+    table = document.csv
+    unfolded = replace(table, rows=table.rows[:MOST_UNFOLDED])
     return {
         "lines": describe_ranks(result),
         "matrix": _matrix(result) if len(result.ranks) <= MOST_IN_MATRIX else None,
-        "parts": view_parts(document.parts[1:]),
+        "parts": view_parts([unfolded if part is table else part for part in document.parts[1:]]),
+        "folded": view_table(replace(table, rows=table.rows[MOST_UNFOLDED:], title="")),
+        "lost": [without_folders(make_visible(finding.message)) for finding in document.findings],
     }
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
 from functools import cached_property
 
-from profkit.analysis.collectives.comparison import RanksResult, compare_records
-from profkit.analysis.collectives.reduce import reduce_ranks
+from profkit.analysis.collectives.comparison import RanksResult
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import KernelsResult
@@ -15,10 +13,9 @@ from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
-from profkit.errors import RunError
+from profkit.joining import compare_opened
 from profkit.report.page.markup import without_folders
 from profkit.report.text import make_visible
-from profkit.run.light_record import LightRecord, read_light_record
 from profkit.run.manifest import Manifest
 
 
@@ -46,16 +43,7 @@ class Results:
     @cached_property
     def ranks(self) -> RanksResult | None:
         """Its ranks side by side; None of a capture of one rank."""
-        trace, run = self.capture.trace, self.capture.run
-        light: dict[int, LightRecord] = {}
-        for rank, path in ({} if run is None else run.light_records).items():
-            # `profkit ranks` says what is wrong with one that is damaged; the page has other things to show.
-            with suppress(RunError):
-                light[rank] = read_light_record(path)
-        records = [] if trace is None else reduce_ranks(trace, light)
-        missing = light.keys() - {record.rank for record in records}
-        records += [light[rank] for rank in sorted(missing)]
-        return compare_records(records) if len(records) > 1 else None
+        return compare_opened(self.capture)
 
     @cached_property
     def device(self) -> DeviceMemory | None:

@@ -1,0 +1,509 @@
+"""On two GPUs: who is late, and why, in programs in which a delay was put into one rank (`late_program.py`).
+
+    pytest -m gpu -p no:cacheprovider tests/test_culprit_gpu.py
+
+Most cases are a run of their own under torchrun, of 15 to 25 seconds; the most important ones come first. ``-k``
+chooses: ``ddp``, ``fsdp2``, ``tp``, ``bound`` (the GPU sets the pace), ``nsys``, ``kineto``, ``light``, or a place.
+Where ``PROFKIT_RESULTS`` names a file, each case adds a line to it as soon as it is judged, and where ``PROFKIT_RUNS``
+names a folder, the runs are kept there. Without GPUs ``PROFKIT_CPU=1`` runs all of it over gloo, to try the tests
+themselves.
+
+What is true is known from the program's own log, in which nothing is profkit's: how long the delay took, and how much
+longer a step took than in the same program, recorded alike, without a delay. A delay that the GPU hides costs nothing,
+and nobody is to be named then. Without a delay somebody may be named only if the log shows that host to be slower too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.late_program import MARKS  # noqa: E402
+from tests.launched import first_line, is_alive, processes_in, started  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = ROOT / "tests" / "late_program.py"
+IS_ON_CPU = torch.cuda.device_count() < 2
+
+WARMUP, STEPS, AFTER = (3, 8, 12) if IS_ON_CPU else (6, 12, 40)
+SMALL = ("--ms", "120", "--blocks", "4", "--size", "32", "--batch", "8")
+"""For the CPU: a delay longer than what processes on few cores wait for each other by chance."""
+LARGE = ("--size", "2048", "--batch", "8192")
+"""So much that the GPU sets the pace."""
+LEAST, NONE = 0.10, 0.03
+"""A rank must be named whose delay makes a step longer by the first share of it, and must not be below the second.
+
+profkit's own limit, 5 % of a step, lies between them."""
+
+HOST = {
+    "data": ("data", {"data"}),
+    "forward": ("python", {"forward"}),
+    "backward": ("python", {"backward"}),
+    "collective": ("python", {"before optimizer"}),
+    "optimizer": ("python", {"optimizer", "before optimizer"}),
+    "after": ("python", {"before data"}),
+}
+"""Delay → its cause and its phase. What an optimizer does before its first kernel may lie before its range."""
+GPU = {"kernels": ("kernels", {"forward"}), "copy": ("copy", {"forward"})}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recording, and what is read of it: with ``is_read_light`` only the light records that it left."""
+
+    recorder: str
+    way: str
+    delay: str
+    is_bound: bool = False
+    is_read_light: bool = False
+
+    def __str__(self) -> str:
+        reader = f"light_of_{self.recorder}" if self.is_read_light else self.recorder
+        return f"{reader}-{self.way}{'-bound' if self.is_bound else ''}-{self.delay}"
+
+    @property
+    def recording(self) -> Case:
+        """Return the case whose files are read."""
+        return replace(self, is_read_light=False)
+
+    @property
+    def knows_kernels(self) -> bool:
+        """Return whether kernels were recorded."""
+        return self.recorder != "light" and not self.is_read_light
+
+
+def _cases() -> list[Case]:
+    """Return all cases, the most important first."""
+    chosen = {
+        ("ddp", False): {
+            "nsys": "none forward backward data optimizer kernels copy",
+            "kineto": "none forward backward data optimizer",
+            "light": "none forward backward data optimizer after kernels",
+        },
+        ("fsdp2", False): {
+            "nsys": "none forward backward collective",
+            "kineto": "none forward kernels",
+            "light": "none forward data collective",
+        },
+        ("ddp", True): {"kineto": "none forward kernels", "nsys": "none data", "light": "none backward"},
+        ("tp", False): {"nsys": "none forward", "kineto": "none forward", "light": "none forward backward"},
+    }
+    cases = []
+    for (way, is_bound), recorders in chosen.items():
+        rest = {recorder: places.split() for recorder, places in recorders.items()}
+        while any(rest.values()):  # by turns, so that all recorders have had the first delays early
+            for recorder, places in rest.items():
+                if places:
+                    case = Case(recorder, way, places.pop(0), is_bound)
+                    cases += [case] if recorder == "light" else [case, replace(case, is_read_light=True)]
+    return cases
+
+
+CASES = _cases()
+
+
+class Log:
+    """What the ranks wrote down themselves, in ns."""
+
+    def __init__(self, folder: Path) -> None:
+        content = [json.loads((folder / f"log{rank}.json").read_text()) for rank in range(2)]
+        self.marks: list[str] = content[0]["marks"]
+        self._steps = [one["steps"] for one in content]
+        self._ends = [[*(marks[0] for marks in one["steps"][1:]), one["done_ns"]] for one in content]
+        self.delay_ns = median(content[1]["delay_ns"]) if content[1]["delay_ns"] else 0.0
+
+    def step_ns(self, *, is_recorded: bool) -> float:
+        """Return what a step of rank 1 took while steps were recorded, or in those after that.
+
+        profkit waits for the GPU after each recorded step. After them it does not: what a host is ahead of its GPU
+        varies from step to step, and the mean counts.
+        """
+        took = [end - marks[0] for marks, end in zip(self._steps[1], self._ends[1], strict=True)]
+        return median(took[WARMUP + 1 : WARMUP + STEPS]) if is_recorded else mean(took[WARMUP + STEPS + 2 :])
+
+    def longer_ns(self, rank: int, phase: str, *, is_recorded: bool) -> float:
+        """Return how much longer a rank's host takes than the other's for a phase, or for all if it is ""."""
+        window = slice(WARMUP + 1, WARMUP + STEPS) if is_recorded else slice(WARMUP + STEPS + 2, None)
+        names = {
+            "": self.marks[1:],
+            "before optimizer": ["collective", "optimizer"],
+            "before data": ["end"],
+            "before forward": ["data", "forward"],
+            "before backward": ["loss", "backward"],
+        }.get(phase, [phase])
+        ends = [self.marks.index(name) for name in names]
+
+        def median_of(one: int) -> float:
+            return median(sum(marks[at] - marks[at - 1] for at in ends) for marks in self._steps[one][window])
+
+        return median_of(rank) - median_of(1 - rank)
+
+
+def _record(case: Case, place: Path, *options: str) -> Path:
+    """Record the case in the folder ``place``; return the run."""
+    place.mkdir(parents=True, exist_ok=True)
+    recorder = ("--ranks", "9") if case.recorder == "light" else (f"--{case.recorder}",)
+    steps = ("--warmup", str(WARMUP), "--steps", str(STEPS))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(PROGRAM))
+    program = ("--way", case.way, "--delay", case.delay, "--steps", str(WARMUP + STEPS + AFTER))
+    size = SMALL if IS_ON_CPU else LARGE if case.is_bound else ()
+    done = _profkit("run", "-o", "run", *steps, *recorder, *options, "--", *torchrun, *program, *size, cwd=place)
+    (place / "said.txt").write_text(done.stdout + done.stderr)
+    if "there is no Nsight Systems here" in done.stderr:
+        pytest.skip("no nsys")
+    assert done.returncode == 0, done.stderr
+    return place / "run"
+
+
+def _profkit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-P", "-m", "profkit", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"}
+
+
+def _read(case: Case, run: Path, place: Path) -> dict[str, Any]:
+    """Return what `profkit ranks` says, as JSON."""
+    if case.is_read_light:
+        place.mkdir()
+        for path in (run / "manifest.json", *run.glob("light*.jsonl")):
+            shutil.copy(path, place)
+        run = place
+    done = _profkit("ranks", str(run), "--format", "json", cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is wrong with what profkit says, if anything; ``line`` is what there is to know of the case."""
+
+    wrong: str
+    line: str
+
+
+def judge(case: Case, found: dict[str, Any], log: Log, without: Log) -> Judgement:
+    """Hold what `profkit ranks` says against the program's own log, and that of the same program without a delay."""
+    is_recorded = case.knows_kernels
+    step_ns = log.step_ns(is_recorded=is_recorded)
+    costs = {part: log.step_ns(is_recorded=part) - without.step_ns(is_recorded=part) for part in (True, False)}
+    culprit = found["culprit"]
+    expected = _expected(case, costs, log)
+    wrong = _what_is_wrong(case, culprit, expected, log, costs[is_recorded], step_ns)
+    if wrong and culprit is None and expected == "named" and _may_be_unknown(case, found):
+        wrong = ""
+    said = "nobody"
+    if culprit is not None:
+        said = f"rank {culprit['rank']} {culprit['cause']} {culprit['phase'] or 'everywhere'} " + " ".join(
+            f"{name} {culprit[f'{name}_ns'] / 1e6:.1f}" for name in ("extra", "late", "gain")
+        )
+        if culprit["late_steps"] != culprit["steps"]:
+            said += f" in {culprit['late_steps']} of {culprit['steps']}"
+    elif found["latest"] is not None:
+        said += f" (rank {found['latest']['rank']} costs {found['latest']['cost_ns'] / 1e6:.1f})"
+    line = (
+        f"{'WRONG' if wrong else 'ok':5} {case!s:32} {expected:9} delay {log.delay_ns / 1e6:5.1f} costs "
+        f"{costs[is_recorded] / 1e6:5.1f} of {step_ns / 1e6:6.1f} ms | {said}{f' | {wrong}' if wrong else ''}"
+    )
+    return Judgement(wrong, line)
+
+
+def _expected(case: Case, costs: dict[bool, float], log: Log) -> str:
+    """Return whether rank 1 is to be named, or nobody, or whether both are right.
+
+    Light records hold the recorded steps as well as those after them.
+    """
+    if case.delay == "none":
+        return "nobody"
+    parts = [True] if case.knows_kernels else [True, False]
+    shares = [costs[part] / log.step_ns(is_recorded=part) for part in parts]
+    if min(shares) >= LEAST:
+        return "named"
+    return "nobody" if max(shares) < NONE else "either"
+
+
+def _what_is_wrong(
+    case: Case, culprit: dict[str, Any] | None, expected: str, log: Log, cost_ns: float, step_ns: float
+) -> str:
+    if culprit is None:
+        return "nobody is named" if expected == "named" else ""
+    if expected == "nobody":
+        rank, phase, extra_ns = culprit["rank"], culprit["phase"], culprit["extra_ns"]
+        longer_ns = log.longer_ns(rank, phase, is_recorded=case.knows_kernels)
+        return "" if longer_ns >= extra_ns / 2 else f"by the log its host takes {longer_ns / 1e6:.1f} ms longer there"
+    cause, phases = (HOST | GPU)[case.delay]
+    causes = {cause}
+    if not case.knows_kernels and cause == "copy":
+        causes = {"copy", "kernels"}  # without a profiler both are time of the GPU's
+    if IS_ON_CPU and not case.knows_kernels and cause == "kernels":
+        causes = {"python"}  # and the host's, where it computes by itself
+    if culprit["rank"] != 1 or culprit["cause"] not in causes or culprit["phase"] not in phases:
+        return f"it is rank 1, {' or '.join(sorted(causes))}, {' or '.join(sorted(phases))}"
+    # What it took longer is the delay and what this rank's host or GPU differs by anyway; of a delay that is hidden in
+    # part, no less than half of what it cost. What a step would gain cannot be more than the delay.
+    least_ns, most_ns = min(cost_ns, log.delay_ns) / 2, 1.25 * log.delay_ns + 0.05 * step_ns
+    if not least_ns <= culprit["extra_ns"] <= most_ns:
+        return f"extra is not between {least_ns / 1e6:.1f} and {most_ns / 1e6:.1f} ms"
+    if culprit["gain_ns"] > most_ns:
+        return f"gain is more than {most_ns / 1e6:.1f} ms"
+    return ""
+
+
+def _may_be_unknown(case: Case, found: dict[str, Any]) -> bool:
+    """Return whether nobody could know: how long ranks waited within phases, for a GPU whose host was not late."""
+    return found["waits_untimed"] and case.delay in GPU and not case.knows_kernels and case.way != "ddp"
+
+
+def _note(line: str) -> None:
+    print(line, flush=True)
+    if os.environ.get("PROFKIT_RESULTS"):
+        with Path(os.environ["PROFKIT_RESULTS"]).open("a") as file:
+            file.write(line + "\n")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kept = os.environ.get("PROFKIT_RUNS")
+    folder = Path(kept) / "culprit" if kept else tmp_path_factory.mktemp("culprit")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+Recorded = Callable[[Case], Path]
+
+
+@pytest.fixture(scope="module")
+def recorded(place: Path) -> Recorded:
+    """Return the folder of a case, recorded once, with its run and its logs."""
+
+    @functools.cache
+    def record(case: Case) -> Path:
+        _record(case, place / str(case))
+        return place / str(case)
+
+    return record
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    if IS_ON_CPU and not os.environ.get("PROFKIT_CPU"):
+        pytest.skip("needs two GPUs")
+
+
+def _assert_right(case: Case, recorded: Recorded) -> None:
+    began = time.monotonic()
+    without, folder = recorded(replace(case.recording, delay="none")), recorded(case.recording)
+    found = _read(case, folder / "run", folder / "light")
+    judged = judge(case, found, Log(folder), Log(without))
+    _note(f"{judged.line} | {time.monotonic() - began:.0f} s")
+    assert not judged.wrong, judged.line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_who_is_late_is_what_the_programs_own_log_says(two_gpus: None, recorded: Recorded, case: Case) -> None:
+    if IS_ON_CPU and (case.delay == "copy" or case.is_bound):
+        pytest.skip("needs a GPU")
+    _assert_right(case, recorded)
+
+
+def _log(folder: Path, *, step_ms: float = 17.0, delay_ms: float = 0.0, slower_ms: float = 0.0) -> Log:
+    """Return a log of steps of this length, in which rank 0's host takes so much longer for backward passes."""
+    folder.mkdir()
+    for rank in range(2):
+        steps = []
+        for number in range(WARMUP + STEPS + AFTER):
+            begin = round(number * step_ms * 1e6)
+            backward = begin + 4_000_000 + round(slower_ms * 1e6) * (rank == 0)
+            steps.append([begin, *(begin + at * 1_000_000 for at in (1, 2, 3)), *[backward] * 4])
+        content = {"marks": MARKS, "steps": steps, "done_ns": round(len(steps) * step_ms * 1e6)}
+        delays = [round(delay_ms * 1e6)] * len(steps) * rank
+        (folder / f"log{rank}.json").write_text(json.dumps({**content, "delay_ns": delays}))
+    return Log(folder)
+
+
+def _found(rank: int | None, cause: str = "python", phase: str = "backward", ms: float = 30.0) -> dict[str, Any]:
+    culprit = {"rank": rank, "cause": cause, "phase": phase, "late_steps": 11, "steps": 11}
+    times = {f"{name}_ns": round(ms * 1e6) for name in ("extra", "late", "gain")}
+    return {"culprit": None if rank is None else culprit | times, "latest": None, "waits_untimed": False}
+
+
+@pytest.mark.parametrize(
+    ("delay", "cost_ms", "slower_ms", "found", "is_right"),
+    [
+        ("backward", 30, 0, _found(1), True),
+        ("backward", 30, 0, _found(0), False),
+        ("backward", 30, 0, _found(None), False),
+        ("backward", 30, 0, _found(1, "data"), False),
+        ("backward", 30, 0, _found(1, phase="forward"), False),
+        ("backward", 30, 0, _found(1, ms=10), False),
+        ("backward", 30, 0, _found(1, ms=60), False),
+        ("backward", 0.1, 0, _found(None), True),
+        ("backward", 0.1, 0, _found(1), False),
+        ("backward", 1.2, 0, _found(None), True),
+        ("backward", 1.2, 0, _found(1), True),
+        ("none", 0, 0, _found(None), True),
+        ("none", 0, 0, _found(0, ms=6), False),
+        ("none", 0, 6, _found(0, ms=6), True),
+        ("none", 0, 6, _found(1, ms=6), False),
+        ("kernels", 30, 0, _found(1, "kernels", "forward"), True),
+        ("kernels", 30, 0, _found(1, "python", "forward"), False),
+    ],
+)
+def test_what_profkit_says_is_judged_by_the_log(
+    tmp_path: Path, delay: str, cost_ms: float, slower_ms: float, found: dict[str, Any], is_right: bool
+) -> None:
+    without = _log(tmp_path / "without")
+    log = _log(tmp_path / "with", step_ms=17 + cost_ms, delay_ms=0 if delay == "none" else 30.0, slower_ms=slower_ms)
+    judged = judge(Case("kineto", "ddp", delay), found, log, without)
+    assert (not judged.wrong) == is_right, judged.line
+
+
+def _document(command: str, run: Path, *options: str) -> dict[str, Any]:
+    done = _profkit(command, str(run), *options, "--format", "json", cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+LATE = Case("nsys", "ddp", "forward")
+
+
+def _assert_names_rank_1(run: Path, what: str) -> None:
+    culprit = _document("ranks", run)["culprit"]
+    named = culprit and (culprit["rank"], culprit["cause"], culprit["phase"])
+    is_right = named == (1, "python", "forward")
+    _note(f"{'ok' if is_right else 'WRONG':5} {what}: {named}, extra {culprit and culprit['extra_ns'] / 1e6} ms")
+    assert is_right
+
+
+@pytest.mark.gpu
+def test_two_launchers_with_a_gpu_each_leave_one_run(two_gpus: None, place: Path) -> None:
+    folder = place / "two launchers"
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    address = ("--master-addr", "127.0.0.1", "--master-port", port)
+    steps = ("--warmup", str(WARMUP), "--steps", str(STEPS))
+    program = (str(PROGRAM), "--delay", "forward", *(SMALL if IS_ON_CPU else ()))
+    with ExitStack() as stack:
+        launched = []
+        for node in range(2):
+            torchrun = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", *address)
+            words = ("run", "--kineto", "-o", "shared", *steps, "--", sys.executable, "-m", "torch.distributed.run")
+            launched.append(
+                stack.enter_context(
+                    started(
+                        [sys.executable, "-P", "-m", "profkit", *words, *torchrun, *program],
+                        cwd=folder,
+                        env={**_environment(), "CUDA_VISIBLE_DEVICES": str(node)},
+                        stdout=None,
+                    )
+                )
+            )
+        said = [one.communicate()[1] for one in launched]
+    assert [one.returncode for one in launched] == [0, 0], said
+    _assert_names_rank_1(folder / "shared", "two launchers, kineto")
+    assert {one["node"] for one in _document("ranks", folder / "shared")["ranks"]} == {0, 1}
+    for light in folder.glob("shared/node*/trace*"):
+        light.unlink()
+    _assert_names_rank_1(folder / "shared", "two launchers, light records")
+
+
+@pytest.fixture(scope="module")
+def one_in_full(place: Path) -> Callable[[str], Path]:
+    """Return a function that records a program with this delay under ``--nsys --ranks 1``, once."""
+
+    @functools.cache
+    def record(delay: str) -> Path:
+        return _record(replace(LATE, delay=delay), place / f"rank 1 in full, {delay}", "--ranks", "1")
+
+    return record
+
+
+@pytest.mark.gpu
+def test_a_rank_recorded_in_full_is_compared_with_a_light_record(
+    two_gpus: None, one_in_full: Callable[[str], Path]
+) -> None:
+    run = one_in_full("forward")
+    assert {path.name for path in run.glob("trace*")} == {"trace.rank1.nsys-rep", "trace.rank1.sqlite"}
+    _assert_names_rank_1(run, "--nsys --ranks 1")
+    assert [one["source"] for one in _document("ranks", run)["ranks"]] == ["light", "nsys"]
+
+
+@pytest.mark.gpu
+def test_what_reads_a_run_of_which_one_rank_was_recorded_in_full(
+    two_gpus: None, one_in_full: Callable[[str], Path]
+) -> None:
+    run, without = one_in_full("forward"), one_in_full("none")
+    if not IS_ON_CPU:
+        ledger = _document("kernels", run, "--rank", "1")["ledger"]
+        assert ledger["total_ns"] == sum(ledger[part] for part in ledger if part != "total_ns") > 0
+    missing = _profkit("kernels", str(run), "--rank", "0", cwd=run.parent)
+    assert missing.returncode != 0
+    assert "rank 0" in missing.stderr
+    compared = _profkit("compare", str(without), str(run), "--force", cwd=run.parent)
+    assert compared.returncode == 0, compared.stderr
+    assert "rank 1" in compared.stdout
+    report = _profkit("report", str(run), "-o", "report.html", cwd=run.parent)
+    assert report.returncode == 0, report.stderr
+    assert "Rank 1 is late" in " ".join((run.parent / "report.html").read_text().split())
+    for budget, status in (("--max-skew=1%", 3), ("--max-skew=99%", 0)):
+        checked = _profkit("check", str(run), budget, cwd=run.parent)
+        assert checked.returncode == status, checked.stdout + checked.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recorder", ["nsys", "kineto"])
+def test_the_slowest_rank_is_the_one_that_is_recorded(two_gpus: None, place: Path, recorder: str) -> None:
+    folder = place / f"slowest, {recorder}"
+    run = _record(replace(LATE, recorder=recorder), folder, "--ranks", "slowest")
+    assert {path.name.split(".")[1] for path in run.glob("trace*")} == {"rank1"}
+    _assert_names_rank_1(run, f"--{recorder} --ranks slowest")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "0,1")], ids=["one-nsys", "an-nsys-each"])
+def test_ctrl_c_under_nsys_keeps_the_report_and_ends_all(two_gpus: None, place: Path, ranks: tuple[str, ...]) -> None:
+    folder = place / f"interrupted{'-'.join(ranks)}"
+    folder.mkdir()
+    last = WARMUP + STEPS + 5
+    program = (str(PROGRAM), "--steps", "1000000", "--recorded", str(last), *(SMALL if IS_ON_CPU else ()))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    options = ("--nsys", *ranks, "--warmup", str(WARMUP), "--steps", str(STEPS))
+    words = [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *options, "--", *torchrun, *program]
+    with started(words, cwd=folder, env=_environment()) as run:
+        programs = [int(first_line(run, "recorded ").split()[1]) for _ in range(2)]
+        run.send_signal(signal.SIGINT)
+        said, errors = run.communicate()
+    assert run.returncode == 130, said + errors
+    assert not any(map(is_alive, programs))
+    assert processes_in(folder) == []
+    manifest = json.loads((folder / "run" / "manifest.json").read_text())
+    assert manifest["reason"] == "interrupted"
+    for rank in range(2):
+        rows = _document("ranges" if IS_ON_CPU else "kernels", folder / "run", "--rank", str(rank))
+        assert rows["ranges" if IS_ON_CPU else "kernels"]
+    _note(f"ok    Ctrl-C under nsys {' '.join(ranks)}")

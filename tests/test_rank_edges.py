@@ -1,0 +1,330 @@
+"""Several ranks of which something is missing or odd: what is said of it, and that the figures still add up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from profkit.cli import cli
+from profkit.errors import UsageError
+from profkit.joining import read_ranks
+from profkit.report.late_rank import describe_ranks
+from profkit.report.units import format_gigabytes
+from profkit.run.directory import KINETO_TRACE, name_of_rank
+from profkit.run.light_record import Group, LightRecord
+from tests.kineto_builder import row, written
+from tests.rank_builder import (
+    MS,
+    NCCL,
+    Delay,
+    Timeline,
+    compare_records,
+    light_records,
+    simulate,
+    start_run,
+    write_kineto_run,
+    write_light_run,
+    write_nsys,
+)
+
+
+def _ranks(run: Path, *words: str) -> Result:
+    return CliRunner().invoke(cli, ["ranks", str(run), "--workers", "1", *words])
+
+
+def _said(done: Result) -> str:
+    return " ".join((done.stderr + done.stdout).split())
+
+
+def _gloo(records: list[LightRecord]) -> list[LightRecord]:
+    """Return the records as gloo leaves them: only when each rank called is known, by the clock of its machine."""
+    return [
+        replace(
+            record,
+            clock_base_ns=0,
+            groups=(replace(record.groups[0], backend="gloo"),),
+            steps=tuple(
+                replace(step, collectives=replace(step.collectives, start_ns=[None], end_ns=[None]))
+                for step in record.steps
+            ),
+        )
+        for record in records
+    ]
+
+
+def _without(lines: list[Timeline], *, steps: bool = False, collectives: bool = False) -> list[Timeline]:
+    return [
+        Timeline(
+            [one for one in line.ranges if not (steps and one[0].startswith("step"))],
+            [one for one in line.kernels if not (collectives and one[3] == NCCL)],
+            line.calls,
+        )
+        for line in lines
+    ]
+
+
+def test_ranks_whose_steps_nobody_recorded_are_shown_over_the_whole_recording(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", _without(simulate(2, 4, [Delay(1, "data", 9 * MS)]), steps=True))
+    said = _said(_ranks(run))
+    assert "2 ranks, no recorded steps: times are those of the whole recording; waiting in collectives: 18." in said
+    assert "Who is late is unknown: no step was recorded" in said
+    assert "per step" not in said
+    budget = CliRunner().invoke(cli, ["check", str(run), "--max-wait", "5%"])
+    assert "NOT JUDGED (counts as failed): no step was recorded" in budget.stdout
+
+
+def test_full_traces_without_collectives_add_up_and_are_called_full(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", _without(simulate(2, 4), collectives=True))
+    result = read_ranks(run, workers=1)
+    assert result.is_exact
+    for one in result.ranks:
+        assert sum(one.parts.values()) == one.step_ns
+        assert one.parts["kernels"] == pytest.approx(25 * MS, rel=0.01)
+    assert "step = computing + copying + data" in _said(_ranks(run))
+
+
+def test_a_rank_that_calls_no_collective_is_no_late_rank(tmp_path: Path) -> None:
+    lines = simulate(4, 6, [Delay(1, "data", 20 * MS), Delay(3, "data", 60 * MS)])
+    lines[3] = _without(simulate(1, 6, [Delay(0, "data", 60 * MS)]), collectives=True)[0]
+    culprit = read_ranks(write_kineto_run(tmp_path / "run", lines), workers=1).verdict.culprit
+    assert culprit is not None
+    assert (culprit.rank, culprit.cause) == (1, "data")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_waits_that_rest_on_the_clocks_of_several_machines_are_said_to(tmp_path: Path, nodes: int) -> None:
+    records = _gloo(light_records(simulate(4, 6)))
+    ahead = [replace(one, node=one.rank % nodes, clock_base_ns=one.rank % nodes * 50 * MS) for one in records]
+    result = compare_records(ahead)
+    assert result.by_clocks == (nodes == 2)
+    said = _said(_ranks(write_light_run(tmp_path / "run", ahead)))
+    assert ("a rank whose clock is ahead looks late" in said) == (nodes == 2)
+
+
+def test_waits_in_nccls_collectives_rest_on_no_clock() -> None:
+    records = [replace(one, node=one.rank, clock_base_ns=one.rank * 10**15) for one in light_records(simulate(4, 6))]
+    assert not compare_records(records).by_clocks
+
+
+def test_the_waits_of_groups_of_one_dimension_are_those_of_the_mean_rank() -> None:
+    records = light_records(simulate(4, 6, [Delay(1, "data", 20 * MS), Delay(2, "data", 20 * MS)]))
+    pairs = [
+        replace(one, groups=(Group(0, f"dp{one.rank // 2}", ((0, 1), (2, 3))[one.rank // 2], "dp", "nccl"),))
+        for one in records
+    ]
+    result = compare_records(pairs)
+    (row,) = result.groups
+    assert row.group_count == 2
+    assert row.waiting_ns / result.step_count == pytest.approx(result.waiting_ns, rel=0.01)
+    assert row.waiting_ns / result.step_count == pytest.approx(10 * MS, rel=0.01)
+
+
+def test_a_trace_under_another_ranks_name_is_named_with_whose_it_is(tmp_path: Path) -> None:
+    lines = simulate(3, 4)
+    run = write_light_run(write_kineto_run(tmp_path / "run", lines), light_records(lines))
+    shutil.copy(run / "trace.rank1.json.gz", run / "trace.rank2.json.gz")
+    result = read_ranks(run, workers=1)
+    assert [one.source for one in result.ranks] == ["kineto", "kineto", "light"]
+    path = run / "trace.rank2.json.gz"
+    assert result.lost[2] == (
+        f"{path}: holds rank 1, not 2: a copy, or renamed; its light record stands in for the trace"
+    )
+    said = _said(_ranks(run))
+    assert "communication not hidden behind computing" in said
+    assert "(of 2 ranks recorded in full)" in said
+
+
+def test_what_reads_all_ranks_says_how_to_read_the_others_of_a_damaged_one(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", simulate(3, 4))
+    (run / "trace.rank2.json.gz").write_bytes(b"")
+    done = CliRunner().invoke(cli, ["kernels", str(run)])
+    assert str(done.exception) == (
+        f"{run / 'trace.rank2.json.gz'}: the file is empty; --rank N reads another rank by itself, and profkit ranks"
+        f" {run} compares the others"
+    )
+    assert CliRunner().invoke(cli, ["kernels", str(run), "--rank", "1"]).exit_code == 0
+
+
+def test_a_lost_trace_without_a_light_record_has_nothing_that_stands_in(tmp_path: Path) -> None:
+    run = write_kineto_run(tmp_path / "run", simulate(3, 4))
+    (run / "trace.rank2.json.gz").write_bytes(b"")
+    assert read_ranks(run, workers=1).lost == {2: f"{run / 'trace.rank2.json.gz'}: the file is empty"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(326.94e9, "326.9"), (1.04e9, "1.0"), (0.93e9, "0.93"), (34.1e6, "0.034"), (51_000, "0.000051")]
+)
+def test_slow_links_have_a_rate_too(rate: float, shown: str) -> None:
+    assert format_gigabytes(rate) == shown
+
+
+def test_a_record_that_was_cut_is_named_and_its_unknown_waits_do_not_count(tmp_path: Path) -> None:
+    records = light_records(simulate(4, 14, [Delay(1, "data", 9 * MS)]))
+    records[2] = replace(records[2], steps=records[2].steps[:1])
+    run = write_light_run(tmp_path / "run", records)
+    with (run / "light.rank2.jsonl").open("a") as cut:
+        cut.write('{"kind":"steps","name":["step 1')
+    said = _said(_ranks(run))
+    assert "warning: rank 2: the record holds 1 step, others up to 14; too few to compare" in said
+    result = read_ranks(run, workers=1)
+    assert [one.waiting_ns is None for one in result.ranks] == [False, False, True, False]
+    (row,) = result.groups
+    assert row.waiting_ns / result.step_count == pytest.approx(result.waiting_ns, rel=0.001)
+    assert result.verdict.culprit is not None
+    assert result.verdict.culprit.rank == 1
+
+
+def test_ranks_of_another_run_are_said_to_be_of_another_time(tmp_path: Path) -> None:
+    began, hour = 1_795_381_706_870_080_786, 3600 * 10**9
+    records = [replace(one, clock_base_ns=began) for one in light_records(simulate(4, 4))]
+    foreign = [*records[:3], replace(records[3], clock_base_ns=began + hour)]
+    assert "recorded more than a minute" not in _said(_ranks(write_light_run(tmp_path / "one", records)))
+    said = _said(_ranks(write_light_run(tmp_path / "two", foreign)))
+    assert "warning: rank 3: recorded more than a minute before or after the others" in said
+
+
+def test_runs_of_different_jobs_are_not_compared_as_one(tmp_path: Path) -> None:
+    records = light_records(simulate(4, 4))
+    for node in (0, 1):
+        run = write_light_run(tmp_path / f"node{node}", records[2 * node :][:2])
+        job = {"id": f"job {node}", "count": 2, "number": node, "unit": "node"}
+        (run / "manifest.json").write_text(json.dumps({"status": "complete", "job": job}))
+    with pytest.raises(
+        UsageError, match="holds runs of different jobs: job 0 and job 1; compare them: profkit compare"
+    ):
+        read_ranks(tmp_path)
+
+
+def test_gather_refuses_to_copy_a_run_into_itself_and_what_is_no_directory(tmp_path: Path) -> None:
+    run = write_light_run(tmp_path / "run", light_records(simulate(2, 2)))
+
+    def refusal(source: Path, output: Path) -> str:
+        return str(CliRunner().invoke(cli, ["gather", str(source), "-o", str(output)]).exception)
+
+    assert refusal(run, run / "all").startswith(f"{run / 'all'}: lies within {run}, ")
+    assert sorted(path.name for path in run.iterdir()) == ["light.jsonl", "light.rank1.jsonl", "manifest.json"]
+    assert "no such directory" in refusal(tmp_path / "nowhere", tmp_path / "all")
+    assert "a file; name the directory of a run" in refusal(run / "light.jsonl", tmp_path / "all")
+
+
+def test_the_late_rank_heads_the_ranks_also_where_the_hosts_of_the_others_wait(tmp_path: Path) -> None:
+    # The hosts of the ranks that wait are held up before their optimizer: all do as much between two steps.
+    run = write_light_run(tmp_path / "run", light_records(simulate(40, 6, [Delay(31, "data", 9 * MS)])))
+    shown = _ranks(run, "--top", "3").stdout.partition("the most unusual first")[2].splitlines()
+    assert shown[3].split()[0] == "31"
+
+
+@pytest.mark.parametrize(("node", "cause"), [("Slow", "python"), ("CompiledFunction", "kernels")])
+def test_what_a_function_of_python_does_by_itself_is_python_and_what_it_calls_computes(
+    tmp_path: Path, node: str, cause: str
+) -> None:
+    start_run(tmp_path)
+    for rank in (0, 1):
+        events = []
+        for step in range(5):
+            begin, late = step * 80_000, rank * 30_000
+            called, end = begin + 22_000 + late, begin + 62_000
+            events += [
+                row("user_annotation", f"step {step}", begin, 75_000),
+                row("user_annotation", "backward", begin + 1_000, end - begin),
+                row("cpu_op", f"autograd::engine::evaluate_function: {node}Backward", begin + 2_000, 18_000 + late),
+                row("cpu_op", f"{node}Backward", begin + 3_000, 16_000 + late),
+                row("cpu_op", "aten::mm", begin + 4_000, 10_000),
+                row("user_annotation", "gloo:all_reduce", called, end - called, 8),
+            ]
+        facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
+        written(tmp_path, events, name_of_rank(KINETO_TRACE, rank), **facts)
+    found = read_ranks(tmp_path, workers=1).verdict.culprit
+    assert found is not None
+    assert (found.rank, found.cause, found.phase, found.extra_ns) == (1, cause, "backward", 30 * MS)
+
+
+def test_runs_of_different_numbers_of_ranks_say_so_in_each_group(tmp_path: Path) -> None:
+    runs = [str(write_kineto_run(tmp_path / str(count), simulate(count, 3))) for count in (2, 4)]
+    shown = CliRunner().invoke(cli, ["compare", *runs, "--force"]).stdout
+    assert "all ranks (2)  all_reduce" in shown
+    assert "all ranks (4)  all_reduce" in shown
+
+
+def test_which_steps_the_ranks_own_times_are_of_is_said(tmp_path: Path) -> None:
+    lines = simulate(2, 4)
+    said = _said(_ranks(write_kineto_run(tmp_path / "full", lines)))
+    assert "communication not hidden, for each rank, without the first step" in said
+    assert "without the first step" not in _said(_ranks(write_light_run(tmp_path / "light", light_records(lines))))
+
+
+def test_many_lost_ranks_are_named_in_one_line(tmp_path: Path) -> None:
+    records = light_records(simulate(40, 3))
+    run = write_light_run(tmp_path / "run", [one for one in records if one.rank not in {3, *range(8, 30)}])
+    done = _ranks(run)
+    assert "warning: ranks 3, 8-29: it left no record" in done.stderr
+    assert len(json.loads(_ranks(run, "--format", "json").stdout)["lost"]) == 23
+
+
+def test_where_ranks_take_turns_nobody_is_said_to_cost_nothing(tmp_path: Path) -> None:
+    delays = [Delay(rank, "forward", 6 * MS, every=4, first=rank) for rank in range(4)]
+    said = _said(_ranks(write_light_run(tmp_path / "run", light_records(simulate(4, 12, delays)))))
+    assert "No rank is late: none costs the others any time in the median step; a rank is called late from 5.0%" in said
+    assert "costs the others most, 0 ns" not in said
+
+
+def test_one_rank_of_several_is_said_to_be_alone(tmp_path: Path) -> None:
+    run = write_light_run(tmp_path / "run", light_records(simulate(4, 3))[2:3])
+    with pytest.raises(UsageError, match=r"holds rank 2 of 4 alone, .* `profkit gather`"):
+        read_ranks(run)
+
+
+def test_ranks_whose_groups_share_no_rank_are_compared_within_each(tmp_path: Path) -> None:
+    records = light_records(simulate(4, 8, [Delay(3, "data", 9 * MS)]))
+    halves = [
+        replace(one, groups=(Group(0, "pairs", (0, 1) if one.rank < 2 else (2, 3), None, "nccl"),)) for one in records
+    ]
+    result = compare_records(halves)
+    assert [row.group for row in result.groups] == ["groups of 2"]
+    assert result.waits_ns[:2, 2:].sum() == result.waits_ns[2:, :2].sum() == 0
+
+
+def test_a_rank_of_several_groups_is_said_to_be_last_in_all_its_collectives_and_where_others_wait_longest() -> None:
+    pairs = (0, 1), (2, 3)
+    records = []
+    for one in light_records(simulate(4, 8, [Delay(3, "data", 9 * MS)])):
+        groups = (Group(0, "tp", pairs[one.rank // 2], "tp", "nccl"), Group(1, "dp", (0, 1, 2, 3), "dp", "nccl"))
+        # Two of three steps reduce over all ranks, the third over two of them.
+        steps = [
+            replace(step, collectives=replace(step.collectives, group=[int(at % 3 > 0)]))
+            for at, step in enumerate(one.steps)
+        ]
+        records.append(replace(one, groups=groups, steps=tuple(steps)))
+    said = describe_ranks(compare_records(records))[1]
+    assert said.startswith("Rank 3 is late: it arrives last in 100.0% of its collectives in which anybody waits, by ")
+    assert said.endswith(" a step; the others wait for it longest in group dp")
+
+
+def test_a_rank_that_crashed_after_some_collectives_is_compared_in_the_steps_that_it_has() -> None:
+    records = light_records(simulate(4, 10, [Delay(1, "data", 9 * MS)]))
+    records[3] = replace(records[3], steps=records[3].steps[:7])
+    result = compare_records(records)
+    assert result.step_count == 7
+    assert result.short == {3: 7}
+    assert result.verdict.culprit is not None
+    assert result.verdict.culprit.rank == 1
+    assert result.verdict.culprit.late_ns == pytest.approx(9 * MS, rel=0.02)
+
+
+def test_a_report_of_one_rank_names_the_command_for_it(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["ranks", str(write_nsys(tmp_path / "trace.sqlite", simulate(1, 3)))])
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception).endswith(f"holds one rank; profkit kernels {tmp_path / 'trace.sqlite'}")
+
+
+def test_where_no_record_says_which_ranks_share_a_collective_the_assumption_is_said(tmp_path: Path) -> None:
+    lines = simulate(4, 4)
+    said = _said(_ranks(write_nsys(tmp_path / "trace.sqlite", lines)))
+    assert "which ranks share the collectives of stream 7 is not recorded: all 4 are assumed to" in said
+    assert "is not recorded" not in _said(_ranks(write_nsys(tmp_path / "two.sqlite", simulate(2, 4))))
+    assert "is not recorded" not in _said(_ranks(write_light_run(tmp_path / "light", light_records(lines))))
