@@ -1,8 +1,8 @@
 """Trains on several ranks, one of which is held up by a delay in each step, and writes down what each rank did.
 
-    torchrun --nproc-per-node 2 late_program.py --way ddp --delay forward [--log FOLDER]
+    torchrun --nproc-per-node 2 late_program.py --way ddp --delay forward [--into FOLDER]
 
-With GPUs enough it trains over NCCL, else over gloo. As it is, the host sets the pace: many small modules, and an
+With a GPU it trains over NCCL (several ranks may share one GPU), else over gloo. As it is, the host sets the pace: many small modules, and an
 optimizer that works parameter by parameter (some 130 modules; meant to take about 17 ms a step on an H200).
 ``--size 2048 --batch 8192`` has the GPU set it.
 
@@ -214,14 +214,21 @@ def parallel(model: nn.Module, way: str, device: torch.device) -> nn.Module:
 
 
 def join() -> torch.device:
-    """Join the other ranks, over NCCL with GPUs enough, else over gloo; return this rank's device."""
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    else:
+    """Join the other ranks, over NCCL where there is a GPU, else over gloo; return this rank's device.
+
+    Where this rank sees fewer GPUs than there are ranks they share them, as if each were on a host of its own: NCCL
+    refuses two ranks of one host on one GPU, and goes through sockets so.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus:
         torch.set_num_threads(1)
-    distributed.init_process_group("nccl" if on_gpus else "gloo")
+        distributed.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+    torch.cuda.set_device(device)
+    if gpus < int(os.environ["WORLD_SIZE"]):
+        os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
+    distributed.init_process_group("nccl")
     return device
 
 
@@ -237,7 +244,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=26)
     parser.add_argument("--recorded", type=int, default=-1, help="say 'recorded' after so many steps")
-    parser.add_argument("--log", type=Path, default=Path())
+    parser.add_argument("--into", type=Path, default=Path())
     chosen = parser.parse_args()
     device, rank = join(), distributed.get_rank()
     torch.set_float32_matmul_precision("high")
@@ -277,7 +284,7 @@ def main() -> None:
     done_ns = perf_counter_ns()
     delay.finish()
     content = {"marks": MARKS, "steps": steps, "done_ns": done_ns, "delay_ns": delay.taken_ns}
-    (chosen.log / f"log{rank}.json").write_text(json.dumps(content))
+    (chosen.into / f"log{rank}.json").write_text(json.dumps(content))
     distributed.destroy_process_group()
 
 

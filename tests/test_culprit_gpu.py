@@ -1,12 +1,12 @@
-"""On two GPUs: who is late, and why, in programs in which a delay was put into one rank (`late_program.py`).
+"""On GPUs: who is late, and why, in programs in which a delay was put into one rank of two (`late_program.py`).
 
     pytest -m gpu -p no:cacheprovider tests/test_culprit_gpu.py
 
 Most cases are a run of their own under torchrun, of 15 to 25 seconds; the most important ones come first. ``-k``
 chooses: ``ddp``, ``fsdp2``, ``tp``, ``bound`` (the GPU sets the pace), ``nsys``, ``kineto``, ``light``, or a place.
 Where ``PROFKIT_RESULTS`` names a file, each case adds a line to it as soon as it is judged, and where ``PROFKIT_RUNS``
-names a folder, the runs are kept there. Without GPUs ``PROFKIT_CPU=1`` runs all of it over gloo, to try the tests
-themselves.
+names a folder, the runs are kept there. On a machine with one GPU the two ranks share it, and NCCL goes through sockets.
+Without a GPU ``PROFKIT_CPU=1`` runs all of it over gloo, to try the tests themselves.
 
 What is true is known from the program's own log, in which nothing is profkit's: how long the delay took, and how much
 longer a step took than in the same program, recorded alike, without a delay. A delay that the GPU hides costs nothing,
@@ -40,7 +40,8 @@ from tests.launched import first_line, is_alive, processes_in, started  # noqa: 
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "tests" / "late_program.py"
-IS_ON_CPU = torch.cuda.device_count() < 2
+GPUS = torch.cuda.device_count()
+IS_ON_CPU = GPUS == 0
 
 WARMUP, STEPS, AFTER = (3, 8, 12) if IS_ON_CPU else (6, 12, 40)
 SMALL = ("--ms", "120", "--blocks", "4", "--size", "32", "--batch", "8")
@@ -232,7 +233,8 @@ def judge(case: Case, found: dict[str, Any], log: Log, without: Log) -> Judgemen
 def _expected(case: Case, costs: dict[bool, float], log: Log) -> str:
     """Return whether rank 1 is to be named, or nobody, or whether both are right.
 
-    Light records hold the recorded steps as well as those after them.
+    Light records hold the recorded steps as well as those after them. A delay that made steps much shorter was none of
+    the difference between the two recordings.
     """
     if case.delay == "none":
         return "nobody"
@@ -240,7 +242,7 @@ def _expected(case: Case, costs: dict[bool, float], log: Log) -> str:
     shares = [costs[part] / log.step_ns(is_recorded=part) for part in parts]
     if min(shares) >= LEAST:
         return "named"
-    return "nobody" if max(shares) < NONE else "either"
+    return "nobody" if -NONE < max(shares) < NONE else "either"
 
 
 def _what_is_wrong(
@@ -306,9 +308,9 @@ def recorded(place: Path) -> Recorded:
 
 
 @pytest.fixture
-def two_gpus() -> None:
+def gpu() -> None:
     if IS_ON_CPU and not os.environ.get("PROFKIT_CPU"):
-        pytest.skip("needs two GPUs")
+        pytest.skip("needs a GPU")
 
 
 def _assert_right(case: Case, recorded: Recorded) -> None:
@@ -322,7 +324,7 @@ def _assert_right(case: Case, recorded: Recorded) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_who_is_late_is_what_the_programs_own_log_says(two_gpus: None, recorded: Recorded, case: Case) -> None:
+def test_who_is_late_is_what_the_programs_own_log_says(gpu: None, recorded: Recorded, case: Case) -> None:
     if IS_ON_CPU and (case.delay == "copy" or case.is_bound):
         pytest.skip("needs a GPU")
     _assert_right(case, recorded)
@@ -363,6 +365,7 @@ def _found(rank: int | None, cause: str = "python", phase: str = "backward", ms:
         ("backward", 0.1, 0, _found(1), False),
         ("backward", 1.2, 0, _found(None), True),
         ("backward", 1.2, 0, _found(1), True),
+        ("backward", -6, 0, _found(1), True),
         ("none", 0, 0, _found(None), True),
         ("none", 0, 0, _found(0, ms=6), False),
         ("none", 0, 6, _found(0, ms=6), True),
@@ -399,7 +402,7 @@ def _assert_names_rank_1(run: Path, what: str) -> None:
 
 
 @pytest.mark.gpu
-def test_two_launchers_with_a_gpu_each_leave_one_run(two_gpus: None, place: Path) -> None:
+def test_two_launchers_with_a_gpu_each_leave_one_run(gpu: None, place: Path) -> None:
     folder = place / "two launchers"
     folder.mkdir()
     with socket.socket() as free:
@@ -418,7 +421,7 @@ def test_two_launchers_with_a_gpu_each_leave_one_run(two_gpus: None, place: Path
                     started(
                         [sys.executable, "-P", "-m", "profkit", *words, *torchrun, *program],
                         cwd=folder,
-                        env={**_environment(), "CUDA_VISIBLE_DEVICES": str(node)},
+                        env={**_environment(), "CUDA_VISIBLE_DEVICES": str(node % max(1, GPUS))},
                         stdout=None,
                     )
                 )
@@ -444,9 +447,7 @@ def one_in_full(place: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.gpu
-def test_a_rank_recorded_in_full_is_compared_with_a_light_record(
-    two_gpus: None, one_in_full: Callable[[str], Path]
-) -> None:
+def test_a_rank_recorded_in_full_is_compared_with_a_light_record(gpu: None, one_in_full: Callable[[str], Path]) -> None:
     run = one_in_full("forward")
     assert {path.name for path in run.glob("trace*")} == {"trace.rank1.nsys-rep", "trace.rank1.sqlite"}
     _assert_names_rank_1(run, "--nsys --ranks 1")
@@ -454,9 +455,7 @@ def test_a_rank_recorded_in_full_is_compared_with_a_light_record(
 
 
 @pytest.mark.gpu
-def test_what_reads_a_run_of_which_one_rank_was_recorded_in_full(
-    two_gpus: None, one_in_full: Callable[[str], Path]
-) -> None:
+def test_what_reads_a_run_of_which_one_rank_was_recorded_in_full(gpu: None, one_in_full: Callable[[str], Path]) -> None:
     run, without = one_in_full("forward"), one_in_full("none")
     if not IS_ON_CPU:
         ledger = _document("kernels", run, "--rank", "1")["ledger"]
@@ -477,7 +476,7 @@ def test_what_reads_a_run_of_which_one_rank_was_recorded_in_full(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorder", ["nsys", "kineto"])
-def test_the_slowest_rank_is_the_one_that_is_recorded(two_gpus: None, place: Path, recorder: str) -> None:
+def test_the_slowest_rank_is_the_one_that_is_recorded(gpu: None, place: Path, recorder: str) -> None:
     folder = place / f"slowest, {recorder}"
     run = _record(replace(LATE, recorder=recorder), folder, "--ranks", "slowest")
     assert {path.name.split(".")[1] for path in run.glob("trace*")} == {"rank1"}
@@ -486,7 +485,7 @@ def test_the_slowest_rank_is_the_one_that_is_recorded(two_gpus: None, place: Pat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [(), ("--ranks", "0,1")], ids=["one-nsys", "an-nsys-each"])
-def test_ctrl_c_under_nsys_keeps_the_report_and_ends_all(two_gpus: None, place: Path, ranks: tuple[str, ...]) -> None:
+def test_ctrl_c_under_nsys_keeps_the_report_and_ends_all(gpu: None, place: Path, ranks: tuple[str, ...]) -> None:
     folder = place / f"interrupted{'-'.join(ranks)}"
     folder.mkdir()
     last = WARMUP + STEPS + 5

@@ -17,7 +17,7 @@ modules; meant to take about 17 ms a step on an H200). Here the time of a clock 
 that profkit does in a step: hooks, events, the step's entry, reading the flight recorder and writing. Its buffer and
 NCCL's threads are there in all three ways.
 
-With GPUs enough it runs over NCCL, else over gloo.
+With a GPU it runs over NCCL (several ranks may share one), else over gloo.
 """
 
 from __future__ import annotations

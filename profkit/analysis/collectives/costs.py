@@ -33,6 +33,8 @@ _MUCH = 0.05
 _FEWEST_UNRECORDED = 3
 _MOST_FREE = 0.1
 """At least this share of its steps count as free: those in which its GPU was least behind."""
+_FEWEST_TIED = 8
+"""In fewer steps nobody can tell whether a host ends a phase when its GPU gets there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,19 +149,20 @@ def cost_by_waits(
     if not compared.any():
         compared[min(1, count - 1) :] = True
     phases = _Phases([one.steps for one in ranks], count)
-    free = phases.free(step_ns)
-    longest, total = (
-        _saved(np.array([waits[one.record.rank][:count] for one in ranks]))
-        for waits in (longest_wait_by_step(_steps_of(ranks), matched), waited_by_step(_steps_of(ranks), matched))
+    longest_waits, waits = (
+        np.array([of_rank[one.record.rank][:count] for one in ranks])
+        for of_rank in (longest_wait_by_step(_steps_of(ranks), matched), waited_by_step(_steps_of(ranks), matched))
     )
+    usual = phases.usual_on_host(step_ns, waits)
+    longest, total = _saved(longest_waits), _saved(waits)
     on_gpu = sum(np.maximum(_saved(phases.on_gpu[:, :, at]), 0.0) for at in range(len(phases.names)))
     saved = np.maximum(longest, np.minimum(on_gpu, total))
     if is_untimed:
-        by_hosts = late_hosts(idle, phases, free)
+        by_hosts = late_hosts(idle, phases, usual)
         saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
     did = [
-        replace(one, own=replace(one.own, times_ns=_as_if_free(one.own, phases.names, where)[compared]))
-        for one, where in zip(accounts, free, strict=True)
+        replace(one, own=replace(one.own, times_ns=_as_if_free(one.own, phases.names, held_up)[compared]))
+        for one, held_up in zip(accounts, phases.on_host - usual, strict=True)
     ]
     steps = np.flatnonzero(compared)
     cost = _cost(did, saved[:, steps], step_ns)
@@ -183,9 +186,18 @@ def _without_waits(cost: Cost, phases: _Phases, steps: Ints) -> Floats:
             longer[:, :, at] = np.where(mine < least, 0.0, mine)
         elif cause == "python" and phase in phases.names:
             behind = phases.behind_at_end[:, steps, phases.names.index(phase)]
-            may_wait = (behind + _saved(behind) <= least) & (np.median(mine, axis=1) <= -least)[:, None]
-            longer[:, :, at] = np.where(may_wait, np.maximum(mine, 0.0), mine)
+            longer[:, :, at] = _unless_others_wait(mine, behind, least)
     return longer
+
+
+def _unless_others_wait(longer_ns: Floats, behind_ns: Floats, least_ns: float) -> Floats:
+    """Return what hosts took longer for a phase, as (ranks, steps), without what others may have waited in it.
+
+    ``behind_ns`` is how far GPUs were behind their hosts at its end: less than ``least_ns`` on a host that waited.
+    """
+    may_wait = (behind_ns + _saved(behind_ns) <= least_ns) & (np.median(longer_ns, axis=1) <= -least_ns)[:, None]
+    unless: Floats = np.where(may_wait, np.maximum(longer_ns, 0.0), longer_ns)
+    return unless
 
 
 class _Phases:
@@ -194,7 +206,7 @@ class _Phases:
     def __init__(self, ranks: Sequence[StepColumns], count: int) -> None:
         self.names = sorted({name for one in ranks for name in {*one.phases.names} & {*one.gpu_phases.names}})
         shape = len(ranks), count, len(self.names)
-        self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((4, *shape))
+        self.begin, self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((5, *shape))
         for rank, one in enumerate(ranks):
             first = one.named[:count]
             host, gpu = (_edges(phases, len(one))[:, first] for phases in (one.phases, one.gpu_phases))
@@ -206,33 +218,52 @@ class _Phases:
                 begin, end = host[:, :, here]
                 began, ended = gpu[:, :, there]
                 both = (begin != UNKNOWN) & (began != UNKNOWN)
-                columns = (on_host[:, here], on_gpu[:, there], began - begin, ended - end)
-                tables = (self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end)
+                columns = (begin, on_host[:, here], on_gpu[:, there], began - begin, ended - end)
+                tables = (self.begin, self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end)
                 for table, column in zip(tables, columns, strict=True):
                     table[rank, :, at] = np.where(both, column, 0)
 
-    def free(self, step_ns: float) -> Bools:
-        """Return where a host was not held up by a queue full of launches: its GPU was hardly behind it."""
+    def usual_on_host(self, step_ns: float, waited_ns: Floats | None = None) -> Floats:
+        """Return what phases took on hosts that no queue full of launches held up, as (ranks, steps, phases).
+
+        A host is free in a step where its GPU is hardly behind it when the phase begins. In other steps it took at most
+        what it took when it was last free. A host that is held up in every step ends the phase when its GPU gets there:
+        what it took varies with when its GPU began. It was held up until then, but no longer than its GPU waited in
+        collectives in that step (``waited_ns``, as (ranks, steps), if that is known) and was behind in earlier phases.
+        """
         behind = self.behind_at_start
-        least = np.maximum(np.quantile(behind, _MOST_FREE, axis=1), _MUCH * step_ns)
-        is_free: Bools = behind <= least[:, None, :]
-        return is_free
+        seldom = np.quantile(behind, _MOST_FREE, axis=1)
+        free = behind <= np.maximum(seldom, _MUCH * step_ns)[:, None, :]
+        steps = np.arange(behind.shape[1])[:, None]
+        last = np.maximum.accumulate(np.where(free, steps, -1), axis=1)
+        last = np.where(last < 0, free.argmax(axis=1)[:, None], last)
+        when_free = np.take_along_axis(self.on_host, last, axis=1)
+        usual: Floats = np.where(free, self.on_host, np.minimum(self.on_host, when_free))
+        after = np.maximum(self.on_host - behind, 0.0)
+        # Where the GPU is least behind, a host that is held up seldom would be free.
+        count = behind.shape[1] // 2
+        least = np.argsort(behind, axis=1, kind="stable")[:, :count]
+        varies, varies_after = (_spread(np.take_along_axis(times, least, axis=1)) for times in (self.on_host, after))
+        is_tied = (seldom > _MUCH * step_ns) & (2 * varies_after < varies) & (count >= _FEWEST_TIED)
+        if waited_ns is not None:
+            earlier = self.begin[:, :, None, :] < self.begin[:, :, :, None]
+            behind_before = np.where(earlier, behind[:, :, None, :], 0.0).max(axis=3, initial=0.0)
+            after = np.maximum(after, self.on_host - waited_ns[:, :, None] - behind_before)
+        return np.where(is_tied[:, None, :], np.minimum(usual, after), usual)
 
 
-def _usual_if_free(times_ns: Floats, free: Bools) -> Floats:
-    """Return what a host took in each step; where it may have been held up, at most what it took when last free."""
-    last = np.maximum.accumulate(np.where(free, np.arange(len(free)), -1))
-    last = np.where(last < 0, free.argmax(), last)
-    usual: Floats = np.where(free, times_ns, np.minimum(times_ns, times_ns[last]))
-    return usual
+def _spread(times_ns: Floats) -> Floats:
+    """Return how much times vary from step to step (the second axis): their median absolute deviation."""
+    spread: Floats = np.median(np.abs(times_ns - np.median(times_ns, axis=1)[:, None]), axis=1)
+    return spread
 
 
-def _as_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
-    """Return what a rank did in each step, without what held up its host; ``free`` as (steps, phases)."""
-    times = own.times_ns[: len(free)].copy()
+def _as_if_free(own: StepParts, names: Sequence[str], held_up_ns: Floats) -> Floats:
+    """Return what a rank did in each step, without what held up its host, as (steps, phases)."""
+    times = own.times_ns[: len(held_up_ns)].copy()
     for at, (cause, phase, _) in enumerate(own.parts):
         if cause == "python" and phase in names:
-            times[:, at] = _usual_if_free(times[:, at], free[:, names.index(phase)])
+            times[:, at] = np.maximum(times[:, at] - held_up_ns[:, names.index(phase)], 0.0)
     return times
 
 
@@ -244,10 +275,11 @@ def _edges(phases: Phases, count: int) -> Ints:
     return found
 
 
-def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
+def late_hosts(idle_ns: Floats, phases: _Phases, usual_ns: Floats) -> Floats:
     """Return how late each rank's host was in each step, as (ranks, steps); negative where others were.
 
-    ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps).
+    ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps); ``usual_ns`` what phases
+    took on free hosts.
 
     It was late by what its GPU had nothing to do for longer than theirs between two phases; or by what it took longer
     for a phase than their hosts do where they are free, as far as they waited: their GPUs were farther behind their
@@ -256,9 +288,8 @@ def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     """
     found = -_saved(idle_ns)
     for at in range(len(phases.names)):
-        host = phases.on_host[:, :, at]
+        host, usual = phases.on_host[:, :, at], usual_ns[:, :, at]
         behind = _saved(phases.behind_at_end[:, :, at])
-        usual = np.array([_usual_if_free(mine, where) for mine, where in zip(host, free[:, :, at], strict=True)])
         theirs, theirs_free = host + _saved(host), usual + _saved(usual)
         late = np.where(behind > 0, np.clip(usual - theirs_free, 0.0, behind + theirs - theirs_free), 0.0)
         late = -_saved(late)
@@ -266,8 +297,10 @@ def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     return found
 
 
-def longer_unrecorded(ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank], late: int) -> Floats | None:
-    """Return how much longer the host of a rank was in phases than the others' in each step that no profiler recorded.
+def longer_unrecorded(
+    ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank], late: int
+) -> dict[str, Floats] | None:
+    """Return how much longer the host of a rank was in each phase than the others', by step that no profiler recorded.
 
     The first step, and those before which all GPUs had nothing to do for a whole step, are left out. None where hardly
     any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases.
@@ -288,16 +321,14 @@ def longer_unrecorded(ranks: Sequence[ReducedRank], written: Mapping[int, Reduce
     step_ns = float(np.median([one.end_ns - one.start_ns for one in light]))
     is_step = np.min([one.launch_wait_ns for one in light], axis=0) <= step_ns
     phases = _Phases(light, len(names))
-    if not phases.names:
+    if not phases.names or is_step.sum() < _FEWEST_UNRECORDED:
         return None
-    free = phases.free(step_ns)
-    on_host = np.array(
-        [
-            np.sum([_usual_if_free(mine[:, at], where[:, at]) for at in range(len(phases.names))], axis=0)
-            for mine, where in zip(phases.on_host, free, strict=True)
-        ]
-    )
-    return -_saved(on_host)[late, is_step] if is_step.sum() >= _FEWEST_UNRECORDED else None
+    usual = phases.usual_on_host(step_ns)
+    longer = {}
+    for at, name in enumerate(phases.names):
+        behind = phases.behind_at_end[:, :, at]
+        longer[name] = _unless_others_wait(-_saved(usual[:, :, at]), behind, _MUCH * step_ns)[late, is_step]
+    return longer
 
 
 def _saved(waited_ns: Floats) -> Floats:

@@ -325,7 +325,7 @@ def _doubt_profiler(
 ) -> Doubt | None:
     """Return whether a host may take longer because a profiler slowed it.
 
-    Where enough steps were not recorded, they tell: there its phases must take longer too, by half as much.
+    Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much.
     """
     if ranks[late].record.source == "light" or cause not in ("launch", "python"):
         return None
@@ -333,8 +333,17 @@ def _doubt_profiler(
     longer = [(float(np.median(cost.longer_ns[late, :, at])), phase) for at, (_, phase) in enumerate(cost.places)]
     if cost.is_exact and not max(longer)[1].startswith(BEFORE):
         unrecorded = longer_unrecorded(ranks, written, late)
-        if unrecorded is not None and typical(unrecorded) < _SEEN * (launch if cause == "launch" else python):
-            return "profiler"
+        if unrecorded is not None:
+            recorded = [
+                time if place[0] == cause else 0.0 for (time, _), place in zip(longer, cost.places, strict=True)
+            ]
+            seen = sum(
+                max(min(time, typical(unrecorded[phase])), 0.0)
+                for time, (_, phase) in zip(recorded, cost.places, strict=True)
+                if phase in unrecorded
+            )
+            if seen < _SEEN * (launch if cause == "launch" else python):
+                return "profiler"
     if cause == "python" and python > _BEYOND_LAUNCHES * launch:
         return None
     is_enough = launch + python >= LEAST_LAUNCH_SHARE * cost.step_ns and cost.saved_ns.shape[1] >= _ENOUGH_STEPS

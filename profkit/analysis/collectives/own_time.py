@@ -5,7 +5,7 @@ idle: it waited for data, the host launched (or waited for the GPU), or the host
 sum up to the whole time. Without a GPU, operators count as kernels; those that communicate or wait for it, and torch's
 ranges around collectives (``gloo:…``), count as collectives.
 
-A kernel's place is where it was launched; that of idle time is where the host was then.
+The place of a kernel or a copy is where it was launched; that of idle time is where the host was then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from profkit.analysis.intervals import (
 from profkit.analysis.nesting import NO_RANGE
 from profkit.names import BACKWARD, DATA, PHASES
 from profkit.run.light_record import CAUSES, Cause
-from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints
+from profkit.trace.columns import Copies, Ints, Trace, Work, distinct_values, empty_ints
 from profkit.trace.kineto import BACKWARD_NODE
 
 _ON_THE_HOST = re.compile(r"(gloo|mpi|ucc):\w+")
@@ -106,7 +106,7 @@ def divide_own_time(attribution: Attribution) -> tuple[OwnTime, OwnTime]:
     """
     trace = attribution.trace
     places, of_range = _find_places(attribution)
-    time, computing, kernel_place = _busy_time(attribution, of_range)
+    time, kernels = _busy_time(attribution)
     tables = (trace.work, trace.copies, trace.calls, trace.ranges)
     begin = min((int(table.start_ns.min()) for table in tables if len(table)), default=0)
     end = max((int(table.end_ns.max()) for table in tables if len(table)), default=0)
@@ -117,12 +117,20 @@ def divide_own_time(attribution: Attribution) -> tuple[OwnTime, OwnTime]:
     rest = subtract(idle, waiting)
     calling = unite_all([time.launching, time.synchronising])
     host = _HostPlaces(attribution, of_range, places)
-    pieces: list[tuple[Ints, Ints, Cause, Ints]] = [(computing.start_ns, computing.end_ns, "kernels", kernel_place)]
+    pieces: list[tuple[Ints, Ints, Cause, Ints]] = []
+    every_copy = np.arange(len(trace.copies))
+    busy: dict[Cause, tuple[Work | Copies, Ints, Ints, Stretches]] = {
+        "kernels": (trace.work, kernels, attribution.work.innermost, time.computing),
+        "copy": (trace.copies, every_copy, attribution.copies.innermost, time.exposed_copies),
+    }
+    for cause, (table, rows, innermost, when) in busy.items():
+        start_ns, end_ns, row = _pieces_within(table, rows, when)
+        # What is in no range (-1) is at no place.
+        pieces.append((start_ns, end_ns, cause, np.append(of_range, 0)[innermost[row]]))
     talking = time.exposed_communication
     pieces.append((talking.start_ns, talking.end_ns, "communication", np.zeros(len(talking), dtype=np.int64)))
     pieces.append((data.start_ns, data.end_ns, "data", np.full(len(data), _LOADING_NUMBER)))
     elsewhere: dict[Cause, Stretches] = {
-        "copy": time.exposed_copies,
         "launch": intersect(rest, calling),
         "python": subtract(rest, calling),
     }
@@ -149,24 +157,24 @@ def _outside_cuda(trace: Trace, idle: Stretches, begin: int, end: int) -> Stretc
     return subtract(Stretches(np.array([begin]), np.array([end])), calling) if begin < end else NOTHING
 
 
-def _busy_time(attribution: Attribution, of_range: Ints) -> tuple[GpuTime, Stretches, Ints]:
-    """Return the rank's time on its device, the pieces of its kernels, none of which overlap, and their places."""
+def _busy_time(attribution: Attribution) -> tuple[GpuTime, Ints]:
+    """Return the rank's time on its device, and the rows of its kernels."""
     trace = attribution.trace
-    work = trace.work
-    if trace.measure == "gpu-kernel":
-        times = list(build_gpu_times(trace).values())
-        time = times[0] if len(times) == 1 else _join_times(times)
-        rows = np.flatnonzero(~communication_rows(trace))
-    else:
-        time, rows = host_time(trace), _computes(trace)
-    rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
-    _, start_ns, end_ns = disjoint_pieces(np.zeros(len(rows), dtype=np.int64), work.start_ns[rows], work.end_ns[rows])
-    edges = np.sort(np.concatenate([time.computing.start_ns, time.computing.end_ns]))
+    if trace.measure != "gpu-kernel":
+        return host_time(trace), _computes(trace)
+    times = list(build_gpu_times(trace).values())
+    return times[0] if len(times) == 1 else _join_times(times), np.flatnonzero(~communication_rows(trace))
+
+
+def _pieces_within(table: Work | Copies, rows: Ints, when: Stretches) -> tuple[Ints, Ints, Ints]:
+    """Return the pieces of rows that lie in the stretches, none of which overlap, and the row of each."""
+    rows = rows[np.argsort(table.start_ns[rows], kind="stable")]
+    none = np.zeros(len(rows), dtype=np.int64)
+    _, start_ns, end_ns = disjoint_pieces(none, table.start_ns[rows], table.end_ns[rows])
+    edges = np.sort(np.concatenate([when.start_ns, when.end_ns]))
     start_ns, end_ns, piece = cut_at(edges, start_ns, end_ns)
-    kept = time.computing.within(start_ns, end_ns) > 0
-    innermost = attribution.work.innermost[rows[piece[kept]]]
-    place = np.append(of_range, 0)[innermost]  # what is in no range (-1) is at no place
-    return time, Stretches(start_ns[kept], end_ns[kept]), place
+    kept = when.within(start_ns, end_ns) > 0
+    return start_ns[kept], end_ns[kept], rows[piece[kept]]
 
 
 def _join_times(times: list[GpuTime]) -> GpuTime:
