@@ -228,8 +228,9 @@ class _Phases:
 
         A host is free in a step where its GPU is hardly behind it when the phase begins. In other steps it took at most
         what it took when it was last free. A host that is held up in every step ends the phase when its GPU gets there:
-        what it took varies with when its GPU began. It was held up until then, but no longer than its GPU waited in
-        collectives in that step (``waited_ns``, as (ranks, steps), if that is known) and was behind in earlier phases.
+        what it took varies with when its GPU began. Of a phase in which a host is, no host's time counts until its GPU
+        began: but no more than that one waited in collectives in that step (``waited_ns``, as (ranks, steps), if that
+        is known) and was behind in earlier phases.
         """
         behind = self.behind_at_start
         seldom = np.quantile(behind, _MOST_FREE, axis=1)
@@ -244,12 +245,13 @@ class _Phases:
         count = behind.shape[1] // 2
         least = np.argsort(behind, axis=1, kind="stable")[:, :count]
         varies, varies_after = (_spread(np.take_along_axis(times, least, axis=1)) for times in (self.on_host, after))
-        is_tied = (seldom > _MUCH * step_ns) & (2 * varies_after < varies) & (count >= _FEWEST_TIED)
+        is_tied = (np.median(self.behind_at_end, axis=1) <= _MUCH * step_ns) & (seldom > _MUCH * step_ns)
+        is_tied &= (2 * varies_after < varies) & (count >= _FEWEST_TIED)
         if waited_ns is not None:
             earlier = self.begin[:, :, None, :] < self.begin[:, :, :, None]
             behind_before = np.where(earlier, behind[:, :, None, :], 0.0).max(axis=3, initial=0.0)
             after = np.maximum(after, self.on_host - waited_ns[:, :, None] - behind_before)
-        return np.where(is_tied[:, None, :], np.minimum(usual, after), usual)
+        return np.where(is_tied.any(axis=0), np.minimum(usual, after), usual)
 
 
 def _spread(times_ns: Floats) -> Floats:
