@@ -33,7 +33,6 @@ from profkit.analysis.collectives.chance import LEAST_SHARE, find_stalls, find_s
 from profkit.analysis.collectives.costs import Cost, cost_by_accounts, cost_by_waits, longer_unrecorded
 from profkit.analysis.collectives.light_accounts import account_before_waits
 from profkit.analysis.collectives.matching import LATE_NS, Matched
-from profkit.analysis.collectives.own_time import BEFORE
 from profkit.analysis.collectives.reduced import ReducedRank
 from profkit.names import kind_of
 from profkit.run.light_record import WAITS_FOR_ALL, Cause
@@ -325,25 +324,23 @@ def _doubt_profiler(
 ) -> Doubt | None:
     """Return whether a host may take longer because a profiler slowed it.
 
-    Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much.
+    Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much. (They
+    do not tell of time between phases.)
     """
     if ranks[late].record.source == "light" or cause not in ("launch", "python"):
         return None
     launch, python = (max(typical(cost.of_cause(one)[late]), 0.0) for one in ("launch", "python"))
-    longer = [(float(np.median(cost.longer_ns[late, :, at])), phase) for at, (_, phase) in enumerate(cost.places)]
-    if cost.is_exact and not max(longer)[1].startswith(BEFORE):
-        unrecorded = longer_unrecorded(ranks, written, late)
-        if unrecorded is not None:
-            recorded = [
-                time if place[0] == cause else 0.0 for (time, _), place in zip(longer, cost.places, strict=True)
-            ]
-            seen = sum(
-                max(min(time, typical(unrecorded[phase])), 0.0)
-                for time, (_, phase) in zip(recorded, cost.places, strict=True)
-                if phase in unrecorded
-            )
-            if seen < _SEEN * (launch if cause == "launch" else python):
-                return "profiler"
+    longer = {
+        phase: max(float(np.median(cost.longer_ns[late, :, at])), 0.0)
+        for at, (why, phase) in enumerate(cost.places)
+        if why == cause
+    }
+    unrecorded = longer_unrecorded(ranks, written, late) if cost.is_exact else None
+    if unrecorded is not None:
+        within = sum(time for phase, time in longer.items() if phase in unrecorded)
+        seen = sum(min(longer.get(phase, 0.0), max(typical(time), 0.0)) for phase, time in unrecorded.items())
+        if seen < _SEEN * within and within * 2 >= sum(longer.values()):
+            return "profiler"
     if cause == "python" and python > _BEYOND_LAUNCHES * launch:
         return None
     is_enough = launch + python >= LEAST_LAUNCH_SHARE * cost.step_ns and cost.saved_ns.shape[1] >= _ENOUGH_STEPS
