@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 late_program.py --way ddp --delay forward [--into FOLDER]
 
-With a GPU it trains over NCCL (several ranks may share one GPU), else over gloo. As it is, the host sets the pace: many small modules, and an
-optimizer that works parameter by parameter (some 130 modules; meant to take about 17 ms a step on an H200).
-``--size 2048 --batch 8192`` has the GPU set it.
+With a GPU it trains over NCCL (several ranks may share one GPU), else over gloo. As it is, the host sets the pace: many
+small modules, and an optimizer that works parameter by parameter (some 130 modules; 27 ms a step where two ranks share
+an H200). ``--size 2048 --batch 8192`` has the GPU set it.
 
 Into ``log<rank>.json`` a rank writes, per step, the host's time at each of `MARKS` and how long the delay took (on the
 GPU for ``kernels`` and ``copy``, else on the host). Nothing in this is profkit's: what profkit says is judged by it.

@@ -5,8 +5,9 @@
 Most cases are a run of their own under torchrun, of 15 to 25 seconds; the most important ones come first. ``-k``
 chooses: ``ddp``, ``fsdp2``, ``tp``, ``bound`` (the GPU sets the pace), ``nsys``, ``kineto``, ``light``, or a place.
 Where ``PROFKIT_RESULTS`` names a file, each case adds a line to it as soon as it is judged, and where ``PROFKIT_RUNS``
-names a folder, the runs are kept there. On a machine with one GPU the two ranks share it, and NCCL goes through sockets.
-Without a GPU ``PROFKIT_CPU=1`` runs all of it over gloo, to try the tests themselves.
+names a folder, the runs are kept there. On a machine with one GPU the two ranks share it, and NCCL goes through
+sockets; start `nvidia-cuda-mps-control -d` first, or they wait for each other's slices of time. Without a GPU
+``PROFKIT_CPU=1`` runs all of it over gloo, to try the tests themselves.
 
 What is true is known from the program's own log, in which nothing is profkit's: how long the delay took, and how much
 longer a step took than in the same program, recorded alike, without a delay. A delay that the GPU hides costs nothing,

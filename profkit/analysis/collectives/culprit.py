@@ -63,9 +63,9 @@ class Culprit:
 
     Times are per step. ``late_ns`` is how much later than the median rank it arrives. ``extra_ns`` is how much longer
     the cause took on this rank than on the median rank, on the host if that is more; nothing hid the part ``idle_ns``
-    of this time. ``gain_ns`` is how much faster steps would be if it were like the median rank (an estimate, rough from
-    light records alone). ``share`` is the part of the collectives with a late rank in which it came last; None where
-    nobody timed them, and its host was late. A rank that is late in some steps only is late in ``late_steps`` of
+    of this time. ``gain_ns`` is how much faster steps would be without it (an estimate, rough from light records
+    alone). ``share`` is the part of the collectives with a late rank in which it came last; None where nobody timed
+    them, and its host was late. A rank that is late in some steps only is late in ``late_steps`` of
     ``steps``: ``gain_ns`` is the mean of all steps, the other times are those of late steps.
     """
 
@@ -233,6 +233,8 @@ def _judge(
         late_ns = cost.of_place(rank, place)
         found = _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
         return replace(nobody, doubt=None, culprit=found)
+    # Whom a profiler alone makes late is not; but another suspect may be.
+    doubts.sort(key=lambda one: one in ("launches", "profiler"))
     return replace(nobody, doubt="untimed" if is_untimed else next(iter(doubts), nobody.doubt))
 
 
@@ -279,12 +281,14 @@ def _describe(
     }
     phase, module, extra_ns = _find_place(extra)
     is_always = bool(steps.all())
-    gain_ns = typical(cost_ns) if is_always else float(np.maximum(cost_ns[steps], 0.0).sum()) / len(steps)
     late_ns = float(np.median(cost.saved_ns[late][steps]))
     if cause == "kernels" and not cost.is_exact:
         extra_ns = min(extra_ns, late_ns)
     may_hide = is_always and phase and cause in ("data", "python") and cost.is_exact and record.device is not None
     on_host = longer_on_host(ranks[late].steps, usual.steps, phase) if may_hide else 0.0
+    gain_ns = typical(cost_ns) if is_always else float(np.maximum(cost_ns[steps], 0.0).sum()) / len(steps)
+    if is_always and phase:  # what its cause costs in other phases is not named
+        gain_ns = min(gain_ns, max(extra_ns, on_host))
     group, share = _arrivals(matched, record.rank)
     return Culprit(
         rank=record.rank,
