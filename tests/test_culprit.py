@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 from dataclasses import replace
@@ -13,16 +14,18 @@ from click.testing import CliRunner
 
 from profkit import read_trace
 from profkit.analysis.collectives.bandwidth import bus_factor
-from profkit.analysis.collectives.comparison import RanksResult
+from profkit.analysis.collectives.comparison import RanksResult, compare_ranks
 from profkit.analysis.collectives.culprit import Verdict
 from profkit.analysis.collectives.reduce import reduce_rank, reduce_ranks
+from profkit.analysis.collectives.reduced import reduce_columns
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import find_sources, read_ranks, reduce_source
 from profkit.reading import open_capture, open_trace
 from profkit.report.late_rank import describe_ranks
 from profkit.report.page.page import render_report
-from profkit.run.directory import KINETO_TRACE, name_of_rank
+from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
+from profkit.run.light_columns import read_light_columns
 from profkit.run.light_record import Collectives, Group, LightRecord
 from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
@@ -44,7 +47,8 @@ from tests.rank_builder import (
 RECORDED = Path(__file__).parent / "light_records"
 """Some steps of two ranks on 2 × H200, a sleep injected into rank 1 as the name says; those that are reduced come from
 full traces, those that are untimed from NCCL without TORCH_NCCL_ENABLE_TIMING. There 30 ms were injected; hosts of
-waiting ranks, which stand in a full queue, leave a few of them open."""
+waiting ranks, which stand in a full queue, leave a few of them open. Where two ranks shared one H200 (`late_program`),
+``reduced`` files come from full traces of some of these steps."""
 
 CAUSE = {
     "data": ("data", "data", ""),
@@ -214,9 +218,14 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path) -> None:
         ("untimed-ddp-backward", "python", "backward", 35),
         ("untimed-ddp-optimizer", "python", "optimizer", 30),
         ("untimed-ddp-after-optimizer", "python", "before data", 30),
+        # Rank 0's host ends each optimizer when its GPU gets there: both hosts seem to take as long.
+        ("one-gpu-ddp-optimizer", "python", "optimizer", 30),
+        # A heavy kernel keeps rank 1's own host in its optimizer, and rank 0's waits for rank 1 in its own.
+        ("one-gpu-ddp-kernels", "kernels", "forward", 25),
+        ("one-gpu-ddp-kernels-nsys", "kernels", "forward", 25),
     ],
 )
-def test_real_records_of_two_gpus_name_what_was_injected(name: str, cause: str, phase: str, extra_ms: int) -> None:
+def test_real_records_of_two_ranks_name_what_was_injected(name: str, cause: str, phase: str, extra_ms: int) -> None:
     found = read_ranks(RECORDED / name).verdict.culprit
     assert found is not None
     assert (found.rank, found.cause, found.phase) == (1, cause, phase)
@@ -238,14 +247,44 @@ def test_a_host_that_is_somewhat_slow_is_said_to_be_so_for_now() -> None:
         ("ddp-none", None),
         ("untimed-ddp-none", None),
         ("untimed-fsdp2-none", "untimed"),
+        ("one-gpu-ddp-none", "untimed"),
         ("reduced-ddp-none", None),
         ("reduced-ddp-launches", "launches"),
         ("reduced-tp-none", "launches"),
     ],
 )
-def test_real_runs_of_two_gpus_without_a_delay_name_nobody(name: str, doubt: str | None) -> None:
+def test_real_runs_of_two_ranks_without_a_delay_name_nobody(name: str, doubt: str | None) -> None:
     verdict = read_ranks(RECORDED / name).verdict
     assert (verdict.culprit, verdict.doubt) == (None, doubt)
+
+
+def _compare_traced(name: str, folder: Path) -> Verdict:
+    """Return who is late by full traces, beside light records that hold the steps after them too."""
+    light = [reduce_columns(read_light_columns(RECORDED / name / name_of_rank(LIGHT, rank))) for rank in range(2)]
+    traced = []
+    for rank in range(2):
+        path = folder / name_of_rank("reduced.jsonl", rank)
+        path.write_bytes(gzip.decompress((RECORDED / name / f"{path.name}.gz").read_bytes()))
+        traced.append(reduce_columns(read_light_columns(path)))
+    return compare_ranks(traced, written=light).verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"), [("one-gpu-ddp-forward", "forward"), ("one-gpu-ddp-optimizer", "optimizer")]
+)
+def test_a_profiler_is_not_blamed_for_what_a_host_does_without_it_too(name: str, phase: str, tmp_path: Path) -> None:
+    """The other host takes as long in all, since it is held up elsewhere."""
+    found = _compare_traced(name, tmp_path).culprit
+    assert found is not None
+    assert (found.rank, found.cause, found.phase) == (1, "python", phase)
+    assert found.extra_ns == pytest.approx(30 * MS, rel=0.1)
+    assert found.gain_ns <= found.extra_ns
+
+
+def test_a_profiler_is_blamed_where_a_host_takes_longer_in_recorded_steps_alone(tmp_path: Path) -> None:
+    """Rank 1 launches its backward pass by 18 ms later in recorded steps; in the others both take as long."""
+    verdict = _compare_traced("one-gpu-ddp-none", tmp_path)
+    assert (verdict.culprit, verdict.most_rank, verdict.doubt) == (None, 1, "profiler")
 
 
 def test_a_delay_is_named_though_kernels_next_to_waiting_collectives_hide_it() -> None:
