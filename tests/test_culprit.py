@@ -16,6 +16,7 @@ from profkit import read_trace
 from profkit.analysis.collectives.bandwidth import bus_factor
 from profkit.analysis.collectives.comparison import RanksResult, compare_ranks
 from profkit.analysis.collectives.culprit import Verdict
+from profkit.analysis.collectives.own_time import divide_own_time
 from profkit.analysis.collectives.reduce import reduce_rank, reduce_ranks
 from profkit.analysis.collectives.reduced import reduce_columns
 from profkit.cli import cli
@@ -26,7 +27,7 @@ from profkit.report.late_rank import describe_ranks
 from profkit.report.page.page import render_report
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.run.light_columns import read_light_columns
-from profkit.run.light_record import Collectives, Group, LightRecord
+from profkit.run.light_record import CAUSES, Collectives, Group, LightRecord
 from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
@@ -348,6 +349,22 @@ def test_a_rank_without_any_range_has_its_own_time_at_no_place(tmp_path: Path) -
     record = reduce_rank(read_trace(builder.write(tmp_path / "trace.sqlite")), 0)
     assert [step.name for step in record.steps] in ([], [None])
     assert reduce_ranks(read_trace(tmp_path / "trace.sqlite"), {})[0].steps == record.steps
+
+
+def test_a_copy_counts_where_it_was_launched_though_the_host_is_elsewhere_by_then(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("forward", 0, 1_000)
+    builder.copy(500, 5_000, start=800)
+    builder.range("backward", 1_500, 9_000)
+    builder.kernel(2_000, 400, start=6_000)
+    attribution = open_trace(builder.write(tmp_path / "trace.sqlite")).attribution
+    own, _ = divide_own_time(attribution)
+    places = [own.places[number] for number in own.place.tolist()]
+    times = (own.end_ns - own.start_ns).tolist()
+    copies = {
+        place: time for place, cause, time in zip(places, own.cause, times, strict=True) if CAUSES[cause] == "copy"
+    }
+    assert copies == {("forward", ""): 5_000}
 
 
 def test_waits_stand_in_the_row_of_who_waited_and_the_column_of_whom_they_waited_for(tmp_path: Path) -> None:
