@@ -355,6 +355,7 @@ def test_a_copy_counts_where_it_was_launched_though_the_host_is_elsewhere_by_the
     builder = NsysBuilder()
     builder.range("forward", 0, 1_000)
     builder.copy(500, 5_000, start=800)
+    builder.copy(1_200, 300, start=7_000)
     builder.range("backward", 1_500, 9_000)
     builder.kernel(2_000, 400, start=6_000)
     attribution = open_trace(builder.write(tmp_path / "trace.sqlite")).attribution
@@ -364,7 +365,7 @@ def test_a_copy_counts_where_it_was_launched_though_the_host_is_elsewhere_by_the
     copies = {
         place: time for place, cause, time in zip(places, own.cause, times, strict=True) if CAUSES[cause] == "copy"
     }
-    assert copies == {("forward", ""): 5_000}
+    assert copies == {("forward", ""): 5_000, ("before backward", ""): 300}
 
 
 def test_waits_stand_in_the_row_of_who_waited_and_the_column_of_whom_they_waited_for(tmp_path: Path) -> None:

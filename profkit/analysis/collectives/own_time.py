@@ -5,7 +5,7 @@ idle: it waited for data, the host launched (or waited for the GPU), or the host
 sum up to the whole time. Without a GPU, operators count as kernels; those that communicate or wait for it, and torch's
 ranges around collectives (``gloo:…``), count as collectives.
 
-The place of a kernel or a copy is where it was launched; that of idle time is where the host was then.
+The place of a kernel or a copy is where the host launched it; that of idle time is where the host was then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from profkit.analysis.intervals import (
 from profkit.analysis.nesting import NO_RANGE
 from profkit.names import BACKWARD, DATA, PHASES
 from profkit.run.light_record import CAUSES, Cause
-from profkit.trace.columns import Copies, Ints, Trace, Work, distinct_values, empty_ints
+from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
 from profkit.trace.kineto import BACKWARD_NODE
 
 _ON_THE_HOST = re.compile(r"(gloo|mpi|ucc):\w+")
@@ -125,8 +125,10 @@ def divide_own_time(attribution: Attribution) -> tuple[OwnTime, OwnTime]:
     }
     for cause, (table, rows, innermost, when) in busy.items():
         start_ns, end_ns, row = _pieces_within(table, rows, when)
-        # What is in no range (-1) is at no place.
-        pieces.append((start_ns, end_ns, cause, np.append(of_range, 0)[innermost[row]]))
+        place = np.append(of_range, 0)[innermost[row]]
+        outside = (place == 0) & (table.launch_thread[row] != NO_LAUNCH)
+        place[outside] = host.at(table.placed_ns[row[outside]])
+        pieces.append((start_ns, end_ns, cause, place))
     talking = time.exposed_communication
     pieces.append((talking.start_ns, talking.end_ns, "communication", np.zeros(len(talking), dtype=np.int64)))
     pieces.append((data.start_ns, data.end_ns, "data", np.full(len(data), _LOADING_NUMBER)))
