@@ -285,6 +285,8 @@ def main() -> None:
     delay.finish()
     content = {"marks": MARKS, "steps": steps, "done_ns": done_ns, "delay_ns": delay.taken_ns}
     (chosen.into / f"log{rank}.json").write_text(json.dumps(content))
+    # With the model's end after the group's, torch may wait, with the GIL, for gloo's thread, which waits for the GIL.
+    del model, optimizer
     distributed.destroy_process_group()
 
 

@@ -230,6 +230,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(6):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 distributed.destroy_process_group()
 """
 

@@ -51,6 +51,7 @@ for batch in batches:
     losses.append(loss.item())
 with open(f"losses-{len(sys.argv)}-{rank}", "w") as file:
     file.write(repr(losses))
+del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 distributed.destroy_process_group()
 """
 

@@ -30,6 +30,7 @@ for _ in range(8):
         time.sleep(0.05)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 distributed.destroy_process_group()
 """
 

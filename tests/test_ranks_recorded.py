@@ -58,6 +58,7 @@ for _ in range(8):
     optimizer.zero_grad()
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
+del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 dist.destroy_process_group()
 """
 

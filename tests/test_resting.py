@@ -54,6 +54,7 @@ for batch in torch.utils.data.DataLoader(torch.ones(548, 4), batch_size=1):
     model(batch).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 distributed.destroy_process_group()
 """
 

@@ -70,6 +70,7 @@ for _ in range(4):
     optimizer.step()
     if distributed.get_rank() == 0:
         print(loss.item().hex(), flush=True)
+del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 distributed.destroy_process_group()
 """
 

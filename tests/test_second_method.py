@@ -39,6 +39,7 @@ for step in range(8):
     dist.all_gather_into_tensor(torch.empty(4 * dist.get_world_size()), torch.ones(4))
     optimizer.step()
     optimizer.zero_grad()
+del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 dist.destroy_process_group()
 """
 
