@@ -245,7 +245,7 @@ class _Phases:
         count = behind.shape[1] // 2
         least = np.argsort(behind, axis=1, kind="stable")[:, :count]
         varies, varies_after = (_spread(np.take_along_axis(times, least, axis=1)) for times in (self.on_host, after))
-        is_tied = (np.median(self.behind_at_end, axis=1) <= _MUCH * step_ns) & (seldom > _MUCH * step_ns)
+        is_tied = (np.median(after, axis=1) > 0) & (seldom > _MUCH * step_ns)
         is_tied &= (2 * varies_after < varies) & (count >= _FEWEST_TIED)
         if waited_ns is not None:
             earlier = self.begin[:, :, None, :] < self.begin[:, :, :, None]
