@@ -29,6 +29,7 @@ from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.run.light_columns import read_light_columns
 from profkit.run.light_record import CAUSES, Collectives, Group, LightRecord
 from tests.kineto_builder import row, written
+from tests.launch_queues import simulate_queues
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
     BYTES,
@@ -231,6 +232,40 @@ def test_real_records_of_two_ranks_name_what_was_injected(name: str, cause: str,
     assert found is not None
     assert (found.rank, found.cause, found.phase) == (1, cause, phase)
     assert found.extra_ns == pytest.approx(extra_ms * MS, rel=0.2)
+
+
+@pytest.mark.parametrize("kernel_ns", [1_200, 9_000], ids=["host sets the pace", "GPU sets the pace"])
+@pytest.mark.parametrize(
+    ("delay", "cause", "phase"),
+    [
+        ("data", "data", "data"),
+        ("forward", "python", "forward"),
+        ("backward", "python", "backward"),
+        ("optimizer", "python", "optimizer"),
+        ("after", "python", "before data"),
+        ("kernels", "kernels", "forward"),
+    ],
+)
+def test_a_delay_is_named_though_full_queues_hold_up_hosts(
+    delay: str, cause: str, phase: str, kernel_ns: float
+) -> None:
+    for ranks, seed in ((2, 1), (2, 2), (4, 3)):
+        records = simulate_queues(ranks, 40, delay=delay, delay_ns=15 * MS, kernel_ns=kernel_ns, noise=0.05, seed=seed)
+        found = compare_records(records).verdict.culprit
+        assert found is not None
+        assert (found.rank, found.cause, found.phase) == (1, cause, phase)
+        # A GPU that is behind hides a part.
+        assert 3 * MS < found.gain_ns <= found.extra_ns < 17 * MS
+
+
+@pytest.mark.parametrize("kernel_ns", [1_200, 4_500, 9_000])
+def test_nobody_is_named_where_full_queues_hold_up_hosts_and_nobody_is_late(kernel_ns: float) -> None:
+    named = [
+        compare_records(simulate_queues(ranks, 40, kernel_ns=kernel_ns, noise=0.05, seed=seed)).verdict.culprit
+        for ranks in (2, 4)
+        for seed in range(5)
+    ]
+    assert named == [None] * 10
 
 
 def test_a_host_that_is_somewhat_slow_is_said_to_be_so_for_now() -> None:
