@@ -2,7 +2,8 @@
 
 Each launch takes the host some time, and waits while `QUEUE` launches before it are not done; a GPU does them one after
 the other. The all-reduce at the end of the backward pass begins when the last rank's GPU gets there, and what follows
-waits for its end. Nothing here is profkit's rule: who is late follows from the queues alone.
+waits for its end. Nothing here is profkit's rule: who is late follows from the queues alone. (That a GPU had nothing
+to do before a phase, which light records know too, is left out.)
 """
 
 from __future__ import annotations
@@ -45,7 +46,15 @@ class _Rank:
 
 
 def simulate_queues(
-    ranks: int, steps: int, *, delay: str = "", delay_ns: float = 0.0, kernel_ns: float, noise: float, seed: int
+    ranks: int,
+    steps: int,
+    *,
+    delay: str = "",
+    delay_ns: float = 0.0,
+    kernel_ns: float,
+    slower_gpu: float = 1.0,
+    noise: float = 0.05,
+    seed: int,
 ) -> list[LightRecord]:
     """Return the light records of ranks of which the second is late in each step.
 
@@ -55,34 +64,39 @@ def simulate_queues(
         delay: where rank 1 takes longer: ``data``, a phase, ``after`` the optimizer, or ``kernels`` (in forward).
         delay_ns: how much longer.
         kernel_ns: how long each kernel takes; longer than a launch, the GPU sets the pace.
+        slower_gpu: how many times as long rank 1's kernels take.
         noise: by what share of their time hosts are slower or faster in a step (standard deviation).
         seed: of the noise.
     """
+
+    def of_rank(rank: int) -> tuple[dict[str, float], float]:
+        return ({delay: delay_ns}, kernel_ns * slower_gpu) if rank == 1 else ({}, kernel_ns)
+
     chance = random.Random(seed)
     all_ranks = [_Rank() for _ in range(ranks)]
     for number in range(steps):
         seen: list[dict[str, list[float]]] = []
         arrived = []
         for rank, one in enumerate(all_ranks):
-            late_ns = {delay: delay_ns} if rank == 1 else {}
+            late_ns, gpu_ns = of_rank(rank)
             one.slower = _KEPT * one.slower + (1 - _KEPT**2) ** 0.5 * chance.gauss(0, noise)
             when = {"step": [one.host_ns], "data": [one.host_ns]}
             one.host_ns += _BATCH_NS + late_ns.get("data", 0.0)
             when["data"].append(one.host_ns)
             one.host_ns += _PAUSE_NS
             for phase in ("forward", "loss", "backward"):
-                _run(one, phase, late_ns, kernel_ns, when)
+                _run(one, phase, late_ns, gpu_ns, when)
             arrived.append(max(one.gpu_ns, one.host_ns))
             seen.append(when)
         end_ns = max(arrived) + WIRE_NS
         for rank, (one, when) in enumerate(zip(all_ranks, seen, strict=True)):
-            late_ns = {delay: delay_ns} if rank == 1 else {}
+            late_ns, gpu_ns = of_rank(rank)
             when["waited"] = [end_ns - arrived[rank]]
             when["called"] = [one.host_ns, one.host_ns + _GATHER_NS]
             one.wait_until(end_ns)
             when["gpu backward"][1] = one.gpu_ns
             one.host_ns += _GATHER_NS
-            _run(one, "optimizer", late_ns, kernel_ns, when)
+            _run(one, "optimizer", late_ns, gpu_ns, when)
             one.host_ns += late_ns.get("after", 0.0)
             when["step"].append(one.host_ns)
             one.steps.append(_describe(number, when))

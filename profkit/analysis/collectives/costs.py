@@ -8,7 +8,7 @@ take the same time. So a step costs no more than what the rank did longer in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,12 +29,16 @@ from profkit.run.light_record import Cause
 from profkit.trace.columns import Bools, Ints
 
 _MUCH = 0.05
-"""A host is free in a phase if its GPU is behind it by at most this share of a step when the phase begins."""
+"""A host is free in a phase if its GPU is behind it by at most this share of a step when the phase begins. Less than
+this share is hardly anything."""
 _FEWEST_UNRECORDED = 3
 _MOST_FREE = 0.1
 """At least this share of its steps count as free: those in which its GPU was least behind."""
+_TIED = 0.5
+"""A host is tied to its GPU if what it takes once its GPU began varies by less than this share of what it takes in
+all."""
 _FEWEST_TIED = 8
-"""In fewer steps nobody can tell whether a host ends a phase when its GPU gets there."""
+"""From half as many steps as are judged nobody could tell that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,14 +135,19 @@ def cost_by_waits(
     *,
     kept: Bools,
     is_untimed: bool,
-) -> Cost:
-    """Return what each rank cost by how long others waited for it, and their phases on hosts and GPUs.
+) -> tuple[Cost, Cost, Set[str]]:
+    """Return what each rank cost by how long others waited for it, and their phases on hosts and GPUs; twice.
 
     A step costs the longest wait; or what phases took longer on the others' GPUs, as far as they waited meanwhile, if
     that is more: many short waits, and kernels next to them that are slower. The first step is left out: what was
     before it is not known; those that are not ``kept``; and those before which all GPUs had nothing to do for a whole
     step, as while a recorder starts. If ``is_untimed`` some waits are unknown: then a rank also
     saves what its host was late.
+
+    The second one is an estimate for phases in which hosts are held up in nearly every step, which are returned too.
+    There a host seems to take as long as the one it waits for. In the estimate it was held up for as long as its GPU
+    waited in the step, without what others evidently did longer. Late there is no host that is held up itself, by
+    others or by its own GPU, nor one that evidently did more longer elsewhere.
     """
     count = min(len(one.own) for one in accounts)
     step_ns = float(np.median([time for one in ranks for time in step_times(one.steps)] or [0.0]))
@@ -153,28 +162,53 @@ def cost_by_waits(
         np.array([of_rank[one.record.rank][:count] for one in ranks])
         for of_rank in (longest_wait_by_step(_steps_of(ranks), matched), waited_by_step(_steps_of(ranks), matched))
     )
-    usual = phases.usual_on_host(step_ns, waits)
+    free, tied = phases.free(step_ns), phases.tied(step_ns)
     longest, total = _saved(longest_waits), _saved(waits)
     on_gpu = sum(np.maximum(_saved(phases.on_gpu[:, :, at]), 0.0) for at in range(len(phases.names)))
     saved = np.maximum(longest, np.minimum(on_gpu, total))
     if is_untimed:
-        by_hosts = late_hosts(idle, phases, usual)
+        by_hosts = late_hosts(idle, phases, free)
         saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
     did = [
-        replace(one, own=replace(one.own, times_ns=_as_if_free(one.own, phases.names, held_up)[compared]))
-        for one, held_up in zip(accounts, phases.on_host - usual, strict=True)
+        replace(one, own=replace(one.own, times_ns=_as_if_free(one.own, phases.names, where)[compared]))
+        for one, where in zip(accounts, free, strict=True)
     ]
     steps = np.flatnonzero(compared)
     cost = _cost(did, saved[:, steps], step_ns)
-    return replace(cost, longer_ns=_without_waits(cost, phases, steps))
+    cost = replace(cost, longer_ns=_without_waits(cost, phases, tied, steps))
+    evident = np.maximum(cost.longer_ns, 0.0).sum(axis=2)
+    by_others = np.array([np.delete(evident, rank, axis=0).max(axis=0) for rank in range(len(ranks))])
+    held_up = np.maximum(waits[:, steps] - by_others, 0.0)
+    names = [{name for name, is_here in zip(phases.names, here, strict=True) if is_here} for here in tied.tolist()]
+    freed = [_without_hold_up(one, *what) for one, *what in zip(did, names, held_up, strict=True)]
+    estimate = _cost(freed, saved[:, steps], step_ns)
+    longer = _without_waits(estimate, phases, tied, steps)
+    for at, (cause, phase) in enumerate(estimate.places):
+        if cause == "python" and phase in phases.names:
+            number = phases.names.index(phase)
+            is_paced = np.median(phases.behind_at_end[:, steps, number], axis=1) > _MUCH * step_ns
+            is_elsewhere = np.median(evident, axis=1) > np.median(longer[:, :, at], axis=1)
+            not_late = tied[:, number] | (tied[:, number].any() & (is_paced | is_elsewhere))
+            longer[not_late, :, at] = np.minimum(longer[not_late, :, at], 0.0)
+    return cost, replace(estimate, longer_ns=longer), set().union(*names)
 
 
-def _without_waits(cost: Cost, phases: _Phases, steps: Ints) -> Floats:
+def _without_hold_up(account: Account, tied: Set[str], held_up_ns: Floats) -> Account:
+    """Return what a rank did without what held up its host in these phases, ``held_up_ns`` in each step."""
+    times = account.own.times_ns.copy()
+    for at, (cause, phase, _) in enumerate(account.own.parts):
+        if cause == "python" and phase in tied:
+            times[:, at] = np.maximum(times[:, at] - held_up_ns, 0.0)
+    return replace(account, own=replace(account.own, times_ns=times))
+
+
+def _without_waits(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Floats:
     """Return what ranks did longer, without what is none of their doing in a light record.
 
     Kernels may be waits; so may a phase that others usually take longer for, at whose end their GPUs are not behind
-    their hosts: that these take longer counts for nobody. (A host that is ahead of its GPU has waited for nothing.)
-    Between phases a host may wait for its GPU, or seem to do nothing while that is in one: there counts only much more.
+    their hosts, or in which they are held up: that these take longer counts for nobody. (A host that is ahead of its
+    GPU has waited for nothing.) Between phases a host may wait for its GPU, or seem to do nothing while that is in one:
+    there counts only much more.
     """
     longer = cost.longer_ns.copy()
     least = _MUCH * cost.step_ns
@@ -185,18 +219,21 @@ def _without_waits(cost: Cost, phases: _Phases, steps: Ints) -> Floats:
         elif cause == "python" and phase.startswith(BEFORE):
             longer[:, :, at] = np.where(mine < least, 0.0, mine)
         elif cause == "python" and phase in phases.names:
-            behind = phases.behind_at_end[:, steps, phases.names.index(phase)]
-            longer[:, :, at] = _unless_others_wait(mine, behind, least)
+            number = phases.names.index(phase)
+            behind = phases.behind_at_end[:, steps, number]
+            longer[:, :, at] = _unless_others_wait(mine, behind, tied[:, number], least)
     return longer
 
 
-def _unless_others_wait(longer_ns: Floats, behind_ns: Floats, least_ns: float) -> Floats:
+def _unless_others_wait(longer_ns: Floats, behind_ns: Floats, tied: Bools, least_ns: float) -> Floats:
     """Return what hosts took longer for a phase, as (ranks, steps), without what others may have waited in it.
 
     ``behind_ns`` is how far GPUs were behind their hosts at its end: less than ``least_ns`` on a host that waited.
+    ``tied`` hosts are held up in it.
     """
     may_wait = (behind_ns + _saved(behind_ns) <= least_ns) & (np.median(longer_ns, axis=1) <= -least_ns)[:, None]
-    unless: Floats = np.where(may_wait, np.maximum(longer_ns, 0.0), longer_ns)
+    others_tied = 2 * (tied.sum() - tied) >= len(tied) - 1 if tied.any() else tied
+    unless: Floats = np.where(may_wait | others_tied[:, None], np.maximum(longer_ns, 0.0), longer_ns)
     return unless
 
 
@@ -206,7 +243,7 @@ class _Phases:
     def __init__(self, ranks: Sequence[StepColumns], count: int) -> None:
         self.names = sorted({name for one in ranks for name in {*one.phases.names} & {*one.gpu_phases.names}})
         shape = len(ranks), count, len(self.names)
-        self.begin, self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((5, *shape))
+        self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((4, *shape))
         for rank, one in enumerate(ranks):
             first = one.named[:count]
             host, gpu = (_edges(phases, len(one))[:, first] for phases in (one.phases, one.gpu_phases))
@@ -218,40 +255,36 @@ class _Phases:
                 begin, end = host[:, :, here]
                 began, ended = gpu[:, :, there]
                 both = (begin != UNKNOWN) & (began != UNKNOWN)
-                columns = (begin, on_host[:, here], on_gpu[:, there], began - begin, ended - end)
-                tables = (self.begin, self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end)
+                columns = (on_host[:, here], on_gpu[:, there], began - begin, ended - end)
+                tables = (self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end)
                 for table, column in zip(tables, columns, strict=True):
                     table[rank, :, at] = np.where(both, column, 0)
 
-    def usual_on_host(self, step_ns: float, waited_ns: Floats | None = None) -> Floats:
-        """Return what phases took on hosts that no queue full of launches held up, as (ranks, steps, phases).
+    def free(self, step_ns: float) -> Bools:
+        """Return where a host was not held up by a queue full of launches: its GPU was hardly behind it."""
+        behind = self.behind_at_start
+        least = np.maximum(np.quantile(behind, _MOST_FREE, axis=1), _MUCH * step_ns)
+        is_free: Bools = behind <= least[:, None, :]
+        return is_free
 
-        A host is free in a step where its GPU is hardly behind it when the phase begins. In other steps it took at most
-        what it took when it was last free. A host that is held up in every step ends the phase when its GPU gets there:
-        what it took varies with when its GPU began. Of a phase in which a host is, no host's time counts until its GPU
-        began: but no more than that one waited in collectives in that step (``waited_ns``, as (ranks, steps), if that
-        is known) and was behind in earlier phases.
+    def tied(self, step_ns: float) -> Bools:
+        """Return which hosts are held up in a phase in nearly every step, as (ranks, phases).
+
+        Such a host ends the phase when its GPU gets there, so what it takes varies with when its GPU began. That is
+        judged by the half of the steps in which its GPU was least behind: a host held up seldom would be free there.
         """
         behind = self.behind_at_start
-        seldom = np.quantile(behind, _MOST_FREE, axis=1)
-        free = behind <= np.maximum(seldom, _MUCH * step_ns)[:, None, :]
-        steps = np.arange(behind.shape[1])[:, None]
-        last = np.maximum.accumulate(np.where(free, steps, -1), axis=1)
-        last = np.where(last < 0, free.argmax(axis=1)[:, None], last)
-        when_free = np.take_along_axis(self.on_host, last, axis=1)
-        usual: Floats = np.where(free, self.on_host, np.minimum(self.on_host, when_free))
-        after = np.maximum(self.on_host - behind, 0.0)
-        # Where the GPU is least behind, a host that is held up seldom would be free.
-        count = behind.shape[1] // 2
-        least = np.argsort(behind, axis=1, kind="stable")[:, :count]
-        varies, varies_after = (_spread(np.take_along_axis(times, least, axis=1)) for times in (self.on_host, after))
-        is_tied = (np.median(after, axis=1) > 0) & (seldom > _MUCH * step_ns)
-        is_tied &= (2 * varies_after < varies) & (count >= _FEWEST_TIED)
-        if waited_ns is not None:
-            earlier = self.begin[:, :, None, :] < self.begin[:, :, :, None]
-            behind_before = np.where(earlier, behind[:, :, None, :], 0.0).max(axis=3, initial=0.0)
-            after = np.maximum(after, self.on_host - waited_ns[:, :, None] - behind_before)
-        return np.where(is_tied.any(axis=0), np.minimum(usual, after), usual)
+        ranks, steps, phases = behind.shape
+        if steps < 2 * _FEWEST_TIED:
+            return np.zeros((ranks, phases), dtype=np.bool_)
+        half = np.argsort(behind, axis=1, kind="stable")[:, : steps // 2]
+        since_gpu_began = np.maximum(self.on_host - behind, 0.0)
+        varies, varies_since = (
+            _spread(np.take_along_axis(times, half, axis=1)) for times in (self.on_host, since_gpu_began)
+        )
+        is_behind = np.quantile(behind, _MOST_FREE, axis=1) > _MUCH * step_ns
+        is_tied: Bools = is_behind & (np.median(since_gpu_began, axis=1) > 0) & (varies_since < _TIED * varies)
+        return is_tied
 
 
 def _spread(times_ns: Floats) -> Floats:
@@ -260,12 +293,20 @@ def _spread(times_ns: Floats) -> Floats:
     return spread
 
 
-def _as_if_free(own: StepParts, names: Sequence[str], held_up_ns: Floats) -> Floats:
-    """Return what a rank did in each step, without what held up its host, as (steps, phases)."""
-    times = own.times_ns[: len(held_up_ns)].copy()
+def _usual_if_free(times_ns: Floats, free: Bools) -> Floats:
+    """Return what a host took in each step; where it may have been held up, at most what it took when last free."""
+    last = np.maximum.accumulate(np.where(free, np.arange(len(free)), -1))
+    last = np.where(last < 0, free.argmax(), last)
+    usual: Floats = np.where(free, times_ns, np.minimum(times_ns, times_ns[last]))
+    return usual
+
+
+def _as_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
+    """Return what a rank did in each step, without what held up its host; ``free`` as (steps, phases)."""
+    times = own.times_ns[: len(free)].copy()
     for at, (cause, phase, _) in enumerate(own.parts):
         if cause == "python" and phase in names:
-            times[:, at] = np.maximum(times[:, at] - held_up_ns[:, names.index(phase)], 0.0)
+            times[:, at] = _usual_if_free(times[:, at], free[:, names.index(phase)])
     return times
 
 
@@ -277,11 +318,10 @@ def _edges(phases: Phases, count: int) -> Ints:
     return found
 
 
-def late_hosts(idle_ns: Floats, phases: _Phases, usual_ns: Floats) -> Floats:
+def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     """Return how late each rank's host was in each step, as (ranks, steps); negative where others were.
 
-    ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps); ``usual_ns`` what phases
-    took on free hosts.
+    ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps).
 
     It was late by what its GPU had nothing to do for longer than theirs between two phases; or by what it took longer
     for a phase than their hosts do where they are free, as far as they waited: their GPUs were farther behind their
@@ -290,8 +330,9 @@ def late_hosts(idle_ns: Floats, phases: _Phases, usual_ns: Floats) -> Floats:
     """
     found = -_saved(idle_ns)
     for at in range(len(phases.names)):
-        host, usual = phases.on_host[:, :, at], usual_ns[:, :, at]
+        host = phases.on_host[:, :, at]
         behind = _saved(phases.behind_at_end[:, :, at])
+        usual = np.array([_usual_if_free(mine, where) for mine, where in zip(host, free[:, :, at], strict=True)])
         theirs, theirs_free = host + _saved(host), usual + _saved(usual)
         late = np.where(behind > 0, np.clip(usual - theirs_free, 0.0, behind + theirs - theirs_free), 0.0)
         late = -_saved(late)
@@ -325,11 +366,15 @@ def longer_unrecorded(
     phases = _Phases(light, len(names))
     if not phases.names or is_step.sum() < _FEWEST_UNRECORDED:
         return None
-    usual = phases.usual_on_host(step_ns)
+    free, tied = phases.free(step_ns), phases.tied(step_ns)
     longer = {}
     for at, name in enumerate(phases.names):
-        behind = phases.behind_at_end[:, :, at]
-        longer[name] = _unless_others_wait(-_saved(usual[:, :, at]), behind, _MUCH * step_ns)[late, is_step]
+        host, behind = phases.on_host[:, :, at], phases.behind_at_start[:, :, at]
+        usual = np.array([_usual_if_free(*both) for both in zip(host, free[:, :, at], strict=True)])
+        if not tied[late, at]:
+            usual = np.where(tied[:, at, None], np.minimum(usual, np.maximum(host - behind, 0.0)), usual)
+        late_by = _unless_others_wait(-_saved(usual), phases.behind_at_end[:, :, at], tied[:, at], _MUCH * step_ns)
+        longer[name] = late_by[late, is_step]
     return longer
 
 

@@ -151,11 +151,16 @@ def find_culprit(
     compared = [account for _, account in (exact if is_exact else every)]
     if is_exact:
         cost = cost_by_accounts(compared, chosen, matched)
-    else:
-        lost = [_lost_steps(one, matched) for one in chosen]
-        kept = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)
-        cost = cost_by_waits(compared, chosen, matched, kept=kept, is_untimed=is_untimed)
-    return _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
+        return _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
+    lost = [_lost_steps(one, matched) for one in chosen]
+    kept = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)
+    cost, estimate, tied = cost_by_waits(compared, chosen, matched, kept=kept, is_untimed=is_untimed)
+    verdict = _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
+    if verdict.culprit is None and tied:
+        estimated = _judge(chosen, matched, estimate, lateness, is_untimed=is_untimed, written=written)
+        if estimated.culprit is not None and estimated.culprit.cause == "python" and estimated.culprit.phase in tied:
+            return estimated
+    return verdict
 
 
 def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:
@@ -233,9 +238,10 @@ def _judge(
         late_ns = cost.of_place(rank, place)
         found = _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
         return replace(nobody, doubt=None, culprit=found)
-    # Whom a profiler alone makes late is not; but another suspect may be.
-    doubts.sort(key=lambda one: one in ("launches", "profiler"))
-    return replace(nobody, doubt="untimed" if is_untimed else next(iter(doubts), nobody.doubt))
+    of_profiler: tuple[Doubt, ...] = ("launches", "profiler")
+    # That a profiler makes one suspect late says nothing of another one: those doubts count last.
+    others = [one for one in doubts if one not in of_profiler]
+    return replace(nobody, doubt="untimed" if is_untimed else next(iter(others or doubts), nobody.doubt))
 
 
 def _doubt_level(cost: Cost, rank: int) -> Doubt:
@@ -343,7 +349,8 @@ def _doubt_profiler(
     if unrecorded is not None:
         within = sum(time for phase, time in longer.items() if phase in unrecorded)
         seen = sum(min(longer.get(phase, 0.0), max(typical(time), 0.0)) for phase, time in unrecorded.items())
-        if seen < _SEEN * within and within * 2 >= sum(longer.values()):
+        is_mostly_within = within * 2 >= sum(longer.values())
+        if is_mostly_within and seen < _SEEN * within:
             return "profiler"
     if cause == "python" and python > _BEYOND_LAUNCHES * launch:
         return None

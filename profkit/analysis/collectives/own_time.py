@@ -126,8 +126,8 @@ def divide_own_time(attribution: Attribution) -> tuple[OwnTime, OwnTime]:
     for cause, (table, rows, innermost, when) in busy.items():
         start_ns, end_ns, row = _pieces_within(table, rows, when)
         place = np.append(of_range, 0)[innermost[row]]
-        outside = (place == 0) & (table.launch_thread[row] != NO_LAUNCH)
-        place[outside] = host.at(table.placed_ns[row[outside]])
+        in_no_phase = (place == 0) & (table.launch_thread[row] != NO_LAUNCH)
+        place[in_no_phase] = host.at(table.placed_ns[row[in_no_phase]])
         pieces.append((start_ns, end_ns, cause, place))
     talking = time.exposed_communication
     pieces.append((talking.start_ns, talking.end_ns, "communication", np.zeros(len(talking), dtype=np.int64)))
