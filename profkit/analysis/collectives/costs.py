@@ -145,9 +145,6 @@ def cost_by_waits(
     saves what its host was late.
 
     The second one is an estimate for phases in which hosts are held up in nearly every step, which are returned too.
-    There a host seems to take as long as the one it waits for. In the estimate it was held up for as long as its GPU
-    waited in the step, without what others evidently did longer. Late there is no host that is held up itself, by
-    others or by its own GPU, nor one that evidently did more longer elsewhere.
     """
     count = min(len(one.own) for one in accounts)
     step_ns = float(np.median([time for one in ranks for time in step_times(one.steps)] or [0.0]))
@@ -176,21 +173,35 @@ def cost_by_waits(
     steps = np.flatnonzero(compared)
     cost = _cost(did, saved[:, steps], step_ns)
     cost = replace(cost, longer_ns=_without_waits(cost, phases, tied, steps))
+    if not tied.any():
+        return cost, cost, set()
+    estimate = _estimate(cost, phases, tied, waits, steps)
+    return cost, estimate, {name for name, here in zip(phases.names, tied.T, strict=True) if here.any()}
+
+
+def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps: Ints) -> Cost:
+    """Return the costs without what held up hosts in phases in which they are ``tied``, as (ranks, phases).
+
+    There a host seems to take as long as the one it waits for. It was held up for as long as its GPU waited in the step
+    (``waits_ns``), without what another one evidently did longer. Late there is no host that is held up itself, by
+    others or by its own GPU, nor one that evidently did more longer elsewhere.
+    """
     evident = np.maximum(cost.longer_ns, 0.0).sum(axis=2)
-    by_others = np.array([np.delete(evident, rank, axis=0).max(axis=0) for rank in range(len(ranks))])
-    held_up = np.maximum(waits[:, steps] - by_others, 0.0)
+    is_first = np.arange(len(evident))[:, None] == evident.argmax(axis=0)
+    by_others = np.where(is_first, np.partition(evident, -2, axis=0)[-2], evident.max(axis=0))
+    held_up = np.maximum(waits_ns[:, steps] - by_others, 0.0)
     names = [{name for name, is_here in zip(phases.names, here, strict=True) if is_here} for here in tied.tolist()]
-    freed = [_without_hold_up(one, *what) for one, *what in zip(did, names, held_up, strict=True)]
-    estimate = _cost(freed, saved[:, steps], step_ns)
+    freed = [_without_hold_up(one, *what) for one, *what in zip(cost.accounts, names, held_up, strict=True)]
+    estimate = _cost(freed, cost.saved_ns, cost.step_ns)
     longer = _without_waits(estimate, phases, tied, steps)
     for at, (cause, phase) in enumerate(estimate.places):
         if cause == "python" and phase in phases.names:
             number = phases.names.index(phase)
-            is_paced = np.median(phases.behind_at_end[:, steps, number], axis=1) > _MUCH * step_ns
+            is_paced = np.median(phases.behind_at_end[:, steps, number], axis=1) > _MUCH * cost.step_ns
             is_elsewhere = np.median(evident, axis=1) > np.median(longer[:, :, at], axis=1)
             not_late = tied[:, number] | (tied[:, number].any() & (is_paced | is_elsewhere))
             longer[not_late, :, at] = np.minimum(longer[not_late, :, at], 0.0)
-    return cost, replace(estimate, longer_ns=longer), set().union(*names)
+    return replace(estimate, longer_ns=longer)
 
 
 def _without_hold_up(account: Account, tied: Set[str], held_up_ns: Floats) -> Account:
