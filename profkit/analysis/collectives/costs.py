@@ -243,7 +243,7 @@ def _unless_others_wait(longer_ns: Floats, behind_ns: Floats, tied: Bools, least
     ``tied`` hosts are held up in it.
     """
     may_wait = (behind_ns + _saved(behind_ns) <= least_ns) & (np.median(longer_ns, axis=1) <= -least_ns)[:, None]
-    others_tied = 2 * (tied.sum() - tied) >= len(tied) - 1 if tied.any() else tied
+    others_tied = 2 * (tied.sum() - tied) >= len(tied) - 1
     unless: Floats = np.where(may_wait | others_tied[:, None], np.maximum(longer_ns, 0.0), longer_ns)
     return unless
 
@@ -271,12 +271,23 @@ class _Phases:
                 for table, column in zip(tables, columns, strict=True):
                     table[rank, :, at] = np.where(both, column, 0)
 
+    @property
+    def since_gpu_began(self) -> Floats:
+        """Return what phases took on the host once its GPU had begun them."""
+        since: Floats = np.maximum(self.on_host - self.behind_at_start, 0.0)
+        return since
+
     def free(self, step_ns: float) -> Bools:
         """Return where a host was not held up by a queue full of launches: its GPU was hardly behind it."""
         behind = self.behind_at_start
         least = np.maximum(np.quantile(behind, _MOST_FREE, axis=1), _MUCH * step_ns)
         is_free: Bools = behind <= least[:, None, :]
         return is_free
+
+    def usual_on_host(self, number: int, free: Bools) -> Floats:
+        """Return what a phase takes on hosts that are not held up, as (ranks, steps); ``free`` is of all phases."""
+        both = zip(self.on_host[:, :, number], free[:, :, number], strict=True)
+        return np.array([_usual_if_free(times, where) for times, where in both])
 
     def tied(self, step_ns: float) -> Bools:
         """Return which hosts are held up in a phase in nearly every step, as (ranks, phases).
@@ -289,7 +300,7 @@ class _Phases:
         if steps < 2 * _FEWEST_TIED:
             return np.zeros((ranks, phases), dtype=np.bool_)
         half = np.argsort(behind, axis=1, kind="stable")[:, : steps // 2]
-        since_gpu_began = np.maximum(self.on_host - behind, 0.0)
+        since_gpu_began = self.since_gpu_began
         varies, varies_since = (
             _spread(np.take_along_axis(times, half, axis=1)) for times in (self.on_host, since_gpu_began)
         )
@@ -341,9 +352,8 @@ def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     """
     found = -_saved(idle_ns)
     for at in range(len(phases.names)):
-        host = phases.on_host[:, :, at]
+        host, usual = phases.on_host[:, :, at], phases.usual_on_host(at, free)
         behind = _saved(phases.behind_at_end[:, :, at])
-        usual = np.array([_usual_if_free(mine, where) for mine, where in zip(host, free[:, :, at], strict=True)])
         theirs, theirs_free = host + _saved(host), usual + _saved(usual)
         late = np.where(behind > 0, np.clip(usual - theirs_free, 0.0, behind + theirs - theirs_free), 0.0)
         late = -_saved(late)
@@ -380,10 +390,9 @@ def longer_unrecorded(
     free, tied = phases.free(step_ns), phases.tied(step_ns)
     longer = {}
     for at, name in enumerate(phases.names):
-        host, behind = phases.on_host[:, :, at], phases.behind_at_start[:, :, at]
-        usual = np.array([_usual_if_free(*both) for both in zip(host, free[:, :, at], strict=True)])
+        usual = phases.usual_on_host(at, free)
         if not tied[late, at]:
-            usual = np.where(tied[:, at, None], np.minimum(usual, np.maximum(host - behind, 0.0)), usual)
+            usual = np.where(tied[:, at, None], np.minimum(usual, phases.since_gpu_began[:, :, at]), usual)
         late_by = _unless_others_wait(-_saved(usual), phases.behind_at_end[:, :, at], tied[:, at], _MUCH * step_ns)
         longer[name] = late_by[late, is_step]
     return longer
