@@ -12,7 +12,7 @@ from profkit.version import __version__
 
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.datasheet import find_datasheet as find_datasheet
-    from profkit.analysis.step_times import read_step_times as read_step_times
+    from profkit.analysis.time_account.step_times import read_step_times as read_step_times
     from profkit.annotation import annotate as annotate
     from profkit.reading import compare as compare
     from profkit.reading import open_snapshot as read_snapshot
@@ -24,7 +24,7 @@ _HOMES = {
     "compare": ("profkit.reading", "compare"),
     "find_datasheet": ("profkit.analysis.efficiency.datasheet", "find_datasheet"),
     "read_snapshot": ("profkit.reading", "open_snapshot"),
-    "read_step_times": ("profkit.analysis.step_times", "read_step_times"),
+    "read_step_times": ("profkit.analysis.time_account.step_times", "read_step_times"),
     "read_trace": ("profkit.reading", "open_trace"),
     "simplify_name": ("profkit.report.text", "simplify_name"),
 }

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from profkit.analysis.collectives.comparison import PeakDifference, RanksResult, compare_ranks
-from profkit.analysis.collectives.matching import KnownColumns
-from profkit.analysis.collectives.reduce import reduce_ranks
-from profkit.analysis.collectives.reduced import ReducedRank, reduce_columns
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, compare_ranks
+from profkit.analysis.ranks.matching import KnownColumns
+from profkit.analysis.ranks.reduce import reduce_ranks
+from profkit.analysis.ranks.reduced import ReducedRank, reduce_columns
 from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot, open_trace

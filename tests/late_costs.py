@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from profkit.analysis.collectives.chance import find_stalls, find_suspects, late_steps
-from profkit.analysis.collectives.costs import Cost
+from profkit.analysis.ranks.chance import find_stalls, find_suspects, late_steps
+from profkit.analysis.ranks.costs import Cost
 from profkit.run.light_record import Cause
 
 STEP_NS = 1_000_000.0

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.attribution import Ledger
 from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.placing.attribution import Ledger
 from tests.nsys_builder import NsysBuilder
 
 MAIN, AUTOGRAD, WORKER, OTHER = 100, 101, 102, 103

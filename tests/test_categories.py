@@ -12,7 +12,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from profkit.analysis.categories import CATEGORIES, OTHER, _compiled_rules, _plain_part, categorize, read_rules
+from profkit.analysis.kernels.categories import CATEGORIES, OTHER, _compiled_rules, _plain_part, categorize, read_rules
 from profkit.trace.kineto import read_kineto
 from tests.captures import capture
 
@@ -115,7 +115,7 @@ def test_each_rule_has_its_own_name_and_a_known_category() -> None:
 
 def test_the_rules_are_read_only_when_they_are_needed() -> None:
     code = (
-        "import sys; from profkit.analysis.categories import categorize, _compiled_rules\n"
+        "import sys; from profkit.analysis.kernels.categories import categorize, _compiled_rules\n"
         "assert _compiled_rules.cache_info().currsize == 0\n"
         "assert categorize('aten::mm', 'cpu-operator').name == 'gemm'\n"
         "assert _compiled_rules.cache_info().currsize == 1\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from profkit.analysis.compare.comparison import compare_unprofiled
-from profkit.analysis.step_times import UnprofiledSteps, read_unprofiled_steps
+from profkit.analysis.time_account.step_times import UnprofiledSteps, read_unprofiled_steps
 from profkit.run.manifest import Manifest
 from profkit.run.records import decode
 

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.categories import categorize
-from profkit.analysis.module_times import modules_of_ranges
+from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.tree.module_times import modules_of_ranges
 from tests.conftest import ROOT
 
 BLOCKS = ROOT / "traces" / "blocks"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.compiled_ranges import nest_compiled_launches
+from profkit.analysis.placing.compiled_ranges import nest_compiled_launches
 from profkit.errors import TraceError
 from profkit.names import SHARED, kind_of
 from profkit.run.compiled_code import LaunchPlace, launch_range, read_launch_range

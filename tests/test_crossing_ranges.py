@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from profkit.analysis.nesting import NO_RANGE, build_timelines
+from profkit.analysis.placing.nesting import NO_RANGE, build_timelines
 from profkit.trace.columns import Ranges
 from profkit.trace.nsys import read_nsys
 from tests.child import run_in_child

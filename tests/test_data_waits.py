@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.efficiency.data_waits import DataWait
-from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.time_account.data_waits import DataWait
+from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.report.document import render
 from profkit.report.efficiency import build_efficiency_document, limit_words
 from tests.efficiency_runs import rows_by_path

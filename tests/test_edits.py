@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from profkit.allocator.simulate import simulate
-from profkit.analysis.edits.apply import apply_edits
-from profkit.analysis.edits.stream import Program, Stream
+from profkit.analysis.whatif.apply import apply_edits
+from profkit.analysis.whatif.stream import Program, Stream
 from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, LOSS

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as messages
 
-from profkit.analysis.efficiency.gpu_time import build_gpu_times
+from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.reading import open_snapshot, open_trace
 from profkit.report.export_layout import Counter, MemoryTracks, _numbered, split_into_lanes
 from profkit.report.perfetto import write_perfetto

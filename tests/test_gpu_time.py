@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.attribution import Attribution, attribute_work
-from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
-from profkit.analysis.efficiency.gpu_time import (
+from profkit.analysis.efficiency.waiting import find_waiting
+from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
+from profkit.analysis.placing.attribution import Attribution, attribute_work
+from profkit.analysis.time_account.gpu_steps import GpuStep, summarize_steps
+from profkit.analysis.time_account.gpu_time import (
     LONGEST_PAUSE_NS,
     GpuParts,
     build_gpu_times,
@@ -21,9 +23,7 @@ from profkit.analysis.efficiency.gpu_time import (
     find_windows,
     sum_parts,
 )
-from profkit.analysis.efficiency.waiting import find_waiting
-from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
-from profkit.analysis.range_paths import select_ranges
+from profkit.analysis.tree.range_paths import select_ranges
 from profkit.trace.columns import Trace
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profkit.analysis.attribution import attribute_work
-from profkit.analysis.compiled_ranges import nest_compiled_launches
-from profkit.analysis.graph_nodes import place_graph_nodes
-from profkit.analysis.kernels import summarize_kernels
+from profkit.analysis.kernels.summary import summarize_kernels
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.range_tree import summarize_ranges
-from profkit.analysis.selection import KernelFilter
+from profkit.analysis.placing.attribution import attribute_work
+from profkit.analysis.placing.compiled_ranges import nest_compiled_launches
+from profkit.analysis.placing.graph_nodes import place_graph_nodes
+from profkit.analysis.tree.range_tree import summarize_ranges
+from profkit.analysis.tree.selection import KernelFilter
 from profkit.reading import open_trace
 from profkit.report.chrome_trace import write_chrome_trace
 from profkit.report.ranges import build_ranges_document

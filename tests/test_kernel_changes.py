@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.categories import categorize
 from profkit.analysis.compare.kernel_changes import (
     IN_NO_RANGE,
     Match,
@@ -22,6 +21,7 @@ from profkit.analysis.compare.kernel_changes import (
     nearest,
 )
 from profkit.analysis.compare.samples import Key, RangePath, StepSamples, sample_steps
+from profkit.analysis.kernels.categories import categorize
 from tests.conftest import ROOT
 from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM, Step, write_steps
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from profkit.analysis.collectives.chance import chance_beside, chance_of_level, chance_of_stalls
-from profkit.analysis.collectives.comparison import RanksResult
-from profkit.analysis.collectives.culprit import Verdict
-from profkit.analysis.collectives.reduce import reduce_ranks
+from profkit.analysis.ranks.chance import chance_beside, chance_of_level, chance_of_stalls
+from profkit.analysis.ranks.comparison import RanksResult
+from profkit.analysis.ranks.culprit import Verdict
+from profkit.analysis.ranks.reduce import reduce_ranks
 from profkit.cli import cli
 from profkit.joining import read_ranks
 from profkit.reading import open_capture, open_trace

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import profkit
-from profkit.analysis.categories import LONGEST_NAME, categorize, read_rules
+from profkit.analysis.kernels.categories import LONGEST_NAME, categorize, read_rules
 from profkit.names import kind_of
 from profkit.report.text import simplify_name
 from tests.child import run_in_child
@@ -21,14 +21,14 @@ from tests.linear_patterns import explain_not_linear
 ROOMS = ("trace", "snapshot", "allocator", "analysis", "report", "run", "names")
 TYPED_BY_THE_USER = {
     "profkit.allocator.settings._DIVISION",
-    "profkit.analysis.edits.checkpoint._FORM",
-    "profkit.analysis.edits.scale._FACTOR",
+    "profkit.analysis.whatif.checkpoint._FORM",
+    "profkit.analysis.whatif.scale._FACTOR",
     "profkit.analysis.memory.opened_snapshot._TIME",
 }
 # Matched where a value ends or an item begins, not searched for.
 MATCHED_AT_A_PLACE = {"profkit.allocator.settings._ITEM", "profkit.trace.json_stream._COMMA"}
 # These read the patterns of our own rules.
-READ_OUR_RULES = {"profkit.analysis.categories._NOT_PLAIN", "profkit.analysis.categories._PERHAPS"}
+READ_OUR_RULES = {"profkit.analysis.kernels.categories._NOT_PLAIN", "profkit.analysis.kernels.categories._PERHAPS"}
 
 RULES = [(rule["rule"], pattern) for rules in read_rules().values() for rule in rules for pattern in rule["patterns"]]
 WORDS = sorted({word for _, pattern in RULES for word in re.findall(r"[A-Za-z_]{3,}", re.sub(r"\\.", "", pattern))})

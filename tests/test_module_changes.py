@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.analysis.categories import categorize
 from profkit.analysis.compare.kernel_changes import compare_times
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.samples import Key, StepSamples
+from profkit.analysis.kernels.categories import categorize
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 NORM = "void at::native::vectorized_layer_norm_kernel<float>"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.module_kernels import time_kernels_by_module
-from profkit.analysis.module_times import time_modules
+from profkit.analysis.tree.module_kernels import time_kernels_by_module
+from profkit.analysis.tree.module_times import time_modules
 from tests.nsys_builder import NsysBuilder
 from tests.test_one_figure import TRACES
 

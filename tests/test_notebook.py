@@ -10,7 +10,7 @@ import pytest
 from profkit import compare, read_snapshot, read_trace
 from profkit.analysis.compare.budget_lines import Budgets
 from profkit.analysis.compare.budgets import check_budgets
-from profkit.analysis.kernels import KernelRow
+from profkit.analysis.kernels.summary import KernelRow
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.reading import open_capture
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from profkit.analysis.collectives.comparison import RanksResult
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.cli import cli
 from profkit.joining import read_ranks
 from profkit.reading import open_snapshot

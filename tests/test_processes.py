@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.analysis.attribution import attribute_work
+from profkit.analysis.placing.attribution import attribute_work
 from profkit.errors import TraceError
 from profkit.trace.columns import Trace, array_columns
 from profkit.trace.kineto import read_kineto

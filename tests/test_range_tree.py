@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis import nesting
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.range_tree import RangeRow
+from profkit.analysis.placing import nesting
+from profkit.analysis.tree.range_tree import RangeRow
 from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder
 

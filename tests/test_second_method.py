@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from profkit.analysis.collectives.comparison import RanksResult
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.joining import read_ranks
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from tests import second_method

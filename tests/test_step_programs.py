@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from profkit import read_trace
-from profkit.analysis.steps import measured_ranges
+from profkit.analysis.time_account.steps import measured_ranges
 from profkit.launch.another_try import find_another_try
 from profkit.launch.passes import Outcome, why_no_step
 from profkit.run.manifest import Process

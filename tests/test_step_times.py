@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profkit.analysis.step_times import (
+from profkit.analysis.time_account.step_times import (
     PhaseTimes,
     StepTimes,
     read_step_times,

@@ -11,9 +11,9 @@ import pytest
 
 from profkit import read_trace
 from profkit.analysis.advice import Advice, find_advice
-from profkit.analysis.module_times import ModuleTime, own_time, time_modules
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Head, Summary
+from profkit.analysis.tree.module_times import ModuleTime, own_time, time_modules
 from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.document import render

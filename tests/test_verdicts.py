@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.categories import CATEGORIES
 from profkit.analysis.efficiency.facts import Peaks
-from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.summary import count_launches
 from profkit.analysis.efficiency.verdicts import MOVERS, Roofline, build_roofline, judge
 from profkit.analysis.efficiency.work import Amount
-from profkit.analysis.range_paths import build_nodes
+from profkit.analysis.kernels.categories import CATEGORIES
+from profkit.analysis.time_account.gpu_time import GpuParts
+from profkit.analysis.tree.range_paths import build_nodes
 from tests.nsys_builder import NsysBuilder
 
 PEAKS = Peaks("measured", "H200", {"fp32": 50e12, "bf16": 700e12}, 4e12)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.module_times import ModuleTime
 from profkit.analysis.summary import EXPANDABLE, WORTH, Summary
+from profkit.analysis.tree.module_times import ModuleTime
 from profkit.names import is_shared
 
 _LAUNCHES = 0.1

@@ -7,15 +7,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profkit.analysis.attribution import Attribution, attribute_work
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
-from profkit.analysis.compilations import IN_RECORDED_STEPS, find_compilations
-from profkit.analysis.kernels import Grouping, KernelsResult, summarize_kernels
-from profkit.analysis.range_tree import RangesResult, summarize_ranges
-from profkit.analysis.ranks import Ranks
-from profkit.analysis.selection import KernelFilter
-from profkit.analysis.steps import find_warmup
+from profkit.analysis.kernels.compilations import IN_RECORDED_STEPS, find_compilations
+from profkit.analysis.kernels.summary import Grouping, KernelsResult, summarize_kernels
+from profkit.analysis.placing.attribution import Attribution, attribute_work
+from profkit.analysis.ranks.summary import Ranks
+from profkit.analysis.time_account.steps import find_warmup
+from profkit.analysis.tree.range_tree import RangesResult, summarize_ranges
+from profkit.analysis.tree.selection import KernelFilter
 from profkit.names import PHASES, WARMUP
 from profkit.run.directory import Run
 from profkit.trace.columns import Trace, distinct_values

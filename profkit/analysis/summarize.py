@@ -7,27 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution, mark_members
-from profkit.analysis.categories import categorize
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.provenance import find_condition
-from profkit.analysis.compilations import find_compilations, read_run_compilations
-from profkit.analysis.efficiency.data_waits import DataWait
 from profkit.analysis.efficiency.facts import read_run_facts
-from profkit.analysis.efficiency.gpu_steps import divide_idle_time, sum_steps
-from profkit.analysis.efficiency.gpu_time import communication_rows
 from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.efficiency.sync_gaps import find_sync_gaps
-from profkit.analysis.efficiency.unprofiled import find_uneven_times
+from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels.compilations import find_compilations, read_run_compilations
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.parts import fold
 from profkit.analysis.memory.result import MemoryResult
-from profkit.analysis.module_times import time_modules
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.range_paths import split_path
-from profkit.analysis.step_times import summarize_step_times
-from profkit.analysis.steps import is_step, is_warmup, measured_ranges
+from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,
@@ -43,6 +34,15 @@ from profkit.analysis.summary import (
     WorkUse,
     WrittenAttention,
 )
+from profkit.analysis.time_account.data_waits import DataWait
+from profkit.analysis.time_account.gpu_steps import divide_idle_time, sum_steps
+from profkit.analysis.time_account.gpu_time import communication_rows
+from profkit.analysis.time_account.step_times import summarize_step_times
+from profkit.analysis.time_account.steps import is_step, is_warmup, measured_ranges
+from profkit.analysis.time_account.sync_gaps import find_sync_gaps
+from profkit.analysis.time_account.unprofiled import find_uneven_times
+from profkit.analysis.tree.module_times import time_modules
+from profkit.analysis.tree.range_paths import split_path
 from profkit.errors import ProfkitError
 from profkit.findings import Finding
 from profkit.names import (

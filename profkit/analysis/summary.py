@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from profkit.analysis.attribution import Ledger
-from profkit.analysis.compilations import RunCompilations
 from profkit.analysis.efficiency.facts import Peaks
-from profkit.analysis.efficiency.gpu_steps import IdleCauses
-from profkit.analysis.efficiency.gpu_time import GpuParts
-from profkit.analysis.efficiency.sync_gaps import SyncGaps
+from profkit.analysis.kernels.compilations import RunCompilations
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.module_times import ModuleTime
+from profkit.analysis.placing.attribution import Ledger
+from profkit.analysis.time_account.gpu_steps import IdleCauses
+from profkit.analysis.time_account.gpu_time import GpuParts
+from profkit.analysis.time_account.sync_gaps import SyncGaps
+from profkit.analysis.tree.module_times import ModuleTime
 from profkit.findings import Finding
 
 PRODUCTS = ("gemm", "attention")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.collectives.comparison import RanksResult
 from profkit.analysis.compare.budget_lines import Budgets
 from profkit.analysis.compare.budgets import check_budgets
 from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second

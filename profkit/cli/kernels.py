@@ -8,9 +8,9 @@ from typing import get_args
 
 import click
 
-from profkit.analysis.kernels import Grouping, KernelsResult
+from profkit.analysis.kernels.summary import Grouping, KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.selection import KernelFilter
+from profkit.analysis.tree.selection import KernelFilter
 from profkit.cli.completion import complete_ranges
 from profkit.cli.options import obey_strict, output_options, rank_option, trace_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, write_warnings

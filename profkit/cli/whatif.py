@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.edits.apply import FORMS
-from profkit.analysis.edits.outcome import Cost, cost_of_ranges
+from profkit.analysis.whatif.apply import FORMS
+from profkit.analysis.whatif.outcome import Cost, cost_of_ranges
 from profkit.cli.options import output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second

@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.ranks import NAMED, PROVED
+from profkit.analysis.ranks.summary import NAMED, PROVED
 from profkit.report.export_layout import (
     Layout,
     MemoryProcess,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
+from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.names import STEP
 from profkit.report.document import Column, Lines, Table
 from profkit.report.units import NS, TEXT, Unit, format_count, format_ns, format_share

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 
-from profkit.analysis.kernels import KernelRow, KernelsResult
+from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.report.document import UNTRUSTED
 from profkit.report.kernels import count_line, sort_rows, subject

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from profkit.analysis.collectives.chance import HOSTS_VARY, LEAST_SHARE
-from profkit.analysis.collectives.comparison import RanksResult
-from profkit.analysis.collectives.culprit import Culprit, Doubt
+from profkit.analysis.ranks.chance import HOSTS_VARY, LEAST_SHARE
+from profkit.analysis.ranks.comparison import RanksResult
+from profkit.analysis.ranks.culprit import Culprit, Doubt
 from profkit.report.units import format_count, format_ns, format_share
 
 _MOST_TURNS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from profkit.analysis.collectives.comparison import RanksResult
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.findings import Finding
 from profkit.report.units import format_count
 

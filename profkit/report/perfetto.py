@@ -15,7 +15,9 @@ from typing import IO
 
 import numpy as np
 
-from profkit.analysis.attribution import (
+from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
     DIRECT,
     INFERRED,
@@ -24,10 +26,8 @@ from profkit.analysis.attribution import (
     Attribution,
     PlacedRows,
 )
-from profkit.analysis.categories import categorize
-from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.range_paths import build_nodes
+from profkit.analysis.placing.nesting import NO_RANGE
+from profkit.analysis.tree.range_paths import build_nodes
 from profkit.report.export_layout import (
     Layout,
     MemoryProcess,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from profkit.analysis.range_tree import RangesResult
+from profkit.analysis.tree.range_tree import RangesResult
 from profkit.findings import Finding
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, ns_over

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from profkit.analysis.collectives.bandwidth import GroupRow
-from profkit.analysis.collectives.comparison import RanksResult
+from profkit.analysis.ranks.bandwidth import GroupRow
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.report.document import Column, Lines, Table
 from profkit.report.late_rank import describe_ranks
 from profkit.report.units import NS, NUMBER, TEXT

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from profkit.analysis.collectives.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
-from profkit.analysis.collectives.culprit import Culprit
-from profkit.analysis.collectives.pipeline import Pipeline
+from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
+from profkit.analysis.ranks.culprit import Culprit
+from profkit.analysis.ranks.pipeline import Pipeline
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.late_rank import describe_ranks
 from profkit.report.lost_ranks import find_lost

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from profkit.analysis.kernels import KernelRow, KernelsResult
-from profkit.analysis.ranks import RankRow
+from profkit.analysis.kernels.summary import KernelRow, KernelsResult
+from profkit.analysis.ranks.summary import RankRow
 from profkit.report.document import Column, Table
 from profkit.report.units import Unit, count_over, format_share, ns_over
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from profkit.analysis.advice import Advice, repeated_module, repeated_time
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.module_times import ModuleTime, own_time
 from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
+from profkit.analysis.tree.module_times import ModuleTime, own_time
 from profkit.names import MODEL, is_shared
 from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.text import shorten

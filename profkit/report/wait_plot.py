@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from profkit.analysis.collectives.comparison import RanksResult
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.report.late_rank import name_culprit
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.units import format_ns

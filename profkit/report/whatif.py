@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import PurePath
 
-from profkit.analysis.whatif import Case, WhatIf
+from profkit.analysis.whatif.answers import Case, WhatIf
 from profkit.findings import Finding
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_share

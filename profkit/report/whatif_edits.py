@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from profkit.analysis.edits.outcome import EditedPeak, PartChange
-from profkit.analysis.whatif import WhatIf
+from profkit.analysis.whatif.answers import WhatIf
+from profkit.analysis.whatif.outcome import EditedPeak, PartChange
 from profkit.report.document import Column, Lines, Row, Table
 from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_ns
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from profkit.allocator.requests import Floats
-from profkit.analysis.whatif import CaseCurve, WhatIf
+from profkit.analysis.whatif.answers import CaseCurve, WhatIf
 from profkit.report.pictures import plain_text, write_png
 from profkit.report.text import make_visible
 from profkit.report.units import format_bytes

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from profkit import read_step_times, read_trace, simplify_name
-from profkit.analysis.step_times import unprofiled_times_ns
+from profkit.analysis.time_account.step_times import unprofiled_times_ns
 from profkit.errors import RunError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, SCORES, SOFTMAX, VALUE_PRODUCT, context_range
 from profkit.run.directory import MANIFEST, Run

@@ -36,7 +36,7 @@ PUBLIC = {"profkit", "profkit.errors", "profkit.files", "profkit.names", "profki
 PUBLIC |= {"profkit.models.transformer"}
 # The public face has no list of a run's unprofiled samples, and no word on whether nsys is installed.
 EXCEPTIONS = {
-    "nsight/measure.py": {"profkit.analysis.step_times", "profkit.run.directory"},
+    "nsight/measure.py": {"profkit.analysis.time_account.step_times", "profkit.run.directory"},
     "nsight_questions.py": {"profkit.launch.nsys"},
 }
 

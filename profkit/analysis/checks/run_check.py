@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
-from profkit.analysis.categories import OTHER, categorize
-from profkit.analysis.steps import measured_ranges
+from profkit.analysis.kernels.categories import OTHER, categorize
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.time_account.steps import measured_ranges
 from profkit.findings import Finding
 from profkit.names import FORWARD, STEP
 from profkit.trace.columns import Bools, Ints, distinct_values, rows_by_value

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
-from profkit.analysis.categories import CATEGORIES
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict
 from profkit.analysis.compare.budget_lines import BudgetLine, Budgets, not_judged
 from profkit.analysis.compare.capture import OpenedCapture
@@ -20,18 +18,20 @@ from profkit.analysis.compare.comparison import CaptureComparison, compare_captu
 from profkit.analysis.compare.rank_budgets import judge_ranks
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
+from profkit.analysis.kernels.categories import CATEGORIES
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.range_paths import select_ranges
-from profkit.analysis.step_times import is_whole_step, read_unprofiled_steps
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.time_account.step_times import is_whole_step, read_unprofiled_steps
+from profkit.analysis.tree.range_paths import select_ranges
 from profkit.errors import RunError, TraceError, UsageError
 from profkit.trace.columns import distinct_values
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profkit.analysis.collectives.comparison import RanksResult
+    from profkit.analysis.ranks.comparison import RanksResult
 
 MAX_STEP, MAX_PEAK, MAX_IDLE, MIN_MFU, MAX_SHARE = "max-step-ms", "max-peak", "max-idle", "min-mfu", "max-share"
 BASELINE = "baseline"

@@ -15,11 +15,11 @@ from profkit.analysis.compare.kernel_changes import Change, TimeComparison, comp
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
-from profkit.analysis.compilations import RunCompilations, find_compilations, read_run_compilations
+from profkit.analysis.kernels.compilations import RunCompilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened_trace import OpenedTrace
-from profkit.analysis.step_times import UnprofiledSteps, is_whole_step, read_unprofiled_steps
+from profkit.analysis.time_account.step_times import UnprofiledSteps, is_whole_step, read_unprofiled_steps
 from profkit.errors import UsageError
 from profkit.findings import Finding
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, change_of_columns, is_generated, total_kernels
 from profkit.analysis.compare.samples import Key, StepSamples
-from profkit.analysis.module_times import is_compiling, is_module_range
+from profkit.analysis.tree.module_times import is_compiling, is_module_range
 from profkit.names import PHASES, is_shared, sharing_modules
 from profkit.run.compiled_code import COMPILING
 

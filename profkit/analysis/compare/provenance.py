@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from profkit.analysis.compare.capture import OpenedCapture
-from profkit.analysis.step_times import read_unprofiled_steps
+from profkit.analysis.time_account.step_times import read_unprofiled_steps
 from profkit.run.manifest import Compiled, Manifest
 from profkit.trace.columns import Trace, distinct_values, rows_by_value
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from profkit.analysis.compare.budget_lines import BudgetLine, Budgets, not_judged
 
 if TYPE_CHECKING:
-    from profkit.analysis.collectives.comparison import RanksResult
+    from profkit.analysis.ranks.comparison import RanksResult
 
 MAX_WAIT, MAX_SKEW = "max-wait", "max-skew"
 

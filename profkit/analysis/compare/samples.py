@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
-from profkit.analysis.categories import categorize
 from profkit.analysis.intervals import union_ns
-from profkit.analysis.module_times import is_compiling
-from profkit.analysis.nesting import NO_RANGE
-from profkit.analysis.range_paths import refuse_long_paths, select_ranges
-from profkit.analysis.selection import KernelFilter, choose_work, lies_within, outermost
-from profkit.analysis.steps import find_contexts, find_warmup, measured_ranges
+from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.placing.nesting import NO_RANGE
+from profkit.analysis.time_account.steps import find_contexts, find_warmup, measured_ranges
+from profkit.analysis.tree.module_times import is_compiling
+from profkit.analysis.tree.range_paths import refuse_long_paths, select_ranges
+from profkit.analysis.tree.selection import KernelFilter, choose_work, lies_within, outermost
 from profkit.names import STEP, kind_of
 from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import Ints, Measure, distinct_values, empty_ints, rows_by_value

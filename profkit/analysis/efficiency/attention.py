@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.efficiency.work import RangeWorks
-from profkit.analysis.nesting import mark_nested
 from profkit.analysis.notebook import NotebookResult, table_of
-from profkit.analysis.range_paths import build_nodes, select_ranges
-from profkit.analysis.selection import lies_within
-from profkit.analysis.steps import find_warmup
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.placing.nesting import mark_nested
+from profkit.analysis.time_account.steps import find_warmup
+from profkit.analysis.tree.range_paths import build_nodes, select_ranges
+from profkit.analysis.tree.selection import lies_within
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, SCORES, SOFTMAX, VALUE_PRODUCT
 from profkit.trace.columns import Bools, Ints, Trace

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
-from profkit.analysis.step_times import PhaseTimes, StepTimes, summarize_step_times
+from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.errors import UsageError
 from profkit.findings import Finding
 from profkit.names import STEP

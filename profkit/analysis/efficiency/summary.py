@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution, mark_members, warn_of_placement
-from profkit.analysis.efficiency.data_waits import DataWait, find_data_waits
 from profkit.analysis.efficiency.facts import Peaks, RunFacts
-from profkit.analysis.efficiency.gpu_steps import GpuStep, summarize_steps
-from profkit.analysis.efficiency.gpu_time import (
+from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
+from profkit.analysis.efficiency.waiting import Waiting, find_waiting
+from profkit.analysis.efficiency.work import Amount, RangeWorks, StepFlops
+from profkit.analysis.kernels.summary import explain_no_work, extent_ns
+from profkit.analysis.notebook import NotebookResult
+from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
+from profkit.analysis.placing.nesting import mark_nested
+from profkit.analysis.ranks.summary import Ranks
+from profkit.analysis.time_account.data_waits import DataWait, find_data_waits
+from profkit.analysis.time_account.gpu_steps import GpuStep, summarize_steps
+from profkit.analysis.time_account.gpu_time import (
     GpuParts,
     GpuTime,
     Windows,
@@ -22,23 +29,16 @@ from profkit.analysis.efficiency.gpu_time import (
     find_windows,
     sum_parts,
 )
-from profkit.analysis.efficiency.unprofiled import (
+from profkit.analysis.time_account.steps import context_of, is_step, measured_ranges
+from profkit.analysis.time_account.unprofiled import (
     ProfilingCost,
     UnprofiledIdle,
     find_too_few_steps,
     find_uneven_times,
     profiling_costs,
 )
-from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
-from profkit.analysis.efficiency.waiting import Waiting, find_waiting
-from profkit.analysis.efficiency.work import Amount, RangeWorks, StepFlops
-from profkit.analysis.kernels import explain_no_work, extent_ns
-from profkit.analysis.nesting import mark_nested
-from profkit.analysis.notebook import NotebookResult
-from profkit.analysis.range_paths import NodePath, RangeNodes, build_nodes, select_ranges, split_path
-from profkit.analysis.range_tree import RangeRow, sum_wall, sum_work, work_by_node
-from profkit.analysis.ranks import Ranks
-from profkit.analysis.steps import context_of, is_step, measured_ranges
+from profkit.analysis.tree.range_paths import NodePath, RangeNodes, build_nodes, select_ranges, split_path
+from profkit.analysis.tree.range_tree import RangeRow, sum_wall, sum_work, work_by_node
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.names import STEP
@@ -64,7 +64,7 @@ class EfficiencyRow(RangeRow):
     idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
     share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting;
     ``data_loading_ns`` is the part of its idle time in which the program waited for data, ``input_copy_ns`` the time in
-    which only copies of the batch to the GPU ran (`profkit.analysis.efficiency.data_waits`); ``loads_data`` says
+    which only copies of the batch to the GPU ran (`profkit.analysis.time_account.data_waits`); ``loads_data`` says
     whether the two are most of what a *host-bound* range waits for: then data loading limits it.
     """
 

@@ -2,12 +2,12 @@
 
 Two questions, in this order.
 
-1. Where does the range's time on the GPU go? Its span (`profkit.analysis.efficiency.gpu_time`) has four parts, and the
+1. Where does the range's time on the GPU go? Its span (`time_account.gpu_time`) has four parts, and the
    largest decides: idle while the host launches → *launch-bound*; idle while the host waits for the GPU, for data or
-   makes no CUDA calls, or receiving a batch (`profkit.analysis.efficiency.data_waits`) → *host-bound*; only
+   makes no CUDA calls, or receiving a batch (`time_account.data_waits`) → *host-bound*; only
    communication runs, or the range launched only communication →
    *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: if the
-   unprofiled time of the phase is known, idle time is scaled first (`profkit.analysis.efficiency.unprofiled`); waiting
+   unprofiled time of the phase is known, idle time is scaled first (`time_account.unprofiled`); waiting
    for data is not, which a profiler never makes longer, but shorter.
 2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): if its FLOPs at
    the peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak, it
@@ -24,11 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from profkit.analysis.categories import CATEGORIES
-from profkit.analysis.efficiency.data_waits import DataWait
 from profkit.analysis.efficiency.facts import VECTOR_DTYPE, Peaks
-from profkit.analysis.efficiency.gpu_time import GpuParts
 from profkit.analysis.efficiency.work import Amount
+from profkit.analysis.kernels.categories import CATEGORIES
+from profkit.analysis.time_account.data_waits import DataWait
+from profkit.analysis.time_account.gpu_time import GpuParts
 
 Word = Literal["compute-bound", "memory-bound", "launch-bound", "communication-bound", "host-bound"]
 

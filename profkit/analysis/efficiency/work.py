@@ -19,10 +19,10 @@ from functools import cached_property
 
 import numpy as np
 
-from profkit.analysis.attribution import Attribution
 from profkit.analysis.efficiency.facts import RunFacts
-from profkit.analysis.range_paths import RangeNodes
-from profkit.analysis.steps import context_of, is_step, is_warmup, measured_ranges
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.time_account.steps import context_of, is_step, is_warmup, measured_ranges
+from profkit.analysis.tree.range_paths import RangeNodes
 from profkit.names import BACKWARD, FORWARD, STEP
 from profkit.run.work import RangeWork
 from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints, rows_by_value

@@ -19,7 +19,7 @@ from profkit.snapshot.columns import Snapshot
 
 if TYPE_CHECKING:
     from profkit.analysis.memory.compare import Comparison
-    from profkit.analysis.whatif import WhatIf
+    from profkit.analysis.whatif.answers import WhatIf
 
 PEAK = "peak"
 FAILURE = "oom"
@@ -101,7 +101,7 @@ class OpenedSnapshot:
             UsageError: an unknown device, a setting that torch would refuse, or an edit that cannot be modelled.
             SnapshotError: no history was recorded.
         """
-        from profkit.analysis.whatif import Edits, what_if  # few ask for it
+        from profkit.analysis.whatif.answers import Edits, what_if  # few ask for it
 
         memory = self.device(device)
         others = tuple(other.device(device) for other in scale_from)

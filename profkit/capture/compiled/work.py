@@ -2,7 +2,7 @@
 
 The ranges that the program or profkit's hooks open exist; those of modules within compiled code do not. A launch's
 range names them (`profkit.run.compiled_code`), and they become instances of the account here by the reader's rule
-(`profkit.analysis.compiled_ranges`): modules that are open around anyway are not repeated, and launches in a row with
+(`analysis.placing.compiled_ranges`): modules that are open around anyway are not repeated, and launches in a row with
 the same beginning of their paths share one instance, until another range begins or ends on the thread.
 """
 

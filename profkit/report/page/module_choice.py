@@ -11,11 +11,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from profkit.analysis.categories import categorize
+from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.memory.composition import piece_of
 from profkit.analysis.memory.parts import Path, Piece, sum_by_module
-from profkit.analysis.module_kernels import ModuleKernel, time_kernels_by_module
-from profkit.analysis.steps import find_warmup
+from profkit.analysis.time_account.steps import find_warmup
+from profkit.analysis.tree.module_kernels import ModuleKernel, time_kernels_by_module
 from profkit.report.page.markup import Interned, pack
 from profkit.report.page.results import Results
 from profkit.report.text import simplify_name

@@ -12,8 +12,8 @@ from typing import Any
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.module_times import ModuleTime
-from profkit.analysis.range_paths import split_path
+from profkit.analysis.tree.module_times import ModuleTime
+from profkit.analysis.tree.range_paths import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
 from profkit.report.document import Column, Table
 from profkit.report.efficiency import limit_words

@@ -16,7 +16,7 @@ from profkit.analysis.advice import find_advice
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
-from profkit.analysis.step_slices import slice_median_step
+from profkit.analysis.time_account.step_slices import slice_median_step
 from profkit.files import write_whole
 from profkit.report.kernels import build_kernels_document
 from profkit.report.page.comparison import build_comparison, compare_runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from profkit.analysis.collectives.comparison import RanksResult
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.report.late_rank import describe_ranks
 from profkit.report.page.markup import view_parts, view_table, without_folders
 from profkit.report.rank_comparison import build_ranks_document

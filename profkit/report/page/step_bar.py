@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from profkit.analysis.efficiency.gpu_steps import GpuStep
 from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.steps import is_step
+from profkit.analysis.time_account.gpu_steps import GpuStep
+from profkit.analysis.time_account.steps import is_step
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table
 from profkit.report.units import NS, SHARE, TEXT, Unit, format_count, format_ns, format_share

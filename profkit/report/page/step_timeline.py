@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.attribution import (
+from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
     DIRECT,
     INFERRED,
@@ -16,9 +17,8 @@ from profkit.analysis.attribution import (
     SEQUENCE,
     Attribution,
 )
-from profkit.analysis.categories import categorize
-from profkit.analysis.range_paths import kind_paths
-from profkit.analysis.step_slices import Lane, StepSlices
+from profkit.analysis.time_account.step_slices import Lane, StepSlices
+from profkit.analysis.tree.range_paths import kind_paths
 from profkit.report.page.markup import Interned, pack
 from profkit.report.text import make_visible, simplify_name
 from profkit.report.units import format_count, format_ns

@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.analysis.compilations import RunCompilations, read_run_compilations
-from profkit.analysis.kernels import KernelsResult
+from profkit.analysis.kernels.compilations import RunCompilations, read_run_compilations
+from profkit.analysis.kernels.summary import KernelsResult
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.clean_times import clean_times_parts
 from profkit.report.document import Column, Row, Table

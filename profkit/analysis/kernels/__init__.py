@@ -1,0 +1,1 @@
+"""Which kernels took the time, and what they are."""

@@ -1,0 +1,1 @@
+"""Which ranges each kernel lies under: the one rule, and what it needs."""

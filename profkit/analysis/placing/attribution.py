@@ -1,0 +1,424 @@
+"""Put every piece of GPU work under the ranges that were open when it was launched: the one rule that all commands use.
+
+A launch and its kernel share correlation id and process; the readers have matched them. A kernel has up to three
+places. A place is a thread and a moment on it:
+
+1. its launching thread, at the launch (`DIRECT`);
+2. the thread that waited for the launching one, at the launch (`INFERRED`, `profkit.analysis.placing.waiting_threads`);
+3. for backward work in a trace of torch.profiler, the range that stands for the range of its forward operator
+   (`SEQUENCE`, `profkit.analysis.placing.backward_links`).
+
+It lies under every range that is open in one of its places: from the range's first nanosecond to just before its last.
+A child lies within its parent, so what lies under a range lies under its parent too. The ledger over all work closes in
+integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from profkit.analysis.intervals import running_maximum
+from profkit.analysis.placing.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
+from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, build_timelines
+from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
+from profkit.errors import TraceError
+from profkit.findings import Finding
+from profkit.trace.columns import (
+    NO_LAUNCH,
+    Bools,
+    Copies,
+    Ints,
+    Ranges,
+    Trace,
+    Work,
+    empty_ints,
+    refuse_impossible_times,
+    rows_by_value,
+)
+
+DIRECT, INFERRED, SEQUENCE = range(3)
+"""How a row came under a range: by its own thread, by the thread that waited for it, by its operator's link."""
+
+OUTSIDE, AMBIGUOUS_HOST, NO_LAUNCH_RECORD = 3, 4, 5
+"""Why a row came under no range at all."""
+
+_MOST_PLACES = 2**25
+_MOST_PLACES_EACH = 64
+"""A trace that exceeds both is refused: pairs of a row and a range over it in all, ranges over a row on average."""
+
+NEVER = 1 << 62
+"""A time after all others: 2⁶² ns are 146 years."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All work of the capture, by how it was placed, in nanoseconds; the five parts sum to ``total_ns``."""
+
+    direct_ns: int
+    inferred_ns: int
+    ambiguous_ns: int
+    outside_ns: int
+    no_launch_ns: int
+    total_ns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Under:
+    """Rows that lie under ranges: each row once for each group, with the outermost range over it and the evidence.
+
+    ``member`` is the position of that range among those asked about. Of two kinds of evidence the lower number stands.
+    """
+
+    rows: Ints
+    member: Ints
+    evidence: Ints
+
+
+class PlacedRows:
+    """The rows of a table, work or copies, in their places; answers which of them lie under which ranges."""
+
+    def __init__(self, rows: Work | Copies, trace: Trace, own: Ints, hosts: Hosts, mirrors: Mirrors) -> None:
+        """Place the rows.
+
+        Args:
+            rows: the table.
+            trace: the capture with all ranges; those of ``mirrors`` stand last.
+            own: each row's innermost range on its launching thread, or `NO_RANGE`.
+            hosts: its innermost range on the thread that waited for it, and that thread.
+            mirrors: the ranges to which backward work is linked, and which work that is.
+        """
+        self.ranges = trace.ranges
+        self._file = trace.path
+        self._rows = rows
+        self._own, self._hosts, self._mirrors = own, hosts, mirrors
+        self._queues: dict[int, list[tuple[int, Ints, int]]] = {}  # thread → begin in _order, launch times, evidence
+        order, begin = [], 0
+        for evidence, threads in ((DIRECT, rows.launch_thread), (INFERRED, hosts.thread)):
+            for thread, found in rows_by_value(threads).items():
+                if thread < 0:
+                    continue
+                times = rows.placed_ns[found]
+                in_order = (times[1:] >= times[:-1]).all()
+                queue = found if in_order else found[np.argsort(times, kind="stable")]
+                self._queues.setdefault(thread, []).append((begin, rows.placed_ns[queue], evidence))
+                order.append(queue)
+                begin += len(queue)
+        self._linked = (begin, empty_ints())
+        if len(mirrors) and isinstance(rows, Work):
+            linked = np.flatnonzero(mirrors.of_row >= 0)
+            queue = linked[np.argsort(mirrors.of_row[linked], kind="stable")]
+            self._linked = (begin, mirrors.of_row[queue])
+            order.append(queue)
+        self._order = np.concatenate(order) if order else empty_ints()
+
+    @property
+    def host_thread(self) -> Ints:
+        """Return the thread that waited for each row's launching one, or `NO_RANGE`."""
+        return self._hosts.thread
+
+    @cached_property
+    def verdict(self) -> Ints:
+        """Return how each row was placed, or why it was not: `DIRECT`, `INFERRED`, `OUTSIDE`, …
+
+        A link does not change this: a row that lies under a mirror and under no recorded range counts as `OUTSIDE`.
+        """
+        return np.select(
+            [
+                self._rows.launch_thread == NO_LAUNCH,
+                self._own != NO_RANGE,
+                self._hosts.range >= 0,
+                self._hosts.range == AMBIGUOUS,
+            ],
+            [NO_LAUNCH_RECORD, DIRECT, INFERRED, AMBIGUOUS_HOST],
+            default=OUTSIDE,
+        )
+
+    @cached_property
+    def innermost(self) -> Ints:
+        """Return the innermost range that each row lies under, `NO_RANGE` for none."""
+        found = np.where(self._own != NO_RANGE, self._own, np.maximum(self._hosts.range, NO_RANGE))
+        if len(self._mirrors) and isinstance(self._rows, Work):
+            linked = self._mirrors.of_row >= 0
+            found[linked] = self._mirrors.range_at(self._mirrors.of_row[linked])
+        return found
+
+    def under(self, members: Ints, group: Ints | None = None) -> Under:
+        """Return the rows that lie under the ranges ``members``, each once; with ``group``, once for each group.
+
+        Raises:
+            TraceError: the rows lie under more ranges than `refuse_many` allows.
+        """
+        group = np.zeros(len(members), dtype=np.int64) if group is None else group
+        found, low, high, evidence = self._slices(members)
+        if not len(found):
+            return Under(found, found, found)
+        ranges = self.ranges
+        # Of two that begin before the same launch, the one that opened first and stays longest is the outer one.
+        keys = (-ranges.end_ns[members[found]], ranges.start_ns[members[found]], low, group[found])
+        order = np.lexsort(keys)
+        found, low, high, evidence = found[order], low[order], high[order], evidence[order]
+        groups = group[found]
+        first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+        before = np.concatenate([[0], running_maximum(high, first)[:-1]])
+        before[first] = low[first]
+        low = np.maximum(low, before)
+        length = np.maximum(high - low, 0)
+        self.refuse_many(int(length.sum()))
+        step = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+        rows = self._order[np.repeat(low, length) + step]
+        found, evidence = np.repeat(found, length), np.repeat(evidence, length)
+        if self._has_two_places and len(rows):
+            # One sort brings together what lies in one group twice, the best evidence first.
+            keys = (group[found] * len(self._rows) + rows) * (SEQUENCE + 1) + evidence
+            order = np.argsort(keys, kind="stable")
+            keys = keys[order] // (SEQUENCE + 1)
+            kept = order[np.concatenate([[True], keys[1:] != keys[:-1]])]
+            rows, found, evidence = rows[kept], found[kept], evidence[kept]
+        return Under(rows, found, evidence)
+
+    def count(self, members: Ints) -> Ints:
+        """Return how many rows lie under each range."""
+        if self._has_two_places:
+            under = self.under(members, np.arange(len(members)))
+            return np.bincount(under.member, minlength=len(members))
+        return self.count_places(members)
+
+    def count_places(self, members: Ints) -> Ints:
+        """Return how many places of rows lie under each range; a row has up to three."""
+        found, low, high, _ = self._slices(members)
+        counts = np.zeros(len(members), dtype=np.int64)
+        np.add.at(counts, found, high - low)
+        return counts
+
+    def refuse_many(self, count: int) -> None:
+        """Raise if the rows lie under more ranges than in any real program: each pair takes time and memory.
+
+        Args:
+            count: pairs of a row and a range over it.
+
+        Raises:
+            TraceError: there are too many.
+        """
+        if count > max(_MOST_PLACES, _MOST_PLACES_EACH * len(self._rows)):
+            raise TraceError(
+                f"{self._file}: {len(self._rows):,} kernels or copies lie under more than {_MOST_PLACES_EACH} ranges"
+                " each; captures with that many are not read"
+            )
+
+    def extent(self, members: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
+        """Return the first start and the last end of the rows under each range; without rows, `NEVER` and -`NEVER`.
+
+        ``start_ns`` and ``end_ns`` are those of all rows, in their own order; `NEVER` and -`NEVER` leave a row out.
+        """
+        first = np.full(len(members), NEVER, dtype=np.int64)
+        last = np.full(len(members), -NEVER, dtype=np.int64)
+        found, low, high, _ = self._slices(members)
+        some = np.flatnonzero(high > low)
+        # reduceat also reads what lies between two stretches: at most once each, if they are sorted by beginning.
+        some = some[np.argsort(low[some], kind="stable")]
+        if len(some):
+            edges = np.stack([low[some], high[some]], axis=1).reshape(-1)
+            starts, ends = np.append(start_ns[self._order], NEVER), np.append(end_ns[self._order], -NEVER)
+            np.minimum.at(first, found[some], np.minimum.reduceat(starts, edges)[::2])
+            np.maximum.at(last, found[some], np.maximum.reduceat(ends, edges)[::2])
+        return first, last
+
+    @cached_property
+    def _has_two_places(self) -> bool:
+        """Whether any row may lie under one range in two of its places, or under ranges of one group in both."""
+        ranges = self.ranges
+        both = (self._own >= 0) & (self._hosts.thread >= 0)
+        return bool(len(self._mirrors) or both.any() or (ranges.thread != ranges.end_thread).any())
+
+    def _slices(self, members: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return stretches of ``_order`` under the ranges: which range (its position), from, to, by what evidence."""
+        ranges, none = self.ranges, empty_ints()
+        elsewhere = np.flatnonzero(ranges.end_thread[members] != ranges.thread[members])
+        position = np.concatenate([np.arange(len(members)), elsewhere])
+        threads = np.concatenate([ranges.thread[members], ranges.end_thread[members[elsewhere]]])
+        parts = [(none, none, none, none)]
+        for thread, which in rows_by_value(threads).items():
+            mine = members[position[which]]
+            for begin, times, evidence in self._queues.get(thread, []):
+                low = begin + np.searchsorted(times, ranges.start_ns[mine], side="left")
+                high = begin + np.searchsorted(times, ranges.end_ns[mine], side="left")
+                parts.append((position[which], low, np.maximum(low, high), np.full(len(mine), evidence)))
+        mirrored = np.flatnonzero(members >= self._mirrors.first)
+        if len(mirrored):
+            begin, numbers = self._linked
+            low, high = (begin + np.searchsorted(numbers, edge) for edge in self._mirrors.span(members[mirrored]))
+            parts.append((mirrored, low, high, np.full(len(mirrored), SEQUENCE)))
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return columns[0], columns[1], columns[2], columns[3]
+
+
+@dataclass(frozen=True, eq=False)
+class Attribution:
+    """A trace with its work placed: the input of every analysis of time.
+
+    ``trace.ranges`` are the recorded ranges and, after them, the ``mirrors``.
+    """
+
+    trace: Trace
+    timelines: dict[int, ThreadTimeline]
+    parent: Ints
+    """Range → the range around it: on its own thread, else of the thread that its thread worked for."""
+    mirrors: Mirrors
+    work: PlacedRows
+    copies: PlacedRows
+    ledger: Ledger
+
+    @cached_property
+    def is_mirror(self) -> Bools:
+        """Return which ranges were never open, but stand for forward ranges in the backward pass."""
+        return np.arange(len(self.trace.ranges)) >= self.mirrors.first
+
+
+def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
+    """Return the trace with every kernel, graph and copy placed under the ranges open at its launch.
+
+    Args:
+        trace: the capture.
+        thread_only: look at the launching thread's own ranges alone, as per-thread tools do; what launches from an
+            autograd thread then lies outside every range.
+
+    Raises:
+        TraceError: the trace's times are impossible.
+    """
+    refuse_impossible_times(trace)
+    timelines, parent = build_timelines(trace.ranges)
+    # One more entry, so that a launch outside every range (-1) finds no adopter.
+    waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
+    if not thread_only and trace.measure == "gpu-kernel":
+        waiting = WaitingThreads(trace, timelines)
+        ended = end_with_backward(trace, timelines, parent, waiting)
+        if ended is not trace:
+            trace = ended
+            timelines, parent = build_timelines(trace.ranges)
+            waiting = WaitingThreads(trace, timelines)
+        _adopt_top_ranges(trace, timelines, parent, adopter, waiting)
+    own, hosts = _place(trace.work, timelines, adopter, waiting)
+    own_copies, copy_hosts = _place(trace.copies, timelines, adopter, waiting)
+    mirrors = NO_MIRRORS
+    if not thread_only and trace.origins is not None:
+        around = np.where(own != NO_RANGE, own, np.maximum(hosts.range, NO_RANGE))
+        trace, parent, mirrors = mirror_forward_ranges(trace, timelines, parent, around)
+    work = PlacedRows(trace.work, trace, own, hosts, mirrors)
+    copies = PlacedRows(trace.copies, trace, own_copies, copy_hosts, mirrors)
+    ledger = _build_ledger(work.verdict, trace.work.duration_ns)
+    return Attribution(trace, timelines, parent, mirrors, work, copies, ledger)
+
+
+def _place(
+    rows: Work | Copies, timelines: dict[int, ThreadTimeline], adopter: Ints, waiting: WaitingThreads | None
+) -> tuple[Ints, Hosts]:
+    """Return each row's innermost range on its launching thread, and on the thread that waited for that one."""
+    own = np.full(len(rows), NO_RANGE, dtype=np.int64)
+    host = own.copy()
+    host_thread = own.copy()
+    for thread, members in rows_by_value(rows.launch_thread).items():
+        if thread == NO_LAUNCH:
+            continue
+        times = rows.placed_ns[members]
+        if thread in timelines:
+            own[members] = timelines[thread].innermost_at(times)
+        if waiting is None or not waiting.may_help(thread):
+            continue
+        # A thread with a range of its own works for itself, unless it is the autograd engine's or a replica's.
+        asking = members if waiting.works_for_another(thread) else members[own[members] == NO_RANGE]
+        if len(asking):
+            process = int(rows.process[asking[0]])
+            times = rows.placed_ns[asking]
+            hosts = _follow_adopters(waiting.find_hosts(thread, process, times), adopter[own[asking]], times, timelines)
+            host[asking], host_thread[asking] = hosts.range, hosts.thread
+    return own, Hosts(host, host_thread)
+
+
+def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dict[int, ThreadTimeline]) -> Hosts:
+    """Give what was launched in an adopted range that range's host, so that it lies under the range's parent too."""
+    found, thread_of_row = hosts.range.copy(), hosts.thread.copy()
+    for thread, rows in rows_by_value(adopters).items():
+        if thread != NO_RANGE:
+            found[rows], thread_of_row[rows] = timelines[thread].innermost_at(time_ns[rows]), thread
+    return Hosts(found, thread_of_row)
+
+
+def _adopt_top_ranges(
+    trace: Trace, timelines: dict[int, ThreadTimeline], parent: Ints, adopter: Ints, waiting: WaitingThreads
+) -> None:
+    """Give the outermost ranges of threads that work for another a parent: the innermost range of that thread.
+
+    Fills ``parent`` for these ranges; ``adopter`` gets that other thread, for these ranges and all within them.
+    """
+    ranges = trace.ranges
+    for thread in timelines:
+        if not waiting.works_for_another(thread):
+            continue
+        mine = np.flatnonzero((ranges.thread == thread) & (ranges.end_thread == thread))
+        top = mine[parent[mine] == NO_RANGE]
+        if len(top):
+            hosts = waiting.find_hosts(thread, int(ranges.process[top[0]]), ranges.start_ns[top])
+            parent[top] = _enclosing(ranges, parent, np.maximum(hosts.range, NO_RANGE), top)
+            adopter[top] = np.where(parent[top] != NO_RANGE, hosts.thread, NO_RANGE)
+            for index in mine[np.lexsort((-ranges.end_ns[mine], ranges.start_ns[mine]))].tolist():
+                if adopter[index] == NO_RANGE and parent[index] != NO_RANGE:
+                    adopter[index] = adopter[parent[index]]
+
+
+def _enclosing(ranges: Ranges, parent: Ints, candidate: Ints, members: Ints) -> Ints:
+    """Return, for each member, the innermost of its candidate and the ranges around that which encloses it in time."""
+    while True:
+        began, ended = ranges.start_ns[candidate], ranges.end_ns[candidate]
+        begin, end = ranges.start_ns[members], ranges.end_ns[members]
+        # A range begun here and ended on the host's thread is open there too: it must not enclose itself.
+        around = ((began < begin) & (ended >= end)) | ((began == begin) & (ended > end))
+        climbing = (candidate != NO_RANGE) & ~around
+        if not climbing.any():
+            return candidate
+        candidate = np.where(climbing, parent[candidate], candidate)
+
+
+def _build_ledger(verdict: Ints, duration_ns: Ints) -> Ledger:
+    def total(kind: int) -> int:
+        return int(duration_ns[verdict == kind].sum())
+
+    return Ledger(
+        direct_ns=total(DIRECT),
+        inferred_ns=total(INFERRED),
+        ambiguous_ns=total(AMBIGUOUS_HOST),
+        outside_ns=total(OUTSIDE),
+        no_launch_ns=total(NO_LAUNCH_RECORD),
+        total_ns=int(duration_ns.sum()),
+    )
+
+
+def mark_members(count: int, members: Ints) -> Bools:
+    """Return a truth column of ``count`` rows, true at ``members``."""
+    marked = np.zeros(count, dtype=np.bool_)
+    marked[members] = True
+    return marked
+
+
+def warn_of_placement(attribution: Attribution) -> list[Finding]:
+    """Return findings on work that no range gets, and on what the reader of the file had to leave out."""
+    ledger, found = attribution.ledger, []
+    if ledger.ambiguous_ns:
+        found.append(
+            Finding(
+                "ambiguous",
+                f"{ledger.ambiguous_ns:,} ns ({ledger.ambiguous_ns / ledger.total_ns:.1%} of all kernel time) were"
+                " launched by threads for which two or more threads may have waited; no range gets them",
+            )
+        )
+    if ledger.no_launch_ns:
+        found.append(
+            Finding(
+                "no-launch",
+                f"{ledger.no_launch_ns:,} ns ({ledger.no_launch_ns / ledger.total_ns:.1%} of all kernel time) have no"
+                " launch record; no range gets them",
+            )
+        )
+    return [*found, *(Finding("reader", note) for note in attribution.trace.notes)]

@@ -1,0 +1,212 @@
+"""What each rank did in each step, by its full trace or its light record, so that ranks can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from profkit.analysis.ranks.matching import Matched
+from profkit.names import BACKWARD, DATA
+from profkit.run.light_columns import UNKNOWN, CallColumns, LightColumns, Phases, StepColumns
+from profkit.run.light_record import Cause
+from profkit.trace.columns import Bools, Ints
+
+Floats = npt.NDArray[np.float64]
+Part = tuple[Cause, str, str]
+"""Cause, phase and module of what a rank did."""
+Parts = dict[Part, float]
+"""Part → nanoseconds."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepParts:
+    """What one rank did by itself in each step: nanoseconds as (steps, parts)."""
+
+    parts: tuple[Part, ...]
+    times_ns: Floats
+
+    def __len__(self) -> int:
+        return len(self.times_ns)
+
+    def sums(self) -> Floats:
+        """Return how long each step took."""
+        total: Floats = self.times_ns.sum(axis=1)
+        return total
+
+    def median(self) -> Parts:
+        """Return each part's median over the steps, which one strange step does not move."""
+        return self._by_part(np.median(self.times_ns, axis=0)) if len(self) else {}
+
+    def least(self) -> Parts:
+        """Return the least that each part took in a step."""
+        return self._by_part(self.times_ns.min(axis=0)) if len(self) else {}
+
+    def mean(self) -> Parts:
+        """Return each part per step."""
+        return self._by_part(self.times_ns.sum(axis=0) / len(self)) if len(self) else {}
+
+    def within(self, steps: slice | Bools) -> StepParts:
+        """Return some of the steps alone."""
+        return StepParts(self.parts, self.times_ns[steps])
+
+    def beside(self, other: StepParts) -> StepParts:
+        """Return these parts and those, which are others, of the same steps."""
+        return StepParts(self.parts + other.parts, np.hstack([self.times_ns, other.times_ns]))
+
+    def _by_part(self, values: Floats) -> Parts:
+        return dict(zip(self.parts, values.tolist(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """What one rank did in each step: its own parts, and the communication that nothing hid."""
+
+    rank: int
+    own: StepParts
+    exposed_ns: Floats
+    is_exact: bool
+    sm_mhz: float | None = None
+
+    def usual(self) -> Parts:
+        """Return what it does in a step: the mean of a full trace, so that parts sum up, else the median."""
+        return self.own.mean() if self.is_exact else self.own.median()
+
+
+def exact_account(rank: LightColumns) -> Account | None:
+    """Return what a rank did in its measured steps by its full trace; None of a rank that left a light record alone.
+
+    The first step is left out unless something before it was recorded.
+    """
+    since, named = rank.since, rank.steps.named
+    if not len(since.step):
+        return None
+    if len(named) > 1 and not (rank.steps.names[0] is None and since.step.min() == 0):
+        named = named[1:]
+    times = np.zeros((len(rank.steps), len(since.parts)))
+    is_there = np.zeros(times.shape, dtype=np.bool_)
+    np.add.at(times, (since.step, since.part), since.time_ns)
+    is_there[since.step, since.part] = True
+    used = np.flatnonzero(is_there[named].any(axis=0))
+    talks = np.array([since.parts[part][0] == "communication" for part in used.tolist()], dtype=np.bool_)
+    own = StepParts(tuple(since.parts[part] for part in used[~talks].tolist()), times[named][:, used[~talks]])
+    exposed = times[named][:, used[talks]].sum(axis=1)
+    return Account(rank.record.rank, own, exposed, True, clock_of(rank.steps, named))
+
+
+def part_on_host(phase: str) -> Part:
+    """Return what a host's time in a phase counts as."""
+    return ("data", DATA, "") if phase == DATA else ("python", phase, "")
+
+
+def longer_on_gpu(steps: StepColumns, calls: CallColumns) -> StepParts:
+    """Return what phases of the measured steps took on the GPU beyond their time on the host, without collectives.
+
+    A phase's collectives are those that the host called in it, for their start on the GPU is not known. What is longer
+    than the phase itself was waited for in the next one. Where nobody timed the collectives of a step, what is known of
+    them is how long the GPU waited at a backward pass's end.
+    """
+    host, gpu = steps.phases, steps.gpu_phases
+    names = tuple(sorted({*host.names, *gpu.names, BACKWARD}))
+    on_host, talking = np.zeros((2, len(steps), len(names)))
+    host_name, gpu_name = (
+        np.array([names.index(one) for one in phases.names], dtype=np.int64) for phases in (host, gpu)
+    )
+    on_host[:, host_name] = host.times(len(steps))
+    timed = (calls.called_ns != UNKNOWN) & (calls.start_ns != UNKNOWN) & (calls.end_ns != UNKNOWN)
+    called = (steps.start_ns[calls.step] + calls.called_ns)[timed]
+    order = np.argsort(called, kind="stable")
+    until = np.concatenate([[0], np.cumsum((calls.end_ns - calls.start_ns)[timed][order])])
+    first, last = (
+        np.searchsorted(called[order], steps.start_ns[host.step] + times) for times in (host.start_ns, host.end_ns)
+    )
+    np.add.at(talking, (host.step, host_name[host.name]), until[np.maximum(first, last)] - until[first])
+    is_timed = np.bincount(calls.step[timed], minlength=len(steps)) > 0
+    known = calls.exposed_ns != UNKNOWN
+    waited = np.bincount(calls.step[known], calls.exposed_ns[known], minlength=len(steps))
+    talking[~is_timed] = 0
+    talking[~is_timed, names.index(BACKWARD)] = waited[~is_timed]
+    longer, is_there = np.zeros(on_host.shape), np.zeros(on_host.shape, dtype=np.bool_)
+    left = np.zeros(len(steps))
+    # The first phase of each step, then the second ones, and so on: what was left waits for the next one.
+    place = np.arange(len(gpu.step)) - np.searchsorted(gpu.step, gpu.step)
+    for number in range(int(place.max(initial=-1)) + 1):
+        rows = np.flatnonzero(place == number)
+        step, name, time = gpu.step[rows], gpu_name[gpu.name[rows]], (gpu.end_ns - gpu.start_ns)[rows]
+        left[step] += talking[step, name]
+        talking[step, name] = 0
+        longer[step, name] += np.maximum(time - left[step] - on_host[step, name], 0)
+        left[step] = np.maximum(left[step] - time, 0)
+        is_there[step, name] = True
+    used = np.flatnonzero(is_there[steps.named].any(axis=0))
+    return StepParts(tuple(("kernels", names[at], "") for at in used.tolist()), longer[steps.named][:, used])
+
+
+def clock_of(steps: StepColumns, which: Ints) -> float | None:
+    """Return the median clock of the GPU in these steps, None if nobody recorded it."""
+    clocks = steps.sm_mhz[which]
+    known = clocks[(clocks != UNKNOWN) & (clocks != 0)]
+    return float(np.median(known)) if len(known) else None
+
+
+def waited_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
+    """Return for each rank how long it waited in the collectives of each measured step."""
+    return _waits_by_step(steps, matched, np.add)
+
+
+def longest_wait_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
+    """Return for each rank the longest time that it waited in one collective of each measured step."""
+    return _waits_by_step(steps, matched, np.maximum)
+
+
+def _waits_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched], join: np.ufunc) -> dict[int, Floats]:
+    found = {rank: np.zeros(len(one)) for rank, one in steps.items()}
+    for one in matched:
+        for here, rank in enumerate(one.ranks):
+            if rank in found:
+                join.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
+    return {rank: values[steps[rank].named] for rank, values in found.items()}
+
+
+def lateness_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
+    """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
+    found = {rank: np.zeros(len(one)) for rank, one in steps.items()}
+    for one in matched:
+        for to in np.unique(one.last[one.last >= 0]).tolist():
+            if one.ranks[to] in found:
+                mine = one.last == to
+                np.maximum.at(found[one.ranks[to]], one.step[to][mine], one.median_wait_ns[mine].astype(np.float64))
+    return {rank: values[steps[rank].named] for rank, values in found.items()}
+
+
+def step_times(steps: StepColumns) -> list[float]:
+    """Return the time from each measured step to the next; of one step, its own."""
+    starts, ends = steps.start_ns[steps.named], steps.end_ns[steps.named]
+    times: list[float] = (np.diff(starts) if len(starts) > 1 else ends - starts).astype(np.float64).tolist()
+    return times
+
+
+def median_of_parts(parts: Sequence[Parts]) -> Parts:
+    """Return each part's median over ranks or steps."""
+    keys = list({key for one in parts for key in one})
+    table = np.array([[one.get(key, 0.0) for key in keys] for one in parts]).reshape(len(parts), len(keys))
+    return dict(zip(keys, np.median(table, axis=0).tolist(), strict=True)) if keys else {}
+
+
+def longer_on_host(late: StepColumns, usual: StepColumns, phase: str) -> float:
+    """Return how much longer the host of one rank ran without calling CUDA in a phase, per step, hidden or not."""
+    mine, theirs = (_median_time(steps.outside_cuda, steps, phase) for steps in (late, usual))
+    return mine - theirs
+
+
+def longer_phase(late: StepColumns, usual: StepColumns, phase: str) -> float:
+    """Return how much longer a phase of one rank's host took, per step."""
+    mine, theirs = (_median_time(steps.phases, steps, phase) for steps in (late, usual))
+    return mine - theirs
+
+
+def _median_time(phases: Phases, steps: StepColumns, phase: str) -> float:
+    times = phases.times_of(phase, len(steps))[steps.named]
+    return float(np.median(times)) if len(times) else 0.0

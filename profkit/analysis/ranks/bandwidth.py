@@ -1,0 +1,206 @@
+"""What collectives cost by group and kind: bytes, time at the wire, bandwidth as nccl-tests counts it, and waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from profkit.analysis.ranks.matching import Matched, within_matched
+from profkit.analysis.ranks.reduced import ReducedRank
+from profkit.run.ceilings import Ceilings
+from profkit.run.light_record import Group
+from profkit.run.links import MeasuredLinks, bus_factor, links_used
+from profkit.trace.columns import Ints
+
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One kind of collective in the groups of one name; times are sums over all of them.
+
+    ``count`` counts each collective once, not once a rank. ``byte_count`` and the bandwidths (bytes per second) are
+    None where sizes are unknown, ``wire_ns`` where nobody need wait, so that the last arrival is unknown. Hidden,
+    exposed and waiting time are those of the mean rank of all ranks in these groups; ``hidden_ns`` and ``exposed_ns``
+    are None where a rank does not say.
+
+    A send is counted at its sender, a receive at its receiver. ``wire_ns`` of sends is how long they took there: NCCL
+    takes a message into its own buffer, so that a sender need not wait for a receiver that comes late, unless that
+    buffer is full. A receive also waits for its sender: it has no ``wire_ns``, nor has a send in one kernel with a
+    receive.
+
+    ``measured_ns`` is how long collectives of these sizes took when the links, or the network, were measured,
+    ``measured_share`` what share of the measured bandwidth the row reaches, ``least_ns`` how long the smallest took;
+    ``limited_by`` says whether most of ``measured_ns`` passes whatever the size. All are None where nobody measured
+    what the group uses.
+    """
+
+    group: str
+    group_count: int
+    rank_count: int
+    kind: str
+    dtype: str | None
+    count: int
+    byte_count: int | None
+    wire_ns: int | None
+    algorithm_bandwidth: float | None
+    bus_bandwidth: float | None
+    hidden_ns: int | None
+    exposed_ns: int | None
+    waiting_ns: int
+    measured_ns: int | None = None
+    measured_share: float | None = None
+    least_ns: int | None = None
+    limited_by: Literal["latency", "bandwidth"] | None = None
+
+
+def group_label(group: Group, world_size: int) -> str:
+    """Return what people call a group: its mesh dimension, else all ranks, else its size."""
+    if group.dimension:
+        return group.dimension
+    size = len(group.ranks)
+    return "all ranks" if size == world_size else f"groups of {size}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Collectives of one group, kind and dtype; one each in ``byte_count`` and ``wire_ns``, -1 is unknown.
+
+    ``lengths_ns`` and ``hidden_ns`` are (ranks, collectives), or one row of what each rank took part in by itself.
+    ``waited_ns`` is the sum over ``ranks``.
+    """
+
+    group: Group
+    byte_count: Ints
+    wire_ns: Ints
+    lengths_ns: Ints
+    hidden_ns: Ints
+    ranks: tuple[int, ...]
+    waited_ns: int = 0
+
+
+_Key = tuple[str, int, str, str | None]
+"""A row's group, number of ranks, kind and dtype."""
+
+
+def sum_groups(
+    matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_size: int, ceilings: Ceilings | None = None
+) -> list[GroupRow]:
+    """Return a row for each name of groups, kind and dtype; the longest first.
+
+    Args:
+        matched: the collectives of each group.
+        ranks: what they sent each other, and on which machine each was.
+        world_size: how many ranks there are.
+        ceilings: what was measured of the links and the network.
+    """
+    found: dict[_Key, list[_Part]] = {}
+    for group, kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
+        key = group_label(group, world_size), len(group.ranks), kind, dtype
+        found.setdefault(key, []).append(part)
+    machine = {one.record.rank: one.record.node for one in ranks}
+    rows = []
+    for key, parts in found.items():
+        row = _sum_one(*key, parts)
+        used = [
+            links_used([machine.get(rank, 0) for rank in part.group.ranks], ceilings.links, ceilings.network)
+            for part in parts
+            if ceilings is not None
+        ]
+        links = used[0] if used and all(one is used[0] for one in used) else None
+        rows.append(row if links is None else _against(links, row, parts))
+    return sorted(rows, key=lambda row: (-(row.wire_ns or 0) - row.waiting_ns, row.group, row.kind, row.dtype or ""))
+
+
+def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
+    """Yield the collectives that all ranks of a group take part in, by kind and dtype."""
+    for one in matched:
+        kinds = list(zip(one.kind, one.dtype, strict=True))
+        for kind, dtype in dict.fromkeys(kinds):
+            which = [at for at, pair in enumerate(kinds) if pair == (kind, dtype)]
+            part = _Part(
+                one.group,
+                one.byte_count[which],
+                one.wire_ns[which],
+                one.duration_ns[:, which],
+                one.hidden_ns[:, which],
+                one.ranks,
+                int(one.wait_ns[:, which].sum()),
+            )
+            yield one.group, kind, dtype, part
+
+
+def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
+    """Yield what the ranks of each group sent and received in the steps that are compared, by kind and dtype."""
+    found: dict[tuple[str, tuple[int, ...], str, str | None], list[tuple[Group, list[Ints]]]] = {}
+    for one in ranks:
+        for group in one.record.groups:
+            calls = one.sent.get(group.number)
+            if calls is None or len(group.ranks) < 2:
+                continue
+            is_compared = within_matched(one.record.rank, calls.step, matched)
+            for what in np.unique(calls.what[is_compared]).tolist():
+                rows = np.flatnonzero((calls.what == what) & is_compared)
+                columns = (calls.byte_count, calls.duration_ns, calls.hidden_ns)
+                known = [np.full(len(rows), _UNKNOWN) if column is None else column[rows] for column in columns]
+                found.setdefault((group.name, group.ranks, *calls.names[what]), []).append((group, known))
+    for (_, _, kind, dtype), parts in found.items():
+        group = next((group for group, _ in parts if group.dimension is not None), parts[0][0])
+        sizes, lengths, hidden = (
+            np.concatenate(columns) for columns in zip(*(known for _, known in parts), strict=True)
+        )
+        # Of a kernel that receives too, or of which nobody says that it only sends, the size is unknown.
+        wire = np.where((kind == "send") & (sizes != _UNKNOWN), lengths, _UNKNOWN)
+        yield group, kind, dtype, _Part(group, sizes, wire, lengths[None], hidden[None], group.ranks)
+
+
+def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequence[_Part]) -> GroupRow:
+    sizes, wires = (np.concatenate([getattr(part, name) for part in parts]) for name in ("byte_count", "wire_ns"))
+    total_bytes = int(sizes.sum()) if (sizes >= 0).all() else None
+    wire_ns = int(wires.sum()) if (wires >= 0).all() else None
+    rate = total_bytes / wire_ns * 1e9 if total_bytes is not None and wire_ns else None
+    is_hidden_known = all((part.hidden_ns >= 0).all() for part in parts)
+    # A rank is in one of the groups of a mesh dimension, as a rule: what ranks of different groups did adds up to no
+    # rank's time.
+    ranks = len({rank for part in parts for rank in part.ranks})
+    hidden_ns = round(sum(int(part.hidden_ns.sum()) for part in parts) / ranks) if is_hidden_known else None
+    whole_ns = round(sum(int(part.lengths_ns.sum()) for part in parts) / ranks)
+    return GroupRow(
+        group=label,
+        group_count=len(parts),
+        rank_count=size,
+        kind=kind,
+        dtype=dtype,
+        count=len(sizes),
+        byte_count=total_bytes,
+        wire_ns=wire_ns,
+        algorithm_bandwidth=rate,
+        bus_bandwidth=None if rate is None else rate * bus_factor(kind, size),
+        hidden_ns=hidden_ns,
+        exposed_ns=None if hidden_ns is None else whole_ns - hidden_ns,
+        waiting_ns=round(sum(part.waited_ns for part in parts) / ranks),
+    )
+
+
+def _against(links: MeasuredLinks, row: GroupRow, parts: Sequence[_Part]) -> GroupRow:
+    """Return the row with how long its collectives took when the links were measured, and what most of that depends on.
+
+    Of another number of ranks than were measured the bus bandwidth is held to be the same, as nccl-tests defines it.
+    """
+    least = links.time_of(row.kind, 0)
+    if least is None or row.byte_count is None or not row.wire_ns:
+        return row
+    sizes, counts = np.unique(np.concatenate([part.byte_count for part in parts]), return_counts=True)
+    scale = bus_factor(row.kind, row.rank_count) / bus_factor(row.kind, links.ranks)
+    alone = [max(least, (links.time_of(row.kind, size) or 0.0) * scale) for size in sizes.tolist()]
+    total = float(np.dot(alone, counts))
+    return replace(
+        row,
+        measured_ns=round(total),
+        measured_share=total / row.wire_ns,
+        least_ns=round(least),
+        limited_by="latency" if 2 * least * row.count >= total else "bandwidth",
+    )

@@ -1,0 +1,309 @@
+"""All ranks of a run side by side: what `profkit ranks` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from profkit.analysis.ranks.accounts import Account
+from profkit.analysis.ranks.bandwidth import GroupRow, sum_groups
+from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
+from profkit.analysis.ranks.light_accounts import account_before_waits, has_untimed_waits
+from profkit.analysis.ranks.matching import ClockFit, count_steps, fit_clocks, match_collectives, sum_waits
+from profkit.analysis.ranks.pipeline import Pipeline, find_pipelines
+from profkit.analysis.ranks.reduced import ReducedRank, of_one_kind
+from profkit.errors import TraceError
+from profkit.files import collector_off
+from profkit.run.ceilings import Ceilings
+from profkit.run.light_columns import UNKNOWN, StepColumns
+from profkit.run.light_record import Cause, LightRecord
+from profkit.run.links import GpuLink, MeasuredLinks
+from profkit.trace.columns import Ints
+from profkit.trace.nsys_collectives import COMMUNICATOR
+
+MOST_RANKS = 2**17
+"""No job has as many ranks."""
+
+MOST_APART_NS = 60 * 10**9
+EPOCH_NS = 10**18
+"""2001: clocks that show less do not count from the epoch."""
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """What one rank did, per step in nanoseconds; ``step_count`` steps are compared, of a full trace not the first.
+
+    ``parts`` are its own time by cause; with ``exposed_ns``, the communication that nothing hid, they sum up to
+    ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not; None of a rank
+    whose record ends too early to be compared.
+    ``sm_mhz`` and ``throttle`` are None and () where nobody recorded them. ``parts`` of a rank that only left a light
+    record are medians of what it did before the first long wait of a step, and do not sum up to the step.
+    """
+
+    rank: int
+    node: int
+    device: int | None
+    source: str
+    step_count: int
+    step_ns: int
+    parts: Mapping[Cause, int]
+    exposed_ns: int | None
+    waiting_ns: int | None
+    peak_bytes: int | None
+    sm_mhz: int | None
+    throttle: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PeakDifference:
+    """How much more memory the rank with the highest peak allocates than the median rank (of two, the other one).
+
+    ``by_category`` is the difference of what both held at their recorded peaks, so that it sums up to the difference of
+    those; empty where a snapshot of one of them is missing.
+    """
+
+    rank: int
+    peak_bytes: int
+    median_rank: int
+    median_bytes: int
+    by_category: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class RanksResult:
+    """What the ranks of a run show together; times of ``ranks`` are per step, those of ``groups`` are sums.
+
+    ``lost`` are the ranks of which nothing can be read, each with the reason.
+    """
+
+    world_size: int
+    ranks: tuple[RankSummary, ...]
+    groups: tuple[GroupRow, ...]
+    waits_ns: Ints
+    verdict: Verdict
+    clocks: ClockFit | None
+    lost: Mapping[int, str]
+    step_count: int
+    """Over how many steps the sums of collectives are: those whose collectives all ranks recorded."""
+    recorded_step_count: int = 0
+    measured: MeasuredLinks | None = None
+    """What was measured of the links within a machine."""
+    network: tuple[MeasuredLinks, ...] = ()
+    """What was measured between machines."""
+    links: tuple[GpuLink, ...] = ()
+    """What the links between the GPUs of the first machine are."""
+    pipelines: tuple[Pipeline, ...] = ()
+    peaks: PeakDifference | None = None
+    """None where all ranks need the same memory, or peaks are unknown."""
+    is_untimed: bool = False
+    """Whether ranks may have waited where nobody timed it, so that waits are the least that they may be."""
+    by_clocks: bool = False
+    """Whether waits rest on the clocks of several machines, as gloo's do without a profiler."""
+    assumed_groups: tuple[str, ...] = ()
+    """The groups of which nobody says which ranks belong to them: all do, it is assumed."""
+    short: Mapping[int, int] = field(default_factory=dict)
+    """The ranks whose record holds fewer steps than the median rank's, and how many."""
+    apart: tuple[int, ...] = ()
+    """The ranks whose steps all lie more than a minute before or after all those of the median rank."""
+
+    @property
+    def step_ns(self) -> int:
+        """Return the step time of the median rank."""
+        return int(np.median([one.step_ns for one in self.ranks])) if self.ranks else 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether all ranks left full traces."""
+        return all(one.exposed_ns is not None for one in self.ranks)
+
+    @property
+    def exposed_ns(self) -> int | None:
+        """Return the communication per step that nothing hid, of the mean rank."""
+        known = [one.exposed_ns for one in self.ranks if one.exposed_ns is not None]
+        return round(sum(known) / len(known)) if known else None
+
+    @property
+    def waiting_ns(self) -> int:
+        """Return the time per step that the mean rank spent in collectives before the last rank arrived."""
+        known = [one.waiting_ns for one in self.ranks if one.waiting_ns is not None]
+        return round(sum(known) / len(known)) if known else 0
+
+    @property
+    def why_unknown(self) -> str | None:
+        """Return why nobody can say whether a rank is late; None if somebody can."""
+        if self.verdict.most_rank is not None:
+            return None
+        return NOT_COMPARED if self.recorded_step_count else "no step was recorded"
+
+
+@collector_off()
+def compare_ranks(
+    ranks: Iterable[ReducedRank],
+    lost: Mapping[int, str] | None = None,
+    ceilings: Ceilings | None = None,
+    links: tuple[GpuLink, ...] = (),
+    written: Iterable[ReducedRank] = (),
+) -> RanksResult:
+    """Return the comparison of ranks; the order of ``ranks`` does not matter.
+
+    Args:
+        ranks: what each rank handed over.
+        lost: the ranks of which nothing can be read, each with the reason.
+        ceilings: what was measured of the links between GPUs and between machines.
+        links: what the links are.
+        written: the light records of ranks that also left a full trace.
+
+    Raises:
+        TraceError: a record names more ranks than any job has, as a damaged file may.
+    """
+    full = sorted(ranks, key=lambda one: one.record.rank)
+    light = {one.record.rank: one for one in written}
+    reduced = of_one_kind(full, light)
+    found = [one.record for one in reduced]
+    world_size = max([len(found), *(max(record.world_size, record.rank + 1) for record in found)], default=0)
+    if world_size > MOST_RANKS:
+        raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
+    known = _fill_communicators(found)
+    everyone = tuple(range(world_size))
+    found = [
+        replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
+        for record in known
+    ]
+    index = {record.rank: at for at, record in enumerate(found)}
+    reduced = [replace(one, record=record) for one, record in zip(reduced, found, strict=True)]
+    matched = match_collectives([(one.record, one.calls) for one in reduced])
+    accounts = [one.exact or account_before_waits(one, matched) for one in reduced]
+    is_untimed = has_untimed_waits(reduced, matched)
+    counts = [count_steps(one.record.rank, one.steps, matched) for one in reduced]
+    waits = sum_waits(matched, len(found), index)
+    measured = None if ceilings is None else ceilings.links
+    missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
+    short = _short_records(reduced)
+    members = {rank for one in matched if len(one.kind) for rank in one.ranks}
+    left_out = set(short) - members if members else set()
+    rows = tuple(
+        _summarize(one, before.exact or account, None if one.record.rank in left_out else int(waited), count)
+        for one, before, account, waited, count in zip(reduced, full, accounts, waits.sum(axis=1), counts, strict=True)
+    )
+    return RanksResult(
+        world_size=world_size,
+        ranks=rows,
+        groups=tuple(sum_groups(matched, reduced, world_size, ceilings)),
+        waits_ns=waits,
+        verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed, written=light),
+        clocks=fit_clocks(matched),
+        lost=missing | dict(lost or {}),
+        step_count=max(counts, default=0),
+        recorded_step_count=max((len(one.steps.named) for one in reduced), default=0),
+        peaks=compare_peaks(rows),
+        is_untimed=is_untimed and not all(one.is_exact for one in accounts),
+        by_clocks=any(
+            one.only_called.any() and len({found[index[rank]].node for rank in one.ranks}) > 1 for one in matched
+        ),
+        assumed_groups=tuple(sorted({group.name for one in known for group in one.groups if not group.ranks}))
+        if world_size > 2
+        else (),
+        short=short,
+        apart=_recorded_apart(reduced),
+        pipelines=tuple(
+            find_pipelines([replace(one, record=record) for one, record in zip(reduced, known, strict=True)])
+        ),
+        measured=measured,
+        network=() if ceilings is None else ceilings.network,
+        links=measured.links if measured is not None and measured.links else links,
+    )
+
+
+def _short_records(ranks: Sequence[ReducedRank]) -> dict[int, int]:
+    """Return the ranks with fewer measured steps than the median rank, and how many each has."""
+    counts = {one.record.rank: len(one.steps.named) for one in ranks}
+    typical = float(np.median(list(counts.values()))) if counts else 0.0
+    return {rank: count for rank, count in counts.items() if count < typical}
+
+
+def _recorded_apart(ranks: Sequence[ReducedRank]) -> tuple[int, ...]:
+    """Return the ranks that recorded at another time than the median rank, as ranks of another run do.
+
+    Clocks of machines differ by less than `MOST_APART_NS`; a clock that does not count from the epoch says nothing.
+    """
+    spans = {
+        one.record.rank: tuple(
+            one.record.clock_base_ns + int(when)
+            for when in (one.steps.start_ns[one.steps.named[0]], one.steps.end_ns[one.steps.named[-1]])
+        )
+        for one in ranks
+        if len(one.steps.named) and one.record.clock_base_ns > EPOCH_NS
+    }
+    if not spans:
+        return ()
+    begin, end = sorted(spans.values())[(len(spans) - 1) // 2]
+    return tuple(
+        rank
+        for rank, (start, stop) in sorted(spans.items())
+        if start > end + MOST_APART_NS or stop < begin - MOST_APART_NS
+    )
+
+
+def _fill_communicators(records: Sequence[LightRecord]) -> list[LightRecord]:
+    """Return the records, with those ranks in each group that NCCL's communicator alone identifies that used it."""
+    users: dict[str, tuple[int, ...]] = {}
+    for record in records:
+        for name in {group.name for group in record.groups if group.name.startswith(COMMUNICATOR)}:
+            users[name] = (*users.get(name, ()), record.rank)
+    return [
+        replace(
+            record,
+            groups=tuple(replace(group, ranks=group.ranks or users.get(group.name, ())) for group in record.groups),
+        )
+        for record in records
+    ]
+
+
+def compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
+    """Return by how much the rank with the highest peak exceeds the median rank; None if by nothing."""
+    known = sorted((one.peak_bytes, -one.rank) for one in ranks if one.peak_bytes is not None)
+    if not known or known[0][0] == known[-1][0]:
+        return None
+    (median_bytes, median_rank), (peak_bytes, rank) = known[(len(known) - 1) // 2], known[-1]
+    return PeakDifference(-rank, peak_bytes, -median_rank, median_bytes)
+
+
+def outliers_first(result: RanksResult) -> Sequence[RankSummary]:
+    """Return the rank that is late, then the others, those first whose own time is farthest from the median rank's."""
+    own = {one.rank: sum(one.parts.values()) for one in result.ranks}
+    middle = float(np.median(list(own.values()))) if own else 0.0
+    late = None if result.verdict.culprit is None else result.verdict.culprit.rank
+    return sorted(result.ranks, key=lambda one: (one.rank != late, -abs(own[one.rank] - middle), one.rank))
+
+
+def _summarize(one: ReducedRank, account: Account, waiting_ns: int | None, step_count: int) -> RankSummary:
+    by_cause: dict[Cause, float] = {}
+    record, steps, count = one.record, one.steps, len(account.own)
+    for (cause, *_), time in account.usual().items():
+        by_cause[cause] = by_cause.get(cause, 0.0) + time
+    parts = {cause: round(time) for cause, time in sorted(by_cause.items())}
+    exposed = round(float(account.exposed_ns.sum()) / count) if count and account.is_exact else None
+    whole = sum(parts.values()) + exposed if exposed is not None else _median_step(steps)
+    throttle = dict.fromkeys(reason for at in steps.named.tolist() for reason in steps.throttle[at])
+    peak = int(steps.peak_bytes.max(initial=UNKNOWN))
+    return RankSummary(
+        rank=record.rank,
+        node=record.node,
+        device=record.device,
+        source=record.source,
+        step_count=count,
+        step_ns=whole,
+        parts=parts,
+        exposed_ns=exposed,
+        waiting_ns=None if waiting_ns is None else round(waiting_ns / max(step_count, 1)),
+        peak_bytes=None if peak == UNKNOWN else peak,
+        sm_mhz=None if account.sm_mhz is None else round(account.sm_mhz),
+        throttle=tuple(throttle),
+    )
+
+
+def _median_step(steps: StepColumns) -> int:
+    times = (steps.end_ns - steps.start_ns)[steps.named]
+    return int(np.median(times)) if len(times) else 0

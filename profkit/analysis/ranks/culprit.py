@@ -1,0 +1,402 @@
+"""Which rank the others wait for, and why: the difference of what ranks did between the last collectives of steps.
+
+Collectives end on all ranks at once, so between the last one of a step and the last one of the next step the same time
+passes on every rank. That time is what the rank did by itself (`profkit.analysis.ranks.own_time`) and the
+communication that nothing hid. The rank that did more by itself waited less: the difference to the median rank is what
+it costs, and the parts of the difference are the cause. A light record knows no such parts: there a rank's phases, on
+the host and on the GPU, are compared, and it is late by the longest wait of each step.
+
+Waits remember: a host that was once slow stays behind one that its GPU does not hold up, and that one's GPU waits in
+every step, though both hosts now take the same time. So a step costs what the others waited for the rank, as far as it
+did something longer than they in that step (`profkit.analysis.ranks.costs`). A rank is named if that is clearly
+more than chance (`profkit.analysis.ranks.chance`): as a rule, or in some steps only, as one that saves or logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from profkit.analysis.ranks.accounts import (
+    Account,
+    Floats,
+    Parts,
+    lateness_by_step,
+    longer_on_host,
+    longer_phase,
+    median_of_parts,
+)
+from profkit.analysis.ranks.chance import LEAST_SHARE, find_stalls, find_suspects, late_steps, typical
+from profkit.analysis.ranks.costs import Cost, cost_by_accounts, cost_by_waits, longer_unrecorded
+from profkit.analysis.ranks.light_accounts import account_before_waits
+from profkit.analysis.ranks.matching import LATE_NS, Matched
+from profkit.analysis.ranks.reduced import ReducedRank
+from profkit.names import kind_of
+from profkit.run.light_record import WAITS_FOR_ALL, Cause
+from profkit.trace.columns import Bools
+
+LEAST_LAUNCH_SHARE = 0.3
+"""Where launches are the cause and a profiler recorded, they must take this share of a step longer: it slows the
+launches of each process by another amount, in such runs by 19 % of a step, of a step of 4 ms by 26 %. Python between
+launches that is longer counts as launches, unless it is by more than `_BEYOND_LAUNCHES` times as much."""
+LEAST_EXPLAINED = 0.5
+"""In light records a rank must take longer by at least this share of what the others wait for it. In 146 recordings of
+24 steps of two hosts that set the pace, without any delay, a rank is otherwise called late in 30: its host was slower
+for a while, and then as far behind the other's GPU as the queue of launches lets it. It is in one with this rule."""
+_SEEN = 0.5
+"""A host takes longer without a profiler too if it does so by this share of what it does with one."""
+_BEYOND_LAUNCHES = 3
+_ENOUGH_STEPS = 3
+"""In fewer recorded steps a profiler may slow launches by any amount."""
+_FEW = 8
+"""With this number of steps or more, a rank that costs a tenth of a step in each of them can be told from chance."""
+_CLOCK_LOSS = 0.03
+"""A clock that is lower than the median rank's by this share is held down."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank that the others wait for.
+
+    Times are per step. ``late_ns`` is how much later than the median rank it arrives. ``extra_ns`` is how much longer
+    the cause took on this rank than on the median rank, on the host if that is more; nothing hid the part ``idle_ns``
+    of this time. ``gain_ns`` is how much faster steps would be without it (an estimate, rough from light records
+    alone). ``share`` is the part of the collectives with a late rank in which it came last; None where nobody timed
+    them, and its host was late. A rank that is late in some steps only is late in ``late_steps`` of
+    ``steps``: ``gain_ns`` is the mean of all steps, the other times are those of late steps.
+    """
+
+    rank: int
+    cause: Cause
+    phase: str
+    module: str
+    late_ns: int
+    extra_ns: int
+    idle_ns: int
+    gain_ns: int
+    share: float | None
+    group: Matched
+    compared_with: int
+    late_steps: int
+    steps: int
+
+    @property
+    def is_always(self) -> bool:
+        """Return whether the rank is late as a rule, not now and then."""
+        return self.late_steps == self.steps
+
+
+NOT_COMPARED = "no two ranks recorded the same collectives in which all ranks wait for each other"
+"""Why nobody can be judged, where `Verdict.most_rank` is None: ranks of a pipeline only send and receive."""
+
+Doubt = Literal["varies", "few", "unexplained", "launches", "profiler", "untimed"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is late, or the figure that shows that nobody is: the most that a rank cost the others, and its share."""
+
+    culprit: Culprit | None
+    most_rank: int | None = None
+    most_ns: int = 0
+    step_ns: int = 0
+    differences: Mapping[Cause, int] = field(default_factory=dict)
+    """Cause → how much more than the median rank that rank took, per step."""
+    doubt: Doubt | None = None
+    """Why a rank that costs much is not named: it may be chance, since its arrivals vary much or steps are few; its
+    cause is unknown; or it may be the profiler.
+
+    ``untimed``: ranks may have waited where nobody timed it.
+    """
+    turns: Mapping[int, int] = field(default_factory=dict)
+    """Rank → in how many steps it cost the others at least `LEAST_SHARE` of a step."""
+
+
+def find_culprit(
+    ranks: Sequence[ReducedRank],
+    accounts: Sequence[Account],
+    matched: Sequence[Matched],
+    *,
+    is_untimed: bool,
+    written: Mapping[int, ReducedRank],
+) -> Verdict:
+    """Return which rank the others wait for; ``accounts`` are those of ``ranks``, in their order.
+
+    ``is_untimed``: ranks may have waited where nobody timed it (`profkit.analysis.ranks.light_accounts`).
+    ``written`` are the light records of ranks with a full trace: they hold the steps that no profiler recorded too.
+
+    If some ranks left full traces and others light records alone, the rank that made others wait longest decides which
+    of the two are compared.
+    """
+    alike = [
+        account_before_waits(rank, matched) if one.is_exact else one for rank, one in zip(ranks, accounts, strict=True)
+    ]
+    # Nobody can wait for a rank that calls no collective.
+    members = {rank for one in matched if len(one.kind) for rank in one.ranks}
+    every = _usable(ranks, [one if one.rank in members else None for one in alike])
+    of_both = {account.rank for _, account in every}
+    full = [one if one.is_exact and one.rank in of_both else None for one in accounts]
+    exact = _usable(ranks, full)
+    if len(every) < 2 or not any(kind in WAITS_FOR_ALL for one in matched for kind in one.kind):
+        return Verdict(None)
+    lateness = lateness_by_step({account.rank: one.steps for one, account in every}, matched)
+    last = max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)
+    is_untimed = is_untimed and len(exact) < len(every)
+    is_exact = len(exact) > 1 and (len(exact) == len(every) or any(account.rank == last for _, account in exact))
+    is_exact = is_exact and not is_untimed
+    chosen = [one for one, _ in (exact if is_exact else every)]
+    compared = [account for _, account in (exact if is_exact else every)]
+    if is_exact:
+        cost = cost_by_accounts(compared, chosen, matched)
+        return _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
+    lost = [_lost_steps(one, matched) for one in chosen]
+    kept = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)
+    cost, estimate, tied = cost_by_waits(compared, chosen, matched, kept=kept, is_untimed=is_untimed)
+    verdict = _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
+    if verdict.culprit is None and tied:
+        estimated = _judge(chosen, matched, estimate, lateness, is_untimed=is_untimed, written=written)
+        if estimated.culprit is not None and estimated.culprit.cause == "python" and estimated.culprit.phase in tied:
+            return estimated
+    return verdict
+
+
+def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:
+    """Return in which measured steps a rank called collectives that other ranks lost from their records.
+
+    Nobody knows how long it waited there. (A step without any collective is one without waits.)
+    """
+    called, found = np.zeros((2, len(rank.steps)), dtype=np.bool_)
+    number_of = {(group.name, group.ranks): group.number for group in rank.record.groups}
+    for one in matched:
+        calls = rank.calls.get(number_of.get((one.group.name, one.group.ranks), -1))
+        if rank.record.rank in one.ranks and calls is not None:
+            called[calls.step] = True
+            found[one.step[one.ranks.index(rank.record.rank)]] = True
+    lost: Bools = (called & ~found)[rank.steps.named]
+    return lost
+
+
+def _usable(ranks: Sequence[ReducedRank], accounts: Sequence[Account | None]) -> list[tuple[ReducedRank, Account]]:
+    """Return the ranks with an account of more than half as many steps as the typical rank."""
+    known = [(rank, one) for rank, one in zip(ranks, accounts, strict=True) if one is not None and len(one.own)]
+    middle = float(np.median([len(one.own) for _, one in known])) if known else 0.0
+    return [(rank, one) for rank, one in known if len(one.own) * 2 > middle]
+
+
+def _judge(
+    ranks: Sequence[ReducedRank],
+    matched: Sequence[Matched],
+    cost: Cost,
+    lateness: Mapping[int, Floats],
+    *,
+    is_untimed: bool,
+    written: Mapping[int, ReducedRank],
+) -> Verdict:
+    """Return who is late, as a rule or now and then, or why nobody is called so."""
+    usually = np.median(cost.saved_ns, axis=1)
+    most = int(usually.argmax())
+    late = (cost.saved_ns >= LEAST_SHARE * cost.step_ns).sum(axis=1).tolist()
+    by_cause: dict[Cause, float] = {}
+    for (cause, _), time in zip(cost.places, np.median(cost.longer_ns[most], axis=0).tolist(), strict=True):
+        by_cause[cause] = by_cause.get(cause, 0.0) + time
+    nobody = Verdict(
+        None,
+        ranks[most].record.rank,
+        round(float(usually[most])) if usually[most] >= LATE_NS else 0,
+        round(cost.step_ns),
+        {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])},
+        doubt=_doubt_level(cost, most) if usually[most] >= LEAST_SHARE * cost.step_ns else None,
+        turns={one.record.rank: times for one, times in zip(ranks, late, strict=True) if times},
+    )
+    doubts: list[Doubt] = []
+    for rank, cause, all_ns in find_suspects(cost):
+        is_hidden = cause == "launch" and cost.is_exact
+        late_ns = all_ns - (_launches_that_others_hid(ranks, cost, rank) if is_hidden else 0.0)
+        doubt = _doubt_profiler(ranks, cost, rank, cause, written)
+        if doubt is not None or typical(late_ns) < LEAST_SHARE * cost.step_ns:
+            doubts.append(doubt or "launches")
+            continue
+        if not cost.is_exact and typical(late_ns) < LEAST_EXPLAINED * typical(cost.saved_ns[rank]):
+            doubts.append(_doubt_level(cost, rank))
+            continue
+        steps = late_steps(late_ns, cost, rank, cause)
+        if steps is None:
+            doubts.append(_doubt_chance(cost))
+            continue
+        found = _describe(ranks, matched, cost, late=rank, cause=cause, phases=None, cost_ns=late_ns, steps=steps)
+        if found.is_always:
+            middle = round(float(np.median(lateness[found.rank][-found.steps :])))
+            found = replace(found, late_ns=max(found.late_ns, middle))
+        return replace(nobody, doubt=None, culprit=found)
+    stalls = find_stalls(cost)
+    if stalls is not None:
+        rank, place, steps = stalls
+        cause, phase = cost.places[place]
+        late_ns = cost.of_place(rank, place)
+        found = _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
+        return replace(nobody, doubt=None, culprit=found)
+    of_profiler: tuple[Doubt, ...] = ("launches", "profiler")
+    # That a profiler makes one suspect late says nothing of another one: those doubts count last.
+    others = [one for one in doubts if one not in of_profiler]
+    return replace(nobody, doubt="untimed" if is_untimed else next(iter(others or doubts), nobody.doubt))
+
+
+def _doubt_level(cost: Cost, rank: int) -> Doubt:
+    """Return why a rank of unknown cause that costs much is not named: that too may be chance."""
+    is_rule = late_steps(cost.saved_ns[rank], cost, rank, None) is not None
+    return "unexplained" if is_rule else _doubt_chance(cost)
+
+
+def _doubt_chance(cost: Cost) -> Doubt:
+    return "few" if cost.saved_ns.shape[1] < _FEW else "varies"
+
+
+def _describe(
+    ranks: Sequence[ReducedRank],
+    matched: Sequence[Matched],
+    cost: Cost,
+    *,
+    late: int,
+    cause: Cause,
+    phases: Set[str] | None,
+    cost_ns: Floats,
+    steps: Bools,
+) -> Culprit:
+    """Return what a rank did longer in the steps in which it is late, and what that costs.
+
+    Args:
+        late: the rank (its position).
+        cause: why it is late.
+        phases: in which phases, if they alone count.
+        cost_ns: what it costs in each step.
+        steps: in which steps it is late.
+    """
+    record, account = ranks[late].record, cost.accounts[late]
+    middle = cost.usual_beside(late)
+    usual = ranks[middle]
+    mine = account.own.within(steps).median()
+    others = [cost.accounts[middle]] if cost.is_exact else [one for one in cost.accounts if one is not account]
+    ordinary = median_of_parts([one.own.median() for one in others])
+    extra = {
+        key: mine.get(key, 0.0) - ordinary.get(key, 0.0)
+        for key in sorted(mine.keys() | ordinary.keys())
+        if key[0] == cause and (phases is None or key[1] in phases)
+    }
+    phase, module, extra_ns = _find_place(extra)
+    is_always = bool(steps.all())
+    late_ns = float(np.median(cost.saved_ns[late][steps]))
+    if cause == "kernels" and not cost.is_exact:
+        extra_ns = min(extra_ns, late_ns)
+    may_hide = is_always and phase and cause in ("data", "python") and cost.is_exact and record.device is not None
+    on_host = longer_on_host(ranks[late].steps, usual.steps, phase) if may_hide else 0.0
+    gain_ns = typical(cost_ns) if is_always else float(np.maximum(cost_ns[steps], 0.0).sum()) / len(steps)
+    if is_always and phase:  # what its cause costs in other phases is not named
+        gain_ns = min(gain_ns, max(extra_ns, on_host))
+    group, share = _arrivals(matched, record.rank)
+    return Culprit(
+        rank=record.rank,
+        cause="clock" if cause == "kernels" and _is_held_down(cost.accounts, late) else cause,
+        phase=phase,
+        module=module,
+        late_ns=round(late_ns),
+        extra_ns=round(max(extra_ns, on_host)),
+        idle_ns=round(extra_ns),
+        gain_ns=round(gain_ns),
+        share=share,
+        group=group,
+        compared_with=usual.record.rank,
+        late_steps=int(steps.sum()),
+        steps=len(steps),
+    )
+
+
+def _launches_that_others_hid(ranks: Sequence[ReducedRank], cost: Cost, late: int) -> float:
+    """Return what of a rank's longer launching the median rank did too, while its GPU waited in collectives.
+
+    A rank launches longer by no more than its host takes longer for a phase, without what Python took longer there.
+    """
+    usual = ranks[cost.usual_beside(late)]
+    longer = {place: float(np.median(cost.longer_ns[late, :, at])) for at, place in enumerate(cost.places)}
+    hidden = 0.0
+    for cause, phase in cost.places:
+        if cause == "launch" and longer[cause, phase] > 0:
+            python = max(longer.get(("python", phase), 0.0), 0.0)
+            on_host = max(longer_phase(ranks[late].steps, usual.steps, phase) - python, 0.0)
+            hidden += max(longer[cause, phase] - on_host, 0.0)
+    return hidden
+
+
+def _doubt_profiler(
+    ranks: Sequence[ReducedRank], cost: Cost, late: int, cause: Cause, written: Mapping[int, ReducedRank]
+) -> Doubt | None:
+    """Return whether a host may take longer because a profiler slowed it.
+
+    Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much. (They
+    do not tell of time between phases.)
+    """
+    if ranks[late].record.source == "light" or cause not in ("launch", "python"):
+        return None
+    launch, python = (max(typical(cost.of_cause(one)[late]), 0.0) for one in ("launch", "python"))
+    longer = {
+        phase: max(float(np.median(cost.longer_ns[late, :, at])), 0.0)
+        for at, (why, phase) in enumerate(cost.places)
+        if why == cause
+    }
+    unrecorded = longer_unrecorded(ranks, written, late) if cost.is_exact else None
+    if unrecorded is not None:
+        within = sum(time for phase, time in longer.items() if phase in unrecorded)
+        seen = sum(min(longer.get(phase, 0.0), max(typical(time), 0.0)) for phase, time in unrecorded.items())
+        is_mostly_within = within * 2 >= sum(longer.values())
+        if is_mostly_within and seen < _SEEN * within:
+            return "profiler"
+    if cause == "python" and python > _BEYOND_LAUNCHES * launch:
+        return None
+    is_enough = launch + python >= LEAST_LAUNCH_SHARE * cost.step_ns and cost.saved_ns.shape[1] >= _ENOUGH_STEPS
+    return None if is_enough else "launches"
+
+
+def _find_place(extra: Parts) -> tuple[str, str, float]:
+    """Return the phase with half of the extra time, the module (or kind) with half of that, and the phase's time.
+
+    Where no phase has half, both are "", and the time is that of all phases with extra time.
+    """
+    by_phase: dict[str, float] = {}
+    for (_, phase, _), time in sorted(extra.items()):
+        by_phase[phase] = by_phase.get(phase, 0.0) + time
+    phase, whole = max(by_phase, key=lambda one: by_phase[one]), sum(max(time, 0.0) for time in by_phase.values())
+    if by_phase[phase] * 2 < whole:
+        return "", "", whole
+    for name in (str, kind_of):
+        by_module: dict[str, float] = {}
+        for (_, there, module), time in sorted(extra.items()):
+            if there == phase and module:
+                by_module[name(module)] = by_module.get(name(module), 0.0) + time
+        module = max(by_module, key=lambda one: by_module[one], default="")
+        if module and by_module[module] * 2 >= by_phase[phase]:
+            return phase, module, by_phase[phase]
+    return phase, "", by_phase[phase]
+
+
+def _is_held_down(accounts: Sequence[Account], late: int) -> bool:
+    """Return whether the GPU of a rank ran on a lower clock than those of the others."""
+    mine = accounts[late].sm_mhz
+    others = [one.sm_mhz for at, one in enumerate(accounts) if at != late and one.sm_mhz is not None]
+    return mine is not None and bool(others) and mine <= float(np.median(others)) * (1 - _CLOCK_LOSS)
+
+
+def _arrivals(matched: Sequence[Matched], rank: int) -> tuple[Matched, float | None]:
+    """Return the group whose ranks waited longest for this one, and in what share of those that waited it was last."""
+    waited, last, late = -1, 0, 0
+    group = matched[0]
+    for one in matched:
+        if rank not in one.ranks:
+            continue
+        mine = one.last == one.ranks.index(rank)
+        last, late = last + int(mine.sum()), late + int((one.last >= 0).sum())
+        total = int(one.wait_ns[:, mine].sum())
+        if total > waited:
+            waited, group = total, one
+    return group, last / late if late else None

@@ -1,0 +1,338 @@
+"""What one rank did at any time, as disjoint pieces, each with a cause and a place in the program.
+
+At each moment the first that applies counts: a kernel computed; only collectives ran; only copies ran; the rank was
+idle: it waited for data, the host launched (or waited for the GPU), or the host ran without calling CUDA. So the pieces
+sum up to the whole time. Without a GPU, operators count as kernels; those that communicate or wait for it, and torch's
+ranges around collectives (``gloo:…``), count as collectives.
+
+The place of a kernel or a copy is where the host launched it; that of idle time is where the host was then.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.intervals import (
+    NOTHING,
+    Stretches,
+    disjoint_pieces,
+    intersect,
+    spread,
+    subtract,
+    unite,
+    unite_all,
+)
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.placing.nesting import NO_RANGE
+from profkit.analysis.time_account.data_waits import is_data_wait
+from profkit.analysis.time_account.gpu_time import (
+    GpuTime,
+    build_gpu_times,
+    build_host_times,
+    communication_rows,
+    threads_by_device,
+)
+from profkit.names import BACKWARD, DATA, PHASES
+from profkit.run.light_record import CAUSES, Cause
+from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
+from profkit.trace.kineto import BACKWARD_NODE
+
+_ON_THE_HOST = re.compile(r"(gloo|mpi|ucc):\w+")
+_NCCL = "nccl"
+_PYTHON_NODE = "Backward"
+"""How nodes of a Python function end. torch's own have a number behind: ``AddmmBackward0``."""
+_COMPILED_NODE = "CompiledFunction"
+
+Place = tuple[str, str]
+"""The phase and the innermost module; "" where there is none."""
+
+_NOWHERE, _LOADING = ("", ""), (DATA, "")
+_LOADING_NUMBER = 1
+BEFORE = "before "
+"""How the place of time between two phases begins; the name of the later one follows."""
+
+_EVER = 1 << 62
+_ALL = {*PHASES, DATA}
+
+
+@dataclass(frozen=True, eq=False)
+class OwnTime:
+    """Disjoint pieces in order of time; ``cause`` points into `CAUSES`, ``place`` into ``places``."""
+
+    start_ns: Ints
+    end_ns: Ints
+    cause: Ints
+    place: Ints
+    places: list[Place]
+
+    def sum_between(self, edges_ns: Ints) -> list[tuple[int, Cause, str, str, int]]:
+        """Return the sums between each two edges: which (0 for what lies before the first), cause, place and time.
+
+        ``edges_ns`` are sorted; what lies after the last is left out.
+        """
+        first, last = (
+            np.searchsorted(edges_ns, self.start_ns, side="right"),
+            np.searchsorted(edges_ns, self.end_ns, side="left"),
+        )
+        piece, cell = spread(first, last + 1)
+        bounds = np.concatenate([[-_EVER], edges_ns, [_EVER]])
+        time = np.minimum(self.end_ns[piece], bounds[cell + 1]) - np.maximum(self.start_ns[piece], bounds[cell])
+        key = (cell * len(CAUSES) + self.cause[piece]) * len(self.places) + self.place[piece]
+        kept = (cell < len(edges_ns)) & (time > 0)
+        keys, inverse = np.unique(key[kept], return_inverse=True)
+        sums = np.zeros(len(keys), dtype=np.int64)
+        np.add.at(sums, inverse, time[kept])
+        found = []
+        for number, total in zip(keys.tolist(), sums.tolist(), strict=True):
+            rest, place = divmod(number, len(self.places))
+            found.append((rest // len(CAUSES), CAUSES[rest % len(CAUSES)], *self.places[place], total))
+        return found
+
+
+def collective_ranges(trace: Trace) -> Ints:
+    """Return the ranges that are collectives which run on the host, such as gloo's, in order of their start."""
+    names = [i for i in distinct_values(trace.ranges.name).tolist() if _ON_THE_HOST.fullmatch(trace.names[i])]
+    rows = np.flatnonzero(np.isin(trace.ranges.name, names))
+    return rows[np.argsort(trace.ranges.start_ns[rows], kind="stable")]
+
+
+def divide_own_time(attribution: Attribution) -> tuple[OwnTime, OwnTime]:
+    """Return what a rank did from the first to the last thing recorded, and when its host ran without calling CUDA.
+
+    The trace holds that rank alone. The latter is what hid behind the GPU's work too.
+    """
+    trace = attribution.trace
+    places, of_range = _find_places(attribution)
+    time, kernels = _busy_time(attribution)
+    tables = (trace.work, trace.copies, trace.calls, trace.ranges)
+    begin = min((int(table.start_ns.min()) for table in tables if len(table)), default=0)
+    end = max((int(table.end_ns.max()) for table in tables if len(table)), default=0)
+    waits = is_data_wait(trace)
+    waiting = unite(trace.ranges.start_ns[waits], trace.ranges.end_ns[waits])
+    idle = subtract(Stretches(np.array([begin]), np.array([end])), time.busy) if begin < end else NOTHING
+    data = intersect(idle, waiting)
+    rest = subtract(idle, waiting)
+    calling = unite_all([time.launching, time.synchronising])
+    host = _HostPlaces(attribution, of_range, places)
+    pieces: list[tuple[Ints, Ints, Cause, Ints]] = []
+    every_copy = np.arange(len(trace.copies))
+    busy: dict[Cause, tuple[Work | Copies, Ints, Ints, Stretches]] = {
+        "kernels": (trace.work, kernels, attribution.work.innermost, time.computing),
+        "copy": (trace.copies, every_copy, attribution.copies.innermost, time.exposed_copies),
+    }
+    for cause, (table, rows, innermost, when) in busy.items():
+        start_ns, end_ns, row = _pieces_within(table, rows, when)
+        place = np.append(of_range, 0)[innermost[row]]
+        in_no_phase = (place == 0) & (table.launch_thread[row] != NO_LAUNCH)
+        place[in_no_phase] = host.at(table.placed_ns[row[in_no_phase]])
+        pieces.append((start_ns, end_ns, cause, place))
+    talking = time.exposed_communication
+    pieces.append((talking.start_ns, talking.end_ns, "communication", np.zeros(len(talking), dtype=np.int64)))
+    pieces.append((data.start_ns, data.end_ns, "data", np.full(len(data), _LOADING_NUMBER)))
+    elsewhere: dict[Cause, Stretches] = {
+        "launch": intersect(rest, calling),
+        "python": subtract(rest, calling),
+    }
+    for cause, when in elsewhere.items():
+        start_ns, end_ns = host.cut(when)
+        pieces.append((start_ns, end_ns, cause, host.at(start_ns)))
+    number = {cause: np.int64(index) for index, cause in enumerate(CAUSES)}
+    columns = [(start, end, np.full(len(start), number[cause]), place) for start, end, cause, place in pieces]
+    start_ns, end_ns, causes, place = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.argsort(start_ns, kind="stable")
+    own = OwnTime(start_ns[order], end_ns[order], causes[order], place[order], places)
+    outside = _outside_cuda(trace, idle, begin, end)
+    start_ns, end_ns = host.cut(outside)
+    at = host.at(start_ns)
+    return own, OwnTime(start_ns, end_ns, np.full(len(start_ns), number["python"]), at, places)
+
+
+def _outside_cuda(trace: Trace, idle: Stretches, begin: int, end: int) -> Stretches:
+    """Return when the host called no CUDA; of a rank without a GPU, when it was idle."""
+    if trace.measure != "gpu-kernel":
+        return idle
+    hosts = build_host_times(trace).values()
+    calling = unite_all([part for host in hosts for part in (host.launching, host.synchronising)])
+    return subtract(Stretches(np.array([begin]), np.array([end])), calling) if begin < end else NOTHING
+
+
+def _busy_time(attribution: Attribution) -> tuple[GpuTime, Ints]:
+    """Return the rank's time on its device, and the rows of its kernels."""
+    trace = attribution.trace
+    if trace.measure != "gpu-kernel":
+        return host_time(trace), _computes(trace)
+    times = list(build_gpu_times(trace).values())
+    return times[0] if len(times) == 1 else _join_times(times), np.flatnonzero(~communication_rows(trace))
+
+
+def _pieces_within(table: Work | Copies, rows: Ints, when: Stretches) -> tuple[Ints, Ints, Ints]:
+    """Return the pieces of rows that lie in the stretches, none of which overlap, and the row of each."""
+    rows = rows[np.argsort(table.start_ns[rows], kind="stable")]
+    none = np.zeros(len(rows), dtype=np.int64)
+    _, start_ns, end_ns = disjoint_pieces(none, table.start_ns[rows], table.end_ns[rows])
+    edges = np.sort(np.concatenate([when.start_ns, when.end_ns]))
+    start_ns, end_ns, piece = cut_at(edges, start_ns, end_ns)
+    kept = when.within(start_ns, end_ns) > 0
+    return start_ns[kept], end_ns[kept], rows[piece[kept]]
+
+
+def _join_times(times: list[GpuTime]) -> GpuTime:
+    """Return the time of several GPUs of one rank as that of one: it computes while any of them does."""
+    busy, computing, copying = (
+        unite_all([getattr(time, name) for time in times]) for name in ("busy", "computing", "exposed_copies")
+    )
+    talking = subtract(unite_all([time.exposed_communication for time in times]), computing)
+    return GpuTime(
+        busy=busy,
+        computing=computing,
+        exposed_communication=talking,
+        exposed_copies=subtract(subtract(copying, computing), talking),
+        launching=subtract(unite_all([time.launching for time in times]), busy),
+        synchronising=subtract(unite_all([time.synchronising for time in times]), busy),
+        overlapped_communication=NOTHING,
+        overlapped_copies=NOTHING,
+        starts_ns=empty_ints(),
+        reach_ns=empty_ints(),
+    )
+
+
+def _computes(trace: Trace) -> Ints:
+    """Return the operators of a rank without a GPU that compute by themselves.
+
+    Hooks run in the engine's own ones. What a ``torch.autograd.Function`` in Python calls has operators of its own;
+    what compiled code computes has none.
+    """
+    nodes = {name.removeprefix(BACKWARD_NODE).lstrip(": ") for name in trace.names if name.startswith(BACKWARD_NODE)}
+    functions = {node for node in nodes if node.endswith(_PYTHON_NODE) and not node.startswith(_COMPILED_NODE)}
+    functions |= {node.removesuffix(_PYTHON_NODE) for node in functions}
+    names = [i for i, name in enumerate(trace.names) if name.startswith(BACKWARD_NODE) or name in functions]
+    return np.flatnonzero(~np.isin(trace.work.name, names) & ~communication_rows(trace))
+
+
+def host_time(trace: Trace) -> GpuTime:
+    """Return the time of a rank without a GPU: its operators compute, and nothing is launched.
+
+    What an operator calls to communicate, or to wait for it, is not computing.
+    """
+    work = trace.work
+    computes = np.zeros(len(work), dtype=np.bool_)
+    computes[_computes(trace)] = True
+    talks = communication_rows(trace)
+    of_threads, talking = [], [NOTHING]
+    for thread in distinct_values(work.launch_thread).tolist():
+        mine, talk = (
+            unite(work.start_ns[rows], work.end_ns[rows])
+            for rows in (which & (work.launch_thread == thread) for which in (computes, talks))
+        )
+        of_threads.append(subtract(mine, talk))
+        talking.append(talk)
+    computing = unite_all([NOTHING, *of_threads])
+    calls = collective_ranges(trace)
+    communicating = unite_all([unite(trace.ranges.start_ns[calls], trace.ranges.end_ns[calls]), *talking])
+    return GpuTime(
+        busy=unite_all([computing, communicating]),
+        computing=computing,
+        exposed_communication=subtract(communicating, computing),
+        exposed_copies=NOTHING,
+        launching=NOTHING,
+        synchronising=NOTHING,
+        overlapped_communication=intersect(communicating, computing),
+        overlapped_copies=NOTHING,
+        starts_ns=empty_ints(),
+        reach_ns=empty_ints(),
+    )
+
+
+def _find_places(attribution: Attribution) -> tuple[list[Place], Ints]:
+    """Return all places, that of no phase first and that of waiting for data second, and each range's."""
+    trace = attribution.trace
+    places: list[Place] = [_NOWHERE, _LOADING]
+    numbers = {_NOWHERE: 0, _LOADING: 1}
+    found = [-1] * len(trace.ranges)
+    parents, names = attribution.parent.tolist(), trace.ranges.name.tolist()
+    passed_over = {i for i, name in enumerate(trace.names) if _NCCL in name.lower() or _ON_THE_HOST.fullmatch(name)}
+    for index in range(len(found)):
+        chain, at = [], index
+        while at != NO_RANGE and found[at] < 0:
+            chain.append(at)
+            at = parents[at]
+        place = _NOWHERE if at == NO_RANGE else places[found[at]]
+        for one in reversed(chain):
+            name = trace.names[names[one]]
+            if name in PHASES or name == DATA:
+                place = (name, "")
+            elif place[0] and names[one] not in passed_over:
+                place = (place[0], name)
+            if place not in numbers:
+                numbers[place] = len(places)
+                places.append(place)
+            found[one] = numbers[place]
+    return places, np.array(found, dtype=np.int64)
+
+
+class _HostPlaces:
+    """Where the host was at any time: on the thread of the steps, or within ``backward`` on the autograd engine's."""
+
+    def __init__(self, attribution: Attribution, of_range: Ints, places: list[Place]) -> None:
+        trace = attribution.trace
+        launching = {thread for threads in threads_by_device(trace).values() for thread in threads}
+        threads = [thread for thread in attribution.timelines if thread in launching]
+        phases = {number for number, (phase, _) in enumerate(places) if phase}
+
+        def time_in_phases(thread: int) -> int:
+            mine = (trace.ranges.thread == thread) & np.isin(of_range, list(phases))
+            return int((trace.ranges.end_ns[mine] - trace.ranges.start_ns[mine]).sum())
+
+        # The thread of the steps has whole phases open, the autograd engine's modules alone.
+        threads.sort(key=lambda thread: (thread not in trace.main_threads, -time_in_phases(thread)))
+        self._timelines = [attribution.timelines[thread] for thread in threads]
+        self._of_range = np.append(of_range, 0)
+        self._before = [self._names_before(attribution, thread, places) for thread in threads[:1]]
+        self._backward = [number for number, (phase, _) in enumerate(places) if phase == BACKWARD]
+        edges = [timeline.time_ns for timeline in self._timelines]
+        self._edges = np.sort(np.concatenate(edges)) if edges else empty_ints()
+
+    def at(self, time_ns: Ints) -> Ints:
+        """Return the place at each time."""
+        found = np.zeros(len(time_ns), dtype=np.int64)
+        for number, timeline in enumerate(self._timelines):
+            here = self._of_range[timeline.innermost_at(time_ns)]
+            inner = np.isin(found, self._backward) & np.isin(here, self._backward)
+            found = np.where((found == 0) | (inner & (number > 0)), here, found)
+        for starts, place in self._before:
+            found = np.where(found == 0, place[np.searchsorted(starts, time_ns, side="right")], found)
+        return found
+
+    @staticmethod
+    def _names_before(attribution: Attribution, thread: int, places: list[Place]) -> tuple[Ints, Ints]:
+        """Return when phases and waits for data began on a thread, and the place that time just before each gets."""
+        ranges, names = attribution.trace.ranges, attribution.trace.names
+        rows = [row for row in np.flatnonzero(ranges.thread == thread).tolist() if names[ranges.name[row]] in _ALL]
+        rows.sort(key=lambda row: int(ranges.start_ns[row]))
+        numbers = []
+        for row in rows:
+            place = (f"{BEFORE}{names[ranges.name[row]]}", "")
+            if place not in places:
+                places.append(place)
+            numbers.append(places.index(place))
+        # What follows the last of them lies in no place.
+        return ranges.start_ns[rows], np.array([*numbers, 0], dtype=np.int64)
+
+    def cut(self, when: Stretches) -> tuple[Ints, Ints]:
+        """Return the stretches cut wherever the host's place may change."""
+        start_ns, end_ns, _ = cut_at(self._edges, when.start_ns, when.end_ns)
+        return start_ns, end_ns
+
+
+def cut_at(edges_ns: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the intervals cut at the edges, which are sorted, and of each piece which interval it is of."""
+    first = np.searchsorted(edges_ns, start_ns, side="right")
+    last = np.searchsorted(edges_ns, end_ns, side="left")
+    which, at = spread(first, last + 1)
+    edges = np.concatenate([[-_EVER], edges_ns, [_EVER]])
+    begin, end = np.maximum(start_ns[which], edges[at]), np.minimum(end_ns[which], edges[at + 1])
+    kept = begin < end
+    return begin[kept], end[kept], which[kept]

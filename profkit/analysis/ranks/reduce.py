@@ -1,0 +1,301 @@
+"""One rank's full trace reduced to the form of a light record, so that one analysis compares ranks from either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from profkit.analysis.intervals import Stretches, unite
+from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.placing.nesting import NO_RANGE
+from profkit.analysis.ranks.own_time import OwnTime, collective_ranges, divide_own_time, host_time
+from profkit.analysis.time_account.gpu_time import communication_rows
+from profkit.analysis.time_account.steps import measured_ranges
+from profkit.names import DATA, PHASES, STEP
+from profkit.run.light_record import (
+    CAUSES,
+    NO_COLLECTIVE,
+    P2P,
+    Cause,
+    Collectives,
+    Group,
+    LightRecord,
+    StepRecord,
+    plain_kind,
+)
+from profkit.trace.columns import CollectiveCall, Ints, distinct_values, empty_ints
+
+
+@dataclass(frozen=True, eq=False)
+class _Calls:
+    """The collectives of a rank in the order in which they were called."""
+
+    called_ns: Ints
+    start_ns: Ints
+    end_ns: Ints
+    hidden_ns: Ints
+    group: Ints
+    facts: list[CollectiveCall]
+
+    def __len__(self) -> int:
+        return len(self.called_ns)
+
+
+def reduce_rank(opened: OpenedTrace, rank: int, world_size: int = 0, light: LightRecord | None = None) -> LightRecord:
+    """Return what a rank's trace says, as a light record.
+
+    Args:
+        opened: the trace, limited to that rank.
+        rank: its number.
+        world_size: how many ranks there are, 0 if unknown.
+        light: what the rank wrote itself; it completes what a trace does not say: process groups, bytes, clocks.
+
+    Raises:
+        TraceError: the trace's times are impossible.
+    """
+    attribution = opened.attribution
+    trace = attribution.trace
+    own, host = divide_own_time(attribution)
+    calls, groups = _find_calls(attribution)
+    steps = measured_ranges(attribution).get(STEP, empty_ints())
+    steps = steps[np.argsort(trace.ranges.start_ns[steps], kind="stable")]
+    record = LightRecord(
+        rank=rank,
+        world_size=world_size,
+        node=0 if light is None else light.node,
+        device=None if trace.measure != "gpu-kernel" or not len(trace.work) else int(trace.work.device[0]),
+        source=trace.source,
+        clock_base_ns=trace.clock_base_ns,
+        groups=groups,
+        steps=tuple(_build_steps(attribution, own, host, calls, steps)),
+    )
+    return record if light is None else _complete(record, light)
+
+
+def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightRecord]) -> list[LightRecord]:
+    """Return what the trace says of each of its ranks; of a trace that names none, of rank 0.
+
+    Raises:
+        TraceError: the trace's times are impossible.
+    """
+    if not opened.ranks.members or opened.rank is not None:
+        rank = opened.rank or 0
+        return [reduce_rank(opened, rank, light=light.get(rank))]
+    return [reduce_rank(opened.of_rank(rank), rank, light=light.get(rank)) for rank in opened.ranks.numbers]
+
+
+def _find_calls(attribution: Attribution) -> tuple[_Calls, tuple[Group, ...]]:
+    trace = attribution.trace
+    work = trace.work
+    computing = ~communication_rows(trace)
+    if trace.measure == "gpu-kernel":
+        rows = np.flatnonzero(~computing)
+        rows = rows[np.lexsort((work.start_ns[rows], work.launch_ns[rows]))]
+        columns = (work.launch_ns[rows], work.start_ns[rows], work.end_ns[rows])
+        facts, keys = [], []
+        for row in rows.tolist():
+            index = -1 if work.collective is None else int(work.collective[row])
+            fact = trace.collectives[index] if index >= 0 else _guess(attribution, row)
+            facts.append(fact)
+            keys.append((fact.group, fact.ranks) if fact.group is not None else (f"stream {work.stream[row]}", ()))
+        busy = unite(work.start_ns[computing], work.end_ns[computing])
+    else:
+        rows = collective_ranges(trace)
+        columns = (trace.ranges.start_ns[rows], trace.ranges.start_ns[rows], trace.ranges.end_ns[rows])
+        names = [trace.names[name] for name in trace.ranges.name[rows].tolist()]
+        facts = [CollectiveCall(plain_kind(name) or "barrier") for name in names]
+        keys = [(name.partition(":")[0], ()) for name in names]
+        busy = host_time(trace).computing
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    dimension = dict(zip(keys, (fact.dimension for fact in facts), strict=True))
+    groups = tuple(
+        Group(number, key[0], key[1], dimension[key], None if trace.measure == "gpu-kernel" else key[0])
+        for key, number in numbers.items()
+    )
+    group = np.array([numbers[key] for key in keys], dtype=np.int64)
+    return _Calls(*columns, busy.within(columns[1], columns[2]), group, facts), groups
+
+
+def _guess(attribution: Attribution, row: int) -> CollectiveCall:
+    """Return what the name of NCCL's range around the launch says of a kernel, else its own name."""
+    trace = attribution.trace
+    around = int(attribution.work.innermost[row])
+    named = None if around == NO_RANGE else plain_kind(trace.names[int(trace.ranges.name[around])])
+    return CollectiveCall(named or plain_kind(trace.names[int(trace.work.name[row])]) or "send")
+
+
+def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _Calls, steps: Ints) -> list[StepRecord]:
+    """Return the steps, and what ran before the first and after the last as steps without a name."""
+    trace = attribution.trace
+    begin, end = (int(own.start_ns[0]), int(own.end_ns[-1])) if len(own.start_ns) else (0, 0)
+    starts, ends = trace.ranges.start_ns[steps].tolist(), trace.ranges.end_ns[steps].tolist()
+    names: list[str | None] = [trace.names[name] for name in trace.ranges.name[steps].tolist()]
+    spans = list(zip(names, starts, ends, strict=True))
+    # What is called after a step and before the next one belongs to the step; what follows the last one does not.
+    edges = [*starts, ends[-1]] if spans else []
+    spans = [(None, begin, starts[0]), *spans, (None, ends[-1], end)] if spans else [(None, begin, end)]
+    step_of = np.searchsorted(np.array(edges, dtype=np.int64), calls.called_ns, side="right")
+    outside: dict[int, list[tuple[str, str, int]]] = {}
+    for number, _, phase, module, time in host.sum_between(np.array(edges, dtype=np.int64)):
+        outside.setdefault(number, []).append((phase, module, time))
+    since = _since_by_call(own, calls)
+    alone: dict[int, list[tuple[Cause, str, str, int]]] = {}
+    is_alone = len(trace.work) and not len(calls)
+    for number, cause, phase, module, time in own.sum_between(np.array(edges, dtype=np.int64)) if is_alone else ():
+        alone.setdefault(number, []).append((cause, phase, module, time))
+    sequence = _number(calls, step_of)
+    rows_of = [np.flatnonzero(step_of == number) for number in range(len(spans))]
+    found = []
+    for number, ((name, start, stop), rows) in enumerate(zip(spans, rows_of, strict=True)):
+        if name is None and not len(rows):
+            continue
+        position = {row: at for at, row in enumerate(rows.tolist())}
+        found.append(
+            replace(
+                _describe_step(attribution, own, start, stop),
+                name=name,
+                collectives=_columns(calls, sequence, rows, start),
+                since=tuple((position[row], *rest) for row in rows.tolist() for rest in since.get(row, ()))
+                + tuple((NO_COLLECTIVE, *rest) for rest in alone.get(number, ())),
+                outside_cuda=tuple(outside.get(number, ())),
+            )
+        )
+    return found
+
+
+def _since_by_call(own: OwnTime, calls: _Calls) -> dict[int, list[tuple[Cause, str, str, int]]]:
+    """Return what the rank did up to the end of each collective, since the one that ended before it."""
+    order = np.argsort(calls.end_ns, kind="stable")
+    found: dict[int, list[tuple[Cause, str, str, int]]] = {}
+    for cell, cause, phase, module, time in own.sum_between(calls.end_ns[order]):
+        found.setdefault(int(order[cell]), []).append((cause, phase, module, time))
+    return found
+
+
+def _number(calls: _Calls, step_of: Ints) -> list[int]:
+    """Return the sequence numbers; where the trace has none, counted from the first of a measured step."""
+    numbers = [0] * len(calls)
+    for group in distinct_values(calls.group).tolist():
+        rows = np.flatnonzero(calls.group == group)
+        known = [calls.facts[row].sequence for row in rows.tolist()]
+        first = int((step_of[rows] == 0).sum()) if (step_of[rows] > 0).any() else 0
+        for at, (row, number) in enumerate(zip(rows.tolist(), known, strict=True)):
+            numbers[row] = at - first if None in known or number is None else number
+    return numbers
+
+
+def _columns(calls: _Calls, sequence: list[int], rows: Ints, begin: int) -> Collectives:
+    facts = [calls.facts[row] for row in rows.tolist()]
+    return Collectives(
+        group=calls.group[rows].tolist(),
+        sequence=[sequence[row] for row in rows.tolist()],
+        kind=[fact.kind for fact in facts],
+        dtype=[fact.dtype for fact in facts],
+        bytes=[fact.byte_count for fact in facts],
+        called_ns=(calls.called_ns[rows] - begin).tolist(),
+        start_ns=(calls.start_ns[rows] - begin).tolist(),
+        end_ns=(calls.end_ns[rows] - begin).tolist(),
+        hidden_ns=calls.hidden_ns[rows].tolist(),
+        exposed_ns=[None] * len(rows),
+    )
+
+
+def _describe_step(attribution: Attribution, own: OwnTime, begin: int, end: int) -> StepRecord:
+    """Return the phases of a step, and how long its GPU was idle while the host launched."""
+    trace = attribution.trace
+    ranges = trace.ranges
+    inside = (ranges.start_ns >= begin) & (ranges.end_ns <= end)
+    wanted = {i for i in distinct_values(ranges.name[inside]).tolist() if trace.names[i] in (*PHASES, DATA)}
+    rows = np.flatnonzero(inside & np.isin(ranges.name, list(wanted)))
+    phases = sorted(
+        (int(ranges.start_ns[row]) - begin, int(ranges.end_ns[row]) - begin, trace.names[int(ranges.name[row])])
+        for row in rows.tolist()
+    )
+    window = np.array([begin]), np.array([end])
+    launched = (own.cause == CAUSES.index("launch")) & (own.start_ns < end) & (own.end_ns > begin)
+    idle = Stretches(own.start_ns[launched], own.end_ns[launched])
+    return StepRecord(
+        None,
+        begin,
+        end,
+        phases=tuple((name, start, stop) for start, stop, name in phases),
+        launch_wait_ns=int(idle.within(*window)[0]),
+    )
+
+
+def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
+    """Return the record with what the rank wrote itself: memory, clocks, waits, the groups and sizes of collectives.
+
+    Groups, kinds and sizes are taken over of collectives in groups whose ranks the trace does not know, where both have
+    the same kinds of collectives in every step.
+    A group that both know is named by its dimension in a device mesh, which only the rank itself may know. Sends and
+    receives of which the trace says no group belong to the only group in which the rank sent or received anything.
+    """
+    written = {step.name: step for step in light.steps if step.name is not None}
+    shared = [step.name for step in record.steps if step.name in written and len(step.collectives)]
+    mine = {step.name: step.collectives for step in record.steps}
+    fits = bool(shared) and all(_may_be(mine[name].kind, written[name].collectives.kind) for name in shared)
+    groups, number_of = _join_groups(record, light)
+    sending = {number_of[one] for step in light.steps for one in _sending(step)}
+    unnamed = {group.number for group in record.groups if not group.ranks}
+    steps = []
+    for step in record.steps:
+        theirs = None if step.name is None else written.get(step.name)
+        if theirs is None:
+            steps.append(step)
+            continue
+        noted = {name: getattr(theirs, name) for name in ("peak_bytes", "reserved_bytes", "sm_mhz", "throttle")}
+        calls = step.collectives
+        if fits:
+            called = theirs.collectives
+            taken: dict[str, list[Any]] = {"exposed_ns": called.exposed_ns}
+            own = {name: getattr(called, name) for name in ("sequence", "kind", "dtype", "bytes")}
+            for name, column in {**own, "group": [number_of[one] for one in called.group]}.items():
+                rows = zip(calls.group, getattr(calls, name), column, strict=True)
+                taken[name] = [said if group in unnamed else known for group, known, said in rows]
+            calls = replace(calls, **taken)
+        elif len(sending) == 1:
+            (only,) = sending
+            pairs = zip(calls.group, calls.kind, strict=True)
+            calls = replace(calls, group=[only if kind in P2P and one in unnamed else one for one, kind in pairs])
+        steps.append(replace(step, **noted, collectives=calls))
+    return replace(record, node=light.node, groups=groups, steps=tuple(steps))
+
+
+_OF_SENDS = ("all_to_all", "gather", "scatter")
+"""What torch makes of sends and receives, so that NCCL, and a trace of it, knows only these."""
+
+
+def _may_be(traced: Sequence[str], called: Sequence[str]) -> bool:
+    """Return whether these kinds in a trace are those that torch called, one by one.
+
+    Of a kernel that sends or receives a trace may not say which of the two it does.
+    """
+    return len(traced) == len(called) and all(
+        one == other or (one in P2P and other in (*P2P, *_OF_SENDS)) for one, other in zip(traced, called, strict=True)
+    )
+
+
+def _join_groups(record: LightRecord, light: LightRecord) -> tuple[tuple[Group, ...], dict[int, int]]:
+    """Return the groups of both, each once and with its dimension; and number in the light record → number there."""
+    dimension = {(group.name, group.ranks): group.dimension for group in light.groups}
+    groups = [
+        replace(group, dimension=group.dimension or dimension.get((group.name, group.ranks))) for group in record.groups
+    ]
+    known = {(group.name, group.ranks): group.number for group in groups if group.ranks}
+    number_of = {}
+    for group in light.groups:
+        number_of[group.number] = known.get((group.name, group.ranks), len(groups))
+        if number_of[group.number] == len(groups):
+            groups.append(replace(group, number=len(groups)))
+    return tuple(groups), number_of
+
+
+def _sending(step: StepRecord) -> set[int]:
+    """Return the groups in which anything was sent or received."""
+    calls = step.collectives
+    return {group for group, kind in zip(calls.group, calls.kind, strict=True) if kind in P2P}

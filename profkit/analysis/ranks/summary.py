@@ -1,0 +1,178 @@
+"""The ranks of a distributed run: which process is which rank, how that is known, and how the ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from profkit.analysis.intervals import busy_ns
+from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.tree.selection import Chosen
+from profkit.errors import UsageError
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+
+PROVED, NAMED = "proved by the run's manifest", "named by the trace"
+BY_DEVICE, BY_PID = "guessed from the GPUs' order", "guessed from the processes' order"
+
+_COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks in rank order: each one's number and its process; ``evidence`` says how that is known.
+
+    A trace of one process without a known rank has no members and no evidence.
+    """
+
+    members: tuple[tuple[int, int], ...] = ()
+    evidence: str | None = None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the ranks' numbers."""
+        return tuple(number for number, _ in self.members)
+
+    def process_of(self, number: int) -> int:
+        """Return the process of a rank.
+
+        Raises:
+            UsageError: there is no such rank; those that exist are named.
+        """
+        for rank, process in self.members:
+            if rank == number:
+                return process
+        raise UsageError(explain_no_rank(number, self.numbers))
+
+    def only(self, number: int) -> Ranks:
+        """Return one rank of them, known by the same evidence."""
+        return Ranks(tuple(member for member in self.members if member[0] == number), self.evidence)
+
+    def index_of(self, process: Ints) -> Ints:
+        """Return the position in ``members`` of each process, or -1."""
+        index = np.full(len(process), -1, dtype=np.int64)
+        for position, (_, own) in enumerate(self.members):
+            index[process == own] = position
+        return index
+
+
+def explain_no_rank(number: int, there: tuple[int, ...]) -> str:
+    """Return why a rank cannot be shown, in one line."""
+    if not there:
+        return f"no rank {number}: this trace holds one process, and it does not say that there were several ranks"
+    return f"no rank {number}: this trace holds rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
+
+
+def find_ranks(trace: Trace, known: Mapping[int, int] | None = None) -> Ranks:
+    """Return the ranks of a trace by the best evidence there is.
+
+    First what profkit itself wrote down while it ran them (``known``: pid → rank), then what the trace says of itself
+    (torch.profiler names the rank it ran in). Else, where several processes launched kernels, or without any kernel
+    opened ranges, they count as the ranks of one node, in the order of the GPUs on which they ran most of their
+    kernels, as launchers number them; where two share a GPU's number, in the order of their process ids. Names of
+    processes are no evidence.
+    """
+    known = known or {}
+    proved = [(known[pid], process) for process, pid in trace.process_ids.items() if pid in known]
+    if proved and _is_one_to_one(proved):
+        return Ranks(tuple(sorted(proved)), PROVED)
+    named = [(rank, process) for process, rank in trace.ranks.items()]
+    if named and _is_one_to_one(named):
+        return Ranks(tuple(sorted(named)), NAMED)
+    launching = distinct_values(trace.work.process if len(trace.work) else trace.ranges.process).tolist()
+    if len(launching) < 2:
+        return Ranks()
+    devices = {process: main_device(trace, process) for process in launching}
+    if len(trace.work) and len(set(devices.values())) == len(launching):
+        return Ranks(tuple(enumerate(sorted(launching, key=lambda process: devices[process] or 0))), BY_DEVICE)
+    return Ranks(tuple(enumerate(sorted(launching, key=lambda process: trace.process_ids.get(process, 0)))), BY_PID)
+
+
+def main_device(trace: Trace, process: int) -> int | None:
+    """Return the GPU on which a process ran most of its kernels; None without one."""
+    if trace.measure != "gpu-kernel":
+        return None
+    used = trace.work.device[trace.work.process == process]
+    # A number of a GPU is a name: in a damaged file two may lie as far apart as they like.
+    numbers = distinct_values(used)
+    return int(numbers[np.bincount(np.searchsorted(numbers, used)).argmax()]) if len(used) else None
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What one rank did of what was asked for.
+
+    ``kernel_time_ns`` holds kernels and whole graphs, ``communication_ns`` is the part of it in collectives, where a
+    rank that is done sooner waits for the others. ``wall_ns`` sums the rank's own outermost instances of the range;
+    without one it is from the first to the last thing recorded of the rank.
+    """
+
+    rank: int
+    process: int
+    device: int | None
+    instances: int | None
+    kernel_count: int
+    kernel_time_ns: int
+    busy_ns: int
+    wall_ns: int | None
+    communication_ns: int
+
+    @property
+    def own_ns(self) -> int:
+        """Return the kernel time outside communication: what makes a rank slow."""
+        return self.kernel_time_ns - self.communication_ns
+
+
+def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, ...]:
+    """Return one row a rank, for the work and the instances that a request took in."""
+    work, instances = trace.work, chosen.instances
+    communication = _is_communication(trace)
+    rows = []
+    for number, process in ranks.members:
+        mine = chosen.rows & (work.process == process)
+        outermost = None if instances is None else instances.outermost
+        if outermost is not None:
+            outermost = outermost[trace.ranges.process[outermost] == process]
+        rows.append(
+            RankRow(
+                rank=number,
+                process=trace.process_ids.get(process, process),
+                device=main_device(trace, process),
+                instances=None if outermost is None else len(outermost),
+                kernel_count=int(mine.sum()),
+                kernel_time_ns=int(work.duration_ns[mine].sum()),
+                busy_ns=busy_ns(work.device[mine], work.start_ns[mine], work.end_ns[mine]),
+                wall_ns=_wall_ns(trace, process, outermost),
+                communication_ns=int(work.duration_ns[mine & communication[work.name]].sum()),
+            )
+        )
+    return tuple(rows)
+
+
+def slowest_rank(rows: tuple[RankRow, ...]) -> RankRow | None:
+    """Return the rank with the most kernel time outside communication; None where no two ranks worked."""
+    return max(rows, key=lambda row: row.own_ns) if sum(row.own_ns > 0 for row in rows) > 1 else None
+
+
+def _is_one_to_one(pairs: list[tuple[int, int]]) -> bool:
+    """Return whether no two processes are of one rank: pids of several machines, or of containers, may coincide."""
+    return len({rank for rank, _ in pairs}) == len({process for _, process in pairs}) == len(pairs)
+
+
+def _is_communication(trace: Trace) -> Bools:
+    """Return of each name whether work of that name is communication."""
+    found = np.zeros(len(trace.names) + 1, dtype=np.bool_)
+    for name in distinct_values(trace.work.name).tolist():
+        found[name] = categorize(trace.names[name], trace.measure).name == _COMMUNICATION
+    return found
+
+
+def _wall_ns(trace: Trace, process: int, outermost: Ints | None) -> int | None:
+    if outermost is not None:
+        return trace.ranges.sum_open(outermost)
+    tables = (trace.work, trace.calls, trace.ranges)
+    parts = [(table, table.process == process) for table in tables]
+    starts = [int(table.start_ns[mine].min()) for table, mine in parts if mine.any()]
+    ends = [int(table.end_ns[mine].max()) for table, mine in parts if mine.any()]
+    return max(ends) - min(starts) if starts else 0

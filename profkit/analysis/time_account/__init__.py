@@ -1,0 +1,1 @@
+"""Steps, phases and idle time of a run: the only source of every step time."""

@@ -1,0 +1,323 @@
+"""What a GPU was doing at any time, in parts that sum up, and which part of that time belongs to a range.
+
+::
+
+    span = computing            a kernel or a graph runs that is not communication
+         + exposed communication  only communication kernels run, perhaps with copies
+         + exposed copies         only memory copies and fills run
+         + idle                 nothing runs: the host launches, synchronises or is outside CUDA
+
+Communication and copies that run while something computes are *overlapped*: they cost no time of their own.
+
+While a GPU is idle, the threads that launch its work decide what the host was doing. A thread is *synchronising* during
+a call that waits for the GPU (``cudaDeviceSynchronize``, ``cudaStreamSynchronize``, ``cudaEventSynchronize``, their
+driver counterparts, copies that are not asynchronous). It is *launching* during any other CUDA call, and between two of
+its calls that lie at most `LONGEST_PAUSE_NS` apart: it is on its way through the framework from one launch to the next.
+At all other times it is *outside CUDA*: in Python, in the data loader, waiting for another thread. If several threads
+launch work, launching goes before synchronising, and synchronising before outside.
+
+A range's kernels may run long after the range has closed, so its time on the host is not its time on the GPU. The
+*window* of one range on one GPU begins when the range opens; if the GPU is then still busy with earlier work, when that
+ends; but never after the range's own first kernel or copy. It ends when the range closes or its last kernel ends,
+whichever is later; a GPU that is done before the others of the range stays idle until they are, or until it begins
+other work. Idle time before a range's first kernel is therefore the range's own unless the GPU had other work,
+and the windows of ranges that follow one another on a stream do not overlap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, gaps, intersect, subtract, unite, unite_all
+from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.placing.attribution import NEVER, Attribution
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
+
+LONGEST_PAUSE_NS = 500_000
+"""An eager operator takes 5 to 300 µs in Python and the framework under a profiler; the captures tried have almost no
+pause between this and 5 ms."""
+
+_SYNCHRONISES = re.compile(
+    r"^(cuda|cu)((Device|Stream|Event|Ctx|Thread)Synchronize(_ptsz)?(_v\d{1,5}){0,2}|Memcpy(?!\w*Async)\w*)$"
+)
+
+
+@dataclass(frozen=True)
+class GpuParts:
+    """The time of one or more GPUs in its parts, in nanoseconds; two GPUs count twice.
+
+    ``span_ns`` is the sum of the parts from ``computing_ns`` to ``outside_cuda_ns``. The two overlapped parts lie
+    within ``computing_ns``; overlapped copies may also lie within exposed communication.
+    """
+
+    span_ns: int
+    computing_ns: int
+    exposed_communication_ns: int
+    exposed_copy_ns: int
+    launching_ns: int
+    synchronising_ns: int
+    outside_cuda_ns: int
+    overlapped_communication_ns: int
+    overlapped_copy_ns: int
+
+    @property
+    def busy_ns(self) -> int:
+        """Return the time in which anything ran."""
+        return self.computing_ns + self.exposed_communication_ns + self.exposed_copy_ns
+
+    @property
+    def idle_ns(self) -> int:
+        """Return the time in which nothing ran."""
+        return self.launching_ns + self.synchronising_ns + self.outside_cuda_ns
+
+    @property
+    def idle_share(self) -> float:
+        """Return the share of the span in which nothing ran, 0 of no span."""
+        return self.idle_ns / self.span_ns if self.span_ns else 0.0
+
+    def idle_share_at(self, factor: float) -> float:
+        """Return the idle share if idle time were multiplied by ``factor`` (0 to 1)."""
+        return self._share_at(self.idle_ns, factor)
+
+    def launching_share_at(self, factor: float) -> float:
+        """Return the share that is idle while the host launches, if idle time were multiplied by ``factor``."""
+        return self._share_at(self.launching_ns, factor)
+
+    def host_share_at(self, factor: float) -> float:
+        """Return the share that is idle while the host synchronises or is outside CUDA, as `launching_share_at`."""
+        return self._share_at(self.synchronising_ns + self.outside_cuda_ns, factor)
+
+    def span_ns_at(self, factor: float) -> float:
+        """Return how long the span would be if idle time were multiplied by ``factor``."""
+        return self.busy_ns + self.idle_ns * factor
+
+    def _share_at(self, idle_part_ns: int, factor: float) -> float:
+        whole = self.span_ns_at(factor)
+        return idle_part_ns * factor / whole if whole else 0.0
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the parts, and their sums ``busy_ns`` and ``idle_ns``."""
+        return {**asdict(self), "busy_ns": self.busy_ns, "idle_ns": self.idle_ns}
+
+
+@dataclass(frozen=True, eq=False)
+class GpuTime:
+    """One GPU's time as disjoint sets.
+
+    ``busy`` is the time in which anything runs. In the time outside ``busy``, ``launching`` and ``synchronising`` the
+    GPU is idle and the host is outside CUDA. ``starts_ns`` are the sorted starts of its kernels and copies;
+    ``reach_ns`` is when each of them and all earlier ones had ended.
+    """
+
+    busy: Stretches
+    computing: Stretches
+    exposed_communication: Stretches
+    exposed_copies: Stretches
+    launching: Stretches
+    synchronising: Stretches
+    overlapped_communication: Stretches
+    overlapped_copies: Stretches
+    starts_ns: Ints
+    reach_ns: Ints
+
+    def parts_within(self, start_ns: Ints, end_ns: Ints) -> Ints:
+        """Return the parts of each window, in the order of `GpuParts`: ``(windows, parts)``."""
+        sets = (self.computing, self.exposed_communication, self.exposed_copies, self.launching, self.synchronising)
+        known = [one.within(start_ns, end_ns) for one in sets]
+        span = end_ns - start_ns
+        overlapped = [one.within(start_ns, end_ns) for one in (self.overlapped_communication, self.overlapped_copies)]
+        return np.stack([span, *known, span - np.sum(known, axis=0), *overlapped], axis=1)
+
+    def outside_cuda(self, some: Stretches) -> Stretches:
+        """Return when, of the given time, the GPU is idle and the host is outside CUDA."""
+        return subtract(some, unite_all([self.busy, self.launching, self.synchronising]))
+
+    def last_end_before(self, time_ns: Ints) -> Ints:
+        """Return when all work that began before each time had ended; -2⁶² if there was none."""
+        before = np.searchsorted(self.starts_ns, time_ns, side="left")
+        return np.concatenate([[-(1 << 62)], self.reach_ns])[before]
+
+    def next_start_from(self, time_ns: Ints) -> Ints:
+        """Return when work begins next, at each time or after it; 2⁶² if none does."""
+        return np.append(self.starts_ns, NEVER)[np.searchsorted(self.starts_ns, time_ns, side="left")]
+
+
+@dataclass(frozen=True, eq=False)
+class HostTime:
+    """When the host was launching and when it was synchronising; at all other times it was outside CUDA."""
+
+    launching: Stretches
+    synchronising: Stretches
+
+
+_NO_HOST = HostTime(NOTHING, NOTHING)
+
+
+def build_gpu_times(trace: Trace) -> dict[int, GpuTime]:
+    """Return each device's time in its parts."""
+    hosts = build_host_times(trace)
+    talks = communication_rows(trace)
+    devices = distinct_values(np.concatenate([trace.work.device, trace.copies.device])).tolist()
+    return {device: _build_one(trace, device, talks, hosts.get(device, _NO_HOST)) for device in devices}
+
+
+def communication_rows(trace: Trace) -> Bools:
+    """Return which kernels are communication, by the category of their name."""
+    return category_rows(trace, frozenset({"communication"}))
+
+
+def category_rows(trace: Trace, categories: Container[str]) -> Bools:
+    """Return which kernels belong to one of the categories, by their names."""
+    is_one = np.zeros(len(trace.names), dtype=np.bool_)
+    names = distinct_values(trace.work.name).tolist()
+    is_one[[i for i in names if categorize(trace.names[i], trace.measure).name in categories]] = True
+    return is_one[trace.work.name]
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """One row per range and GPU that it launched work on; ``member`` is the range's place in what was asked."""
+
+    member: Ints
+    device: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTime]) -> Windows:
+    """Return the windows of the ranges ``members``, one GPU after another."""
+    trace = attribution.trace
+    ranges = trace.ranges
+    tables = ((trace.work, attribution.work), (trace.copies, attribution.copies))
+    extents: dict[int, tuple[Ints, Ints, Ints]] = {}
+    last_of_all = np.full(len(members), -NEVER, dtype=np.int64)
+    for device in times:
+        first = np.full(len(members), NEVER, dtype=np.int64)
+        last = np.full(len(members), -NEVER, dtype=np.int64)
+        for rows, placed in tables:
+            here = rows.device == device
+            begun, ended = placed.extent(
+                members, np.where(here, rows.start_ns, NEVER), np.where(here, rows.end_ns, -NEVER)
+            )
+            first, last = np.minimum(first, begun), np.maximum(last, ended)
+        some = np.flatnonzero(first < NEVER)
+        extents[device] = some, first[some], last[some]
+        np.maximum(last_of_all, last, out=last_of_all)
+    found = []
+    for device, time in times.items():
+        some, first, last = extents[device]
+        opened, closed = ranges.start_ns[members[some]], ranges.end_ns[members[some]]
+        start = np.minimum(first, np.maximum(opened, time.last_end_before(first)))
+        end = np.maximum(closed, last)
+        end = np.maximum(end, np.minimum(last_of_all[some], time.next_start_from(end)))
+        found.append((some, np.full(len(some), device, dtype=np.int64), start, end))
+    if not found:
+        return Windows(*(np.empty(0, dtype=np.int64) for _ in range(4)))
+    return Windows(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+def sum_parts(
+    trace_times: dict[int, GpuTime], group: Ints, device: Ints, start_ns: Ints, end_ns: Ints
+) -> dict[int, GpuParts]:
+    """Return the parts of each group of windows; windows of one group that overlap on a device count once."""
+    found: dict[int, Ints] = {}
+    for number, one in trace_times.items():
+        mine = device == number
+        groups, starts, ends = disjoint_pieces(group[mine], start_ns[mine], end_ns[mine])
+        _add_by_group(found, groups, one.parts_within(starts, ends))
+    return {key: GpuParts(*map(int, total)) for key, total in found.items()}
+
+
+def sum_within(sets: dict[int, Stretches], group: Ints, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
+    """Return how much of each group of windows lies in the set of its device, in ns; see `sum_parts`."""
+    found: dict[int, Ints] = {}
+    for number, one in sets.items():
+        mine = device == number
+        groups, starts, ends = disjoint_pieces(group[mine], start_ns[mine], end_ns[mine])
+        _add_by_group(found, groups, one.within(starts, ends)[:, None])
+    return {key: int(total[0]) for key, total in found.items()}
+
+
+def _add_by_group(found: dict[int, Ints], groups: Ints, values: Ints) -> None:
+    """Add the rows of ``values`` to the sums of their groups; ``groups`` are sorted."""
+    if not len(groups):
+        return
+    first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+    for key, total in zip(groups[first].tolist(), np.add.reduceat(values, first, axis=0), strict=True):
+        found[key] = found[key] + total if key in found else total
+
+
+def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTime:
+    work, copies = trace.work, trace.copies
+    here = work.device == device
+    computing, communicating = (unite(work.start_ns[rows], work.end_ns[rows]) for rows in (here & ~talks, here & talks))
+    moved = copies.device == device
+    copying = unite(copies.start_ns[moved], copies.end_ns[moved])
+    kernels = unite_all([computing, communicating])
+    busy = unite_all([kernels, copying])
+    starts = np.concatenate([work.start_ns[here], copies.start_ns[moved]])
+    order = np.argsort(starts, kind="stable")
+    return GpuTime(
+        busy=busy,
+        computing=computing,
+        exposed_communication=subtract(communicating, computing),
+        exposed_copies=subtract(copying, kernels),
+        launching=subtract(host.launching, busy),
+        synchronising=subtract(host.synchronising, busy),
+        overlapped_communication=intersect(communicating, computing),
+        overlapped_copies=intersect(copying, kernels),
+        starts_ns=starts[order],
+        reach_ns=np.maximum.accumulate(np.concatenate([work.end_ns[here], copies.end_ns[moved]])[order]),
+    )
+
+
+def build_host_times(trace: Trace) -> dict[int, HostTime]:
+    """Return what the host was doing for each device of the trace."""
+    calls = trace.calls
+    threads = threads_by_device(trace)
+    wanted = {thread for some in threads.values() for thread in some}
+    waits = synchronising_calls(trace)
+    rows_of = rows_by_value(calls.thread)
+    each = {
+        thread: _one_thread(calls.start_ns[rows], calls.end_ns[rows], waits[rows])
+        for thread, rows in rows_of.items()
+        if thread in wanted
+    }
+    found = {}
+    for device, some in threads.items():
+        parts = [each[thread] for thread in some if thread in each]
+        launching = unite_all([part.launching for part in parts])
+        synchronising = unite_all([part.synchronising for part in parts])
+        found[device] = HostTime(launching, subtract(synchronising, launching))
+    return found
+
+
+def synchronising_calls(trace: Trace) -> Bools:
+    """Return which CUDA calls wait for the GPU."""
+    waits = np.zeros(len(trace.names), dtype=np.bool_)
+    waits[[i for i in distinct_values(trace.calls.name).tolist() if _SYNCHRONISES.match(trace.names[i])]] = True
+    return waits[trace.calls.name]
+
+
+def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools) -> HostTime:
+    """Return what one thread was doing; its calls are sorted by start."""
+    synchronising = unite(start_ns[waits], end_ns[waits]) if waits.any() else NOTHING
+    calls = unite(start_ns, end_ns)
+    pauses = gaps(calls)
+    short = pauses.end_ns - pauses.start_ns <= LONGEST_PAUSE_NS
+    busy = unite_all([calls, Stretches(pauses.start_ns[short], pauses.end_ns[short])])
+    return HostTime(subtract(busy, synchronising), synchronising)
+
+
+def threads_by_device(trace: Trace) -> dict[int, set[int]]:
+    """Return the threads that launched work or copies on each GPU."""
+    found: dict[int, set[int]] = {}
+    for table in (trace.work, trace.copies):
+        for thread, rows in rows_by_value(table.launch_thread).items():
+            for device in distinct_values(table.device[rows]).tolist():
+                found.setdefault(device, set()).add(thread)
+    return found

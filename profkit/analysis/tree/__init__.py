@@ -1,0 +1,1 @@
+"""The tree of range paths, and the modules in it."""

@@ -1,0 +1,184 @@
+"""The tree of ranges by path, with the work launched under each: the result behind ``profkit ranges``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from profkit.analysis.intervals import union_ns
+from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.analysis.placing.attribution import Attribution, warn_of_placement
+from profkit.analysis.placing.nesting import NO_RANGE
+from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.tree.range_paths import RangeNodes, build_nodes, explain_no_ranges
+from profkit.analysis.tree.selection import outermost
+from profkit.findings import Finding
+from profkit.names import STEP
+from profkit.trace.columns import Ints, empty_ints, rows_by_value
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_PLACES_AT_A_TIME = 2**22
+
+
+@dataclass(frozen=True)
+class RangeRow:
+    """All ranges of one path together.
+
+    ``path`` joins the names of a range and those around it, outermost first; a slash within a name is ``\\/``. Times
+    are in nanoseconds: ``wall_ns`` is Python time, None if the range was never open; ``kernel_time_ns`` and ``busy_ns``
+    (the union per GPU) cover the kernels and graphs launched under it. Work counts in every range that was open when it
+    was launched, as it does for ``--range``.
+    """
+
+    path: str
+    name: str
+    domain: str
+    instances: int
+    wall_ns: int | None
+    kernel_time_ns: int
+    busy_ns: int
+    kernel_count: int
+
+
+@dataclass(frozen=True, repr=False)
+class RangesResult(NotebookResult):
+    """The tree, depth first, siblings by their first start; ``total_ns`` is all kernel time of the capture.
+
+    ``rank`` is the one that was asked for, if any. ``steps`` is in how many measured steps all ranges lie, None if some
+    lie in none.
+    """
+
+    trace: str
+    measure: str
+    total_ns: int
+    ranges: tuple[RangeRow, ...]
+    warnings: tuple[Finding, ...]
+    rank: int | None = None
+    steps: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-ready data."""
+        return asdict(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the tree as a DataFrame, one row a path."""
+        return table_of(self.ranges, RangeRow)
+
+
+def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:
+    """Return the tree of ranges.
+
+    Args:
+        attribution: the trace with its work placed.
+        numbered: keep ``step 0`` and ``step 1`` apart; else both stand under ``step *``, a kind; as a
+            request it selects the same ranges.
+    """
+    trace = attribution.trace
+    nodes = build_nodes(attribution, numbered=numbered)
+    members = np.arange(len(trace.ranges))
+    kernel_time, busy, count = sum_work(attribution, nodes, members)
+    wall = sum_wall(attribution, nodes, members)
+    instances = np.bincount(nodes.of_range, minlength=len(nodes))
+    rows = tuple(
+        RangeRow(
+            at.path,
+            at.name,
+            at.domain,
+            int(instances[at.node]),
+            wall[at.node],
+            *(int(column[at.node]) for column in (kernel_time, busy, count)),
+        )
+        for at in nodes.depth_first()
+    )
+    return RangesResult(
+        trace=trace.path,
+        measure=trace.measure,
+        total_ns=attribution.ledger.total_ns,
+        ranges=rows,
+        warnings=tuple(_warnings(attribution)),
+        steps=_count_steps(attribution),
+    )
+
+
+def _count_steps(attribution: Attribution) -> int | None:
+    """Return how many steps each process made if every range lies in a measured step, else None."""
+    steps = measured_ranges(attribution).get(STEP, empty_ints())
+    top = np.flatnonzero((attribution.parent == NO_RANGE) & ~attribution.is_mirror)
+    if not np.array_equal(np.sort(steps), top):
+        return None
+    counts = {len(mine) for mine in rows_by_value(attribution.trace.ranges.process[steps]).values()}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def sum_work(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return kernel time, busy time and kernel count per node, of the work under its ranges of ``members``."""
+    work = attribution.trace.work
+    kernel_time, busy, count = (np.zeros(len(nodes), dtype=np.int64) for _ in range(3))
+    devices, device = np.unique(work.device, return_inverse=True)
+    for rows, node in work_by_node(attribution, nodes, members):
+        np.add.at(kernel_time, node, work.duration_ns[rows])
+        np.add.at(count, node, 1)
+        groups, unions = union_ns(node * len(devices) + device[rows], work.start_ns[rows], work.end_ns[rows])
+        np.add.at(busy, groups // len(devices), unions)
+    return kernel_time, busy, count
+
+
+def work_by_node(attribution: Attribution, nodes: RangeNodes, members: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Yield rows of work and the nodes that they lie under, by ranges of ``members``; every such pair once.
+
+    Some nodes at a time, so that what is held at once does not grow with the tree.
+
+    Raises:
+        TraceError: the rows lie under more ranges than those of any program.
+    """
+    if not len(attribution.trace.work):
+        return
+    node, placed, count = nodes.of_range[members], attribution.work, 0
+    for level in rows_by_value(nodes.depth[node]).values():
+        for some in _portions(level, node[level], placed.count_places(members[level])):
+            under = placed.under(members[some], node[some])
+            count += len(under.rows)
+            placed.refuse_many(count)
+            yield under.rows, node[some][under.member]
+
+
+def _portions(rows: Ints, node: Ints, size: Ints) -> list[Ints]:
+    """Return the rows in portions of whole nodes, each of about `_PLACES_AT_A_TIME`."""
+    if size.sum() <= _PLACES_AT_A_TIME:
+        return [rows]
+    order = np.argsort(node, kind="stable")
+    is_first = np.concatenate([[True], np.diff(node[order]) != 0])
+    first = np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+    portion = (np.cumsum(size[order]) // _PLACES_AT_A_TIME)[first]
+    return np.split(rows[order], np.flatnonzero(np.diff(portion)) + 1)
+
+
+def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> list[int | None]:
+    """Return per node how long its ranges of ``members`` were open, one within another of its node counted once.
+
+    None of a node whose ranges all stand in replayed CUDA graphs, where no Python runs.
+    """
+    ranges = attribution.trace.ranges
+    wall = np.zeros(len(nodes), dtype=np.int64)
+    top = outermost(ranges, members, nodes.of_range[members])
+    real = top[ranges.was_open[top]]
+    np.add.at(wall, nodes.of_range[real], ranges.end_ns[real] - ranges.start_ns[real])
+    has_any, has_real = (np.bincount(nodes.of_range[rows], minlength=len(nodes)) > 0 for rows in (top, real))
+    return [
+        ns if is_known else None for ns, is_known in zip(wall.tolist(), (has_real | ~has_any).tolist(), strict=True)
+    ]
+
+
+def _warnings(attribution: Attribution) -> list[Finding]:
+    trace = attribution.trace
+    found = []
+    if not len(trace.ranges):
+        found.append(Finding("no-ranges", explain_no_ranges(trace)))
+    if not len(trace.work):
+        found.append(Finding("no-kernels", "no GPU kernels were recorded; Python times are all there is to show"))
+    return found + warn_of_placement(attribution)

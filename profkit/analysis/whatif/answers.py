@@ -1,0 +1,330 @@
+"""What other settings of the allocator, or an edited program, would need: predicted peaks, and how sure they are.
+
+The simulator (`profkit.allocator.simulate`) is believed only where it is proven on the recording itself: with the
+recorded settings it must choose every recorded address. If it does not, only what holds for any allocator is returned:
+the requested peak, and that no peak is lower than the requests, rounded.
+
+The requested peak is exact. The allocated and reserved peaks are exact where no choice hangs on the base address of a
+segment that CUDA need not choose again; else they are a range over several draws of these addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from profkit.allocator.history import History
+from profkit.allocator.predict import Prediction, Range, predict
+from profkit.allocator.requests import Requests, highest_sum, requests_of
+from profkit.allocator.rules import round_sizes, segment_size_bytes
+from profkit.allocator.settings import format_settings, list_variants, parse_settings
+from profkit.allocator.simulate import Identity, Simulation, check_identity
+from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.owners import find_capacity
+from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.analysis.whatif.apply import apply_edits
+from profkit.analysis.whatif.ladder import find_fitting
+from profkit.analysis.whatif.outcome import Cost, EditedPeak, take_apart
+from profkit.analysis.whatif.stream import Program, with_failed_request
+from profkit.errors import SnapshotError, UsageError
+from profkit.snapshot.columns import Ints, Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_LARGEST_REQUEST_BYTES = 2**46
+_CURVE_PARTS = 1_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """The peaks of one device under some settings, in bytes; None where they cannot be predicted."""
+
+    allocator: str
+    """The settings as torch writes them; empty for the defaults."""
+    edits: tuple[str, ...]
+    requested_peak_bytes: int
+    allocated_peak_bytes: int | None
+    reserved_peak_bytes: int | None
+    exact: bool
+    allocated_range_bytes: Range
+    reserved_range_bytes: Range
+    phase: str | None
+    """In which the allocated memory is at its peak."""
+    fits: bool | None
+    unused_bytes: int | None
+    """Reserved but not allocated at the allocated peak."""
+    failed_request_bytes: int | None
+    """Where it does not fit: the request that fails."""
+
+
+@dataclass(frozen=True, eq=False)
+class CaseCurve:
+    """The memory of a case over the recorded events: the highest bytes in each of up to 1,000 equal parts."""
+
+    case: Case
+    allocated: Ints
+    reserved: Ints
+
+
+CapacitySource = Literal["asked", "seen", "gpu"]
+"""Where a capacity comes from: it was asked for; it is the most that CUDA could give, where the recorded allocator
+lacked memory; or it is the memory of the recorded GPU."""
+
+
+@dataclass(frozen=True, repr=False)
+class WhatIf(NotebookResult):
+    """What ``profkit whatif`` shows: today's case first."""
+
+    snapshot: str
+    device: int
+    identity: Identity
+    capacity_bytes: int | None
+    """What PyTorch may reserve."""
+    capacity_from: CapacitySource | None
+    history_is_complete: bool
+    cases: tuple[Case, ...]
+    edited: EditedPeak | None = None
+    """What the edited program's peak is made of."""
+    search: bool | None = None
+    """Of a search for edits that fit, whether it found some; else None."""
+    curves: tuple[CaseCurve, ...] = ()
+    """Of the cases that are predicted, today's first."""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per case, today's first."""
+        return table_of(self.cases, Case)
+
+
+@dataclass(frozen=True)
+class Edits:
+    """How a program is edited: ``texts`` as on the command line, or whatever fits.
+
+    ``others`` are runs with another batch or sequence; ``cost`` says how long ranges of the forward pass take.
+    """
+
+    texts: tuple[str, ...] = ()
+    others: tuple[DeviceMemory, ...] = ()
+    cost: Cost | None = None
+    searches: bool = False
+
+
+def what_if(
+    memory: DeviceMemory,
+    snapshot: str,
+    *,
+    allocators: Sequence[str] = (),
+    capacity_bytes: int | None = None,
+    edits: Edits | None = None,
+) -> WhatIf:
+    """Return the peaks of one device today, and under other settings of the allocator or after edits of the program.
+
+    Args:
+        snapshot: its path, for the result.
+        allocators: settings as torch writes them; by default those that are worth a try, with edits today's.
+        capacity_bytes: what PyTorch may reserve; by default what the recording shows (`CapacitySource`).
+        edits: what to change in the program.
+
+    Raises:
+        UsageError: torch would refuse a setting, or an edit cannot be modelled.
+        SnapshotError: no history was recorded, or a request is larger than any GPU.
+    """
+    history = memory.history
+    variants = [parse_settings(text) for text in allocators]
+    requests = read_requests(history, snapshot)
+    identity = check_identity(history, requests)
+    capacity, source = _find_capacity(memory, requests, capacity_bytes)
+    today = _today(memory, requests, capacity, is_proven=identity.exact)
+    if edits is None:
+        variants = variants or list_variants(history.settings)
+        if not capacity:
+            variants = [one for one in variants if allocators or not one.garbage_collection_threshold]
+        asked = with_failed_request(memory, requests)
+        cases, simulations = _cases(memory, asked, variants, capacity=capacity, is_proven=identity.exact)
+        edited = found = None
+    else:
+        variants = variants or [history.settings]
+        cases, simulations, edited, found = _edited_cases(
+            memory, edits, variants, today, capacity=capacity, is_proven=identity.exact
+        )
+    return WhatIf(
+        snapshot=snapshot,
+        device=memory.device.index,
+        identity=identity,
+        capacity_bytes=capacity,
+        capacity_from=source,
+        history_is_complete=history.is_complete,
+        cases=(today, *cases),
+        edited=edited,
+        search=found,
+        curves=(_curve_of_today(today, history), *map(_curve_of, cases, simulations)),
+    )
+
+
+def _find_capacity(
+    memory: DeviceMemory, requests: Requests, asked: int | None
+) -> tuple[int | None, CapacitySource | None]:
+    if asked:
+        return asked, "asked"
+    reserved, events = memory.history.curves.reserved, memory.device.events
+    seen = [int(reserved.max())] if any(not release.by_program for release in requests.releases) else []
+    for position, size in requests.failures:
+        device_free = int(events.address[int(position)])
+        if device_free >= segment_size_bytes(size):
+            return None, None  # the process has a limit of its own, which nothing tells
+        seen.append(max(int(reserved.max()), int(reserved[int(position) + 1]) + device_free))
+    if seen:
+        return max(seen), "seen"
+    recorded = find_capacity(memory.recorded, memory.device.index)
+    return recorded, "gpu" if recorded else None
+
+
+def _curve_of(case: Case, one: Simulation) -> CaseCurve:
+    ends = np.linspace(0, one.event_count, min(_CURVE_PARTS, one.event_count) + 1)
+    at = np.searchsorted(one.positions, ends, "right")
+    return CaseCurve(case, _highest(one.allocated, at), _highest(one.reserved, at))
+
+
+def _curve_of_today(case: Case, history: History) -> CaseCurve:
+    count = len(history.device.events)
+    at = np.linspace(1, count + 1, min(_CURVE_PARTS, count) + 1).astype(np.int64)
+    return CaseCurve(case, _highest(history.curves.allocated, at), _highest(history.curves.reserved, at))
+
+
+def _highest(curve: Ints, at: Ints) -> Ints:
+    """Return the highest value of a curve in each part; it begins with the last value of the part before."""
+    return np.array([curve[begin - 1 : end].max() for begin, end in pairwise(at.tolist())], dtype=np.int64)
+
+
+def _edited_cases(
+    memory: DeviceMemory,
+    edits: Edits,
+    variants: list[Settings],
+    today: Case,
+    *,
+    capacity: int | None,
+    is_proven: bool,
+) -> tuple[list[Case], list[Simulation], EditedPeak | None, bool | None]:
+    """Return the cases of an edited program, their simulations, what its peak is made of, and what a search found."""
+    program, texts, found = Program(memory), edits.texts, None
+    if edits.searches:
+        if capacity is None or not is_proven:
+            raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
+        if today.fits and not len(with_failed_request(memory, program.recorded().requests)) > len(program.replay):
+            return [], [], None, True
+        rung, found = find_fitting(program, memory.history.settings, capacity, edits.cost)
+        texts, variants = rung.edits, [rung.settings]
+    stream, applied = apply_edits(program, texts, [Program(other) for other in edits.others])
+    requests = with_failed_request(memory, stream.requests)
+    cases, simulations = _cases(memory, requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
+    if any(edit.unknown for edit in applied):
+        cases = [replace(case, exact=False) for case in cases]
+    first = simulations[0] if simulations else None
+    return cases, simulations, take_apart(program, stream, applied, first, edits.cost), found
+
+
+def _cases(
+    memory: DeviceMemory,
+    requests: Requests,
+    variants: list[Settings],
+    edits: tuple[str, ...] = (),
+    *,
+    capacity: int | None,
+    is_proven: bool,
+) -> tuple[list[Case], list[Simulation]]:
+    """Return the case of each of some settings, and the simulations; none where these are not believed."""
+    if not is_proven:
+        return [_bounded(requests, settings, edits) for settings in variants], []
+    found = [predict(requests, settings, capacity) for settings in variants]
+    cases = [
+        build_case(memory, prediction, settings, edits) for prediction, settings in zip(found, variants, strict=True)
+    ]
+    return cases, [prediction.simulation for prediction in found]
+
+
+def read_requests(history: History, snapshot: str) -> Requests:
+    """Return the request stream of a device.
+
+    Raises:
+        SnapshotError: no history was recorded, or a request is larger than any GPU.
+    """
+    if not len(history.device.events):
+        raise SnapshotError(f"{snapshot}: no history was recorded, so there is nothing to simulate")
+    requests = requests_of(history)
+    if requests.requested_bytes.max(initial=0) > _LARGEST_REQUEST_BYTES:
+        raise SnapshotError(f"{snapshot}: a request for more memory than any GPU has; nothing is simulated")
+    return requests
+
+
+def build_case(memory: DeviceMemory, prediction: Prediction, settings: Settings, edits: tuple[str, ...] = ()) -> Case:
+    """Return the figures of a prediction."""
+    one = prediction.simulation
+    peak = int(one.allocated.argmax())
+    failed = prediction.failed
+    return Case(
+        allocator=format_settings(settings),
+        edits=edits,
+        requested_peak_bytes=one.requested_peak_bytes,
+        allocated_peak_bytes=one.allocated_peak_bytes,
+        reserved_peak_bytes=one.reserved_peak_bytes,
+        exact=prediction.exact,
+        allocated_range_bytes=prediction.allocated_range_bytes,
+        reserved_range_bytes=prediction.reserved_range_bytes,
+        phase=memory.timeline.phase_at(min(int(one.peak_position), len(memory.device.events) - 1)),
+        fits=prediction.fits,
+        unused_bytes=int(one.reserved[peak] - one.allocated[peak]),
+        failed_request_bytes=None if failed is None else failed.requested_bytes,
+    )
+
+
+def _today(memory: DeviceMemory, requests: Requests, capacity: int | None, *, is_proven: bool) -> Case:
+    """Return the recorded case, as the replay proves it; whether it survives in less memory is simulated."""
+    history = memory.history
+    curves, bounds = history.curves, history.bounds
+    allocated, reserved = history.allocated_peak_bytes, int(curves.reserved.max())
+    moment = history.peak_moment
+    fits, failed = True if capacity is not None and reserved <= capacity else None, None
+    if capacity is not None and not fits and is_proven:
+        limited = predict(requests, history.settings, capacity)
+        fits, failed = limited.fits, limited.failed
+    failed_bytes = None if failed is None else failed.requested_bytes
+    if len(with_failed_request(memory, requests)) > len(requests):
+        fits, failed_bytes = False, requests.failures[-1][1]
+    return Case(
+        allocator=format_settings(history.settings),
+        edits=(),
+        requested_peak_bytes=int(curves.requested.max()),
+        allocated_peak_bytes=allocated,
+        reserved_peak_bytes=reserved,
+        exact=bounds is None,
+        allocated_range_bytes=bounds or (allocated, allocated),
+        reserved_range_bytes=(reserved, reserved),
+        phase=memory.timeline.phase_at(moment - 1),
+        fits=fits,
+        unused_bytes=int(curves.reserved[moment]) - allocated,
+        failed_request_bytes=failed_bytes,
+    )
+
+
+def _bounded(requests: Requests, settings: Settings, edits: tuple[str, ...]) -> Case:
+    """Return what holds for any allocator with these settings: no peak is lower than the requests, rounded."""
+    rounded = round_sizes(requests.requested_bytes, settings)
+    low = highest_sum(requests, rounded, requests.freed)
+    return Case(
+        allocator=format_settings(settings),
+        edits=edits,
+        requested_peak_bytes=highest_sum(requests, requests.requested_bytes, requests.completed),
+        allocated_peak_bytes=None,
+        reserved_peak_bytes=None,
+        exact=False,
+        allocated_range_bytes=(low, None),
+        reserved_range_bytes=(low, None),
+        phase=None,
+        fits=None,
+        unused_bytes=None,
+        failed_request_bytes=None,
+    )

@@ -1,0 +1,296 @@
+"""Checkpointing of modules, or of other ranges: keep a call's inputs alone, and compute the rest again for backward.
+
+A call is a range of the forward pass. What was allocated in it belongs to one of these:
+
+- freed within the call, or later in the forward pass: stays as recorded;
+- kept for the call's own backward pass: freed once the operation after it has run (autocast's copies of parameters,
+  which its cache holds, when the forward pass ends). It is allocated again where that backward pass begins, and freed
+  as recorded;
+- kept for others (the call's output, which the next layer keeps as its input): stays as recorded.
+
+Nothing records which call a free in the backward pass belongs to. But backward runs in the reverse order: whatever was
+allocated after the call ended is freed in the backward pass of what followed the call. After the last of those frees
+the call's own backward pass begins, with the first allocation in its module, or else with the first one after the free
+of its output, which the next call keeps. What the call allocated and that is freed later was kept for it.
+
+What is computed again allocates what the call did, in the same order, up to the last tensor that is kept: there torch
+stops (torch/utils/checkpoint.py, early stop).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+import numpy as np
+
+from profkit.allocator.requests import Floats
+from profkit.analysis.whatif.change import CannotModelError, Change
+from profkit.analysis.whatif.stream import Bools, Program, Stream
+from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
+from profkit.snapshot.columns import Ints
+
+_FORM = re.compile(r"(?P<glob>.+?)(:(?P<how>every|group)=(?P<number>\d{1,6}))?(?P<reentrant>:reentrant)?$")
+_NO_FORWARD = (BACKWARD, OPTIMIZER, INFERENCE)
+_SHOWN_KINDS = 8
+_USED_BY = 2
+"""What is not kept is freed before the second allocation after it: the first one is of the operation that reads it."""
+
+_TINY = 256
+"""An output is not so much smaller than the largest allocation that outlives its call."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A range, or a module's call, in a forward pass, as moments, and the backward pass that follows it."""
+
+    name: str
+    begin: int
+    end: int
+    backward_begin: int
+    backward_end: int
+
+
+def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
+    """Checkpoint the ranges or modules that match ``GLOB``.
+
+    Of ``GLOB:every=K`` only every K-th, from the first on; of ``GLOB:group=K`` K that follow one another share one
+    checkpoint. With ``:reentrant`` at the end it is torch's ``use_reentrant=True``: all of a call runs again, and its
+    output and the gradient of that are held until its backward pass ends.
+    """
+    match = _FORM.fullmatch(text)
+    number = int(match["number"] or 1) if match else 0
+    if match is None or not number:
+        raise CannotModelError("write checkpoint:GLOB, checkpoint:GLOB:every=2 or checkpoint:GLOB:group=2")
+    glob = match["glob"]
+    calls = find_calls(program, glob)
+    names = list(dict.fromkeys(call.name for call in calls))
+    if not calls:
+        kinds = list(dict.fromkeys(map(kind_of, forward_ranges(program))))
+        known = f"; ranges are {', '.join(kinds[:_SHOWN_KINDS])} …" if kinds else ": the snapshot has no ranges"
+        raise CannotModelError(f"nothing in a forward pass before a backward pass matches {glob!r}{known}")
+    again = _recomputed(program)
+    chosen = [name for name in (names[::number] if match["how"] == "every" else names) if name not in again]
+    if not chosen:
+        raise CannotModelError(f"what matches {glob!r} is checkpointed already")
+    calls = [call for call in calls if call.name in chosen]
+    if match["how"] == "group":
+        calls = list(_joined(calls, number))
+    stream, count = _checkpoint(program, stream, calls, is_reentrant=match["reentrant"] is not None)
+    if not count:
+        raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it compiled?")
+    unknown = (
+        "when a checkpointed call frees what it no longer keeps: taken as after the allocation that follows it",
+        *([] if match["reentrant"] else ["use_reentrant=True needs each call's output once more: add :reentrant"]),
+    )
+    return Change(stream, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, tuple(chosen))
+
+
+def find_calls(program: Program, glob: str) -> list[Call]:
+    """Return the calls of a forward pass that match and are followed by a backward pass, in order.
+
+    Those within others that match are left out. A glob may leave out the first parts of a module's name: ``h.*``
+    matches ``transformer.h.0``. Ranges are looked at first, then the modules that made allocations.
+    """
+    passes = program.backward_passes
+    starts = [begin for begin, _ in passes]
+    calls: list[Call] = []
+    for name, begin, end in _outermost_ranges(program, glob) or _module_calls(program, glob):
+        following = int(np.searchsorted(starts, end))
+        if begin < end and following < len(passes):
+            calls.append(Call(name, begin, end, *passes[following]))
+    return calls
+
+
+def _recomputed(program: Program) -> set[str]:
+    """Return the ranges and modules that were computed again in a recorded backward pass."""
+    timeline = program.memory.timeline
+    found = set()
+    for row in range(program.replay.start_count, len(program.replay)):
+        if program.phases[row] == RECOMPUTE:
+            for name, _ in program.memory.running_place_of(row).modules:
+                parts = name.removeprefix(f"{MODEL}/").split(".")
+                found |= {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+    spans = [(one.start_us, one.end_us) for one in timeline.recomputations]
+    starts = [start for start, _ in spans]
+    for one in program.memory.device.annotations:
+        at = bisect_right(starts, one.start_us) - 1
+        if at >= 0 and one.start_us <= spans[at][1]:
+            found.add(one.name)
+    return found
+
+
+def forward_ranges(program: Program) -> list[str]:
+    """Return the names of the forward passes' ranges, as they first began."""
+    return list(dict.fromkeys(name for name, _, _ in _ranges(program)))
+
+
+def _joined(calls: list[Call], number: int) -> Iterator[Call]:
+    """Yield each ``number`` of calls before one backward pass as one."""
+    for _, some in groupby(calls, lambda call: call.backward_begin):
+        together = list(some)
+        for at in range(0, len(together), number):
+            yield replace(together[min(at + number, len(together)) - 1], begin=together[at].begin)
+
+
+def _matches(name: str, glob: str) -> bool:
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def _outermost_ranges(program: Program, glob: str) -> list[tuple[str, int, int]]:
+    found, end = [], -1
+    for name, start_us, end_us in _ranges(program):
+        if start_us >= end and _matches(name, glob):
+            end = end_us
+            begin = int(np.searchsorted(program.memory.timeline.times_us, start_us, "left"))
+            found.append((name, begin, program.memory.timeline.moment_at(end_us)))
+    return found
+
+
+def _ranges(program: Program) -> Iterator[tuple[str, int, int]]:
+    """Yield the ranges of the forward passes by their beginning, the outer before the inner ones, in microseconds."""
+    timeline = program.memory.timeline
+    others = [phase for phase in timeline.phases if phase.name in _NO_FORWARD] + list(timeline.recomputations)
+    others.sort(key=lambda one: one.start_us)
+    starts = np.array([phase.start_us for phase in others], dtype=np.int64)
+    ends = np.maximum.accumulate(np.array([phase.end_us for phase in others], dtype=np.int64))
+    closed = [(one.start_us, -one.end_us, one.name) for one in program.memory.device.annotations if one.end_us]
+    for start_us, end_us, name in sorted(closed):
+        at = int(np.searchsorted(starts, start_us, "right")) - 1
+        if (at < 0 or start_us >= ends[at]) and name not in (*PHASES, RECOMPUTE):
+            yield name, start_us, -end_us
+
+
+def _module_calls(program: Program, glob: str) -> list[tuple[str, int, int]]:
+    """Return stretches of forward passes in which all allocations are of one module that matches, or of modules in it.
+
+    A module that several others share has the name that it has in the first of them. What it allocated between
+    allocations of another one belongs to that.
+    """
+    starts = [begin for begin, _ in program.backward_passes]
+    made = []
+    for row in range(program.replay.start_count, len(program.replay)):
+        if program.phases[row] not in (*_NO_FORWARD, RECOMPUTE):
+            modules = program.memory.running_place_of(row).modules
+            birth = int(program.replay.birth[row])
+            made.append((modules[0][0].removeprefix(f"{MODEL}/") if modules else "", birth))
+    runs = [(name, [birth for _, birth in some]) for name, some in groupby(made, lambda one: one[0])]
+    units = [_unit_of(name, glob) for name, _ in runs]
+    for at in range(1, len(runs) - 1):
+        if units[at] is not None and units[at - 1] == units[at + 1] is not None:
+            units[at] = units[at - 1]
+    placed = [(unit, birth) for unit, (_, births) in zip(units, runs, strict=True) for birth in births]
+    stretches = [
+        (unit, [birth for _, birth in some])
+        for (unit, _), some in groupby(placed, lambda one: (one[0], int(np.searchsorted(starts, one[1]))))
+    ]
+    ends = [births[0] for _, births in stretches[1:]] + [program.replay.event_count]
+    found = []
+    for (unit, births), end in zip(stretches, ends, strict=True):
+        following = int(np.searchsorted(starts, births[-1]))
+        if unit is not None and following < len(starts):
+            found.append((unit, births[0], min(end, starts[following])))
+    return found
+
+
+def _unit_of(module: str, glob: str) -> str | None:
+    """Return the outermost module around ``module``, or itself, that matches."""
+    parts = module.split(".")
+    names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return next((name for name in names if _matches(name, glob)), None)
+
+
+def _checkpoint(program: Program, stream: Stream, calls: list[Call], *, is_reentrant: bool) -> tuple[Stream, int]:
+    """Return the stream with calls checkpointed, and how many of them keep anything for their backward pass.
+
+    The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
+    """
+    at = np.flatnonzero(stream.is_recorded)  # in the order of their births
+    born, freed, sizes = stream.requests.born[at], stream.requests.freed[at], stream.requests.requested_bytes[at]
+    stays = program.is_category("autocast copies")[stream.source[at]]
+    by_free = np.argsort(freed, kind="stable")
+    new_freed = freed.copy()
+    copies: list[tuple[Ints, Floats, Floats]] = []
+    for call in calls:
+        first, end, backward = np.searchsorted(born, [call.begin, call.end, call.backward_begin]).tolist()
+        inside = np.arange(first, end)
+        later = freed[end:backward]
+        others_end = later[(later >= call.backward_begin) & (later < call.backward_end)].max(
+            initial=call.backward_begin
+        )
+        own = int(np.searchsorted(born, others_end, "right"))
+        output = _output_of(sizes, freed, inside, call)
+        if len(output):
+            last = int(np.searchsorted(born, max(freed[output[0]], others_end), "right"))
+            until_then = zip(range(own, last), stream.source[at[own:last]].tolist(), strict=True)
+            own = next((one for one, row in until_then if _is_made_in(program, row, call.name)), last)
+        if own == len(born):
+            continue
+        kept = inside[(freed[inside] > born[own]) & (freed[inside] < call.backward_end)]
+        if not len(kept):
+            continue
+        used = np.minimum(born[np.minimum(kept + _USED_BY, len(born) - 1)], call.end)
+        new_freed[kept] = np.where(stays[kept], call.backward_begin, used) - 0.5
+        new_freed[np.intersect1d(output, kept)] = others_end
+        new_freed[_inputs_of(born, freed, by_free, call, end)] = freed[kept].max()
+        again = inside if is_reentrant else inside[: int(kept[-1]) - first + 1]
+        births, frees = _compute_again(born[again], freed[again], call, born[own], np.isin(again, kept))
+        if is_reentrant:
+            # The node of the call holds what it computed again and the gradient that it was given until it is done.
+            result, own_end = output if len(output) else inside[-1:], freed[kept].max()
+            frees[np.isin(again, result)] = own_end
+            made = np.arange(backward, own)
+            is_given = (freed[made] > born[own]) & (freed[made] < own_end) & (sizes[made] == sizes[result].max())
+            new_freed[made[is_given][-1:]] = own_end
+        copies.append((at[again], births, frees))
+    if not copies:
+        return stream, 0
+    of, births, frees = (np.concatenate(column) for column in zip(*copies, strict=True))
+    is_changed = np.zeros(len(stream), dtype=np.bool_)
+    is_changed[at[new_freed != freed]] = True
+    edited = stream.freed_at(is_changed, new_freed[new_freed != freed])
+    return edited.with_copies(of, stream.requests.requested_bytes[of], births, frees), len(copies)
+
+
+def _is_made_in(program: Program, row: int, module: str) -> bool:
+    """Return whether an allocation was made in a module's own backward pass, as far as the snapshot says."""
+    names = (name.removeprefix(f"{MODEL}/") for name, _ in program.memory.running_place_of(row).modules)
+    return any(name == module or name.startswith(f"{module}.") for name in names)
+
+
+def _compute_again(born: Floats, freed: Floats, call: Call, begins: float, is_kept: Bools) -> tuple[Floats, Floats]:
+    """Return when a call's allocations are made and freed in its backward pass, which ``begins`` with an allocation.
+
+    Between the event before that and itself the call runs again, in the recorded order. What it does not keep is freed
+    at the latest when it stops.
+    """
+    low, size = begins - 1, call.end - call.begin + 2
+    births = low + (born - call.begin + 1) / size
+    frees = np.minimum(low + (freed - call.begin + 1) / size, np.nextafter(births[-1], begins))
+    return births, np.where(is_kept, freed, frees)
+
+
+def _output_of(sizes: Ints, freed: Floats, inside: Ints, call: Call) -> Ints:
+    """Return which of the requests ``inside`` a call is its output, if one is kept for backward; else none.
+
+    The output is the last that the call allocated. If that is given back in the forward pass, nothing keeps it. Else
+    backward needs the output before all else that the call kept. (A call that writes its output into memory that it
+    allocated earlier ends with another allocation.) Statistics and masks, which are tiny, are no output.
+    """
+    alive = inside[freed[inside] >= call.end]
+    large = alive[sizes[alive] * _TINY >= sizes[alive].max(initial=0)]
+    if not len(large) or freed[large[-1]] < call.backward_begin:
+        return np.array([], dtype=np.int64)
+    return np.array([large[freed[large].argmin()]], dtype=np.int64)
+
+
+def _inputs_of(born: Floats, freed: Floats, by_free: Ints, call: Call, end: int) -> Ints:
+    """Return what the call was given and its caller then dropped: freed before the next allocation, or in the call."""
+    following = born[end] if end < len(born) else np.inf
+    low, high = np.searchsorted(freed, [call.begin, min(following, call.backward_begin)], sorter=by_free).tolist()
+    dropped = by_free[low:high]
+    return dropped[born[dropped] < call.begin]

@@ -1,0 +1,259 @@
+"""Edits of tensors that the run recorded: parameters, gradients and the optimizer's state. Their sizes are exact.
+
+The optimizers are torch's own and bitsandbytes' AdamW8bit. Of these only torch's ``foreach`` variant, its default,
+makes temporaries of the size of the parameters; the others update the tensors in place.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from profkit.allocator.requests import Floats
+from profkit.analysis.memory.stacks import format_frame
+from profkit.analysis.whatif.change import CannotModelError, Change
+from profkit.analysis.whatif.stream import Bools, Program, Stream
+from profkit.names import BACKWARD, OPTIMIZER
+from profkit.snapshot.columns import Ints
+
+_HALF = 2
+_WHOLE = 4
+
+# bitsandbytes/optim/optimizer.py: a moment of fewer elements stays in 32 bits; each block of 256 has an fp32 maximum;
+# two tables of 256 floats serve all tensors.
+_LEAST_8BIT_ELEMENTS = 4096
+_BLOCK_ELEMENTS = 256
+_TABLES, _TABLE_BYTES = 2, 1024
+
+_FUSED_STEP_BYTES = 4
+_LARGEST_SCALAR_BYTES = 8
+
+_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
+
+
+def edit_optimizer(program: Program, stream: Stream, kind: str) -> Change:
+    """Replace the optimizer by none, or by one of `_OPTIMIZERS`; ``offload`` moves it to the host."""
+    if kind not in _OPTIMIZERS:
+        raise CannotModelError(f"no optimizer {kind!r}; it is one of {', '.join(_OPTIMIZERS)}")
+    is_state, is_temporary = stream.of(program.is_role("optimizer_state")), stream.of(program.is_optimizer_temporary)
+    if not is_state.any():
+        raise _unknown(program, "optimizer state")
+    temporaries = int(np.count_nonzero(is_temporary))
+    removed = f"{temporaries:,} temporaries of its steps removed"
+    if kind in ("none", "sgd", "offload"):
+        return Change(stream.without(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: known state and {removed}")
+    names = {_state_name(program, row) for row in stream.source[is_state].tolist()}
+    if not names <= _ADAM:
+        raise CannotModelError(f"the recorded optimizer keeps {', '.join(sorted(names - _ADAM))}, which Adam does not")
+    if kind == "sgd-momentum":  # one buffer of the parameter's size, made in the first step
+        names_of = [_state_name(program, row) for row in stream.source[is_state].tolist()]
+        is_state[np.flatnonzero(is_state)] = [name != "exp_avg" for name in names_of]
+        return Change(stream.without(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: one known moment kept; {removed}")
+    if kind == "adamw-fused":
+        return _fuse(program, stream, is_state, is_temporary)
+    return _make_8bit(program, stream, is_state, is_temporary)
+
+
+_OPTIMIZERS = {
+    "none": "no optimizer runs",
+    "sgd": "SGD without momentum and weight decay",
+    "sgd-momentum": "SGD with momentum",
+    "adamw-8bit": "bitsandbytes' AdamW8bit",
+    "adamw-fused": "torch's AdamW(fused=True)",
+    "offload": "the optimizer and its state are on the host",
+}
+
+
+def _fuse(program: Program, stream: Stream, is_state: Bools, is_temporary: Bools) -> Change:
+    """Remove the temporaries; the fused step keeps its counters on the GPU, one for each parameter."""
+    first = [
+        at for at in np.flatnonzero(is_state).tolist() if _state_name(program, int(stream.source[at])) == "exp_avg"
+    ]
+    has_counters = any(_state_name(program, row) == "step" for row in stream.source[is_state].tolist())
+    if has_counters and not is_temporary.any():
+        raise CannotModelError("the recorded optimizer makes no temporaries: it is fused already")
+    count = int(np.count_nonzero(is_temporary))
+    if not has_counters:
+        of = np.array(first, dtype=np.int64)
+        sizes = np.full(len(of), _FUSED_STEP_BYTES, dtype=np.int64)
+        requests = stream.requests
+        stream = stream.with_copies(of, sizes, requests.born[of] - 0.5, requests.freed[of])
+        is_temporary = np.append(is_temporary, np.zeros(len(of), dtype=np.bool_))
+    text = f"{_OPTIMIZERS['adamw-fused']}: {count:,} temporaries of its steps removed, known state as recorded"
+    return Change(stream.without(is_temporary), text)
+
+
+def _make_8bit(program: Program, stream: Stream, is_state: Bools, is_temporary: Bools) -> Change:
+    """Store each large moment in one byte an element, with the maximum of each block in a tensor of its own."""
+    where = np.flatnonzero(is_state)
+    sizes, maxima, gone = [], [], is_temporary.copy()
+    for at in where.tolist():
+        row, size = int(stream.source[at]), int(stream.requests.requested_bytes[at])
+        elements = size // (program.element_bytes(row) or _WHOLE)
+        is_large = elements >= _LEAST_8BIT_ELEMENTS
+        gone[at] |= size <= _LARGEST_SCALAR_BYTES and _state_name(program, row) == "step"
+        sizes.append(elements if is_large else elements * _WHOLE)
+        maxima.append(-(-elements // _BLOCK_ELEMENTS) * _WHOLE if is_large else 0)
+    extra = np.array(maxima, dtype=np.int64)
+    of = np.concatenate([where[extra > 0], np.full(_TABLES, where[0])])
+    more = np.concatenate([extra[extra > 0], np.full(_TABLES, _TABLE_BYTES)])
+    requests = stream.requests
+    edited = stream.resized(is_state, np.array(sizes, dtype=np.int64))
+    edited = edited.with_copies(of, more, requests.born[of] + 0.5, requests.freed[of])
+    edited = edited.without(np.append(gone, np.zeros(len(of), dtype=np.bool_)))
+    text = f"{_OPTIMIZERS['adamw-8bit']}: known state in 8 bits with a maximum for each 256 elements; no temporaries"
+    return Change(edited, text, _unsure_of_elements(program, stream.source[where]))
+
+
+def edit_gradients(program: Program, stream: Stream, kind: str) -> Change:
+    """Store gradients in bf16, or move each to the host as soon as the next one has been made."""
+    where = stream.of(program.is_role("gradient"))
+    if not where.any():
+        raise _unknown(program, "gradients")
+    if kind == "bf16":
+        stream = _halve(program, stream, where, "gradients")
+        unknown = ("what backward makes before it adds to a gradient is taken as recorded",)
+        return Change(
+            stream, "known gradients in bf16", (*unknown, *_unsure_of_elements(program, stream.source[where]))
+        )
+    if kind != "offload":
+        raise CannotModelError(f"no kind of gradients {kind!r}; it is bf16 or offload")
+    at = np.flatnonzero(where)
+    at = at[np.argsort(stream.requests.born[at], kind="stable")]
+    born = stream.requests.born[at]
+    ends = np.array([end for _, end in program.backward_passes] or [0], dtype=np.float64)
+    inside = np.minimum(np.searchsorted(ends, born), len(ends) - 1)
+    end = np.where(ends[inside] > born, ends[inside], stream.requests.event_count)
+    following = np.append(born[1:], np.inf)
+    freed = np.minimum(stream.requests.freed[at], np.minimum(following, end))
+    positions = np.zeros(len(stream))
+    positions[at] = freed
+    return Change(
+        stream.freed_at(where, positions[where]),
+        "each known gradient leaves the GPU when the next one has been made",
+        ("the copies' speed: slow ones hold several gradients at a time",),
+    )
+
+
+def edit_parameters(program: Program, stream: Stream, kind: str) -> Change:
+    """Store parameters in bf16, as ``model.bfloat16()``: their gradients and the optimizer's state become bf16 too."""
+    if kind != "bf16":
+        raise CannotModelError(f"no kind of parameters {kind!r}; it is bf16")
+    where = stream.of(program.is_role("parameter"))
+    if not where.any():
+        raise _unknown(program, "parameters")
+    stream = _halve(program, stream, where, "parameters")
+    follows = stream.of(program.is_role("gradient") | program.is_role("optimizer_state"))
+    stream = _halve(program, stream, follows, "gradients", may_change_nothing=True)
+    rows = stream.source[stream.of(program.is_role("parameter"))]
+    is_copy = stream.of(program.is_category("autocast copies"))
+    if is_copy.any():
+        text = "known parameters, gradients and optimizer state in bf16, without autocast's copies of parameters"
+        unknown = "activations and temporaries that autocast left in fp32 are taken as recorded"
+        return Change(stream.without(is_copy), text, (unknown, *_unsure_of_elements(program, rows)))
+    others = stream.of(program.is_category("activations", "temporaries"))
+    others &= ~(follows | where)
+    stream = _halve(program, stream, others, "activations", may_change_nothing=True)
+    text = "known parameters, gradients and optimizer state in bf16; activations and temporaries of 4-byte elements too"
+    unknown = "which activations and temporaries are no floats of 4 bytes, and what the model keeps in fp32 on purpose"
+    return Change(stream, text, (unknown, *_unsure_of_elements(program, rows)))
+
+
+def drop(program: Program, stream: Stream, glob: str) -> Change:
+    """Remove every allocation of a category or module, or with a line in its stack, that matches ``glob``."""
+    memory = program.memory
+    by_stack: dict[int, bool] = {}
+
+    def matches(row: int) -> bool:
+        claim, number = program.claims[row], memory.stacks.number_of(row)
+        if number not in by_stack:
+            lines = map(format_frame, memory.stacks.facts[number].frames)
+            by_stack[number] = any(fnmatchcase(line, f"*{glob}*") for line in lines)
+        modules = (module for module, _ in memory.place_of(row).modules)
+        names = filter(None, (claim.category, claim.owner, *modules))
+        return by_stack[number] or any(fnmatchcase(name, glob) for name in names)
+
+    rows = range(len(program.replay))
+    gone = stream.of(np.fromiter(map(matches, rows), np.bool_, len(rows)))
+    if not gone.any():
+        raise CannotModelError(f"nothing has a category, a module or a line of its stack that matches {glob!r}")
+    return Change(stream.without(gone), f"{np.count_nonzero(gone):,} allocations that match {glob!r} removed")
+
+
+def drop_gradients(program: Program, stream: Stream, kind: str) -> Change:
+    """Free each gradient after the optimizer's step, as ``zero_grad(set_to_none=True)`` does."""
+    if kind != "none":
+        raise CannotModelError(f"no kind of zero-grad {kind!r}; it is none")
+    where = stream.of(program.is_role("gradient"))
+    if not where.any():
+        raise _unknown(program, "gradients")
+    steps = [phase for phase in program.memory.timeline.phases if phase.name == OPTIMIZER]
+    ends = np.array([program.memory.timeline.moments_of(phase)[1] for phase in steps], dtype=np.float64)
+    at = np.flatnonzero(where)
+    is_kept = np.searchsorted(ends, stream.requests.freed[at]) > np.searchsorted(ends, stream.requests.born[at]) + 1
+    if not is_kept.any():
+        raise CannotModelError("no known gradient outlives the step that made it: this is done already")
+    at = at[is_kept]
+    first = np.searchsorted(ends, stream.requests.born[at])
+    positions = stream.requests.freed.copy()
+    positions[at] = ends[first] + 0.25
+    kept = np.zeros(len(stream), dtype=np.bool_)
+    kept[at] = True
+    of, born, freed = _made_again(program, stream, at, ends)
+    stream = stream.freed_at(kept, positions[kept])
+    return Change(
+        stream.with_copies(of, stream.requests.requested_bytes[of], born, freed),
+        f"{len(at):,} known gradients are freed after each optimizer step",
+        (f"when in later {BACKWARD} passes each gradient is made: taken as in the first",),
+    )
+
+
+def _made_again(program: Program, stream: Stream, at: Ints, ends: Floats) -> tuple[Ints, Floats, Floats]:
+    """Return which gradients later steps make anew, when, and when they are freed: after the ``ends`` of the steps."""
+    starts = np.array([low for low, _ in program.backward_passes], dtype=np.float64)
+    found = []
+    for one in at.tolist():
+        born, freed = float(stream.requests.born[one]), float(stream.requests.freed[one])
+        first = int(np.searchsorted(starts, born, "right")) - 1
+        for end in ends[ends > born][1:].tolist():
+            start = starts[np.searchsorted(starts, end) - 1]
+            if first >= 0 and start < freed:
+                found.append((one, _handed_over(stream, one, start + born - starts[first]), end + 0.25))
+    of, births, frees = zip(*found, strict=True) if found else ((), (), ())
+    return np.array(of, dtype=np.int64), np.array(births, dtype=np.float64), np.array(frees, dtype=np.float64)
+
+
+def _handed_over(stream: Stream, gradient: int, position: float) -> float:
+    """Return when backward had made what it adds to a gradient about then: from there on it is the gradient itself."""
+    requests = stream.requests
+    alike = np.flatnonzero(requests.requested_bytes == requests.requested_bytes[gradient])
+    nearest = alike[np.abs(requests.born[alike] - position).argmin()]
+    return float(max(requests.freed[nearest], position))
+
+
+def _halve(program: Program, stream: Stream, where: Bools, what: str, *, may_change_nothing: bool = False) -> Stream:
+    """Return the stream with 4-byte elements as 2-byte ones where ``where`` says."""
+    sizes = stream.requests.requested_bytes[where]
+    elements = np.array([program.element_bytes(row) or _WHOLE for row in stream.source[where].tolist()], dtype=np.int64)
+    is_whole = (elements == _WHOLE) & (sizes > _LARGEST_SCALAR_BYTES)
+    if not (is_whole.any() or may_change_nothing):
+        raise CannotModelError(f"the {what} are not of 4 bytes an element")
+    return stream.resized(where, np.where(is_whole, sizes // _WHOLE * _HALF, sizes))
+
+
+def _unknown(program: Program, what: str) -> CannotModelError:
+    """Return what to say where the run knows no tensors of a role."""
+    if program.memory.recorded is None:
+        return CannotModelError(f"nothing says which allocations are {what}; `profkit run --memory` records that")
+    return CannotModelError(f"the run recorded no {what} on the GPU")
+
+
+def _state_name(program: Program, row: int) -> str:
+    """Return which state of a parameter it is: ``exp_avg`` of ``head.weight.exp_avg``."""
+    return program.memory.owners[row].parts[0].name.rpartition(".")[2]
+
+
+def _unsure_of_elements(program: Program, rows: Ints) -> tuple[str, ...]:
+    is_known = all(program.element_bytes(row) for row in rows.tolist())
+    return () if is_known else ("the run does not say how large the elements are: taken as 4 bytes",)
