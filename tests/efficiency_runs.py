@@ -9,8 +9,8 @@ from typing import Any
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.models.options import TrainingOptions
+from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import Lines
-from profkit.report.efficiency import build_efficiency_document
 from profkit.run.work import write_work
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder

@@ -13,7 +13,7 @@ import pytest
 
 import profkit.analysis.efficiency.datasheet as datasheets
 from profkit.analysis.efficiency.datasheet import find_datasheet
-from profkit.report.ceilings import build_ceilings_document
+from profkit.report.commands.ceilings import build_ceilings_document
 from profkit.report.document import render
 from profkit.run.ceilings import read_ceilings
 

@@ -15,7 +15,7 @@ from profkit.analysis.compare.budget_lines import Budgets
 from profkit.analysis.compare.budgets import check_budgets
 from profkit.cli.outputs import _colour, has_colours
 from profkit.reading import open_capture
-from profkit.report.check import build_check_document
+from profkit.report.commands.check import build_check_document
 from profkit.report.document import render
 from tests.conftest import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 from profkit import compare
 from profkit.analysis.compare.provenance import Difference
 from profkit.errors import UsageError
-from profkit.report.compare import describe_difference
+from profkit.report.commands.compare import describe_difference
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB
 from tests.conftest import ROOT

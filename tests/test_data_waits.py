@@ -12,8 +12,8 @@ from profkit import read_trace
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.time_account.data_waits import DataWait
 from profkit.analysis.time_account.gpu_time import GpuParts
+from profkit.report.commands.efficiency import build_efficiency_document, limit_words
 from profkit.report.document import render
-from profkit.report.efficiency import build_efficiency_document, limit_words
 from tests.efficiency_runs import rows_by_path
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder

@@ -36,7 +36,7 @@ from profkit.launch.doctor import (
 )
 from profkit.launch.nsys import Nsys
 from profkit.launch.versions import cuda_of_driver, cupti_of, is_before
-from profkit.report.doctor import build_doctor_document
+from profkit.report.commands.doctor import build_doctor_document
 from profkit.report.document import render
 from profkit.run.links import CollectiveTime, GpuLink, MeasuredLinks
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from profkit import read_trace
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.errors import TraceError, UsageError
-from profkit.report.efficiency import limit_words
+from profkit.report.commands.efficiency import limit_words
 from profkit.run.work import FUSED, RunWork
 from tests.conftest import ROOT
 from tests.efficiency_runs import MOVER, SMALL, ceilings_of, make_timed_run, notes_of, rows_by_path, write_two_steps

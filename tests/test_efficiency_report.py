@@ -13,8 +13,8 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.efficiency.evidence import find_evidence
 from profkit.analysis.efficiency.summary import EfficiencyResult
+from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import FORMATS, Lines
-from profkit.report.efficiency import build_efficiency_document
 from tests.efficiency_runs import SMALL
 from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder

@@ -18,8 +18,8 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as messages
 
 from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.reading import open_snapshot, open_trace
-from profkit.report.export_layout import Counter, MemoryTracks, _numbered, split_into_lanes
-from profkit.report.perfetto import write_perfetto
+from profkit.report.export.layout import Counter, MemoryTracks, _numbered, split_into_lanes
+from profkit.report.export.perfetto import write_perfetto
 from profkit.snapshot.unpickler import load_data
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of

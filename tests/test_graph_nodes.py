@@ -15,8 +15,8 @@ from profkit.analysis.placing.graph_nodes import place_graph_nodes
 from profkit.analysis.tree.range_tree import summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter
 from profkit.reading import open_trace
-from profkit.report.chrome_trace import write_chrome_trace
-from profkit.report.ranges import build_ranges_document
+from profkit.report.commands.ranges import build_ranges_document
+from profkit.report.export.chrome_trace import write_chrome_trace
 from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, append_records, graph_range, launch_range
 from profkit.sharing import scrub
 from profkit.trace.columns import Trace

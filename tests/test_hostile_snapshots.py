@@ -13,8 +13,8 @@ import pytest
 from profkit import files
 from profkit.errors import SnapshotError
 from profkit.reading import open_snapshot
+from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render
-from profkit.report.memory import build_memory_document
 from profkit.snapshot import unpickler
 from tests.allocator_reference import ReferenceAllocator
 from tests.child import run_in_child

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.report.kernel_plot import MOST_BARS, _draw, plot_kernels
+from profkit.report.plots.kernel_plot import MOST_BARS, _draw, plot_kernels
 from tests.nsys_builder import NsysBuilder
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.report.kernel_plot import _draw
+from profkit.report.plots.kernel_plot import _draw
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
 

@@ -18,7 +18,7 @@ from profkit.analysis.ranks.reduce import reduce_ranks
 from profkit.cli import cli
 from profkit.joining import read_ranks
 from profkit.reading import open_capture, open_trace
-from profkit.report.late_rank import describe_ranks
+from profkit.report.commands.late_rank import describe_ranks
 from profkit.report.page.page import render_report
 from profkit.run.directory import NSYS_EXPORT
 from profkit.run.light_record import Collectives

@@ -20,10 +20,10 @@ from profkit.cli import cli
 from profkit.errors import RunError
 from profkit.joining import read_ranks
 from profkit.reading import open_capture
-from profkit.report.ceilings import build_ceilings_document
+from profkit.report.commands.ceilings import build_ceilings_document
+from profkit.report.commands.rank_comparison import build_ranks_document
 from profkit.report.document import Lines, render
 from profkit.report.page.page import render_report
-from profkit.report.rank_comparison import build_ranks_document
 from profkit.run.ceilings import read_ceilings
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
 from profkit.run.links import CollectiveTime, GpuLink, MeasuredLinks, bus_factor, describe_links

@@ -17,8 +17,8 @@ from profkit import read_snapshot
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.cli.memory import memory
+from profkit.report.commands.memory_compare import build_peaks_document
 from profkit.report.document import render
-from profkit.report.memory_compare import build_peaks_document
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.captures import capture

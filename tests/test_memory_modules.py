@@ -17,8 +17,8 @@ import pytest
 from profkit import read_snapshot
 from profkit.analysis.memory.composition import Composition
 from profkit.analysis.memory.parts import fold
+from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render
-from profkit.report.memory import build_memory_document
 from profkit.run.directory import SNAPSHOT
 from tests.allocator_reference import MIB, Block
 from tests.captures import capture

@@ -10,8 +10,8 @@ import pytest
 from profkit import read_snapshot
 from profkit.analysis.memory.owners import find_capacity
 from profkit.errors import SnapshotError
+from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render
-from profkit.report.memory import build_memory_document
 from profkit.run.directory import OWNERS
 from tests.allocator_reference import MIB
 from tests.memory_captures import Training

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.joining import read_ranks
-from profkit.report.late_rank import describe_ranks
+from profkit.report.commands.late_rank import describe_ranks
 from profkit.report.units import format_gigabytes
 from profkit.run.directory import KINETO_TRACE, name_of_rank
 from profkit.run.light_record import Group, LightRecord

@@ -16,8 +16,8 @@ from profkit.analysis.summary import Head, Summary
 from profkit.analysis.tree.module_times import ModuleTime, own_time, time_modules
 from profkit.reading import open_capture
 from profkit.report import document as document_module
+from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
-from profkit.report.summary import build_summary_document
 from tests.captures import capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import SMALL, make_small_run, make_timed_run

@@ -14,8 +14,8 @@ from profkit.allocator.settings import format_settings, list_variants, parse_set
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.cli import cli
 from profkit.errors import UsageError
+from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.document import FORMATS, render
-from profkit.report.whatif import build_whatif_document
 from profkit.snapshot.columns import NO_SPLIT_LIMIT, Settings
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator

@@ -15,7 +15,7 @@ from profkit.errors import RunError, UsageError
 from profkit.launch.ceilings import measure_ceilings, measure_job
 from profkit.launch.record import require_torch
 from profkit.models.options import Device
-from profkit.report.ceilings import build_ceilings_document
+from profkit.report.commands.ceilings import build_ceilings_document
 from profkit.report.document import Format
 from profkit.run.ceilings import Ceilings, write_ceilings
 from profkit.run.directory import Run

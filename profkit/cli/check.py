@@ -16,7 +16,7 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.cli.quantities import Milliseconds, Percent, Share, Size
 from profkit.errors import CheckError, UsageError
 from profkit.reading import open_capture
-from profkit.report.check import budget_label, build_check_document
+from profkit.report.commands.check import budget_label, build_check_document
 from profkit.report.document import Format
 
 

@@ -15,7 +15,7 @@ from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, write_warnings
 from profkit.cli.progress import shown_after_a_second
 from profkit.reading import open_capture
-from profkit.report.compare import TOP, VIEWS, View, build_compare_document, describe_difference
+from profkit.report.commands.compare import TOP, VIEWS, View, build_compare_document, describe_difference
 from profkit.report.document import Format
 
 
@@ -66,7 +66,7 @@ def compare(
     document = build_compare_document(result, by=by, top=top)
     if has_ranks:
         from profkit.joining import read_ranks
-        from profkit.report.rank_changes import compare_groups
+        from profkit.report.commands.rank_changes import compare_groups
 
         with shown_after_a_second("comparing ranks"):
             groups, lines, data = compare_groups(read_ranks(before), read_ranks(after))

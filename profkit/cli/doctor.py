@@ -12,7 +12,7 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.errors import CheckError, ToolError
 from profkit.launch.doctor import Check, Machine, can_record, examine
 from profkit.launch.nsys import Nsys, find_nsys
-from profkit.report.doctor import build_doctor_document
+from profkit.report.commands.doctor import build_doctor_document
 from profkit.report.document import Format
 
 

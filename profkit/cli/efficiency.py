@@ -13,9 +13,9 @@ from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_trace
-from profkit.report.attention import build_attention_document
+from profkit.report.commands.attention import build_attention_document
+from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import Format
-from profkit.report.efficiency import build_efficiency_document
 
 _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
@@ -76,7 +76,7 @@ def efficiency(
             evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
             document = build_efficiency_document(result, check.findings, evidence, totals=totals, full_names=full_names)
             if plot is not None:
-                from profkit.report.roofline import plot_roofline
+                from profkit.report.plots.roofline import plot_roofline
 
                 # A picture with a point for each layer and step would be unreadable.
                 folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result

@@ -17,11 +17,11 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.files import whole_file
 from profkit.reading import kind_of, open_snapshot, open_trace
-from profkit.report.chrome_trace import write_chrome_trace
+from profkit.report.commands.export import CHROME, PERFETTO, build_export_document
 from profkit.report.document import Format
-from profkit.report.export import CHROME, PERFETTO, build_export_document
-from profkit.report.export_layout import find_memory
-from profkit.report.perfetto import write_perfetto
+from profkit.report.export.chrome_trace import write_chrome_trace
+from profkit.report.export.layout import find_memory
+from profkit.report.export.perfetto import write_perfetto
 from profkit.run.directory import Run
 
 

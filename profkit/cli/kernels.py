@@ -18,9 +18,9 @@ from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.names import STEP, context_range
 from profkit.reading import open_trace
-from profkit.report.clean_times import clean_times_parts
+from profkit.report.commands.clean_times import clean_times_parts
+from profkit.report.commands.kernels import SORTS, build_kernels_document
 from profkit.report.document import Format
-from profkit.report.kernels import SORTS, build_kernels_document
 
 _DEFAULT_TOP = 20
 _FOR_PEOPLE = ("table", "markdown", "latex")
@@ -122,7 +122,7 @@ def kernels(
     if is_shown and opened.run is not None and trace.is_dir():
         document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
     if plot is not None:
-        from profkit.report.kernel_plot import plot_kernels
+        from profkit.report.plots.kernel_plot import plot_kernels
 
         with shown_after_a_second(f"drawing {plot.name}"):
             plot_kernels(opened, result, plot, top=top or _DEFAULT_TOP, sort=sort, totals=totals)

@@ -18,9 +18,9 @@ from profkit.cli.quantities import Size
 from profkit.errors import UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot
+from profkit.report.commands.memory import BY, TOP_STACKS, By, build_memory_document
+from profkit.report.commands.memory_parts import TOP_MODULES
 from profkit.report.document import Format
-from profkit.report.memory import BY, TOP_STACKS, By, build_memory_document
-from profkit.report.memory_parts import TOP_MODULES
 from profkit.report.page.memory_history import STACKINGS, Stacking
 from profkit.run.directory import Run, find_run
 
@@ -97,7 +97,7 @@ def memory(
     click.get_current_context().with_resource(collector_off())
     opened = _open(snapshot, phases, rank)
     if against is not None:
-        from profkit.report.memory_compare import TOP_PARTS, build_peaks_document
+        from profkit.report.commands.memory_compare import TOP_PARTS, build_peaks_document
 
         _refuse_options_of_one_snapshot(click.get_current_context())
         comparison = opened.against(_open(against, phases, rank if against.is_dir() else None), device=device)
@@ -129,7 +129,7 @@ def _draw(path: Path, capture: OpenedCapture, result: MemoryResult, by: Stacking
     assert capture.snapshot is not None
     memory = capture.snapshot.device(result.totals.device)
     if by in ("category", "stack") and path.suffix.lower() == ".png":
-        from profkit.report.timeline_picture import write_picture  # loads Matplotlib
+        from profkit.report.plots.timeline_picture import write_picture  # loads Matplotlib
 
         write_picture(path, memory, result, by=by, wanted=wanted)
         return

@@ -10,8 +10,8 @@ from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.joining import read_ranks
+from profkit.report.commands.rank_comparison import build_ranks_document
 from profkit.report.document import Format
-from profkit.report.rank_comparison import build_ranks_document
 
 _DEFAULT_TOP = 16
 _FOR_PEOPLE = ("table", "markdown", "latex")
@@ -55,7 +55,7 @@ def ranks(
     if top is None and style in _FOR_PEOPLE:
         top = _DEFAULT_TOP
     if plot is not None:
-        from profkit.report.wait_plot import plot_waits
+        from profkit.report.plots.wait_plot import plot_waits
 
         plot_waits(result, plot)
     document = build_ranks_document(result, str(run), top=top)

@@ -298,7 +298,7 @@ def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
 def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) -> None:
     """Print why the allocation failed that ended the target; of one that it survived say where that stands."""
     if failed.is_fatal and failed.rank is not None:
-        from profkit.report.out_of_memory import render_out_of_memory
+        from profkit.report.commands.out_of_memory import render_out_of_memory
 
         try:
             print_line(render_out_of_memory(recorded.run, failed.rank))
@@ -318,8 +318,8 @@ def _show(recorded: Recorded) -> None:
     from profkit.analysis.advice import find_advice
     from profkit.analysis.summarize import summarize_capture
     from profkit.reading import open_capture
+    from profkit.report.commands.summary import build_summary_document
     from profkit.report.document import render
-    from profkit.report.summary import build_summary_document
 
     summary = summarize_capture(open_capture(recorded.run))
     print_line(render(build_summary_document(summary, find_advice(summary), for_run=True), "table"))

@@ -10,8 +10,8 @@ from profkit.cli.options import format_option
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
+from profkit.report.commands.scrub import build_scrub_document
 from profkit.report.document import Format
-from profkit.report.scrub import build_scrub_document
 from profkit.sharing import scrub as scrub_to
 
 _REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")

@@ -13,8 +13,8 @@ from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second
 from profkit.files import collector_off
 from profkit.reading import open_capture
+from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import Format
-from profkit.report.summary import build_summary_document
 
 
 @click.command()

@@ -15,8 +15,8 @@ from profkit.cli.quantities import Size
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot, open_trace
+from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.document import Format
-from profkit.report.whatif import build_whatif_document
 
 
 @click.command()
@@ -94,7 +94,7 @@ def whatif(
             cost=_cost_of(snapshot) if edits or fit else None,
         )
     if plot is not None:
-        from profkit.report.whatif_plot import plot_whatif  # loads Matplotlib
+        from profkit.report.plots.whatif_plot import plot_whatif  # loads Matplotlib
 
         plot_whatif(result, plot)
     print_document(build_whatif_document(result), style, output, full_names=full_names)

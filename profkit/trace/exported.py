@@ -1,4 +1,4 @@
-"""What ``profkit export --chrome`` (report/chrome_trace.py) adds to torch.profiler's format, read back.
+"""What ``profkit export --chrome`` (report/export/chrome_trace.py) adds to torch.profiler's format, read back.
 
 Kineto leaves out, or only guesses, what an nsys export says: domains and payloads of ranges, ranges that end on another
 thread, exact nesting, ranks of several processes. An exported trace says all of it, under `EXPORTED` in its header and

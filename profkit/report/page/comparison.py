@@ -8,7 +8,7 @@ from typing import Any
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
 from profkit.findings import Finding
-from profkit.report.compare import build_compare_document, describe_difference
+from profkit.report.commands.compare import build_compare_document, describe_difference
 from profkit.report.document import Column, Lines, Table
 from profkit.report.page.markup import view_parts
 from profkit.report.units import Unit

@@ -21,8 +21,8 @@ from profkit.analysis.memory.composition import NOT_SELECTED
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.report.commands.memory import EVIDENCE_WORDS, build_memory_document
 from profkit.report.document import Lines
-from profkit.report.memory import EVIDENCE_WORDS, build_memory_document
 from profkit.report.page.markup import Interned, pack, view_parts
 from profkit.report.page.memory_tables import build_tables
 from profkit.report.page.segments import build_segments

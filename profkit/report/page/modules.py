@@ -15,8 +15,8 @@ from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.tree.module_times import ModuleTime
 from profkit.analysis.tree.range_paths import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
+from profkit.report.commands.efficiency import limit_words
 from profkit.report.document import Column, Table
-from profkit.report.efficiency import limit_words
 from profkit.report.page.comparison import PERCENT
 from profkit.report.page.markup import view_table
 from profkit.report.page.module_choice import pack_choices

@@ -18,7 +18,9 @@ from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.time_account.step_slices import slice_median_step
 from profkit.files import write_whole
-from profkit.report.kernels import build_kernels_document
+from profkit.report.commands.kernels import build_kernels_document
+from profkit.report.commands.summary import build_summary_document
+from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.page.comparison import build_comparison, compare_runs
 from profkit.report.page.head import build_head
 from profkit.report.page.markup import Section, view_parts, without_folders
@@ -30,9 +32,7 @@ from profkit.report.page.step_bar import build_step_bar
 from profkit.report.page.step_timeline import build_timeline
 from profkit.report.page.trust import build_trust
 from profkit.report.page.verdict import build_advice, build_verdict
-from profkit.report.summary import build_summary_document
 from profkit.report.text import make_visible
-from profkit.report.whatif import build_whatif_document
 from profkit.version import __version__
 
 _SCRIPTS = {

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from profkit.analysis.ranks.comparison import RanksResult
-from profkit.report.late_rank import describe_ranks
+from profkit.report.commands.late_rank import describe_ranks
+from profkit.report.commands.rank_comparison import build_ranks_document
 from profkit.report.page.markup import view_parts, view_table, without_folders
-from profkit.report.rank_comparison import build_ranks_document
 from profkit.report.text import make_visible
 from profkit.report.units import format_ns
 

@@ -10,7 +10,7 @@ from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.kernels.compilations import RunCompilations, read_run_compilations
 from profkit.analysis.kernels.summary import KernelsResult
 from profkit.analysis.memory.result import MemoryResult
-from profkit.report.clean_times import clean_times_parts
+from profkit.report.commands.clean_times import clean_times_parts
 from profkit.report.document import Column, Row, Table
 from profkit.report.page.markup import view_parts, view_table
 from profkit.report.page.results import Results

@@ -7,8 +7,8 @@ from pathlib import Path
 from profkit.analysis.memory.oom import last_failure
 from profkit.analysis.memory.opened_snapshot import FAILURE
 from profkit.reading import open_snapshot
+from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render
-from profkit.report.memory import build_memory_document
 
 _TOP = 3
 

@@ -11,8 +11,8 @@ from profkit.analysis.kernels.compiled_sources import KernelSource
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.tree.range_paths import split_path
 from profkit.findings import Finding
+from profkit.report.commands.ranks import are_compared, rank_cells, rank_columns, rank_head, rank_table, sum_ranks
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.ranks import are_compared, rank_cells, rank_columns, rank_head, rank_table, sum_ranks
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
 

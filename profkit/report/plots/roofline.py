@@ -22,9 +22,9 @@ from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.tree.range_paths import split_path
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
+from profkit.report.commands.efficiency import LIMITS
 from profkit.report.document import UNTRUSTED
-from profkit.report.efficiency import LIMITS
-from profkit.report.pictures import plain_text, write_png
+from profkit.report.plots.pictures import plain_text, write_png
 from profkit.report.text import make_visible, shorten
 from profkit.report.units import format_ns, four_digits
 from profkit.run.directory import find_run

@@ -8,9 +8,9 @@ from pathlib import PurePath
 
 from profkit.analysis.whatif.answers import Case, WhatIf
 from profkit.findings import Finding
+from profkit.report.commands.whatif_edits import edited_parts
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_share
-from profkit.report.whatif_edits import edited_parts
 
 _EXACT = (
     "allocator",

@@ -10,9 +10,9 @@ from typing import Any
 from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
 from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.ranks.pipeline import Pipeline
+from profkit.report.commands.late_rank import describe_ranks
+from profkit.report.commands.lost_ranks import find_lost
 from profkit.report.document import Column, Document, Lines, Table
-from profkit.report.late_rank import describe_ranks
-from profkit.report.lost_ranks import find_lost
 from profkit.report.units import (
     BYTES,
     COUNT,

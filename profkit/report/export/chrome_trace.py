@@ -17,7 +17,7 @@ import numpy as np
 
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.analysis.ranks.summary import NAMED, PROVED
-from profkit.report.export_layout import (
+from profkit.report.export.layout import (
     Layout,
     MemoryProcess,
     MemoryTracks,

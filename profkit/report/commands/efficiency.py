@@ -16,8 +16,8 @@ from profkit.analysis.time_account.unprofiled import ProfilingCost
 from profkit.analysis.tree.range_paths import join_path, split_path
 from profkit.findings import Finding
 from profkit.names import STEP
+from profkit.report.commands.ranges import tree_name
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.ranges import tree_name
 from profkit.report.text import shorten, simplify_name
 from profkit.report.units import (
     NS,

@@ -13,9 +13,9 @@ from matplotlib.text import Annotation
 
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.opened_trace import OpenedTrace
+from profkit.report.commands.kernels import count_line, sort_rows, subject
 from profkit.report.document import UNTRUSTED
-from profkit.report.kernels import count_line, sort_rows, subject
-from profkit.report.pictures import plain_text, write_png
+from profkit.report.plots.pictures import plain_text, write_png
 from profkit.report.text import make_visible, shorten, shorten_apart, simplify_name
 from profkit.report.units import format_share, ns_over
 from profkit.trace.columns import distinct_values

@@ -28,7 +28,7 @@ from profkit.analysis.placing.attribution import (
 )
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.tree.range_paths import build_nodes
-from profkit.report.export_layout import (
+from profkit.report.export.layout import (
     Layout,
     MemoryProcess,
     MemoryTracks,

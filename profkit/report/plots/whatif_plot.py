@@ -11,10 +11,10 @@ from matplotlib.ticker import FuncFormatter
 
 from profkit.allocator.requests import Floats
 from profkit.analysis.whatif.answers import CaseCurve, WhatIf
-from profkit.report.pictures import plain_text, write_png
+from profkit.report.commands.whatif import changed_cases, name_case
+from profkit.report.plots.pictures import plain_text, write_png
 from profkit.report.text import make_visible
 from profkit.report.units import format_bytes
-from profkit.report.whatif import changed_cases, name_case
 
 _GIB = 2**30
 _INK = "#1b1f24"

@@ -8,8 +8,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from profkit.analysis.ranks.comparison import RanksResult
-from profkit.report.late_rank import name_culprit
-from profkit.report.pictures import plain_text, write_png
+from profkit.report.commands.late_rank import name_culprit
+from profkit.report.plots.pictures import plain_text, write_png
 from profkit.report.units import format_ns
 
 _MOST_WRITTEN = 8

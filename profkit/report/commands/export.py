@@ -10,7 +10,7 @@ import numpy as np
 
 from profkit.analysis.opened_trace import OpenedTrace
 from profkit.report.document import Column, Document, Lines, Table
-from profkit.report.export_layout import MemoryTracks
+from profkit.report.export.layout import MemoryTracks
 from profkit.report.units import BYTES, TEXT, format_count
 
 _COLUMNS = (

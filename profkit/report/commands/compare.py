@@ -13,8 +13,8 @@ from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, P
 from profkit.analysis.compare.module_changes import ModuleChange, ModuleComparison
 from profkit.analysis.compare.provenance import Difference
 from profkit.names import SHARED, is_shared, sharing_modules
+from profkit.report.commands.memory_compare import TOP_PARTS, memory_parts, memory_table
 from profkit.report.document import Column, Document, Lines, Row, Table
-from profkit.report.memory_compare import TOP_PARTS, memory_parts, memory_table
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_count, format_interval, format_ns
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from profkit.analysis.ranks.bandwidth import GroupRow
 from profkit.analysis.ranks.comparison import RanksResult
+from profkit.report.commands.late_rank import describe_ranks
 from profkit.report.document import Column, Lines, Table
-from profkit.report.late_rank import describe_ranks
 from profkit.report.units import NS, NUMBER, TEXT
 
 _SENTENCES = 3

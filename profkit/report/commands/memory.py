@@ -12,8 +12,8 @@ from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK
 from profkit.analysis.memory.parts import names_modules
 from profkit.analysis.memory.result import MemoryResult, Totals
+from profkit.report.commands.memory_parts import build_module_parts, build_phase_part, exact_parts
 from profkit.report.document import Column, Document, Lines, Row, Table
-from profkit.report.memory_parts import build_module_parts, build_phase_part, exact_parts
 from profkit.report.text import shorten
 from profkit.report.units import (
     BYTES,

@@ -1,0 +1,1 @@
+"""What each command prints: a document built from the result of an analysis."""

@@ -1,0 +1,1 @@
+"""A capture as a file for a timeline viewer."""
