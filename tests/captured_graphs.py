@@ -25,7 +25,7 @@ def launch(kind: str) -> None:
 
 
 class PaperDriver:
-    """Answers as `profkit.capture.graph_nodes.Driver` does."""
+    """Answers as `profkit.capture.hooks.graph_nodes.Driver` does."""
 
     def count(self, _stream: int) -> int | None:
         return None if NODES is None else len(NODES)
@@ -84,8 +84,8 @@ def main() -> None:
     torch.cuda.CUDAGraph = PaperGraph  # type: ignore[assignment, misc]
     torch.cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=7)  # type: ignore[assignment, return-value]
     from profkit.annotation import RangeObserver, observe_ranges
-    from profkit.capture import graph_nodes
-    from profkit.capture.hooks import Hooks
+    from profkit.capture.hooks import graph_nodes
+    from profkit.capture.hooks.hooks import Hooks
     from tests.hooked_workloads import Always
 
     graph_nodes.Driver = PaperDriver  # type: ignore[assignment, misc]

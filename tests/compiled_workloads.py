@@ -114,7 +114,7 @@ def _train(called: Any) -> list[Any]:
 
 
 def _install() -> None:
-    from profkit.capture.hooks import Hooks
+    from profkit.capture.hooks.hooks import Hooks
     from tests.hooked_workloads import Always
 
     hooks = Hooks(Always(lambda _number: hooks.start()), depth=9)

@@ -183,7 +183,7 @@ def _run(case: str, record: Callable[[], Any]) -> dict[str, Any]:
 def _hooked(file: Path) -> Any:
     from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
     from profkit.capture.compiled.watch import CompiledCode
-    from profkit.capture.hooks import Hooks
+    from profkit.capture.hooks.hooks import Hooks
 
     class Listener:
         def boundary(self, number: int) -> None: ...

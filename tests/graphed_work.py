@@ -59,9 +59,9 @@ def main(way: str) -> None:
     paper.current_stream = lambda *_: SimpleNamespace(cuda_stream=7)
     paper.synchronize = torch.cuda.graphs.graph_pool_handle = lambda: None
     paper.Stream, paper.stream = object, lambda _stream: nullcontext()
-    from profkit.capture import graph_nodes
-    from profkit.capture.hooks import Hooks
-    from profkit.capture.work_counter import WorkCounter
+    from profkit.capture.hooks import graph_nodes
+    from profkit.capture.hooks.hooks import Hooks
+    from profkit.capture.work.counter import WorkCounter
     from tests.hooked_workloads import Always
 
     graph_nodes.Driver = PaperDriver  # type: ignore[assignment, misc]

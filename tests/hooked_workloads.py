@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from profkit.capture.work_counter import WorkCounter
+from profkit.capture.work.counter import WorkCounter
 
 ACTIVATIONS: list[weakref.ref[Tensor]] = []
 EVENTS: list[tuple[str, str, int]] = []
@@ -319,7 +319,7 @@ WORKLOADS = (
 
 def _remember(folder: Path) -> Any:
     """Record the memory of a CUDA of paper, from now on."""
-    from profkit.capture.memory import MemoryRecording
+    from profkit.capture.memory.recording import MemoryRecording
     from profkit.run.recording import MemoryOptions
     from tests import paper_cuda
 
@@ -345,8 +345,8 @@ class Always:
 
 def _install(memory: Any) -> Callable[[], None]:
     """Open ranges from the first step on, and note each in EVENTS instead of showing it to a profiler."""
-    from profkit.capture import open_ranges
-    from profkit.capture.hooks import Hooks
+    from profkit.capture.hooks import open_ranges
+    from profkit.capture.hooks.hooks import Hooks
 
     class Noted:
         def __init__(self, name: str, _flops: None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from profkit.capture.hooks import Hooks
+from profkit.capture.hooks.hooks import Hooks
 
 IS_RESTING = "resting" in sys.argv[1:]
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profkit.capture.work_account import Path, Work, summarize_work
+from profkit.capture.work.account import Path, Work, summarize_work
 from profkit.models.flops import flops_by_path
 from profkit.models.options import TrainingOptions
 from profkit.names import (

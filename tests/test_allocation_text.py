@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from profkit.capture import allocation_text
+from profkit.capture.memory import allocation_text
 
 
 @pytest.fixture

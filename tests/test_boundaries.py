@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from profkit.capture.boundaries import Boundaries
+from profkit.capture.steps.boundaries import Boundaries
 
 
 class Loop:

@@ -15,8 +15,8 @@ from torch._guards import CompileContext, CompileId, compile_context
 
 from profkit.analysis.kernels.compilations import find_compilations, read_run_compilations, sum_compilations
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
-from profkit.capture.backward_calls import watch_backward_calls
 from profkit.capture.compilations import CompilationRecorder, program_line
+from profkit.capture.hooks.backward_calls import watch_backward_calls
 from profkit.findings import Finding
 from profkit.run.compiled_code import (
     Compilation,

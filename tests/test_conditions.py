@@ -64,7 +64,7 @@ def test_the_times_of_either_kind_of_run_are_judged() -> None:
 
 
 def _tell(code: str) -> list[str]:
-    start = "import torch\nfrom profkit.capture.conditions import *\n"
+    start = "import torch\nfrom profkit.capture.steps.conditions import *\n"
     done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 

@@ -56,7 +56,7 @@ def test_a_recorded_replay_has_a_range_that_names_the_graph_if_its_nodes_are_kno
 def test_the_driver_says_how_many_nodes_a_capture_has_and_what_they_are() -> None:
     import torch
 
-    from profkit.capture.graph_nodes import Driver
+    from profkit.capture.hooks.graph_nodes import Driver
 
     driver, x = Driver(), torch.zeros(10, device="cuda")
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()

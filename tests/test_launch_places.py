@@ -15,8 +15,8 @@ from torch._inductor.virtualized import V
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedModule, shape_of
 from profkit.capture.compiled.origins import CodeGeneration, origin_of
 from profkit.capture.compiled.places import LoadedGraph, Modules, places_in
-from profkit.capture.hooks import Hooks
-from profkit.capture.open_ranges import OpenRanges
+from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.hooks.open_ranges import OpenRanges
 from profkit.names import FORWARD, INFERENCE, OPTIMIZER
 from profkit.run.compiled_code import LaunchPlace
 

@@ -21,7 +21,7 @@ from profkit.capture.compiled.proxies import stand_in
 from profkit.capture.compiled.sidecar import Known, Sidecars, translate
 from profkit.capture.compiled.tensor_methods import stand_in_for_methods
 from profkit.capture.compiled.watch import CompiledCode, match
-from profkit.capture.hooks import Hooks
+from profkit.capture.hooks.hooks import Hooks
 from tests.hooked_workloads import Always
 
 CODE = '''

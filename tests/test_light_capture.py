@@ -14,11 +14,12 @@ from tests.forked_scripts import Forks
 
 torch = pytest.importorskip("torch")
 
-from profkit.capture import flight_recorder, light, times  # noqa: E402
-from profkit.capture.backward_nodes import Carrier, at_graph_end, watch_graph_end  # noqa: E402
+from profkit.capture import flight_recorder, light  # noqa: E402
 from profkit.capture.flight_recorder import FlightRecorder  # noqa: E402
+from profkit.capture.hooks.backward_nodes import Carrier, at_graph_end, watch_graph_end  # noqa: E402
 from profkit.capture.light import LightRecorder  # noqa: E402
-from profkit.capture.times import Mark, Span  # noqa: E402
+from profkit.capture.steps import times  # noqa: E402
+from profkit.capture.steps.times import Mark, Span  # noqa: E402
 from profkit.run.directory import Run  # noqa: E402
 from profkit.run.light_columns import read_light_record  # noqa: E402
 from profkit.run.light_record import LightRecord  # noqa: E402

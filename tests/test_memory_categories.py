@@ -53,7 +53,9 @@ def test_a_stack_of_compiled_code_has_no_user_frames(tmp_path: Path) -> None:
 
 
 def test_a_frame_of_profkits_own_hooks_is_never_the_users_line() -> None:
-    stack = StackFacts((("_init_group", "torch/optim/adam.py", 7), ("annotated", "/src/profkit/capture/hooks.py", 364)))
+    stack = StackFacts(
+        (("_init_group", "torch/optim/adam.py", 7), ("annotated", "/src/profkit/capture/hooks/hooks.py", 364))
+    )
     assert stack.user == ()
     stack = StackFacts((*stack.frames, ("train", "/src/profkit/models/__main__.py", 54)))
     assert stack.label == "__main__.py:54 train (adam.py:7 _init_group)"

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from profkit.annotation import RangeObserver  # noqa: E402
-from profkit.capture import module_calls  # noqa: E402
-from profkit.capture.open_ranges import Call, NoCall, OpenOnThread, OpenRanges  # noqa: E402
+from profkit.capture.hooks import module_calls  # noqa: E402
+from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges  # noqa: E402
 
 
 class Observer:

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from profkit.capture import outside_nodes  # noqa: E402
-from profkit.capture.backward_nodes import Carrier, is_marked, mark_node, mark_nodes  # noqa: E402
-from profkit.capture.outside_nodes import OutsideNodes  # noqa: E402
+from profkit.capture.hooks import outside_nodes  # noqa: E402
+from profkit.capture.hooks.backward_nodes import Carrier, is_marked, mark_node, mark_nodes  # noqa: E402
+from profkit.capture.hooks.outside_nodes import OutsideNodes  # noqa: E402
 
 CARRIER = Carrier()
 

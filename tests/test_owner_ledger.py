@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from profkit.capture.module_names import ModuleNames, Roots
-from profkit.capture.owners import OwnerLedger
+from profkit.capture.hooks.module_names import ModuleNames, Roots
+from profkit.capture.memory.owners import OwnerLedger
 from profkit.run.owners import Owned, read_owners
 
 

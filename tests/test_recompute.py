@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils import checkpoint  # noqa: E402
 
-from profkit.capture.open_ranges import Call, NoCall  # noqa: E402
-from profkit.capture.recompute import is_first_pass, is_recomputing, watch_recompute  # noqa: E402
+from profkit.capture.hooks.open_ranges import Call, NoCall  # noqa: E402
+from profkit.capture.hooks.recompute import is_first_pass, is_recomputing, watch_recompute  # noqa: E402
 
 CALL = NoCall(None)  # type: ignore[arg-type]
 

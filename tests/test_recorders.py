@@ -18,8 +18,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profkit import annotate, read_trace  # noqa: E402
-from profkit.capture import recorders  # noqa: E402
-from profkit.capture.recorders import LocalRanks, recorded_by_kineto, recorded_by_nsys  # noqa: E402
+from profkit.capture.recorders import nsys  # noqa: E402
+from profkit.capture.recorders.kineto import recorded_by_kineto  # noqa: E402
+from profkit.capture.recorders.nsys import LocalRanks, recorded_by_nsys  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -164,7 +165,7 @@ def test_one_nsys_starts_and_stops_once_for_all_ranks(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: said.append("stop"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(recorders, "LocalRanks", lambda run: _rank(run, here.number, 2))
+    monkeypatch.setattr(nsys, "LocalRanks", lambda run: _rank(run, here.number, 2))
 
     def train(number: int) -> None:
         here.number = number

@@ -273,12 +273,12 @@ def at(moment):
             signal.pause()
 at("before torch")
 import torch
-import profkit.capture.recorders as recorders
-export = recorders._export
+from profkit.capture.recorders import kineto
+export = kineto._export
 def exports(*arguments):
     at("while the trace is written")
     export(*arguments)
-recorders._export = exports
+kineto._export = exports
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if sys.argv[1] == "while workers load data":

@@ -10,7 +10,7 @@ import nvtx
 import torch
 from torch.autograd.profiler import record_function
 
-from profkit.capture.script_ranges import watch_script_ranges
+from profkit.capture.hooks.script_ranges import watch_script_ranges
 
 
 class Listener:

@@ -16,7 +16,7 @@ from tests.step_work import model_work
 
 torch = pytest.importorskip("torch")
 
-from profkit.capture.work_counter import WorkCounter  # noqa: E402
+from profkit.capture.work.counter import WorkCounter  # noqa: E402
 from profkit.models import training, transformer  # noqa: E402
 from profkit.models.training import Training  # noqa: E402
 

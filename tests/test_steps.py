@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from profkit.capture import steps as steps_module
-from profkit.capture import variable_names
-from profkit.capture.steps import StepPolicy
+from profkit.capture.steps import policy as steps_module
+from profkit.capture.steps import variable_names
+from profkit.capture.steps.policy import StepPolicy
 
 
 class Script:

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from profkit.capture import times  # noqa: E402
-from profkit.capture.times import PhaseClock, StepCollector, sum_times  # noqa: E402
+from profkit.capture.steps import times  # noqa: E402
+from profkit.capture.steps.times import PhaseClock, StepCollector, sum_times  # noqa: E402
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import profkit
-from profkit.capture.variable_names import VariableNames, tell_apart
+from profkit.capture.steps.variable_names import VariableNames, tell_apart
 
 # Runs as a hook of profkit's own would: its frame is none of the script's.
 HOOK: Callable[..., None] = eval(

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profkit.capture.work_account import Access, Instance, Work, WorkAccount
+from profkit.capture.work.account import Access, Instance, Work, WorkAccount
 
 
 def _bytes(work: dict[tuple[str, ...], list[Work]], *path: str) -> int:

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count  # noqa: E402
 
 from profkit.annotation import annotate  # noqa: E402
-from profkit.capture import operators  # noqa: E402
-from profkit.capture.backward_calls import watch_backward_calls  # noqa: E402
-from profkit.capture.work_counter import WorkCounter  # noqa: E402
+from profkit.capture.hooks.backward_calls import watch_backward_calls  # noqa: E402
+from profkit.capture.work import operators  # noqa: E402
+from profkit.capture.work.counter import WorkCounter  # noqa: E402
 from profkit.models.flops import backward_flops, forward_flops  # noqa: E402
 from profkit.models.presets import PRESETS  # noqa: E402
 from profkit.models.transformer import TransformerLM  # noqa: E402

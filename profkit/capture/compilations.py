@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from profkit.annotation import Range
 from profkit.capture.errors import describe_error, say
-from profkit.capture.module_calls import outside_dynamo
+from profkit.capture.hooks.module_calls import outside_dynamo
 from profkit.run.compiled_code import COMPILING, Compilation, GraphBreak, append_records
 
 _DYNAMO = "torch._dynamo"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from profkit.capture.operators import (
+from profkit.capture.work.operators import (
     base_name,
     dtype_name,
     masked_flops,

@@ -21,18 +21,19 @@ from torch import distributed
 from profkit.annotation import annotate, observe_ranges
 from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
-from profkit.capture.conditions import read_conditions
-from profkit.capture.data_loading import is_loader_worker
 from profkit.capture.errors import describe_error, is_out_of_memory, say
 from profkit.capture.flight_recorder import several_ranks
-from profkit.capture.hooks import Hooks
+from profkit.capture.hooks.data_loading import is_loader_worker
+from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.light import LightRecorder
-from profkit.capture.memory import MemoryRecording
-from profkit.capture.own_steps import OwnSteps
-from profkit.capture.queue_drain import QueueDrain
-from profkit.capture.recorders import ScriptsProfiler, recorded_by_kineto, recorded_by_nsys, recorded_by_own_nsys
+from profkit.capture.memory.recording import MemoryRecording
+from profkit.capture.recorders.kineto import ScriptsProfiler, recorded_by_kineto
+from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
 from profkit.capture.slowest import is_slowest
-from profkit.capture.times import StepCollector, sum_times, wait_for_device
+from profkit.capture.steps.conditions import read_conditions
+from profkit.capture.steps.own_steps import OwnSteps
+from profkit.capture.steps.queue_drain import QueueDrain
+from profkit.capture.steps.times import StepCollector, sum_times, wait_for_device
 from profkit.errors import ProfkitError
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
@@ -56,7 +57,7 @@ from profkit.run.step_choice import StepKind
 from profkit.run.work import write_work
 
 if TYPE_CHECKING:
-    from profkit.capture.work_counter import WorkCounter
+    from profkit.capture.work.counter import WorkCounter
 
 _MEETS = (
     "the script's own torch.profiler ran in the steps to record, and a process has only one: record other steps "
@@ -302,7 +303,7 @@ class Session:
         if not self.order.flops or self._rank:
             return
         self.hooks.steps.settle()
-        from profkit.capture.work_counter import WorkCounter  # it loads more of torch
+        from profkit.capture.work.counter import WorkCounter  # it loads more of torch
 
         self._samples.end()
         if self.order.annotate:

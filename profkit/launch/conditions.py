@@ -43,7 +43,7 @@ def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[s
 
     Args:
         steps: each step's ``<phase>_ns`` and ``step_ns``; with several contexts also its ``context``.
-        during: how often each thing that makes a step slow happened in them (`profkit.capture.conditions`).
+        during: how often each thing that makes a step slow happened in them (`profkit.capture.steps.conditions`).
         where: what these steps are called, such as ``unprofiled``.
     """
     found = []

@@ -151,7 +151,7 @@ def callable_passes(target: str, order: Order, memory: MemoryOptions | None) -> 
         Pass(
             tuple(
                 _python(
-                    "profkit.capture.call_steps",
+                    "profkit.capture.steps.call_steps",
                     target,
                     str(one.warmup_steps),
                     str(one.steps),

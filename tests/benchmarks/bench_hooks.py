@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from profkit.annotation import ignore_ranges, observe_ranges, own_kind
-from profkit.capture.hooks import Hooks
+from profkit.capture.hooks.hooks import Hooks
 
 WIDTH, HEADS = 16, 2
 WARMUP = 10

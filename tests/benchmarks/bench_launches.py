@@ -19,14 +19,14 @@ from profkit.capture.compiled.launch_sites import read_launches
 from profkit.capture.compiled.places import LoadedGraph
 from profkit.capture.compiled.proxies import stand_in
 from profkit.capture.compiled.watch import _Ranges
-from profkit.capture.module_names import ModuleNames
-from profkit.capture.open_ranges import Call, OpenOnThread
+from profkit.capture.hooks.module_names import ModuleNames
+from profkit.capture.hooks.open_ranges import Call, OpenOnThread
 
 HEAD = "async_compile = make = lambda *_: None\ntriton_0 = async_compile.triton('')\ndef call(args):\n"
 
 
 class Recording(RangeObserver):
-    """The part of `profkit.capture.hooks.Hooks` that launches ask, within the call of a model."""
+    """The part of `profkit.capture.hooks.hooks.Hooks` that launches ask, within the call of a model."""
 
     def __init__(self) -> None:
         self.is_recording = True

@@ -36,9 +36,9 @@ from torch.autograd.profiler import record_function
 from torch.utils.data import DataLoader, dataloader
 
 from profkit.capture import light as light_record
-from profkit.capture.hooks import Hooks
+from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.light import LightRecorder
-from profkit.capture.times import PhaseClock
+from profkit.capture.steps.times import PhaseClock
 from profkit.names import DATA, PHASES
 from profkit.run.directory import LIGHT, name_of_rank
 from profkit.run.light_columns import read_light_record

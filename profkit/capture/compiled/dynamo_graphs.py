@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import fx, nn
 
 from profkit.capture.compiled.origins import line_of, modules_of
-from profkit.capture.module_depth import plain_name
+from profkit.capture.hooks.module_depth import plain_name
 
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^'.]+)'\)")
 # A module's name may hold anything but a dot.

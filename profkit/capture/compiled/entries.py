@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from profkit.capture.backward_nodes import running_graph
 from profkit.capture.compiled.dynamo_graphs import TracedGraph
-from profkit.capture.frame_variables import variable_of
-from profkit.capture.hooks import Hooks
-from profkit.capture.module_calls import outside_dynamo
-from profkit.capture.module_names import unwrap
-from profkit.capture.open_ranges import Call
+from profkit.capture.hooks.backward_nodes import running_graph
+from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.hooks.module_calls import outside_dynamo
+from profkit.capture.hooks.module_names import unwrap
+from profkit.capture.hooks.open_ranges import Call
+from profkit.capture.steps.frame_variables import variable_of
 
 _FRAMES = 40
 """The most frames between a compiled function and its generated code."""

@@ -9,9 +9,9 @@ from torch import nn
 
 from profkit.annotation import method_range
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, shape_of
-from profkit.capture.hooks import Hooks
-from profkit.capture.module_names import unwrap
-from profkit.capture.open_ranges import Call, OpenRanges
+from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.hooks.module_names import unwrap
+from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import LaunchPlace
 

@@ -34,10 +34,10 @@ from profkit.capture.compiled.places import LoadedGraph, places_in
 from profkit.capture.compiled.proxies import stand_in
 from profkit.capture.compiled.sidecar import Known, Sidecars
 from profkit.capture.compiled.tensor_methods import stand_in_for_methods
-from profkit.capture.hooks import Hooks
-from profkit.capture.module_calls import outside_dynamo
+from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.hooks.module_calls import outside_dynamo
+from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.capture.node_work import NodeWork
-from profkit.capture.open_ranges import Call, OpenRanges
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import CompiledGraph, Launch, append_records, launch_range
 

@@ -8,7 +8,7 @@ the same beginning of their paths share one instance, until another range begins
 
 from __future__ import annotations
 
-from profkit.capture.work_account import Instance, WorkAccount
+from profkit.capture.work.account import Instance, WorkAccount
 from profkit.run.compiled_code import LaunchPlace
 
 

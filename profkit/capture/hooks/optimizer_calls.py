@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer
 
-from profkit.capture.module_calls import outside_dynamo
+from profkit.capture.hooks.module_calls import outside_dynamo
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call, by position and by name."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from profkit.annotation import Range
-from profkit.capture.open_ranges import Call, OpenOnThread, OpenRanges
+from profkit.capture.hooks.open_ranges import Call, OpenOnThread, OpenRanges
 
 Result = TypeVar("Result")
 
@@ -163,5 +163,5 @@ def _code_of_hooks() -> set[CodeType]:
     return found
 
 
-_CAPTURE = __name__.rpartition(".")[0]
-_PROFKIT = str(Path(__file__).parent.parent)
+_CAPTURE = "profkit.capture."
+_PROFKIT = str(Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""A step that the user's own callable makes, called as often as asked: ``python -m profkit.capture.call_steps``.
+"""A step that the user's own callable makes, called as often as asked: ``python -m profkit.capture.steps.call_steps``.
 
 The command line is the callable (``package.module:name``), the warm-up steps, the steps, ``count`` or ``-`` (whether
 the last warm-up step's work is counted), and a file to leave the losses in. The module is imported from the working

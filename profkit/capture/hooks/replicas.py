@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from profkit.capture.open_ranges import Call
+from profkit.capture.hooks.open_ranges import Call
 
 
 class ReplicaCall(Call):

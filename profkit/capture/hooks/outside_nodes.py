@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profkit.capture.backward_calls import is_creating_graph
-from profkit.capture.backward_nodes import Carrier, is_marked
-from profkit.capture.open_ranges import Call
+from profkit.capture.hooks.backward_calls import is_creating_graph
+from profkit.capture.hooks.backward_nodes import Carrier, is_marked
+from profkit.capture.hooks.open_ranges import Call
 
 _LEAF = "torch::autograd::AccumulateGrad"
 _CALLS = 1000

@@ -27,25 +27,25 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import RangeObserver, observe_ranges
-from profkit.capture.backward_calls import watch_backward_calls
-from profkit.capture.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph, watch_graph_end
-from profkit.capture.boundaries import Boundaries
-from profkit.capture.conditions import autocast_dtypes
-from profkit.capture.data_loading import DataLoading
-from profkit.capture.generation import Generation
-from profkit.capture.graph_nodes import GraphNodes
-from profkit.capture.graph_replays import watch_graphs
-from profkit.capture.module_calls import observe_module_calls
-from profkit.capture.module_names import ModuleNames
-from profkit.capture.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
-from profkit.capture.optimizer_calls import watch_optimizers
-from profkit.capture.outside_nodes import OutsideNodes
-from profkit.capture.recompute import is_computed_again, is_first_pass, watch_recompute
-from profkit.capture.replicas import ReplicaCall, watch_replicas
-from profkit.capture.script_ranges import watch_script_ranges
-from profkit.capture.steps import StepPolicy, is_loss_module
-from profkit.capture.times import PhaseClock
-from profkit.capture.watcher import StepListener, Watcher
+from profkit.capture.hooks.backward_calls import watch_backward_calls
+from profkit.capture.hooks.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph, watch_graph_end
+from profkit.capture.hooks.data_loading import DataLoading
+from profkit.capture.hooks.generation import Generation
+from profkit.capture.hooks.graph_nodes import GraphNodes
+from profkit.capture.hooks.graph_replays import watch_graphs
+from profkit.capture.hooks.module_calls import observe_module_calls
+from profkit.capture.hooks.module_names import ModuleNames
+from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
+from profkit.capture.hooks.optimizer_calls import watch_optimizers
+from profkit.capture.hooks.outside_nodes import OutsideNodes
+from profkit.capture.hooks.recompute import is_computed_again, is_first_pass, watch_recompute
+from profkit.capture.hooks.replicas import ReplicaCall, watch_replicas
+from profkit.capture.hooks.script_ranges import watch_script_ranges
+from profkit.capture.hooks.watcher import StepListener, Watcher
+from profkit.capture.steps.boundaries import Boundaries
+from profkit.capture.steps.conditions import autocast_dtypes
+from profkit.capture.steps.policy import StepPolicy, is_loss_module
+from profkit.capture.steps.times import PhaseClock
 from profkit.names import (
     BACKWARD,
     DATA,

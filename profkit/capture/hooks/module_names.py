@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 
-from profkit.capture.module_depth import plain_name, reach_by_tree
+from profkit.capture.hooks.module_depth import plain_name, reach_by_tree
 from profkit.run.manifest import RangesLeftOut
 from profkit.run.recording import BY_TREE
 

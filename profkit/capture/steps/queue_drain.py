@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from time import perf_counter_ns
 
-from profkit.capture.data_loading import DataLoading, Queue
-from profkit.capture.recorders import LocalRanks
+from profkit.capture.hooks.data_loading import DataLoading, Queue
+from profkit.capture.recorders.nsys import LocalRanks
 from profkit.run.manifest import Loading
 
 LONGEST_DRAIN = 64

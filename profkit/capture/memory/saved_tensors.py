@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profkit.capture.frame_variables import variables_at_hand
+from profkit.capture.steps.frame_variables import variables_at_hand
 
 _MOST_NODES = 200_000
 _NESTING = 3

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from profkit.capture.operator_work import Buffers, OperatorMode, OperatorWork, describe_call
+from profkit.capture.work.operator_work import Buffers, OperatorMode, OperatorWork, describe_call
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from profkit.capture.compiling import is_compiling
-from profkit.capture.module_calls import outside_dynamo
+from profkit.capture.hooks.module_calls import outside_dynamo
 
 Begins = Callable[[object, Sequence[Any]], None]
 Ends = Callable[[object, Any], None]

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import record_in_torch
-from profkit.capture import allocation_text
-from profkit.capture.backward_nodes import running_graph
-from profkit.capture.module_names import Roots
-from profkit.capture.owners import OwnerLedger, now_us
-from profkit.capture.saved_tensors import tensors_at_hand, watch_hooks
-from profkit.capture.watcher import Watcher
+from profkit.capture.hooks.backward_nodes import running_graph
+from profkit.capture.hooks.module_names import Roots
+from profkit.capture.hooks.watcher import Watcher
+from profkit.capture.memory import allocation_text
+from profkit.capture.memory.owners import OwnerLedger, now_us
+from profkit.capture.memory.saved_tensors import tensors_at_hand, watch_hooks
 from profkit.files import whole_file
 from profkit.names import step_range
 from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank

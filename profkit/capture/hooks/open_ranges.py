@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import profiler
 
 from profkit.annotation import Range, RangeObserver, observers_but
-from profkit.capture.backward_nodes import Carrier, running_graph
+from profkit.capture.hooks.backward_nodes import Carrier, running_graph
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
 
 

@@ -18,7 +18,9 @@ from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profkit.capture.operators import (
+from profkit.capture.hooks.recompute import is_computed_again, is_recomputing
+from profkit.capture.work.account import Access
+from profkit.capture.work.operators import (
     BLANK,
     LOOKED_UP,
     OVERWRITING,
@@ -33,8 +35,6 @@ from profkit.capture.operators import (
     recomputed_flops,
     torch_flops,
 )
-from profkit.capture.recompute import is_computed_again, is_recomputing
-from profkit.capture.work_account import Access
 
 Buffers = dict[int, StorageWeakRef]
 """The memory that operators have touched. The references keep each address from being given to other memory."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from profkit.capture.conditions import counted_since, read_counters
+from profkit.capture.steps.conditions import counted_since, read_counters
 from profkit.names import BACKWARD, DATA, FORWARD, LOSS
 
 Part = Literal["attached", "profiled"]

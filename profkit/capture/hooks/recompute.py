@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from profkit.capture.backward_calls import is_creating_graph
-from profkit.capture.backward_nodes import running_graph
-from profkit.capture.open_ranges import Call
+from profkit.capture.hooks.backward_calls import is_creating_graph
+from profkit.capture.hooks.backward_nodes import running_graph
+from profkit.capture.hooks.open_ranges import Call
 
 
 class RecomputeListener(Protocol):

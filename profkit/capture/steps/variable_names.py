@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_PROFKIT = str(Path(__file__).parent.parent) + os.sep
+_PROFKIT = str(Path(__file__).parents[2]) + os.sep
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CALLS = {"_wrapped_call_impl", "_call_impl", "__call__", "generate"}
 """The functions of torch through which a module is called."""

@@ -25,10 +25,10 @@ from torch import nn
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.errors import describe_error, say
-from profkit.capture.graph_work import CapturedOperators, GraphPart, GraphWork, replay_observers
-from profkit.capture.module_names import ModuleNames, Part
-from profkit.capture.open_ranges import OpenOnThread
-from profkit.capture.operator_work import OperatorWork
+from profkit.capture.hooks.module_names import ModuleNames, Part
+from profkit.capture.hooks.open_ranges import OpenOnThread
+from profkit.capture.work.graph_work import CapturedOperators, GraphPart, GraphWork, replay_observers
+from profkit.capture.work.operator_work import OperatorWork
 from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun, graph_range, launch_range, read_launch_range
 
 # CUgraphNodeType

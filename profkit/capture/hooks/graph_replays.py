@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from profkit.capture.graph_nodes import GraphNodes
+from profkit.capture.hooks.graph_nodes import GraphNodes
 
 
 class GraphListener(Protocol):

@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 from torch.nn.modules.loss import _Loss
 from torch.optim.optimizer import Optimizer
 
-from profkit.capture.backward_nodes import running_graph
-from profkit.capture.module_names import ROOT, Roots, unwrap
-from profkit.capture.rounds import Round
-from profkit.capture.variable_names import VariableNames, tell_apart
+from profkit.capture.hooks.backward_nodes import running_graph
+from profkit.capture.hooks.module_names import ROOT, Roots, unwrap
+from profkit.capture.steps.rounds import Round
+from profkit.capture.steps.variable_names import VariableNames, tell_apart
 from profkit.run.step_choice import StepChoice, StepKind
 
 

@@ -1,0 +1,1 @@
+"""The allocator's history, and whose tensors lie where."""

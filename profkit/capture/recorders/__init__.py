@@ -1,0 +1,1 @@
+"""What records the steps of a process."""
