@@ -28,7 +28,7 @@ from profkit.reading import open_snapshot, open_trace
 from profkit.run.ceilings import Ceilings, read_ceilings
 from profkit.run.directory import MANIFEST, RANK_LIGHT, Run
 from profkit.run.job import CEILINGS
-from profkit.run.light_columns import columns_of, read_light_columns, read_light_record
+from profkit.run.light_columns import LightColumns, columns_of, read_light, read_light_columns
 from profkit.run.light_record import LightRecord
 
 _LIGHT_PER_TASK = 64
@@ -240,14 +240,17 @@ def _reduce(source: RankSource, open_it: Callable[[], OpenedTrace] | None) -> Re
     lost: list[tuple[int | None, str]] = []
     ranks: dict[int, ReducedRank] = {}
     light: dict[int, LightRecord] = {}
+    written: dict[int, ReducedRank] = {}
     known: KnownColumns = {}
     for rank, path in source.light:
         try:
             if open_it is None:
-                columns = read_light_columns(path)
-                ranks[rank] = reduce_columns(replace(columns, record=_check_rank(columns.record, rank, path)), known)
+                ranks[rank] = reduce_columns(_check_rank(read_light_columns(path), rank, path), known)
             else:
-                light[rank] = _check_rank(read_light_record(path), rank, path)
+                columns, record = read_light(path)
+                columns = _check_rank(columns, rank, path)
+                written[rank] = reduce_columns(columns)
+                light[rank] = replace(columns.record, steps=record.steps)
         except ProfkitError as error:
             lost.append((rank, str(error)))
     if open_it is not None:
@@ -258,21 +261,21 @@ def _reduce(source: RankSource, open_it: Callable[[], OpenedTrace] | None) -> Re
             unread: list[int | None] = [source.rank] if source.rank is not None else [*light]
             stands_in = "; its light record stands in for the trace"
             lost += [(rank, f"{error}{stands_in if rank in light else ''}") for rank in unread or [None]]
-    written = {rank: reduce_columns(columns_of(record)) for rank, record in light.items()}
     return ReadRanks(tuple((written | ranks).values()), tuple(lost), tuple(written.values()))
 
 
-def _check_rank(record: LightRecord, rank: int, path: Path) -> LightRecord:
-    """Return the record on the machine that its directory names.
+def _check_rank(columns: LightColumns, rank: int, path: Path) -> LightColumns:
+    """Return the columns, their record on the machine that its directory names.
 
     Raises:
         RunError: it is another rank's.
     """
+    record = columns.record
     if record.rank != rank:
         raise RunError(f"{path}: holds rank {record.rank}, not {rank}: a copy, or renamed")
     # torchrun numbers machines in the order in which they join, the directory keeps their --node-rank.
     node = _NODE.fullmatch(path.parent.name)
-    return record if node is None else replace(record, node=int(node[1]))
+    return columns if node is None else replace(columns, record=replace(record, node=int(node[1])))
 
 
 def _read_by_processes(sources: Sequence[RankSource], workers: int | None) -> list[ReadRanks]:

@@ -21,7 +21,7 @@ from profkit.capture.light import LightRecorder  # noqa: E402
 from profkit.capture.steps import times  # noqa: E402
 from profkit.capture.steps.times import Mark, Span  # noqa: E402
 from profkit.run.directory import Run  # noqa: E402
-from profkit.run.light_columns import read_light_record  # noqa: E402
+from profkit.run.light_columns import read_light  # noqa: E402
 from profkit.run.light_record import LightRecord  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
 
 @pytest.fixture(scope="module")
 def records(place: Path) -> dict[int, LightRecord]:
-    return {rank: read_light_record(path) for rank, path in Run(place / "run").light_records.items()}
+    return {rank: read_light(path)[1] for rank, path in Run(place / "run").light_records.items()}
 
 
 def test_every_rank_leaves_all_its_steps_also_those_after_the_recording(records: dict[int, LightRecord]) -> None:
@@ -197,7 +197,7 @@ def _steps(
 
 
 def _read(place: Path) -> LightRecord:
-    return read_light_record(place / "light.rank1.jsonl")
+    return read_light(place / "light.rank1.jsonl")[1]
 
 
 def test_the_durations_of_nccl_give_start_and_end(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:

@@ -11,8 +11,8 @@ from profkit.analysis.ranks.reduced import reduce_columns
 from profkit.run.light_columns import (
     UNKNOWN,
     columns_of,
+    read_light,
     read_light_columns,
-    read_light_record,
 )
 from profkit.run.light_record import StepRecord
 from profkit.trace.columns import Ints
@@ -23,12 +23,12 @@ RECORDED = sorted((Path(__file__).parent / "light_records").glob("*/light*.jsonl
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_file_and_its_steps_one_by_one_give_the_same_columns(path: Path) -> None:
-    assert plain_columns(columns_of(read_light_record(path))) == plain_columns(read_light_columns(path))
+    assert plain_columns(columns_of(read_light(path)[1])) == plain_columns(read_light_columns(path))
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_columns_hold_what_each_collective_of_the_file_says(path: Path) -> None:
-    record, columns = read_light_record(path), read_light_columns(path).calls
+    record, columns = read_light(path)[1], read_light_columns(path).calls
     rows = [
         (number, *(getattr(step.collectives, name)[row] for name in ("group", "sequence", "bytes", "called_ns")))
         for number, step in enumerate(record.steps)
@@ -42,7 +42,7 @@ def test_columns_hold_what_each_collective_of_the_file_says(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_what_phases_took_longer_on_the_gpu_is_that_of_each_step(path: Path) -> None:
-    record, columns = read_light_record(path), read_light_columns(path)
+    record, columns = read_light(path)[1], read_light_columns(path)
     longer = longer_on_gpu(columns.steps, columns.calls)
     named = [step for step in record.steps if step.name is not None]
     assert len(longer) == len(named)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from profkit.run.directory import Run
-from profkit.run.light_columns import read_light_record
+from profkit.run.light_columns import read_light
 from tests.forked_scripts import Forks
 
 pytest.importorskip("torch")
@@ -65,7 +65,7 @@ def test_a_rank_wakes_for_each_row_of_its_light_record(tmp_path: Path, forks: Fo
     options = ("--kineto", "--ranks", "7", "--steps", "2", "--nproc-per-node", "2")
     done = forks.run_profkit("run", "-o", "run", *options, "--", sys.executable, "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    records = [read_light_record(path) for path in Run(tmp_path / "run").light_records.values()]
+    records = [read_light(path)[1] for path in Run(tmp_path / "run").light_records.values()]
     assert len(records) == 2
     for record in records:
         assert [step.name for step in record.steps] == [f"step {at}" for at in (*range(128), *range(512, 544))]

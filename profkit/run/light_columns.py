@@ -33,20 +33,21 @@ from profkit.run.light_record import (
     UNKNOWN_CELL,
     VERSION,
     Cause,
-    Collectives,
     Columns,
     Group,
     LightRecord,
     Packer,
-    StepRecord,
     unpack,
 )
 from profkit.run.records import WrongRecord, decode, read_lines
 
 Ints = npt.NDArray[np.int64]
 
-UNKNOWN = -(1 << 62)
-"""For null in a column: times may be negative."""
+UNKNOWN = -(1 << 31)
+"""Stands for what nobody knows, in every column of ranks: times may be negative, and a short column has 32 bits."""
+
+_LARGEST = 1 << 62
+"""No number in a record is as large: sums and differences of two of them fit."""
 
 _MOMENTS = ("start_ns", "end_ns")
 
@@ -170,31 +171,31 @@ def read_light_columns(path: Path) -> LightColumns:
     """Return the record of a rank as columns; unknown kinds of lines and unknown keys are passed over.
 
     Raises:
-        RunError: it cannot be read, has no header, is of a newer version, or a line other than the last is damaged.
+        RunError: it cannot be read, has no header, is of another version, or a line other than the last is damaged.
     """
-    return _read(path)[0]
+    return read_light(path)[0]
 
 
-def read_light_record(path: Path) -> LightRecord:
-    """Return the record of a rank, with an object for each step.
+def read_light(path: Path) -> tuple[LightColumns, LightRecord]:
+    """Return the record of a rank as columns, and with an object for each step; the file is read once.
 
     Raises:
         RunError: as `read_light_columns` does.
     """
-    columns, steps, shared = _read(path)
-    return replace(columns.record, steps=tuple(unpack(steps, shared)))
+    columns, steps, calls = _read(path)
+    return columns, replace(columns.record, steps=tuple(unpack(steps, calls)))
 
 
 def _read(path: Path) -> tuple[LightColumns, Columns, dict[int, Columns]]:
     with collector_off(), catch_warnings():
         simplefilter("error", DeprecationWarning)  # so numpy before 2.3 says that a text holds something else
         try:
-            record, steps, shared = _take_lines(path, is_each_checked=False)
-            return _build(record, steps, shared), steps, shared
+            record, steps, calls = _take_lines(path, is_each_checked=False)
+            return _build(record, steps, calls), steps, calls
         except (ValueError, KeyError, TypeError, AttributeError):
             # Which line is wrong shows one by one; the last one is left out.
-            record, steps, shared = _take_lines(path, is_each_checked=True)
-            return _build(record, steps, shared), steps, shared
+            record, steps, calls = _take_lines(path, is_each_checked=True)
+            return _build(record, steps, calls), steps, calls
 
 
 def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Columns, dict[int, Columns]]:
@@ -202,8 +203,7 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Colu
     header: dict[str, Any] | None = None
     groups: list[Group] = []
     parts: list[Columns] = []
-    old: list[StepRecord] = []
-    shared: dict[int, Columns] = {}
+    calls: dict[int, Columns] = {}
 
     def take(entry: dict[str, Any]) -> None:
         nonlocal header
@@ -212,22 +212,17 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Colu
             if type(entry["name"]) is not list:
                 raise WrongRecord("name is not a list")
             if is_each_checked:
-                _build(LightRecord(0, 0), _join([entry]), shared)
+                _build(LightRecord(0, 0), _join([entry]), calls)
             parts.append(entry)
         elif kind == "calls":
             _number_calls(entry["collectives"], {})
-            shared[entry["number"]] = entry["collectives"]
+            calls[entry["number"]] = entry["collectives"]
         elif kind == "group":
             group: Group = decode(Group, entry)
-            groups.append(replace(group, ranks=_shared(group.ranks)))
-        elif kind == "step":
-            old.append(_old_step(entry, shared))
-            if is_each_checked:
-                _build(LightRecord(0, 0), *Packer().pack(old[-1:]))
+            groups.append(replace(group, ranks=_intern_ranks(group.ranks)))
         elif kind == "header":
             header = entry
-            if entry["version"] > VERSION:
-                raise RunError(f"{path}: version {entry['version']}, written by a newer profkit")
+            _check_version(path, entry["version"])
 
     try:
         read_lines(path, take, "a line of a light record")
@@ -241,28 +236,20 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Colu
         )
     except WrongRecord as error:
         raise RunError(f"{path}: {error}") from None
-    record = replace(record, groups=tuple(groups))
-    return (record, *Packer().pack(old)) if old else (record, _join(parts), shared)
+    return replace(record, groups=tuple(groups)), _join(parts), calls
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version > VERSION:
+        raise RunError(f"{path}: version {version}, written by a newer profkit; update this one")
+    if version < VERSION:
+        raise RunError(f"{path}: version {version}, which this profkit no longer reads; record the run again")
 
 
 @lru_cache(maxsize=256)
-def _shared(ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _intern_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Return one tuple for all that are equal: the records of all ranks name all ranks of their groups."""
     return ranks
-
-
-def _old_step(step: Mapping[str, Any], shared: Mapping[int, Columns]) -> StepRecord:
-    """Return the step of a line of version 1 or 2; its values are as the line has them."""
-    calls = step.get("collectives") or {}
-    calls = calls | shared[calls["calls"]] if "calls" in calls else calls
-    unknown = [None] * len(calls.get("group") or ())
-    columns = {name: calls.get(name, unknown) for name in (*COMMON, *OF_CALLS)}
-    for name, column in columns.items():
-        if type(column) is not list or len(column) != len(unknown):
-            raise WrongRecord(f"collectives.{name} is not a list of {len(unknown)}")
-    kept: dict[str, Any] = {name: step[name] for name in StepRecord.__dataclass_fields__ if name in step}
-    kept |= {name: tuple(map(tuple, step.get(name, ()))) for name in TABLES}
-    return StepRecord(**kept | {"throttle": tuple(step.get("throttle", ())), "collectives": Collectives(**columns)})
 
 
 def _join(parts: Sequence[Columns]) -> Columns:
@@ -342,7 +329,7 @@ def _numbers(what: str, column: Any, count: int, *, may_lack: bool = False) -> I
             text = column.replace(UNKNOWN_CELL, str(UNKNOWN)) if may_lack else column
             found: Ints = np.fromstring(text, np.int64, sep=",")
             # A number that does not fit is read as the largest that does.
-            if len(found) and (found.max() > -UNKNOWN or found.min() < UNKNOWN):
+            if len(found) and (found.max() > _LARGEST or found.min() < -_LARGEST):
                 raise ValueError
         except (ValueError, DeprecationWarning):
             raise WrongRecord(f"{what} holds something else than whole numbers") from None

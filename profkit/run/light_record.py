@@ -27,8 +27,6 @@ hold several rows, ``count`` says how many each has. What the collectives of a s
 ``group``, ``kind``, ``dtype`` and ``bytes``, stands in a line ``calls`` before the first of these steps, whose number
 the steps name (-1: no collectives); the other columns of ``collectives`` hold all collectives of all these steps.
 
-In versions 1 and 2 each line held one step, and each column was a list of its own.
-
 Times are nanoseconds. ``start_ns`` and ``end_ns`` of a step count from ``clock_base_ns`` (nanoseconds since the
 epoch, on the rank's own clock); every other time of a step counts from the step's start, and may be negative for what
 began before. Steps stand in their order; what ran outside every step stands in a step whose ``name`` is null.

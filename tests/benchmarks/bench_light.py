@@ -41,7 +41,7 @@ from profkit.capture.light import LightRecorder
 from profkit.capture.steps.times import PhaseClock
 from profkit.names import DATA, PHASES
 from profkit.run.directory import LIGHT, name_of_rank
-from profkit.run.light_columns import read_light_record
+from profkit.run.light_columns import read_light
 from tests.late_program import Delay, Model, join, parallel
 
 
@@ -71,7 +71,7 @@ def bench(run: Path, device: torch.device, step_s: float, collectives: int, step
     took = time.perf_counter() - began
     light.end()
     path = run / name_of_rank(LIGHT, distributed.get_rank())
-    record = read_light_record(path)
+    record = read_light(path)[1]
     whole = sum(len(step.collectives) > 0 for step in record.steps)
     return (
         f"{collectives} collectives in a step of {took / steps * 1e3:.1f} ms: {within / steps * 1e6:.0f} µs = "

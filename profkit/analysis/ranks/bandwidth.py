@@ -11,11 +11,10 @@ import numpy as np
 from profkit.analysis.ranks.matching import Matched, within_matched
 from profkit.analysis.ranks.reduced import ReducedRank
 from profkit.run.ceilings import Ceilings
+from profkit.run.light_columns import UNKNOWN
 from profkit.run.light_record import Group
 from profkit.run.links import MeasuredLinks, bus_factor, links_used
 from profkit.trace.columns import Ints
-
-_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def group_label(group: Group, world_size: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Collectives of one group, kind and dtype; one each in ``byte_count`` and ``wire_ns``, -1 is unknown.
+    """Collectives of one group, kind and dtype; one each in ``byte_count`` and ``wire_ns``.
 
     ``lengths_ns`` and ``hidden_ns`` are (ranks, collectives), or one row of what each rank took part in by itself.
     ``waited_ns`` is the sum over ``ranks``.
@@ -145,7 +144,7 @@ def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[
             for what in np.unique(calls.what[is_compared]).tolist():
                 rows = np.flatnonzero((calls.what == what) & is_compared)
                 columns = (calls.byte_count, calls.duration_ns, calls.hidden_ns)
-                known = [np.full(len(rows), _UNKNOWN) if column is None else column[rows] for column in columns]
+                known = [np.full(len(rows), UNKNOWN) if column is None else column[rows] for column in columns]
                 found.setdefault((group.name, group.ranks, *calls.names[what]), []).append((group, known))
     for (_, _, kind, dtype), parts in found.items():
         group = next((group for group, _ in parts if group.dimension is not None), parts[0][0])
@@ -153,7 +152,7 @@ def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[
             np.concatenate(columns) for columns in zip(*(known for _, known in parts), strict=True)
         )
         # Of a kernel that receives too, or of which nobody says that it only sends, the size is unknown.
-        wire = np.where((kind == "send") & (sizes != _UNKNOWN), lengths, _UNKNOWN)
+        wire = np.where((kind == "send") & (sizes != UNKNOWN), lengths, UNKNOWN)
         yield group, kind, dtype, _Part(group, sizes, wire, lengths[None], hidden[None], group.ranks)
 
 
@@ -162,7 +161,7 @@ def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequenc
     total_bytes = int(sizes.sum()) if (sizes >= 0).all() else None
     wire_ns = int(wires.sum()) if (wires >= 0).all() else None
     rate = total_bytes / wire_ns * 1e9 if total_bytes is not None and wire_ns else None
-    is_hidden_known = all((part.hidden_ns >= 0).all() for part in parts)
+    is_hidden_known = all((part.hidden_ns >= 0).all() and (part.lengths_ns >= 0).all() for part in parts)
     # A rank is in one of the groups of a mesh dimension, as a rule: what ranks of different groups did adds up to no
     # rank's time.
     ranks = len({rank for part in parts for rank in part.ranks})

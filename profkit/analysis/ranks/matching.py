@@ -23,7 +23,7 @@ LATE_NS = 20_000
 by some microseconds (2 × H200, NVLink)."""
 
 _NCCL = "nccl"
-_UNKNOWN = -1
+_NOBODY = -1
 _LEAST, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 _TOGETHER = 256
 """This many collectives are compared at once, where a second table of all ranks would be made."""
@@ -37,7 +37,7 @@ KnownColumns = dict[tuple[str, bytes], Ints]
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """Collectives of one rank as columns; -1 is unknown, and a column in which nothing is known is None.
+    """Collectives of one rank as columns, `UNKNOWN` where nobody knows; a column in which nothing is known is None.
 
     ``step`` is the position of the step in the rank's record, ``what`` that of a collective's kind and dtype in
     ``names``. Ends and calls are nanoseconds since the epoch. ``exposed_ns`` is how long
@@ -79,7 +79,7 @@ class Calls:
 
 @dataclass(frozen=True, eq=False)
 class Matched:
-    """The collectives of one group that all of its ranks recorded, as (ranks, collectives); -1 is unknown.
+    """The collectives of one group that all of its ranks recorded, as (ranks, collectives).
 
     ``step`` is the position of each rank's step in its record; it, ``end_ns`` and ``called_ns`` are the ranks' own
     columns, not copies. ``wait_ns`` is 0 for kinds in which nobody need wait, and where the wait is unknown:
@@ -135,7 +135,7 @@ def tabulate_calls(rank: LightColumns, known: KnownColumns | None = None) -> tup
                 mine: dict[str, Any] = dict.fromkeys(_OF_CALLS)
                 for name, column in columns.items():
                     column_of_group = column[which]
-                    if (column_of_group != _UNKNOWN).any():
+                    if (column_of_group != UNKNOWN).any():
                         mine[name] = column_of_group
                 alike = what[which], step[which], sequence[which]
                 place[number] = Calls(calls.names, *alike, **mine).sharing(shared)
@@ -154,12 +154,12 @@ def _known_columns(rank: LightColumns) -> dict[str, Ints]:
     for name, column in (("byte_count", calls.bytes), ("hidden_ns", calls.hidden_ns), ("exposed_ns", calls.exposed_ns)):
         known = column != UNKNOWN
         if known.any():
-            found[name] = _narrow(np.where(known, column, _UNKNOWN))
+            found[name] = _narrow(np.where(known, column, UNKNOWN))
     is_timed = (start != UNKNOWN) & (end != UNKNOWN) & (end >= start)
     if is_timed.any():
-        found["duration_ns"] = _narrow(np.where(is_timed, end - start, _UNKNOWN))
-        found["end_ns"] = np.where(is_timed, begin + end, _UNKNOWN)
-    found["called_ns"] = np.where(calls.called_ns == UNKNOWN, _UNKNOWN, begin + calls.called_ns)
+        found["duration_ns"] = _narrow(np.where(is_timed, end - start, UNKNOWN))
+        found["end_ns"] = np.where(is_timed, begin + end, UNKNOWN)
+    found["called_ns"] = np.where(calls.called_ns == UNKNOWN, UNKNOWN, begin + calls.called_ns)
     return found
 
 
@@ -236,7 +236,7 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     for calls in mine[1:]:
         if calls.sequence is not common and not np.array_equal(calls.sequence, common):
             common = np.intersect1d(common, calls.sequence, assume_unique=True)
-    unknown = np.broadcast_to(np.int64(_UNKNOWN), common.shape)
+    unknown = np.broadcast_to(np.int64(UNKNOWN), common.shape)
 
     # Ranks share columns that are alike: each pair of a sequence and a column is looked up once, and stays shared.
     places: dict[int, slice | Ints] = {}
@@ -264,12 +264,12 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     named: Group = next((group for group in groups if group.dimension is not None), groups[0])
     # Without a profiler the end of gloo's collectives is unknown: they end when the last rank has called, also where
     # some ranks have one. (The host that calls NCCL's runs ahead of its GPU, as far as it likes.)
-    no_end = (duration == _UNKNOWN).any(axis=0) & (named.backend != _NCCL)
+    no_end = (duration == UNKNOWN).any(axis=0) & (named.backend != _NCCL)
     if no_end.any():
-        no_end &= (np.stack(called) != _UNKNOWN).all(axis=0)
+        no_end &= (np.stack(called) != UNKNOWN).all(axis=0)
         duration = np.where(no_end, np.max(called, axis=0) - called, duration)
     # What a GPU waited for at the end of its backward pass ends on all ranks at once too.
-    at_end = (duration == _UNKNOWN).any(axis=0) & (exposed != _UNKNOWN).all(axis=0)
+    at_end = (duration == UNKNOWN).any(axis=0) & (exposed != UNKNOWN).all(axis=0)
     length = np.where(at_end, exposed, duration) if at_end.any() else duration
     may_wait = np.array([kind in WAITS_FOR_ALL for kind, _ in names], dtype=np.bool_)
     waits = may_wait & (length >= 0).all(axis=0)
@@ -288,11 +288,11 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
         end_ns=own("end_ns"),
         step=own("step"),
         wait_ns=wait,
-        wire_ns=np.where(waits & ~no_end & ~at_end, least, _UNKNOWN),
+        wire_ns=np.where(waits & ~no_end & ~at_end, least, UNKNOWN),
         called_ns=called,
         is_untimed=may_wait & ~waits,
         only_called=waits & no_end,
-        last=np.where(is_late, length.argmin(axis=0), _UNKNOWN),
+        last=np.where(is_late, length.argmin(axis=0), _NOBODY),
         median_wait_ns=_median_of_others(wait),
     )
 
@@ -327,8 +327,8 @@ def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]
         to = where[one.last[late]]
         for here, rank in enumerate(where.tolist()):
             wait, ended = one.wait_ns[here, late], one.end_ns[here][late]
-            begin = np.where(ended != _UNKNOWN, ended - one.duration_ns[here, late], one.called_ns[here][late])
-            known = (ended != _UNKNOWN) | one.only_called[late]
+            begin = np.where(ended != UNKNOWN, ended - one.duration_ns[here, late], one.called_ns[here][late])
+            known = (ended != UNKNOWN) | one.only_called[late]
             np.add.at(sums[rank], to[~known], wait[~known])
             placed[rank].append((begin[known], wait[known], to[known]))
     for rank, parts in enumerate(placed):
