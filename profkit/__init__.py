@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from profkit.version import __version__
 
 if TYPE_CHECKING:
-    from profkit.analysis.efficiency.datasheet import find_datasheet as find_datasheet
+    from profkit.analysis.efficiency.facts import find_datasheet as find_datasheet
     from profkit.analysis.time_account.step_times import read_step_times as read_step_times
     from profkit.annotation import annotate as annotate
     from profkit.reading import compare as compare
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "annotate": ("profkit.annotation", "annotate"),
     "compare": ("profkit.reading", "compare"),
-    "find_datasheet": ("profkit.analysis.efficiency.datasheet", "find_datasheet"),
+    "find_datasheet": ("profkit.analysis.efficiency.facts", "find_datasheet"),
     "read_snapshot": ("profkit.reading", "open_snapshot"),
     "read_step_times": ("profkit.analysis.time_account.step_times", "read_step_times"),
     "read_trace": ("profkit.reading", "open_trace"),

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from profkit.analysis.compare import budgets as budgets_module
-from profkit.analysis.compare.budget_lines import BudgetLine, Budgets
-from profkit.analysis.compare.budgets import check_budgets
+from profkit.analysis.compare.budgets import BudgetLine, Budgets, check_budgets
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.errors import UsageError
 from profkit.reading import open_capture

@@ -6,8 +6,7 @@ import pytest
 
 from profkit.report.commands.clean_times import clean_times_parts
 from profkit.report.document import Document, Table, render
-from profkit.run.manifest import Manifest
-from profkit.run.samples import Samples
+from profkit.run.manifest import Manifest, Samples
 
 MS = 1_000_000
 

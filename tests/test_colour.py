@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.compare.budget_lines import Budgets
-from profkit.analysis.compare.budgets import check_budgets
+from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.cli.outputs import _colour, has_colours
 from profkit.reading import open_capture
 from profkit.report.commands.check import build_check_document

@@ -11,8 +11,7 @@ import pytest
 from profkit.launch.conditions import HARMLESS, GpuWatch, warn_of_run
 from profkit.launch.gpu_state import GpuState
 from profkit.run import manifest
-from profkit.run.manifest import Gpu, Gpus, Manifest, Process
-from profkit.run.samples import Samples
+from profkit.run.manifest import Gpu, Gpus, Manifest, Process, Samples
 
 IDLE = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, (), {}, 0, 0)
 OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)

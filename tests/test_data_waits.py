@@ -10,8 +10,8 @@ import pytest
 
 from profkit import read_trace
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.time_account.data_waits import DataWait
 from profkit.analysis.time_account.gpu_time import GpuParts
+from profkit.analysis.time_account.waits import DataWait
 from profkit.report.commands.efficiency import build_efficiency_document, limit_words
 from profkit.report.document import render
 from tests.efficiency_runs import rows_by_path

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from profkit import compare, read_snapshot, read_trace
-from profkit.analysis.compare.budget_lines import Budgets
-from profkit.analysis.compare.budgets import check_budgets
+from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.kernels.summary import KernelRow
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.reading import open_capture

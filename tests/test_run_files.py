@@ -13,9 +13,8 @@ import pytest
 from profkit.errors import ProfkitError, RunError
 from profkit.run.ceilings import Ceilings, Copy, Gemm, read_ceilings, write_ceilings
 from profkit.run.directory import MANIFEST, Run, find_run
-from profkit.run.manifest import Conditions, Manifest, Process, ProcessMemory, read_manifest, write_manifest
+from profkit.run.manifest import Conditions, Manifest, Process, ProcessMemory, Samples, read_manifest, write_manifest
 from profkit.run.records import decode
-from profkit.run.samples import Samples
 from profkit.run.work import RangeWork, RunWork, read_work, write_work
 
 WORK: dict[str, Any] = {

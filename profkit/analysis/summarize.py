@@ -34,13 +34,12 @@ from profkit.analysis.summary import (
     WorkUse,
     WrittenAttention,
 )
-from profkit.analysis.time_account.data_waits import DataWait
 from profkit.analysis.time_account.gpu_steps import divide_idle_time, sum_steps
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.analysis.time_account.steps import is_step, is_warmup, measured_ranges
-from profkit.analysis.time_account.sync_gaps import find_sync_gaps
 from profkit.analysis.time_account.unprofiled import find_uneven_times
+from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
 from profkit.analysis.tree.module_times import time_modules
 from profkit.analysis.tree.range_paths import split_path
 from profkit.errors import ProfkitError

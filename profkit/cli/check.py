@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.compare.budget_lines import Budgets
-from profkit.analysis.compare.budgets import check_budgets
+from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.cli.options import output_options

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 from profkit.launch.gpu_state import GpuState, read_gpu_state, used_gpus
-from profkit.run.manifest import Gpu, Gpus, Loading, Manifest, Process
-from profkit.run.samples import Samples
+from profkit.run.manifest import Gpu, Gpus, Loading, Manifest, Process, Samples
 
 # A first step counts as not warmed up if it is this much longer than the later ones, and stands out of their spread.
 _LONGER = 1.2

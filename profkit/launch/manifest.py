@@ -14,8 +14,7 @@ from pathlib import Path
 from profkit.launch.nsys import Nsys
 from profkit.launch.passes import Outcome, Target
 from profkit.launch.versions import driver_in
-from profkit.run.manifest import Manifest, MemoryPass
-from profkit.run.samples import Samples
+from profkit.run.manifest import Manifest, MemoryPass, Samples
 from profkit.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict
-from profkit.analysis.compare.budget_lines import BudgetLine, Budgets, not_judged
 from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
-from profkit.analysis.compare.rank_budgets import judge_ranks
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import CATEGORIES
@@ -32,6 +30,49 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from profkit.analysis.ranks.comparison import RanksResult
+Unit = Literal["ns", "bytes", "share"]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The limits that a run must keep; None means no limit. ``max_shares`` are (category or range, fraction)."""
+
+    max_step_ns: int | None = None
+    max_peak_bytes: int | None = None
+    max_idle: float | None = None
+    min_mfu: float | None = None
+    max_shares: tuple[tuple[str, float], ...] = ()
+    max_wait: float | None = None
+    max_skew: float | None = None
+
+    @property
+    def of_ranks(self) -> bool:
+        """Return whether some of them are about several ranks."""
+        return self.max_wait is not None or self.max_skew is not None
+
+
+@dataclass(frozen=True)
+class BudgetLine:
+    """What a budget allows and what was measured, None if there is none; ``detail`` says how, or why it was not judged.
+
+    ``budget`` is the option's name; ``subject`` is the range, phase or context that the line is about, if any.
+    ``judged`` is False if nothing could be measured; then ``held`` is False too.
+    """
+
+    budget: str
+    subject: str | None
+    measured: float | None
+    limit: float | None
+    unit: Unit
+    held: bool
+    detail: str
+    judged: bool = True
+
+
+def not_judged(budget: str, unit: Unit, limit: float | None, reason: str, subject: str | None = None) -> BudgetLine:
+    """Return the line of a budget that cannot be judged."""
+    return BudgetLine(budget, subject, None, limit, unit, False, reason, judged=False)
+
 
 MAX_STEP, MAX_PEAK, MAX_IDLE, MIN_MFU, MAX_SHARE = "max-step-ms", "max-peak", "max-idle", "min-mfu", "max-share"
 BASELINE = "baseline"
@@ -343,3 +384,29 @@ def _judge_peak_against(run: OpenedSnapshot, baseline: OpenedSnapshot) -> Budget
     if high is None or base_high is None or (high > base_low and low <= base_high):
         return not_judged(BASELINE, "bytes", base_low, "the bounds of the two peaks overlap", "peak")
     return BudgetLine(BASELINE, "peak", high, base_low, "bytes", high <= base_low, "allocated, by replay")
+
+
+MAX_WAIT, MAX_SKEW = "max-wait", "max-skew"
+
+
+def judge_ranks(budgets: Budgets, ranks: RanksResult | str) -> Iterator[BudgetLine]:
+    """Yield the budgets of ranks that are given; ``ranks`` is the reason if they cannot be compared."""
+    asked = [(MAX_WAIT, budgets.max_wait), (MAX_SKEW, budgets.max_skew)]
+    for budget, limit in asked:
+        if limit is None:
+            continue
+        if isinstance(ranks, str):
+            yield not_judged(budget, "share", limit, ranks)
+        elif ranks.why_unknown is not None:
+            yield not_judged(budget, "share", limit, ranks.why_unknown)
+        elif ranks.verdict.doubt == "untimed":
+            yield not_judged(budget, "share", limit, "nobody timed all collectives (TORCH_NCCL_ENABLE_TIMING=1 does)")
+        elif budget == MAX_WAIT:
+            share = ranks.waiting_ns / max(ranks.step_ns, 1)
+            compared = sum(one.waiting_ns is not None for one in ranks.ranks)
+            detail = f"the mean of {compared} ranks in collectives, from their arrival to that of the last"
+            yield BudgetLine(budget, None, share, limit, "share", share <= limit, detail)
+        else:
+            share = ranks.verdict.most_ns / max(ranks.verdict.step_ns, 1)
+            detail = f"what rank {ranks.verdict.most_rank}, the latest, costs the median rank in a step"
+            yield BudgetLine(budget, None, share, limit, "share", share <= limit, detail)

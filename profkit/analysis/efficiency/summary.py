@@ -17,7 +17,6 @@ from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.placing.nesting import mark_nested
 from profkit.analysis.ranks.summary import Ranks
-from profkit.analysis.time_account.data_waits import DataWait, find_data_waits
 from profkit.analysis.time_account.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.time_account.gpu_time import (
     GpuParts,
@@ -37,6 +36,7 @@ from profkit.analysis.time_account.unprofiled import (
     find_uneven_times,
     profiling_costs,
 )
+from profkit.analysis.time_account.waits import DataWait, find_data_waits
 from profkit.analysis.tree.range_paths import NodePath, RangeNodes, build_nodes, select_ranges, split_path
 from profkit.analysis.tree.range_tree import RangeRow, sum_wall, sum_work, work_by_node
 from profkit.errors import TraceError
@@ -64,7 +64,7 @@ class EfficiencyRow(RangeRow):
     idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
     share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting;
     ``data_loading_ns`` is the part of its idle time in which the program waited for data, ``input_copy_ns`` the time in
-    which only copies of the batch to the GPU ran (`profkit.analysis.time_account.data_waits`); ``loads_data`` says
+    which only copies of the batch to the GPU ran (`profkit.analysis.time_account.waits`); ``loads_data`` says
     whether the two are most of what a *host-bound* range waits for: then data loading limits it.
     """
 

@@ -27,7 +27,6 @@ from profkit.analysis.intervals import (
 )
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
-from profkit.analysis.time_account.data_waits import is_data_wait
 from profkit.analysis.time_account.gpu_time import (
     GpuTime,
     build_gpu_times,
@@ -35,6 +34,7 @@ from profkit.analysis.time_account.gpu_time import (
     communication_rows,
     threads_by_device,
 )
+from profkit.analysis.time_account.waits import is_data_wait
 from profkit.names import BACKWARD, DATA, PHASES
 from profkit.run.light_record import CAUSES, Cause
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints

@@ -11,7 +11,6 @@ from profkit.analysis.efficiency.waiting import Waiting
 from profkit.analysis.intervals import Stretches, intersect, subtract, unite
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.ranks.summary import Ranks
-from profkit.analysis.time_account.data_waits import DataWait, find_data_waits, is_data_wait
 from profkit.analysis.time_account.gpu_time import (
     GpuParts,
     GpuTime,
@@ -22,6 +21,7 @@ from profkit.analysis.time_account.gpu_time import (
     sum_parts,
 )
 from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.time_account.waits import DataWait, find_data_waits, is_data_wait
 from profkit.names import STEP
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints
 

@@ -12,8 +12,7 @@ import numpy as np
 from profkit.analysis.notebook import NotebookResult
 from profkit.names import DATA, STEP, context_range
 from profkit.run.directory import Run
-from profkit.run.manifest import Manifest
-from profkit.run.samples import Clock, Samples, phase_order
+from profkit.run.manifest import Clock, Manifest, Samples, phase_order
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from profkit.analysis.efficiency.datasheet import Datasheet, find_datasheet
+from profkit.analysis.efficiency.facts import Datasheet, find_datasheet
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import BYTES, GIGABYTES, NS, SHARE, TEXT, Unit, four_digits
 from profkit.run.ceilings import Ceilings

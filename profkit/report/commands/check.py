@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from profkit.analysis.compare.budget_lines import BudgetLine
-from profkit.analysis.compare.budgets import BASELINE, MIN_MFU, BudgetCheck
+from profkit.analysis.compare.budgets import BASELINE, MIN_MFU, BudgetCheck, BudgetLine
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Table
 from profkit.report.units import BYTES, NS, SHARE, TEXT, Unit
 

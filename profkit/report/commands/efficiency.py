@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from profkit.analysis.efficiency.evidence import Evidence, IdleGap
+from profkit.analysis.efficiency.evidence import MUCH, Evidence, IdleGap, find_host_waits
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.time_account.data_waits import DataWait
 from profkit.analysis.time_account.gpu_steps import divide_idle_time, sum_steps
 from profkit.analysis.time_account.gpu_time import GpuParts
-from profkit.analysis.time_account.host_waits import MUCH, find_host_waits
 from profkit.analysis.time_account.unprofiled import ProfilingCost
+from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.range_paths import join_path, split_path
 from profkit.findings import Finding
 from profkit.names import STEP

@@ -28,8 +28,7 @@ from profkit.report.page.memory_history import Stacking, build_memory
 from profkit.report.page.modules import build_modules
 from profkit.report.page.ranks import build_ranks
 from profkit.report.page.results import Results
-from profkit.report.page.step_bar import build_step_bar
-from profkit.report.page.step_timeline import build_timeline
+from profkit.report.page.step import build_step_bar, build_timeline
 from profkit.report.page.trust import build_trust
 from profkit.report.page.verdict import build_advice, build_verdict
 from profkit.report.text import make_visible

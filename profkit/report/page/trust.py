@@ -15,8 +15,7 @@ from profkit.report.document import Column, Row, Table
 from profkit.report.page.markup import view_parts, view_table
 from profkit.report.page.results import Results
 from profkit.report.units import BYTES, COUNT, NS, SHARE, TEXT, format_count, format_exactly
-from profkit.run.manifest import Manifest
-from profkit.run.samples import Samples
+from profkit.run.manifest import Manifest, Samples
 
 _PLACED = {
     "direct_ns": "placed by the launching thread",
