@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from profkit.analysis.compare.capture import OpenedCapture
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, compare_ranks
 from profkit.analysis.ranks.matching import KnownColumns
 from profkit.analysis.ranks.reduce import reduce_ranks

@@ -20,10 +20,9 @@ from profkit.run.directory import Run, choose_run, find_run, owners_of
 # Imported where they are needed: a command that reads a trace should not wait for the readers of memory, nor the other
 # way round.
 if TYPE_CHECKING:
-    from profkit.analysis.compare.capture import OpenedCapture
     from profkit.analysis.compare.comparison import CaptureComparison
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-    from profkit.analysis.opened_trace import OpenedTrace
+    from profkit.analysis.opened import OpenedCapture, OpenedTrace
     from profkit.run.compiled_code import CompiledGraph
     from profkit.trace.columns import Trace
 
@@ -55,8 +54,8 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         UsageError: there is no such rank.
     """
     from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
-    from profkit.analysis.kernels.compiled_sources import name_compiled_kernels
-    from profkit.analysis.opened_trace import OpenedTrace
+    from profkit.analysis.kernels.compiled_code import name_compiled_kernels
+    from profkit.analysis.opened import OpenedTrace
     from profkit.analysis.placing.compiled_ranges import explain_no_modules, nest_compiled_launches
     from profkit.analysis.placing.graph_nodes import place_graph_nodes
     from profkit.analysis.ranks.summary import find_ranks
@@ -128,7 +127,7 @@ def open_capture(path: str | Path) -> OpenedCapture:
         RunError: the directory is no run.
         ToolError: as for `open_trace`.
     """
-    from profkit.analysis.compare.capture import OpenedCapture
+    from profkit.analysis.opened import OpenedCapture
 
     path = choose_run(Path(path))
     run = find_run(path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from profkit import read_trace
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.nesting import ancestors
 from profkit.names import BACKWARD
 from tests.forked_scripts import ROOT, Forks

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Ledger
 from tests.nsys_builder import NsysBuilder
 

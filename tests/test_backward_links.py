@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.errors import UsageError
 
 MAIN, AUTOGRAD = 10, 11

@@ -9,7 +9,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.compare.kernel_changes import compare_times
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
-from profkit.analysis.tree.range_paths import join_path
+from profkit.analysis.tree.selection import join_path
 from profkit.errors import UsageError
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.tree.range_paths import build_nodes
+from profkit.analysis.tree.range_tree import build_nodes
 from profkit.names import PHASES, is_shared, sharing_modules
 from profkit.run.directory import Run
 from profkit.trace.kineto import read_kineto

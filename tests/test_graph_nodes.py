@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from profkit.analysis.kernels.summary import summarize_kernels
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import attribute_work
 from profkit.analysis.placing.compiled_ranges import nest_compiled_launches
 from profkit.analysis.placing.graph_nodes import place_graph_nodes

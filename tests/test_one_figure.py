@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from profkit import read_trace
 from profkit.analysis.compare.samples import has_measured_steps, sample_steps
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import attribute_work
-from profkit.analysis.tree.range_paths import select_ranges
+from profkit.analysis.tree.selection import select_ranges
 from profkit.cli import cli
 from tests.captures import CAPTURES
 from tests.test_compiled_ranges import whole_run

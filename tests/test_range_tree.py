@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing import nesting
 from profkit.analysis.tree.range_tree import RangeRow
 from profkit.trace.nsys import read_nsys

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.errors import TraceError, UsageError
 from tests.nsys_builder import NsysBuilder
 

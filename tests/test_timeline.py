@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from profkit import read_snapshot
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.memory.bins import OTHER_STACKS, Bins, bin_history
 from profkit.analysis.memory.composition import NOT_SELECTED
 from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.opened import OpenedCapture
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
 from profkit.report.page.memory_history import CATEGORY_COLOURS, PHASE_COLOURS, build_data

@@ -14,7 +14,7 @@ from profkit.analysis.efficiency.verdicts import MOVERS, Roofline, build_rooflin
 from profkit.analysis.efficiency.work import Amount
 from profkit.analysis.kernels.categories import CATEGORIES
 from profkit.analysis.time_account.gpu_time import GpuParts
-from profkit.analysis.tree.range_paths import build_nodes
+from profkit.analysis.tree.range_tree import build_nodes
 from tests.nsys_builder import NsysBuilder
 
 PEAKS = Peaks("measured", "H200", {"fp32": 50e12, "bf16": 700e12}, 4e12)

@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.provenance import find_condition
 from profkit.analysis.efficiency.facts import read_run_facts
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.kernels.compilations import find_compilations, read_run_compilations
+from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.parts import fold
 from profkit.analysis.memory.result import MemoryResult
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.summary import (
     EXPANDABLE,
@@ -41,7 +40,7 @@ from profkit.analysis.time_account.steps import is_step, is_warmup, measured_ran
 from profkit.analysis.time_account.unprofiled import find_uneven_times
 from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
 from profkit.analysis.tree.module_times import time_modules
-from profkit.analysis.tree.range_paths import split_path
+from profkit.analysis.tree.selection import split_path
 from profkit.errors import ProfkitError
 from profkit.findings import Finding
 from profkit.names import (

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from profkit.analysis.efficiency.facts import Peaks
-from profkit.analysis.kernels.compilations import RunCompilations
+from profkit.analysis.kernels.compiled_code import RunCompilations
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.placing.attribution import Ledger
 from profkit.analysis.time_account.gpu_steps import IdleCauses

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.analysis.compare.budgets import Budgets, check_budgets
-from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import compare_captures, refuse_other_measure
 from profkit.analysis.compare.provenance import compare_provenance
+from profkit.analysis.opened import OpenedCapture
 from profkit.cli.completion import complete_ranges
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, write_warnings

@@ -10,7 +10,7 @@ from typing import IO
 import click
 
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.cli.options import format_option, rank_option
 from profkit.cli.outputs import print_document, refuse_overwriting
 from profkit.cli.progress import shown_after_a_second

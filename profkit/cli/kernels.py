@@ -9,7 +9,7 @@ from typing import get_args
 import click
 
 from profkit.analysis.kernels.summary import Grouping, KernelsResult
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.tree.selection import KernelFilter
 from profkit.cli.completion import complete_ranges
 from profkit.cli.options import obey_strict, output_options, rank_option, trace_options

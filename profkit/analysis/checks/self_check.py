@@ -18,7 +18,7 @@ from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.time_account.steps import find_contexts, find_steps, measured_ranges, number_in_step
-from profkit.analysis.tree.range_paths import explain_no_ranges
+from profkit.analysis.tree.selection import explain_no_ranges
 from profkit.findings import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP
 from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import CATEGORIES
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.notebook import NotebookResult, table_of
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.step_times import is_whole_step, read_unprofiled_steps
-from profkit.analysis.tree.range_paths import select_ranges
+from profkit.analysis.tree.selection import select_ranges
 from profkit.errors import RunError, TraceError, UsageError
 from profkit.trace.columns import distinct_values
 

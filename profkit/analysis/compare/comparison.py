@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis.compare.bootstrap import Verdict, bootstrap_differences, judge_change
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
-from profkit.analysis.kernels.compilations import RunCompilations, find_compilations, read_run_compilations
+from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.notebook import NotebookResult, table_of
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.time_account.step_times import UnprofiledSteps, is_whole_step, read_unprofiled_steps
 from profkit.errors import UsageError
 from profkit.findings import Finding

@@ -33,7 +33,7 @@ import numpy as np
 
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict, bootstrap_differences, judge_change
 from profkit.analysis.compare.samples import Key, RangePath, StepSamples
-from profkit.analysis.tree.range_paths import join_path
+from profkit.analysis.tree.selection import join_path
 from profkit.findings import Finding
 from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import Ints, Measure

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.time_account.step_times import read_unprofiled_steps
 from profkit.run.manifest import Compiled, Manifest
 from profkit.trace.columns import Trace, distinct_values, rows_by_value

@@ -17,8 +17,8 @@ from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.time_account.steps import find_contexts, find_warmup, measured_ranges
 from profkit.analysis.tree.module_times import is_compiling
-from profkit.analysis.tree.range_paths import refuse_long_paths, select_ranges
-from profkit.analysis.tree.selection import KernelFilter, choose_work, lies_within, outermost
+from profkit.analysis.tree.range_tree import refuse_long_paths
+from profkit.analysis.tree.selection import KernelFilter, choose_work, lies_within, outermost, select_ranges
 from profkit.names import STEP, kind_of
 from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import Ints, Measure, distinct_values, empty_ints, rows_by_value

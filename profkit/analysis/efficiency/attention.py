@@ -19,8 +19,8 @@ from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import mark_nested
 from profkit.analysis.time_account.steps import find_warmup
-from profkit.analysis.tree.range_paths import build_nodes, select_ranges
-from profkit.analysis.tree.selection import lies_within
+from profkit.analysis.tree.range_tree import build_nodes
+from profkit.analysis.tree.selection import lies_within, select_ranges
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, SCORES, SOFTMAX, VALUE_PRODUCT
 from profkit.trace.columns import Bools, Ints, Trace

@@ -13,8 +13,7 @@ from profkit.analysis.intervals import subtract, unite
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.gpu_time import GpuTime, build_gpu_times, find_windows
-from profkit.analysis.tree.range_paths import RangeNodes, build_nodes
-from profkit.analysis.tree.range_tree import work_by_node
+from profkit.analysis.tree.range_tree import RangeNodes, build_nodes, work_by_node
 from profkit.trace.columns import Ints, Measure, Trace, Work, rows_by_value
 
 

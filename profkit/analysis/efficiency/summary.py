@@ -37,8 +37,16 @@ from profkit.analysis.time_account.unprofiled import (
     profiling_costs,
 )
 from profkit.analysis.time_account.waits import DataWait, find_data_waits
-from profkit.analysis.tree.range_paths import NodePath, RangeNodes, build_nodes, select_ranges, split_path
-from profkit.analysis.tree.range_tree import RangeRow, sum_wall, sum_work, work_by_node
+from profkit.analysis.tree.range_tree import (
+    NodePath,
+    RangeNodes,
+    RangeRow,
+    build_nodes,
+    sum_wall,
+    sum_work,
+    work_by_node,
+)
+from profkit.analysis.tree.selection import select_ranges, split_path
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.names import STEP

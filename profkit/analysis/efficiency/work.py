@@ -22,7 +22,7 @@ import numpy as np
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import context_of, is_step, is_warmup, measured_ranges
-from profkit.analysis.tree.range_paths import RangeNodes
+from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.names import BACKWARD, FORWARD, STEP
 from profkit.run.work import RangeWork
 from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints, rows_by_value

@@ -10,7 +10,7 @@ import numpy as np
 
 from profkit.analysis.intervals import busy_ns, union_ns
 from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.kernels.compiled_sources import KernelSource, SharedKernels, find_kernel_sources, find_shared
+from profkit.analysis.kernels.compiled_code import KernelSource, SharedKernels, find_kernel_sources, find_shared
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
@@ -23,7 +23,7 @@ from profkit.analysis.placing.attribution import (
 from profkit.analysis.ranks.summary import RankRow, Ranks, compare_ranks, slowest_rank
 from profkit.analysis.time_account.steps import count_in_warmup, count_steps
 from profkit.analysis.tree.module_times import modules_of_ranges
-from profkit.analysis.tree.range_paths import kind_paths
+from profkit.analysis.tree.range_tree import kind_paths
 from profkit.analysis.tree.selection import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.errors import TraceError, UsageError
 from profkit.findings import Finding

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.intervals import Stretches, unite
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.ranks.own_time import OwnTime, collective_ranges, divide_own_time, host_time

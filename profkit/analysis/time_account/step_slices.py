@@ -16,7 +16,7 @@ from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.time_account.gpu_steps import GpuStep
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.range_paths import select_ranges
+from profkit.analysis.tree.selection import select_ranges
 from profkit.names import STEP
 from profkit.trace.columns import Calls, Copies, Ints, Ranges, Work, distinct_values, rows_by_value
 

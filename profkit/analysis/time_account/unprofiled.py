@@ -21,7 +21,7 @@ from profkit.analysis.time_account.gpu_steps import GpuStep
 from profkit.analysis.time_account.gpu_time import GpuParts, GpuTime, find_windows, sum_parts
 from profkit.analysis.time_account.step_times import PhaseTimes
 from profkit.analysis.time_account.steps import context_of, find_steps, is_step, measured_ranges
-from profkit.analysis.tree.range_paths import RangeNodes
+from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.findings import Finding
 from profkit.names import DATA, PHASES, STEP
 from profkit.trace.columns import Ints, empty_ints

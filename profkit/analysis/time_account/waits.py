@@ -30,7 +30,7 @@ from profkit.analysis.time_account.gpu_time import (
     threads_by_device,
 )
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.range_paths import kind_paths
+from profkit.analysis.tree.range_tree import kind_paths
 from profkit.names import DATA, PHASES, STEP
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.tree.module_times import credit_modules
-from profkit.analysis.tree.range_paths import build_nodes
-from profkit.analysis.tree.range_tree import work_by_node
+from profkit.analysis.tree.range_tree import build_nodes, work_by_node
 
 
 @dataclass

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import is_warmup
-from profkit.analysis.tree.range_paths import build_nodes, split_path
+from profkit.analysis.tree.range_tree import build_nodes
+from profkit.analysis.tree.selection import split_path
 from profkit.names import BACKWARD, PHASES, RECOMPUTE, REPLICA, kind_of
 from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import distinct_values
 
 if TYPE_CHECKING:
-    from profkit.analysis.opened_trace import OpenedTrace
+    from profkit.analysis.opened import OpenedTrace
 
 _OPTIMIZERS = "Optimizer."
 """How torch's own ranges around an optimizer's calls begin."""

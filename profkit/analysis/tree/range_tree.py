@@ -1,8 +1,13 @@
-"""The tree of ranges by path, with the work launched under each: the result behind ``profkit ranges``."""
+"""The tree of ranges: all ranges of one path are one node, with the work launched under each.
+
+Siblings that differ only in a number are one kind (``layer *`` for ``layer 0`` and ``layer 1``) unless numbers are
+asked for. A node without a sibling of its kind keeps its name: a single ``conv2`` does not become ``conv*``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +18,159 @@ from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution, warn_of_placement
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.range_paths import RangeNodes, build_nodes, explain_no_ranges
-from profkit.analysis.tree.selection import outermost
+from profkit.analysis.tree.selection import explain_no_ranges, join_path, outermost
+from profkit.errors import TraceError
 from profkit.findings import Finding
-from profkit.names import STEP
+from profkit.names import STEP, kind_of
 from profkit.trace.columns import Ints, empty_ints, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _PLACES_AT_A_TIME = 2**22
+_MOST_PATH_CHARACTERS = 2**25
+_LONG_PATH = 400
+"""As long as this is no program's path on average, and all paths of a small trace are shorter than the number above."""
+
+
+@dataclass(frozen=True)
+class NodePath:
+    """One node in its place: its number, its path (a slash within a name is ``\\/``), its name and domain."""
+
+    node: int
+    path: str
+    name: str
+    domain: str
+
+
+@dataclass(frozen=True, eq=False)
+class RangeNodes:
+    """The tree of ranges: all ranges of one path are one node.
+
+    Each range's node; each node's parent node (`NO_RANGE` at the top) and its (name, domain), by first start.
+    """
+
+    of_range: Ints
+    parent: list[int]
+    labels: list[tuple[str, str]]
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    @property
+    def depth(self) -> Ints:
+        """Return how many nodes stand above each; a parent is numbered before its children."""
+        depth: list[int] = []
+        for parent in self.parent:
+            depth.append(0 if parent == NO_RANGE else depth[parent] + 1)
+        return np.array(depth, dtype=np.int64)
+
+    def depth_first(self) -> list[NodePath]:
+        """Return the nodes as a tree is read."""
+        children = _children(self.parent)
+        found, stack = [], [(index, "") for index in reversed(children.get(NO_RANGE, []))]
+        while stack:
+            index, prefix = stack.pop()
+            name, domain = self.labels[index]
+            path = prefix + join_path([name])
+            found.append(NodePath(index, path, name, domain))
+            stack += [(child, path + "/") for child in reversed(children.get(index, []))]
+        return found
+
+    def names_above(self) -> list[tuple[str, ...]]:
+        """Return for each node the names from the top down to its own."""
+        found: list[tuple[str, ...]] = []
+        for parent, (name, _) in zip(self.parent, self.labels, strict=True):
+            found.append((*(found[parent] if parent != NO_RANGE else ()), name))
+        return found
+
+
+def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
+    """Return the nodes of the tree; without ``numbered``, ``step 0`` and ``step 1`` are one node ``step *``.
+
+    Raises:
+        TraceError: the paths of the nodes are longer than any program's.
+    """
+    ranges, names = attribution.trace.ranges, attribution.trace.names
+    node = np.full(len(ranges), NO_RANGE, dtype=np.int64)
+    known: dict[tuple[int, int, int], int] = {}
+    parents: list[int] = []
+    labels: list[tuple[str, str]] = []
+    parent, name, domain = attribution.parent.tolist(), ranges.name.tolist(), ranges.domain.tolist()
+    # Of two that start together the longer is the outer one, so a parent is always seen before its children.
+    for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
+        above = int(node[parent[index]]) if parent[index] != NO_RANGE else NO_RANGE
+        key = (above, name[index], domain[index])
+        if key not in known:
+            known[key] = len(parents)
+            parents.append(above)
+            labels.append((names[name[index]], names[domain[index]]))
+        node[index] = known[key]
+    refuse_long_paths(attribution.trace.path, parents, (label for label, _ in labels))
+    if numbered or not parents:
+        return RangeNodes(node, parents, labels)
+    kind, parents, labels = _join_kinds(parents, labels)
+    return RangeNodes(kind[node], parents, labels)
+
+
+def refuse_long_paths(file: str, parents: Sequence[int], names: Iterable[str]) -> None:
+    """Raise if the paths are longer than any program's: ranges nested thousands deep, or with names of megabytes.
+
+    Args:
+        file: for the message.
+        parents: each node's, `NO_RANGE` at the top; a parent is numbered before its children.
+        names: each node's own.
+
+    Raises:
+        TraceError: they are.
+    """
+    lengths: list[int] = []
+    for parent, name in zip(parents, names, strict=True):
+        lengths.append(len(name) + 1 + (lengths[parent] if parent != NO_RANGE else 0))
+    total = sum(lengths)
+    if total > max(_MOST_PATH_CHARACTERS, _LONG_PATH * len(lengths)):
+        raise TraceError(
+            f"{file}: the paths of its ranges are {total // len(lengths):,} characters long on average; captures with"
+            f" more than {_LONG_PATH} are not read"
+        )
+
+
+def kind_paths(attribution: Attribution) -> list[str]:
+    """Return each range's path in the tree of kinds."""
+    nodes = build_nodes(attribution, numbered=False)
+    path = {place.node: place.path for place in nodes.depth_first()}
+    return [path[index] for index in nodes.of_range.tolist()]
+
+
+def _join_kinds(parents: list[int], labels: list[tuple[str, str]]) -> tuple[Ints, list[int], list[tuple[str, str]]]:
+    """Put siblings of one kind under one node; returns each node's new one, and the new nodes as `build_nodes` does.
+
+    A node without a sibling of its kind keeps its name: a single ``conv2`` does not become ``conv*``.
+    """
+    children = _children(parents)
+    joined = np.full(len(parents), NO_RANGE, dtype=np.int64)
+    new_parents: list[int] = []
+    new_labels: list[tuple[str, str]] = []
+    waiting = deque([(NO_RANGE, children.get(NO_RANGE, []))])
+    while waiting:
+        above, siblings = waiting.popleft()
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for node in sorted(siblings):
+            kinds.setdefault((kind_of(labels[node][0]), labels[node][1]), []).append(node)
+        for (kind, domain), members in kinds.items():
+            names = {labels[node][0] for node in members}
+            joined[members] = len(new_parents)
+            waiting.append((len(new_parents), [child for node in members for child in children.get(node, [])]))
+            new_parents.append(above)
+            new_labels.append((kind if len(names) > 1 else names.pop(), domain))
+    return joined, new_parents, new_labels
+
+
+def _children(parent_node: list[int]) -> dict[int, list[int]]:
+    children: dict[int, list[int]] = {}
+    for index, parent in enumerate(parent_node):
+        children.setdefault(parent, []).append(index)
+    return children
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,18 @@
-"""Which work a request selects: under a range, not under another, of one instance, process or device."""
+"""Which ranges and which work a request selects: the one rule of names, globs and paths that every command asks.
+
+A name that exists means exactly that name. A kind that the tree of ranges shows (``layer *`` for ``layer 0`` and
+``layer 1``) means those ranges, and any other glob (``l*``) matches whole names. A path (``forward/layer 3``) names
+consecutive ancestors and, last, the range itself; each part is a name or a glob, ``\\/`` is a slash that belongs to a
+name, and a leading slash begins at the top. Mirrors of forward ranges (`placing.backward_links`) were never
+open: only a path that starts above them selects them (``backward/layer 3``).
+"""
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +20,123 @@ import numpy as np
 
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.placing.attribution import DIRECT, INFERRED, SEQUENCE, Attribution, mark_members
-from profkit.analysis.placing.nesting import mark_nested
-from profkit.analysis.tree.range_paths import select_ranges
-from profkit.errors import UsageError
+from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
+from profkit.errors import TraceError, UsageError
+from profkit.names import BACKWARD, kind_of
 from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work, distinct_values, rows_by_value
+
+
+def split_path(request: str) -> list[str]:
+    """Return the parts of a path; ``\\/`` is a slash within a part."""
+    return [part.replace("\\/", "/") for part in re.split(r"(?<!\\)/", request)]
+
+
+def join_path(parts: Iterable[str]) -> str:
+    """Return a path as it is written: parts joined by slashes; a slash within a part is ``\\/``."""
+    return "/".join(part.replace("/", "\\/") for part in parts)
+
+
+def select_ranges(
+    attribution: Attribution,
+    request: str,
+    *,
+    instance: int | None = None,
+    processes: frozenset[int] | None = None,
+) -> Ints:
+    """Return the ranges that ``request`` names, in order of their start.
+
+    Args:
+        attribution: the trace with its work placed.
+        request: a name, a glob or a path, as above.
+        instance: only the n-th of them, counted from 0.
+        processes: only those of these processes.
+
+    Raises:
+        TraceError: the trace holds no ranges at all.
+        UsageError: nothing matches (with the nearest names), or there is no such instance.
+    """
+    ranges = attribution.trace.ranges
+    if not len(ranges):
+        raise TraceError(f"{attribution.trace.path}: {explain_no_ranges(attribution.trace)}")
+    chosen = _match(attribution, request)
+    if processes is not None:
+        chosen &= np.isin(ranges.process, list(processes))
+    members = np.flatnonzero(chosen)
+    members = members[np.argsort(ranges.start_ns[members], kind="stable")]
+    if not len(members):
+        raise UsageError(_explain_unknown(attribution, request, limited=processes is not None))
+    if instance is not None:
+        if not 0 <= instance < len(members):
+            raise UsageError(f"no instance {instance}: {request!r} has {len(members)} instances, counted from 0")
+        members = members[instance : instance + 1]
+    return members
+
+
+def explain_no_ranges(trace: Trace) -> str:
+    """Return why a trace may hold no ranges, in one line, without the name of the file."""
+    if trace.has_invisible_ranges:
+        return (
+            "NVTX domains were recorded but no range: this nsys cannot see the ranges of the"
+            " `nvtx` package ≥ 0.2.12; install 'nvtx<0.2.12' or use nsys 2025.3 or newer"
+        )
+    if trace.source == "kineto":
+        return "no ranges were recorded: wrap the parts of the step in profkit.annotate or record_function"
+    return (
+        "no ranges were recorded: nsys ran without --trace=nvtx, the program opened none, or they opened before"
+        " the capture began (nsys 2023.4.4 also cannot see those of the `nvtx` package ≥ 0.2.12)"
+    )
+
+
+def _match(attribution: Attribution, request: str) -> Bools:
+    ranges, names = attribution.trace.ranges, attribution.trace.names
+    used = distinct_values(ranges.name).tolist()
+    by_name = _nameable(attribution)
+    exact = [index for index in used if names[index] == request]
+    if exact:
+        return np.asarray(np.isin(ranges.name, exact) & by_name)
+    parts = split_path(request.removeprefix("/"))
+    chosen = np.isin(ranges.name, _match_names(names, used, parts[-1]))
+    reached = by_name.copy()
+    above = np.where(chosen, attribution.parent, NO_RANGE)
+    for part in reversed(parts[:-1]):
+        matching = np.isin(ranges.name, _match_names(names, used, part))
+        chosen &= (above != NO_RANGE) & matching[above]
+        reached |= (above != NO_RANGE) & by_name[above]
+        above = np.where(chosen, attribution.parent[above], NO_RANGE)
+    if request.startswith("/"):
+        chosen &= above == NO_RANGE
+    return np.asarray(chosen & reached)
+
+
+def _nameable(attribution: Attribution) -> Bools:
+    """Return which ranges a bare name may select: those that were open, and mirrors named ``backward``."""
+    names, is_mirror = attribution.trace.names, attribution.is_mirror
+    backward = np.array([name.lower() == BACKWARD for name in names], dtype=np.bool_)[attribution.trace.ranges.name]
+    is_outer = attribution.parent < attribution.mirrors.first
+    return np.asarray(~is_mirror | (is_outer & backward))
+
+
+def _match_names(names: list[str], used: list[int], pattern: str) -> list[int]:
+    """Return the matching names: the exact one, else those of a kind that the tree shows, else by the glob."""
+    exact = [index for index in used if names[index] == pattern]
+    if exact:
+        return exact
+    kind = [index for index in used if kind_of(names[index]) == pattern] if "*" in pattern else []
+    if len(kind) > 1:
+        return kind
+    return [index for index in used if fnmatch.fnmatchcase(names[index], pattern)]
+
+
+def _explain_unknown(attribution: Attribution, request: str, *, limited: bool) -> str:
+    trace = attribution.trace
+    known = sorted({trace.names[index] for index in distinct_values(trace.ranges.name).tolist()})
+    last = split_path(request)[-1]
+    near = difflib.get_close_matches(last, known, n=3, cutoff=0.5)
+    near += [name for name in known if last.lower() in name.lower() and name not in near][: 3 - len(near)]
+    hint = f"nearest: {', '.join(map(repr, near))}" if near else f"there are {', '.join(map(repr, known[:5]))}"
+    hint += "" if near or len(known) <= 5 else f" and {len(known) - 5} more"
+    where = " in the chosen processes" if limited else ""
+    return f"{trace.path}: no range {request!r}{where}; {hint} (`profkit ranges` lists them)"
 
 
 @dataclass(frozen=True)

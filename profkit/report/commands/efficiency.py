@@ -12,7 +12,7 @@ from profkit.analysis.time_account.gpu_steps import divide_idle_time, sum_steps
 from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.time_account.unprofiled import ProfilingCost
 from profkit.analysis.time_account.waits import DataWait
-from profkit.analysis.tree.range_paths import join_path, split_path
+from profkit.analysis.tree.selection import join_path, split_path
 from profkit.findings import Finding
 from profkit.names import STEP
 from profkit.report.commands.ranges import tree_name

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.export.layout import MemoryTracks
 from profkit.report.units import BYTES, TEXT, format_count

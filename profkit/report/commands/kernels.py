@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.kernels.compiled_sources import KernelSource
+from profkit.analysis.kernels.compiled_code import KernelSource
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
-from profkit.analysis.tree.range_paths import split_path
+from profkit.analysis.tree.selection import split_path
 from profkit.findings import Finding
 from profkit.report.commands.ranks import are_compared, rank_cells, rank_columns, rank_head, rank_table, sum_ranks
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.ranks.summary import NAMED, PROVED
 from profkit.report.export.layout import (
     Layout,

@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 
 from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
     DIRECT,
@@ -27,7 +27,7 @@ from profkit.analysis.placing.attribution import (
     PlacedRows,
 )
 from profkit.analysis.placing.nesting import NO_RANGE
-from profkit.analysis.tree.range_paths import build_nodes
+from profkit.analysis.tree.range_tree import build_nodes
 from profkit.report.export.layout import (
     Layout,
     MemoryProcess,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
+from profkit.analysis.opened import OpenedCapture
 from profkit.findings import Finding
 from profkit.report.commands.compare import build_compare_document, describe_difference
 from profkit.report.document import Column, Lines, Table

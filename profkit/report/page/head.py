@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
-from profkit.analysis.compare.capture import OpenedCapture
+from profkit.analysis.opened import OpenedCapture
 from profkit.findings import Finding
 from profkit.report.page.markup import without_folders
 from profkit.report.text import make_visible

@@ -13,7 +13,7 @@ from typing import Any
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.tree.module_times import ModuleTime
-from profkit.analysis.tree.range_paths import split_path
+from profkit.analysis.tree.selection import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
 from profkit.report.commands.efficiency import limit_words
 from profkit.report.document import Column, Table

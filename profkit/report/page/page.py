@@ -13,9 +13,9 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from profkit.analysis.advice import find_advice
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.time_account.step_slices import slice_median_step
 from profkit.files import write_whole
 from profkit.report.commands.kernels import build_kernels_document

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from functools import cached_property
 
-from profkit.analysis.compare.capture import OpenedCapture
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.summary import KernelsResult
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary

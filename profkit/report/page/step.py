@@ -22,7 +22,7 @@ from profkit.analysis.placing.attribution import (
 from profkit.analysis.time_account.gpu_steps import GpuStep
 from profkit.analysis.time_account.step_slices import Lane, StepSlices
 from profkit.analysis.time_account.steps import is_step
-from profkit.analysis.tree.range_paths import kind_paths
+from profkit.analysis.tree.range_tree import kind_paths
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import Interned, pack, view_table
 from profkit.report.text import make_visible, simplify_name

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.analysis.kernels.compilations import RunCompilations, read_run_compilations
+from profkit.analysis.kernels.compiled_code import RunCompilations, read_run_compilations
 from profkit.analysis.kernels.summary import KernelsResult
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.commands.clean_times import clean_times_parts

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
-from profkit.analysis.opened_trace import OpenedTrace
+from profkit.analysis.opened import OpenedTrace
 from profkit.report.commands.kernels import count_line, sort_rows, subject
 from profkit.report.document import UNTRUSTED
 from profkit.report.plots.pictures import plain_text, write_png

@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 
 from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.tree.range_paths import split_path
+from profkit.analysis.tree.selection import split_path
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from profkit.report.commands.efficiency import LIMITS

@@ -1,15 +1,15 @@
-"""`OpenedTrace`: one trace, read, and the questions that it answers. The Python face of the analyses of time."""
+"""`OpenedTrace`: one trace and the questions that it answers. `OpenedCapture`: a run, or one of its files."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
-from profkit.analysis.kernels.compilations import IN_RECORDED_STEPS, find_compilations
+from profkit.analysis.kernels.compiled_code import IN_RECORDED_STEPS, find_compilations
 from profkit.analysis.kernels.summary import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.ranks.summary import Ranks
@@ -25,6 +25,7 @@ from profkit.trace.processes import only_process
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.attention import AttentionResult
     from profkit.analysis.efficiency.summary import EfficiencyResult
+    from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 
 _ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
 """A glob for the name in any letter case."""
@@ -178,3 +179,13 @@ class OpenedTrace:
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
         return replace(summarize_ranges(self.attribution, numbered=numbered), rank=self.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedCapture:
+    """An opened capture, made by `profkit.reading`; ``run`` is None for a file outside a run directory."""
+
+    path: Path
+    run: Run | None
+    trace: OpenedTrace | None
+    snapshot: OpenedSnapshot | None

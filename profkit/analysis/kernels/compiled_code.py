@@ -1,0 +1,333 @@
+"""What torch.compile did in a run: what its kernels compute for which modules, and what it compiled, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.placing.nesting import ancestors
+from profkit.analysis.tree.range_tree import build_nodes
+from profkit.findings import Finding
+from profkit.names import is_shared, kind_of, sharing_modules
+from profkit.run.compiled_code import (
+    COMPILED_KERNEL,
+    Compilation,
+    CompiledGraph,
+    GraphBreak,
+    Launch,
+    read_launch_range,
+)
+from profkit.run.directory import Run
+from profkit.trace.columns import Bools, Ints, NamesWithNew, Trace, distinct_values
+
+IN_RECORDED_STEPS = ("recompiled", "compiled")
+"""Codes of findings about what the figures of recorded steps contain."""
+_SHOWN = 3
+_LIMIT = "recompile limit"
+_SIZES = ("size mismatch", "stride mismatch", ".size()", ".shape[")
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What was compiled in one recorded step: ``duration_ns`` is the time that the step spent in it.
+
+    ``again`` are those that were compiled before, each with its line and reason.
+    """
+
+    step: int | None
+    duration_ns: int
+    first_time: tuple[Compilation, ...]
+    again: tuple[Compilation, ...]
+
+
+@dataclass(frozen=True)
+class BreakPlace:
+    """A line at which graphs break, and how often Dynamo met it; ``in_recorded_steps`` says how often there."""
+
+    line: str
+    reason: str
+    explanation: str | None
+    hint: str | None
+    times: int
+    in_recorded_steps: int
+
+
+@dataclass(frozen=True)
+class RunCompilations:
+    """What one process of a run compiled; times of ``before_ns`` are of what no recorded step has."""
+
+    steps: tuple[CompiledStep, ...]
+    before_ns: int
+    before_count: int
+    breaks: tuple[BreakPlace, ...]
+    not_compiled: tuple[Compilation, ...]
+    without_graphs: tuple[Compilation, ...]
+
+    @property
+    def recorded_ns(self) -> int:
+        """Return the time that recorded steps spent compiling."""
+        return sum(step.duration_ns for step in self.steps)
+
+
+def read_run_compilations(run: Run | None) -> RunCompilations | None:
+    """Return what the run's processes compiled; None if nothing is known of that.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    if run is None:
+        return None
+    recording = {process.pid for process in run.manifest.processes}
+    found: list[RunCompilations] = []
+    for of_rank in run.compilations:
+        compiled = [one for one in of_rank[0] if one.pid in recording]
+        breaks = [one for one in of_rank[1] if one.pid in recording]
+        if compiled or breaks:
+            found.append(sum_compilations(compiled, breaks))
+    return max(found, key=lambda one: one.recorded_ns, default=None)
+
+
+def sum_compilations(compiled: Sequence[Compilation], breaks: Sequence[GraphBreak]) -> RunCompilations:
+    """Return what one process compiled."""
+    recorded = [one for one in compiled if one.is_recorded]
+    before = [one for one in compiled if not one.is_recorded]
+    steps = []
+    for number in dict.fromkeys(one.step for one in recorded):
+        mine = [one for one in recorded if one.step == number]
+        steps.append(
+            CompiledStep(
+                number,
+                sum(one.duration_ns or 0 for one in mine),
+                tuple(one for one in mine if not one.is_again),
+                tuple(one for one in mine if one.is_again),
+            )
+        )
+    return RunCompilations(
+        steps=tuple(steps),
+        before_ns=sum(one.duration_ns or 0 for one in before),
+        before_count=len(before),
+        breaks=_places(breaks),
+        not_compiled=_each_once(one for one in compiled if one.failure is not None),
+        without_graphs=_each_once(one for one in compiled if one.cudagraphs_skipped is not None),
+    )
+
+
+def _places(breaks: Sequence[GraphBreak]) -> tuple[BreakPlace, ...]:
+    groups: dict[tuple[str, str], list[GraphBreak]] = {}
+    for one in breaks:
+        groups.setdefault((one.lines[0] if one.lines else "", one.reason), []).append(one)
+    return tuple(
+        BreakPlace(
+            line=line or "an unknown line",
+            reason=reason,
+            explanation=mine[0].explanation,
+            hint=mine[0].hint,
+            times=len(mine),
+            in_recorded_steps=sum(one.is_recorded for one in mine),
+        )
+        for (line, reason), mine in groups.items()
+    )
+
+
+def _each_once(some: Iterator[Compilation]) -> tuple[Compilation, ...]:
+    return tuple({(one.line, one.failure, one.cudagraphs_skipped): one for one in some}.values())
+
+
+def find_compilations(run: Run | None) -> tuple[Finding, ...]:
+    """Return what a person can act on, a sentence each: recompilations, graph breaks, what was not compiled.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    known = read_run_compilations(run)
+    return () if known is None else tuple(_describe(known))
+
+
+def _describe(known: RunCompilations) -> Iterator[Finding]:
+    for step in known.steps:
+        where = "a recorded step" if step.step is None else f"recorded step {step.step}"
+        spent = f"which took {step.duration_ns / 1e9:.2f} s of {where}"
+        if step.again:
+            yield Finding("recompiled", f"torch.compile compiled again, {spent}: {_why_again(step.again)}")
+        elif step.first_time:
+            message = f"torch.compile was still compiling, {spent}: {_lines(step.first_time)}; raise --warmup"
+            yield Finding("compiled", message)
+    if known.breaks:
+        places = [f"{one.line}: {one.reason}" for one in known.breaks]
+        message = f"graphs break at {_count(len(places), 'place')}, where Python runs instead: {_some(places)}"
+        yield Finding("graph-break", message)
+    for one in known.not_compiled:
+        at = one.line or one.failed_line or "a function"
+        if _LIMIT in (one.failure or ""):
+            message = f"{at} is compiled for no further inputs: {one.failure}"
+            message += f" ({one.reason})" if one.reason else ""
+            yield Finding("recompile-limit", message)
+        else:
+            where = "" if one.failed_line is None else f" at {one.failed_line}"
+            yield Finding("not-compiled", f"{one.line or at} runs without torch.compile: {one.failure}{where}")
+    for one in known.without_graphs:
+        message = f"{one.line or 'a backward pass'} runs without CUDA graphs: {one.cudagraphs_skipped}"
+        yield Finding("without-cuda-graphs", message)
+
+
+def _why_again(some: Sequence[Compilation]) -> str:
+    """Return what was compiled again and why: what one change of the inputs caused is said once."""
+    reasons = list(dict.fromkeys(one.reason for one in some if one.reason is not None))
+    because = f" ({_some(reasons)})" if reasons else ""
+    is_size = any(mark in reason for reason in reasons for mark in _SIZES)
+    cure = "; with torch.compile(dynamic=True), or inputs of one size, it compiles once" if is_size else ""
+    return f"{_lines(some)}{because}{cure}"
+
+
+def _lines(some: Sequence[Compilation]) -> str:
+    return _some(list(dict.fromkeys(one.line or "a backward pass" for one in some)))
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = len(texts) - _SHOWN
+    return "; ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """What the kernels of one name compute, in all places of compiled code that compute the same.
+
+    ``modules`` are the ranges that the launches lie under, as the trace names them, those that differ in a number as
+    one (``h.*.mlp``); several share each launch. None are of no module. ``launch`` is what the generated code calls:
+    a fused kernel, or with ``is_extern`` a function of a library; ``operators`` and ``lines`` (``file:line function``)
+    are the program's. These four are None where the run's file does not know the launch. ``places`` is how many places
+    of the generated code these are.
+    """
+
+    kernel: str
+    modules: tuple[str, ...]
+    launch: str | None
+    is_extern: bool | None
+    operators: tuple[str, ...] | None
+    lines: tuple[str, ...] | None
+    places: int
+    count: int
+    total_ns: int
+
+
+def name_compiled_kernels(trace: Trace, run: Run) -> Trace:
+    """Return the trace with the names of the CPU's compiled kernels, which only the run's file knows.
+
+    Raises:
+        RunError: that file cannot be read.
+    """
+    launched_in, names = trace.work.compiled_launch, NamesWithNew(trace.names)
+    if launched_in is None or COMPILED_KERNEL not in trace.names:
+        return trace
+    launches = _by_place(run.compiled_code)
+    name = trace.work.name.copy()
+    unnamed = name == trace.names.index(COMPILED_KERNEL)
+    for launch in distinct_values(launched_in[unnamed]).tolist():
+        known = launches.get(_place(trace.names[launch]))
+        if known is not None:
+            name[unnamed & (launched_in == launch)] = names.intern(known.kernel)
+    return replace(trace, names=names.strings, work=replace(trace.work, name=name))
+
+
+def find_kernel_sources(
+    attribution: Attribution, rows: Bools, graphs: Mapping[str, CompiledGraph]
+) -> tuple[KernelSource, ...]:
+    """Return where the chosen rows of work come from, the longest first; nothing of what no compiled code launched.
+
+    Args:
+        attribution: the trace with its work placed.
+        rows: which rows of work.
+        graphs: what the run knows of its compiled code, by the graphs' ids.
+    """
+    trace, work = attribution.trace, attribution.trace.work
+    if work.compiled_launch is None:
+        return ()
+    chosen = np.flatnonzero(rows & (work.compiled_launch >= 0))
+    if not len(chosen):
+        return ()
+    pairs, of_row = np.unique(np.stack([work.name[chosen], work.compiled_launch[chosen]]), axis=1, return_inverse=True)
+    count, total = (np.zeros(pairs.shape[1], dtype=np.int64) for _ in range(2))
+    np.add.at(count, of_row.reshape(-1), 1)
+    np.add.at(total, of_row.reshape(-1), work.duration_ns[chosen])
+    launches = _by_place(graphs)
+    sums: dict[KernelSource, list[int]] = {}
+    for kernel, launch, times, time_ns in zip(*pairs.tolist(), count.tolist(), total.tolist(), strict=True):
+        one = sums.setdefault(_source(trace.names[kernel], trace.names[launch], launches), [0, 0, 0])
+        one[0], one[1], one[2] = one[0] + 1, one[1] + times, one[2] + time_ns
+    found = [replace(of, places=places, count=times, total_ns=time) for of, (places, times, time) in sums.items()]
+    return tuple(sorted(found, key=lambda one: (-one.total_ns, one.kernel, one.modules)))
+
+
+def _by_place(code: Mapping[str, CompiledGraph]) -> dict[tuple[str, int], Launch]:
+    return {(graph.id, one.line): one for graph in code.values() for one in graph.launches}
+
+
+def _place(launch_range: str) -> tuple[str, int]:
+    """Return graph and line of a range that is known to be one around a launch."""
+    place = read_launch_range(launch_range)
+    assert place is not None
+    return place.graph, place.line
+
+
+def _source(kernel: str, launch_range: str, launches: Mapping[tuple[str, int], Launch]) -> KernelSource:
+    """Return the source of one place without its sums."""
+    place = read_launch_range(launch_range)
+    assert place is not None  # compiled_launch names no other ranges
+    modules = tuple(dict.fromkeys(map(kind_of, place.shared or place.path[-1:])))
+    one = launches.get((place.graph, place.line))
+    if one is None:
+        return KernelSource(kernel, modules, None, None, None, None, 0, 0, 0)
+    return KernelSource(kernel, modules, one.kernel, one.is_extern, one.operators, one.lines, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class SharedKernels:
+    """The kernels that a range's modules share with others: they lie in lines of their own, not under the range.
+
+    ``total_ns`` is their kernel time, ``lines`` are the ranges ``shared: a + b`` that they lie under.
+    """
+
+    total_ns: int
+    lines: tuple[str, ...]
+
+
+def find_shared(attribution: Attribution, request: str, members: Ints, rows: Bools) -> SharedKernels | None:
+    """Return what the modules of a request share with others outside of it; None if that is nothing.
+
+    Args:
+        attribution: the trace with its work placed.
+        request: the range that was asked for; a path asks for the shared lines of its own place in the tree alone.
+        members: its ranges.
+        rows: the work that may count: what the other filters left, and what does not lie under the range.
+    """
+    trace, ranges = attribution.trace, attribution.trace.ranges
+    if trace.work.compiled_launch is None:
+        return None
+    asked = {trace.names[index] for index in distinct_values(ranges.name[members]).tolist()}
+    within = tuple(f"{name}." for name in asked)
+    naming = [
+        index
+        for index in distinct_values(ranges.name).tolist()
+        if is_shared(trace.names[index])
+        and any(module in asked or module.startswith(within) for module in sharing_modules(trace.names[index]))
+    ]
+    lines = np.flatnonzero(np.isin(ranges.name, naming))
+    if "/" in request.replace("\\/", ""):
+        nodes = build_nodes(attribution, numbered=True)
+        parents = np.array(nodes.parent, dtype=np.int64)
+        around = {above for node in set(nodes.of_range[members].tolist()) for above in ancestors(parents, node)}
+        lines = lines[np.isin(parents[nodes.of_range[lines]], list(around))]
+    found = attribution.work.under(lines).rows
+    found = found[rows[found]]
+    if not len(found):
+        return None
+    held = attribution.work.count(lines) > 0
+    names = dict.fromkeys(trace.names[index] for index in ranges.name[lines[held]].tolist())
+    return SharedKernels(int(trace.work.duration_ns[found].sum()), tuple(names))
