@@ -1,4 +1,4 @@
-"""The document of ``profkit export``: which files were written, and the figures that their tracks sum to."""
+"""The document of ``profkit export``: the file that was written, and the figures that its tracks sum to."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _COLUMNS = (
     Column("bytes", "size", BYTES),
     Column("open_with", "open it with", TEXT),
 )
-PERFETTO, CHROME = "ui.perfetto.dev", "ui.perfetto.dev, chrome://tracing, profkit"
+_VIEWERS = "ui.perfetto.dev, chrome://tracing"
 
 
 def build_export_document(
-    capture: Path, files: Sequence[tuple[Path, str]], opened: OpenedTrace | None, memory: Sequence[MemoryTracks]
+    capture: Path, output: Path, opened: OpenedTrace | None, memory: Sequence[MemoryTracks]
 ) -> Document:
-    """Return which files were written, what with to open each, and what stands in them."""
-    rows = [{"file": str(path), "bytes": path.stat().st_size, "open_with": program} for path, program in files]
+    """Return which file was written, what opens it, and what stands in it; profkit reads back what has a trace."""
+    viewers = _VIEWERS if opened is None else f"{_VIEWERS}, profkit"
+    rows = [{"file": str(output), "bytes": output.stat().st_size, "open_with": viewers}]
     table = Table(_COLUMNS, rows)
     data: dict[str, Any] = {"capture": str(capture), "files": rows, "time": None, "memory": []}
     lines = []
@@ -34,17 +35,17 @@ def build_export_document(
         what = "kernel" if opened.trace.measure == "gpu-kernel" else "CPU operator"
         streams = f" on {format_count(counted['stream_count'], 'stream')}" if what == "kernel" else ""
         lines.append(
-            f"{format_count(counted['work_count'], what)} of {counted['work_ns']:,} ns{streams},"
+            f"{format_count(counted['work_count'], what)}, {counted['work_ns']:,} ns in all{streams},"
             f" {counted['copy_count']:,} copies and fills,"
             f" {format_count(counted['call_count'], 'CUDA call')}, {format_count(counted['range_count'], 'range')}"
         )
-    for one in memory:
-        data["memory"].append({"name": one.label, "peak_bytes": dict(one.peaks)})
-        peaks = " and ".join(f"{peak:,} B on GPU {device}" for device, peak in one.peaks.items())
-        lines.append(f"{one.label}: peak {peaks}")
+    for tracks in memory:
+        data["memory"].append({"name": tracks.label, "peak_bytes": dict(tracks.peaks)})
+        peaks = " and ".join(f"{peak:,} B on GPU {device}" for device, peak in tracks.peaks.items())
+        lines.append(f"{tracks.label}: peak {peaks}")
     if memory and opened is not None:
         lines.append(
-            "memory was recorded in another process than the kernels: it has its own process in the files, which begins"
+            "memory was recorded in another process than the kernels: it has its own process in the file, which begins"
             " where the kernels have ended; compare the two by phase, not by time"
         )
     check = None if opened is None else opened.self_check.findings

@@ -1,4 +1,7 @@
-"""A Chrome trace (``.json.gz``) as torch.profiler writes it; read back, it gives profkit the same figures.
+"""A Chrome trace (``.json.gz``) as torch.profiler writes it, which Perfetto opens too; profkit reads the same figures.
+
+Two kernels that run at once on one stream, or two copies, stand on two tracks of one name: Perfetto drops slices that
+overlap on a track.
 
 Rows have the categories and arguments of torch.profiler's. What its format has no place for (domains and payloads of
 ranges, whole CUDA graphs, ranks, what the profiler said of itself) stands in arguments of the rows and under the key
@@ -10,23 +13,29 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import count, islice
 from typing import IO, Any
 
 import numpy as np
 
 from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.placing.attribution import PlacedRows
 from profkit.analysis.ranks.summary import NAMED, PROVED
+from profkit.analysis.tree.range_tree import kind_paths
 from profkit.report.export.layout import (
     Layout,
     MemoryProcess,
     MemoryTracks,
+    assign_lanes,
+    count_free_ids,
     find_idle_time,
     launching_calls,
     lay_out,
     place_memory,
 )
-from profkit.trace.columns import Copies, Ints, Trace, Work
+from profkit.report.page.step_timeline import EVIDENCE
+from profkit.trace.columns import Copies, Ints, Trace, Work, rows_by_value
 from profkit.trace.exported import EXPORTED
 from profkit.trace.scrub import clean_text
 from profkit.version import __version__
@@ -86,25 +95,27 @@ def _header(opened: OpenedTrace, layout: Layout) -> Row:
 
 
 def _rows(opened: OpenedTrace | None, layout: Layout | None, memory: Sequence[MemoryTracks]) -> Iterator[str]:
+    free = count_free_ids(layout)
     if opened is not None and layout is not None:
-        yield from _TimeRows(opened.trace, layout).all()
-    for one, process in place_memory(memory, layout):
-        yield from _memory_rows(one, process)
+        yield from _TimeRows(opened, layout, free).all()
+    for tracks, process in place_memory(memory, layout, free):
+        yield from _memory_rows(tracks, process, free)
 
 
 class _TimeRows:
     """The rows of one trace of time, each a line of JSON."""
 
-    def __init__(self, trace: Trace, layout: Layout) -> None:
-        self._trace, self._layout = trace, layout
+    def __init__(self, opened: OpenedTrace, layout: Layout, free: Iterator[int]) -> None:
+        self._attribution, self._layout = opened.attribution, layout
+        self._trace = trace = opened.trace
+        self._paths = [json.dumps(path) for path in kind_paths(opened.attribution)]
         self._names = [json.dumps(name) for name in trace.names]
         self._thread = {
             thread: f'"pid": {layout.pids[process]}, "tid": {layout.tids[thread]}'
             for thread, process in layout.owners.items()
         }
         self._correlation = _own_correlations(trace)
-        used = [0, *layout.tids.values(), *layout.pids.values()]
-        self._free_tids = count(max(used) + 1)
+        self._free_tids = free
         self._flows = count(1)
 
     def all(self) -> Iterator[str]:
@@ -159,20 +170,17 @@ class _TimeRows:
     def _gpu_work(self) -> Iterator[str]:
         work = self._trace.work
         yield from self._operators()
-        tracks = {}
-        for process, device, stream in dict.fromkeys(_columns(work, "process", "device", "stream")):
-            tid = next(self._free_tids)
-            tracks[process, device, stream] = f'"pid": {self._layout.pids[process]}, "tid": {tid}'
-            yield _metadata("thread_name", self._layout.pids[process], tid, f"GPU {device} stream {stream}")
-        columns = _columns(work, "name", "start_ns", "end_ns", "process", "device", "stream", "is_graph")
+        where, names = self._tracks(work, work.stream, "GPU {} stream {}")
+        yield from names
+        placed = self._placed(self._attribution.work)
+        columns = _columns(work, "name", "start_ns", "end_ns", "device", "stream", "is_graph")
         calls = launching_calls(self._trace, work).tolist()
         later = _later(work)
-        for (name, start, end, process, device, stream, is_graph), call, ns in zip(columns, calls, later, strict=True):
-            where = tracks[process, device, stream]
+        for row, (name, start, end, device, stream, is_graph) in enumerate(columns):
             arguments = f'"device": {device}, "stream": {stream}' + (', "is_graph": 1' if is_graph else "")
-            arguments += self._launched_by(call, ns)
-            yield self._slice("kernel", self._names[name], (start, end), where, arguments)
-            yield from self._flow(call, where, start)
+            arguments += placed[row] + self._launched_by(calls[row], later[row])
+            yield self._slice("kernel", self._names[name], (start, end), where[row], arguments)
+            yield from self._flow(calls[row], where[row], start)
 
     def _operators(self) -> Iterator[str]:
         """Return the operator around each launch, as far as the trace knows it, and its link to a forward operator.
@@ -197,20 +205,47 @@ class _TimeRows:
 
     def _copies(self) -> Iterator[str]:
         copies = self._trace.copies
-        tracks = {}
-        for process, device in dict.fromkeys(_columns(copies, "process", "device")):
-            tid = next(self._free_tids)
-            tracks[process, device] = f'"pid": {self._layout.pids[process]}, "tid": {tid}'
-            yield _metadata("thread_name", self._layout.pids[process], tid, f"GPU {device} copies and fills")
-        columns = _columns(copies, "start_ns", "end_ns", "process", "device", "is_memset", "from_host", "byte_count")
+        where, names = self._tracks(copies, np.zeros_like(copies.device), "GPU {} copies and fills")
+        yield from names
+        placed = self._placed(self._attribution.copies)
+        columns = _columns(copies, "start_ns", "end_ns", "device", "is_memset", "from_host", "byte_count")
         calls = launching_calls(self._trace, copies).tolist()
-        for row, call, ns in zip(columns, calls, _later(copies), strict=True):
-            start, end, process, device, is_memset, from_host, byte_count = row
+        later = _later(copies)
+        for row, (start, end, device, is_memset, from_host, byte_count) in enumerate(columns):
             category = "gpu_memset" if is_memset else "gpu_memcpy"
             name = '"Memset"' if is_memset else '"Memcpy HtoD"' if from_host else '"Memcpy"'
-            arguments = f'"device": {device}, "bytes": {byte_count}' + self._launched_by(call, ns)
-            yield self._slice(category, name, (start, end), tracks[process, device], arguments)
-            yield from self._flow(call, tracks[process, device], start)
+            arguments = f'"device": {device}, "bytes": {byte_count}'
+            arguments += placed[row] + self._launched_by(calls[row], later[row])
+            yield self._slice(category, name, (start, end), where[row], arguments)
+            yield from self._flow(calls[row], where[row], start)
+
+    def _tracks(self, rows: Work | Copies, stream: Ints, title: str) -> tuple[list[str], list[str]]:
+        """Return each row's track, and the rows that name the tracks: one for a process, GPU, stream and lane."""
+        lanes = np.zeros(len(rows), dtype=np.int64)
+        places = np.stack([rows.process, rows.device, stream])
+        _, place_of_row = np.unique(places, axis=1, return_inverse=True)
+        for mine in rows_by_value(place_of_row.reshape(-1)).values():
+            lanes[mine] = assign_lanes(rows.start_ns[mine], rows.end_ns[mine])
+        tracks: dict[tuple[int, ...], str] = {}
+        names = []
+        of_row = []
+        for place in zip(*places.tolist(), lanes.tolist(), strict=True):
+            if place not in tracks:
+                pid, tid = self._layout.pids[place[0]], next(self._free_tids)
+                tracks[place] = f'"pid": {pid}, "tid": {tid}'
+                names.append(_metadata("thread_name", pid, tid, title.format(place[1], place[2])))
+            of_row.append(tracks[place])
+        return of_row, names
+
+    def _placed(self, placed: PlacedRows) -> list[str]:
+        """Return for each row the arguments that name its innermost range and say how that is known."""
+        words = {verdict: f', "placed": {json.dumps(text)}' for verdict, text in EVIDENCE.items()}
+
+        @cache
+        def arguments(node: int, verdict: int) -> str:
+            return (f', "range": {self._paths[node]}' if node >= 0 else "") + words[verdict]
+
+        return list(map(arguments, placed.innermost.tolist(), placed.verdict.tolist()))
 
     def _idle(self) -> Iterator[str]:
         for idle in find_idle_time(self._trace):
@@ -262,10 +297,11 @@ def _own_correlations(trace: Trace) -> Ints:
     return np.where(calls.correlation == 0, 0, own)
 
 
-def _memory_rows(memory: MemoryTracks, place: MemoryProcess) -> Iterator[str]:
+def _memory_rows(memory: MemoryTracks, place: MemoryProcess, free: Iterator[int]) -> Iterator[str]:
     pid, begin_ns = place.pid, place.begin_ns
     yield _metadata("process_name", pid, 0, place.name)
-    for tid, (name, spans) in enumerate((("steps", memory.steps), ("phases", memory.phases)), 1):
+    for name, spans in (("steps", memory.steps), ("phases", memory.phases)):
+        tid = next(free)
         if spans:
             yield _metadata("thread_name", pid, tid, name)
         for span in spans:

@@ -1,4 +1,4 @@
-"""What both exports of a capture share: numbers for processes and threads, lanes for slices, idle causes, and memory.
+"""Where the rows of an export stand: numbers for processes and threads, lanes for slices, idle causes, and memory.
 
 Time and memory are recorded in two processes, on two clocks. So memory gets a process of its own in the export and
 begins where the time tracks have ended: nothing of it can be read as happening next to a kernel.
@@ -6,8 +6,10 @@ begins where the time tracks have ended: nothing of it can be read as happening 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 
 import numpy as np
 
@@ -24,7 +26,6 @@ LAUNCHING, SYNCHRONISING, OUTSIDE = "Python prepared kernels", "host waited for 
 
 _GAP_NS = 1_000_000
 _THREAD_MASK = 0xFFFFFF
-_LANES_TRIED = 32
 _LARGEST_ID = 2**30
 """Perfetto's processes and threads have ids of 32 bits, with a sign; no system gives larger ones than this."""
 
@@ -33,14 +34,13 @@ _LARGEST_ID = 2**30
 class Layout:
     """Processes and threads of a trace by numbers that no two share; ``shift_ns`` moves its first moment to 0 or later.
 
-    ``pids`` and ``labels`` are by process, ``tids``, ``owners`` (its process) and ``thread_labels`` by thread.
+    ``pids`` and ``labels`` are by process, ``tids`` and ``owners`` (its process) by thread.
     """
 
     pids: Mapping[int, int]
     labels: Mapping[int, str]
     tids: Mapping[int, int]
     owners: Mapping[int, int]
-    thread_labels: Mapping[int, str]
     shift_ns: int
     end_ns: int
     """When the last thing that was recorded ended, shifted."""
@@ -84,7 +84,6 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
         labels={process: f"rank {rank_of[process]}" if process in rank_of else "process" for process in pids},
         tids=main | _numbered(wanted, {*main.values(), *pids.values()}),
         owners=owners,
-        thread_labels={one: trace.thread_names.get(one) or ("main" if one in main else "thread") for one in owners},
         shift_ns=shift_ns,
         end_ns=max((int(column.max()) for column in moments), default=0) + shift_ns,
     )
@@ -115,38 +114,17 @@ def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
     return found
 
 
-def rows_by_place(*columns: Ints) -> list[tuple[tuple[int, ...], Ints]]:
-    """Return the rows of each combination of values, in the order of the values."""
-    order = np.lexsort(columns[::-1])
-    sorted_columns = np.stack(columns)[:, order]
-    first = np.flatnonzero(np.concatenate([[True], (sorted_columns[:, 1:] != sorted_columns[:, :-1]).any(axis=0)]))
-    places = [tuple(place) for place in sorted_columns[:, first].T.tolist()] if len(order) else []
-    return list(zip(places, np.split(order, first[1:]), strict=False))
-
-
-def split_into_lanes(start_ns: Ints, end_ns: Ints, *, nests: bool) -> list[list[int]]:
-    """Return the slices as lanes: in one lane they follow one another or, with ``nests``, also lie in one another.
-
-    A lane is its begins and ends in order of time: row ``i`` begins as ``i`` and ends as ``~i``. If the first lanes
-    have no room, a row gets one of its own: a damaged trace may have as many rows at once as it likes.
-    """
-    ends: list[int] = end_ns.tolist()
-    lanes: list[list[int]] = []
-    open_now: list[list[int]] = []
-    for row, start in zip((order := np.lexsort((-end_ns, start_ns))).tolist(), start_ns[order].tolist(), strict=True):
-        for edges, stack in zip(lanes[:_LANES_TRIED], open_now, strict=False):
-            while stack and ends[stack[-1]] <= start:
-                edges.append(~stack.pop())
-            if not stack or (nests and ends[row] <= ends[stack[-1]]):
-                break
-        else:
-            edges, stack = [], []
-            lanes.append(edges)
-            open_now.append(stack)
-        edges.append(row)
-        stack.append(row)
-    for edges, stack in zip(lanes, open_now, strict=True):
-        edges += [~row for row in reversed(stack)]
+def assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
+    """Return a lane for each row: the lowest whose last row has ended, so that no two rows of a lane run at once."""
+    lanes = [0] * len(start_ns)
+    running: list[tuple[int, int]] = []
+    free: list[int] = []
+    order = np.lexsort((end_ns, start_ns))
+    for row, start, end in zip(order.tolist(), start_ns[order].tolist(), end_ns[order].tolist(), strict=True):
+        while running and running[0][0] <= start:
+            heappush(free, heappop(running)[1])
+        lanes[row] = heappop(free) if free else len(running)
+        heappush(running, (end, lanes[row]))
     return lanes
 
 
@@ -237,16 +215,23 @@ class MemoryProcess:
     begin_ns: int
 
 
-def place_memory(memory: Sequence[MemoryTracks], layout: Layout | None) -> list[tuple[MemoryTracks, MemoryProcess]]:
-    """Return each rank's memory with its process, which says so if it is not the one whose time was recorded."""
+def place_memory(
+    memory: Sequence[MemoryTracks], layout: Layout | None, free: Iterator[int]
+) -> list[tuple[MemoryTracks, MemoryProcess]]:
+    """Return each rank's memory with its process, which says so if it is not the one whose time was recorded.
+
+    ``free`` gives the processes their numbers. A thread with the number of a process would be its main thread for
+    Perfetto, so no thread of the export may have one of them.
+    """
     if layout is None:
-        return [(one, MemoryProcess(number, one.label, 0)) for number, one in enumerate(memory, 1)]
-    # A thread with the number of a process would be its main thread for Perfetto.
-    free, begin_ns = max((*layout.pids.values(), *layout.tids.values()), default=0) + 1, layout.end_ns + _GAP_NS
-    return [
-        (one, MemoryProcess(number, f"{one.label} ({_ANOTHER_PROCESS})", begin_ns))
-        for number, one in enumerate(memory, free)
-    ]
+        return [(one, MemoryProcess(next(free), one.label, 0)) for one in memory]
+    begin_ns = layout.end_ns + _GAP_NS
+    return [(one, MemoryProcess(next(free), f"{one.label} ({_ANOTHER_PROCESS})", begin_ns)) for one in memory]
+
+
+def count_free_ids(layout: Layout | None) -> Iterator[int]:
+    """Return numbers that no process and no thread of a trace has."""
+    return count(1 if layout is None else max((*layout.pids.values(), *layout.tids.values()), default=0) + 1)
 
 
 def _reserved(name: str, moments: Ints, times_ns: Ints, curve: Ints) -> Counter:
