@@ -34,7 +34,7 @@ from profkit.report.export.layout import (
     lay_out,
     place_memory,
 )
-from profkit.report.page.step_timeline import EVIDENCE
+from profkit.report.page.step import EVIDENCE
 from profkit.trace.columns import Copies, Ints, Trace, Work, rows_by_value
 from profkit.trace.exported import EXPORTED
 from profkit.trace.scrub import clean_text
