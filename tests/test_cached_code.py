@@ -16,10 +16,9 @@ from unittest.mock import patch
 import pytest
 
 from profkit import read_trace
-from profkit.launch.another_try import find_another_try, own_cache_folder
+from profkit.launch.another_try import find_another_try, own_cache_folder, why_not_twice
 from profkit.launch.passes import Outcome, Pass, Target, command_passes
 from profkit.launch.record import record_run
-from profkit.launch.side_effects import why_not_twice
 from profkit.run.compiled_code import KNOWN_CODE
 from profkit.run.manifest import Process, Workload, read_manifest
 from profkit.run.recording import NOT_REACHED, MemoryOptions, Order, Recorder, leave_process

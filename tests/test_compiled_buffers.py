@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from profkit.capture.compiled.buffers import BufferOwner, read_generated_code, with_memory
+from profkit.capture.compiled.generated_file import BufferOwner, read_generated_code, with_memory
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder, Launch
 from tests.empty_kernels import empty_kernels
 

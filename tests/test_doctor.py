@@ -34,8 +34,8 @@ from profkit.launch.doctor import (
     examine,
     installed_package,
 )
-from profkit.launch.nsys import Nsys
-from profkit.launch.versions import cuda_of_driver, cupti_of, is_before
+from profkit.launch.gpu_state import cuda_of_driver
+from profkit.launch.nsys import Nsys, cupti_of, is_before
 from profkit.report.commands.doctor import build_doctor_document
 from profkit.report.document import render
 from profkit.run.links import CollectiveTime, GpuLink, MeasuredLinks

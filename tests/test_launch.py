@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from profkit.errors import RunError, ToolError, UsageError
-from profkit.launch import importer, manifest, nsys_run
-from profkit.launch.importer import find_importer, import_raw, missing_libraries
+from profkit.launch import manifest, nsys_session
 from profkit.launch.manifest import SECRET_NAMES, redact
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, parse_version
-from profkit.launch.nsys_run import export_report
-from profkit.launch.passes import model_passes
-from profkit.launch.targets import build_rank_argv, parse_target, target_kind
+from profkit.launch.nsys_session import export_report, find_importer, import_raw, missing_libraries
+from profkit.launch.passes import build_rank_argv, model_passes, parse_target, target_kind
 from profkit.models.options import CompileMode, TrainingOptions
 from profkit.models.presets import PRESETS
 from profkit.run.directory import make_run_directory
@@ -237,7 +235,7 @@ class TestImporter:
     ) -> None:
         _program(tmp_path / "host-linux-x64" / "QdstrmImporter", "exit 127")
         listing = "\tlibdw.so.1 => not found\n\tlibelf.so.1 => not found\n"
-        monkeypatch.setattr(importer, "_loader_listing", lambda program: listing)
+        monkeypatch.setattr(nsys_session, "_loader_listing", lambda program: listing)
         raw = tmp_path / "trace.qdstrm"
         raw.touch()
         with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError) as error:
@@ -274,7 +272,7 @@ class TestImporter:
         assert raw.exists()
 
     def test_no_importer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(importer, "find_importer", lambda nsys: None)
+        monkeypatch.setattr(nsys_session, "find_importer", lambda nsys: None)
         with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError, match="no QdstrmImporter"):
             import_raw(tmp_path / "trace.qdstrm", tmp_path / "trace.nsys-rep", Path("nsys"), log)
 
@@ -317,7 +315,7 @@ for a in "$@"; do case $a in --output=*) echo exported > "${a#*=}"; echo x >> "$
         assert list((tmp_path / "cache" / "profkit" / "exports").iterdir()) == []
 
     def test_without_nsys_says_how_elsewhere(self, report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(nsys_run, "find_nsys", lambda environment: None)
+        monkeypatch.setattr(nsys_session, "find_nsys", lambda environment: None)
         with pytest.raises(ToolError, match=r"run `nsys export --type=sqlite .*a.nsys-rep` where it is"):
             export_report(report)
 

@@ -15,11 +15,9 @@ import torch
 from torch import fx
 from torch._inductor.virtualized import V
 
-from profkit.capture.compiled.launch_sites import read_launches
-from profkit.capture.compiled.origins import CodeGeneration, Origin, Record
-from profkit.capture.compiled.proxies import stand_in
-from profkit.capture.compiled.sidecar import Known, Sidecars, translate
-from profkit.capture.compiled.tensor_methods import stand_in_for_methods
+from profkit.capture.compiled.generated_file import read_launches
+from profkit.capture.compiled.origins import CodeGeneration, Known, Origin, Record, Sidecars, translate
+from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
 from profkit.capture.compiled.watch import CompiledCode, match
 from profkit.capture.hooks.hooks import Hooks
 from tests.hooked_workloads import Always

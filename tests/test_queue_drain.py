@@ -20,7 +20,7 @@ from profkit import read_trace  # noqa: E402
 from profkit.capture.hooks.data_loading import DataLoading, Queue, queue_of  # noqa: E402
 from profkit.capture.session import Session  # noqa: E402
 from profkit.capture.steps.queue_drain import LONGEST_DRAIN, QueueDrain, count_steps_to_drain  # noqa: E402
-from profkit.launch.conditions import warn_of_full_queue, warn_of_gain, warn_of_times  # noqa: E402
+from profkit.launch.manifest import warn_of_full_queue, warn_of_gain, warn_of_times  # noqa: E402
 from profkit.run.manifest import Loading  # noqa: E402
 from profkit.run.recording import Order, take_processes  # noqa: E402
 from profkit.trace.first_steps import begin_at  # noqa: E402

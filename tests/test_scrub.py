@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from profkit.cli import cli
 from profkit.errors import ProfkitError, TraceError
 from profkit.launch.nsys import find_nsys
-from profkit.launch.nsys_run import export_to, record_program
+from profkit.launch.nsys_session import export_to, record_program
 from profkit.sharing import scrub
 from profkit.trace.scrub import TAKEN, Taken, clean_text, names_string, people_and_hosts, scrub_export, what_is_named
 from tests.nsys_builder import NsysBuilder, process_of

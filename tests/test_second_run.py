@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from profkit.launch import side_effects
-from profkit.launch.side_effects import why_not_twice
+from profkit.launch import another_try
+from profkit.launch.another_try import why_not_twice
 from tests.forked_scripts import Forks
 
 MODEL = """
@@ -113,7 +113,7 @@ def test_what_speaks_against_a_second_run(since: Path, tmp_path: Path, file: str
 def test_too_many_files_to_look_at_speak_against_a_second_run(
     since: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_effects, "_MOST_ENTRIES", 0)
+    monkeypatch.setattr(another_try, "_MOST_ENTRIES", 0)
     assert why_not_twice(["python"], since, tmp_path / "run") == (
         "its folders hold too many files to see whether it wrote one (over 0)"
     )

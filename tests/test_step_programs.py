@@ -20,8 +20,7 @@ from profkit.analysis.time_account.steps import measured_ranges
 from profkit.launch.another_try import find_another_try
 from profkit.launch.passes import Outcome, why_no_step
 from profkit.run.manifest import Process
-from profkit.run.recording import COMPLETE, CUT_SHORT, NOT_REACHED, Order
-from profkit.run.step_choice import describe_step
+from profkit.run.recording import COMPLETE, CUT_SHORT, NOT_REACHED, Order, describe_step
 from tests.forked_scripts import Forks
 from tests.in_process import run_profkit
 

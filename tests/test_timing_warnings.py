@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from profkit.launch.conditions import warn_of_gain, warn_of_gpus, warn_of_times
+from profkit.launch.gpu_state import warn_of_gpus
+from profkit.launch.manifest import warn_of_gain, warn_of_times
 from profkit.run.manifest import Gpu
 
 MS = 1_000_000

@@ -22,6 +22,9 @@ from threading import Lock, get_ident
 from types import FrameType
 from typing import Any, Literal
 
+import torch
+from torch._guards import CompileContext
+
 from profkit.annotation import Range
 from profkit.capture.errors import describe_error, say
 from profkit.capture.hooks.module_calls import outside_dynamo
@@ -274,3 +277,8 @@ def _kernel_name(tuner: Any) -> str:
 
 def _text(value: Any) -> str | None:
     return None if value is None or value == "" else str(value)
+
+
+def is_compiling() -> bool:
+    """Return whether Dynamo traces on this thread, or what it made is being compiled: that takes gradients of fakes."""
+    return torch.compiler.is_compiling() or CompileContext.try_get() is not None

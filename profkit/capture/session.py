@@ -48,12 +48,12 @@ from profkit.run.recording import (
     RANK_NSYS,
     Failure,
     Order,
+    StepKind,
     leave_attached,
     leave_ended,
     leave_failure,
     leave_process,
 )
-from profkit.run.step_choice import StepKind
 from profkit.run.work import write_work
 
 if TYPE_CHECKING:

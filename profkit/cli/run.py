@@ -29,17 +29,25 @@ from profkit.cli.run_options import (
 )
 from profkit.errors import CaptureError, UsageError
 from profkit.launch.nsys import GraphTrace
-from profkit.launch.passes import OutOfMemory, Target, callable_passes, command_passes, model_passes
+from profkit.launch.passes import (
+    OutOfMemory,
+    Target,
+    build_rank_argv,
+    callable_passes,
+    command_name,
+    command_passes,
+    model_passes,
+    parse_target,
+    target_kind,
+)
 from profkit.launch.record import Recorded, record_run, require_torch
-from profkit.launch.targets import build_rank_argv, command_name, parse_target, target_kind
 from profkit.models.options import Device, TrainingOptions
 from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run
 from profkit.run.job import FIRST_OF_JOB, JOB, is_of_job, starts_on_all_machines
 from profkit.run.manifest import Workload
-from profkit.run.recording import BY_TREE, MemoryOptions, Order, Recorder, Stacks
-from profkit.run.step_choice import describe_step
+from profkit.run.recording import BY_TREE, MemoryOptions, Order, Recorder, Stacks, describe_step
 
 _WARMUP = 2
 # Of a command's steps before the recording all but the first are timed, so there should be some.

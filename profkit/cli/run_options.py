@@ -24,8 +24,7 @@ from profkit.launch.nsys import (
 from profkit.models.options import CompileMode, Device, Dtype, Passes
 from profkit.run.manifest import Kind
 from profkit.run.rank_choice import RankChoice
-from profkit.run.recording import MEMORY_ENTRIES, Stacks
-from profkit.run.step_choice import StepChoice
+from profkit.run.recording import MEMORY_ENTRIES, Stacks, StepChoice
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Command], Command]

@@ -23,11 +23,16 @@ from typing import IO, Literal
 from profkit.errors import ToolError
 from profkit.files import user_cache
 from profkit.launch.ceilings import measure_links
-from profkit.launch.gpu_state import read_gpu_state
-from profkit.launch.importer import find_importer, how_to_install, lacking_libraries
-from profkit.launch.nsys import Nsys, list_installed
-from profkit.launch.nsys_run import NO_ROOM_BYTES, export_to, record_program
-from profkit.launch.versions import CUPTI, cuda_of_driver, cupti_of, driver_in, is_before, numbers
+from profkit.launch.gpu_state import cuda_of_driver, driver_in, read_gpu_state
+from profkit.launch.nsys import CUPTI, Nsys, cupti_of, is_before, list_installed, numbers
+from profkit.launch.nsys_session import (
+    NO_ROOM_BYTES,
+    export_to,
+    find_importer,
+    how_to_install,
+    lacking_libraries,
+    record_program,
+)
 from profkit.run.links import GpuLink, describe_links
 
 State = Literal["ok", "note", "warning", "failed"]
@@ -161,7 +166,7 @@ def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) 
     nsys loads the libcupti.so.X.Y in its own folder; X.Y is the CUDA version that it was made for. With an older major
     version kernels go missing without an error: nsys 2023.4.4 (CUPTI 12.4) under driver 580 (CUDA 13.0) kept 6 % of a
     long run's kernels and exited 0, nsys 2025.3.1 (CUPTI 13.0) kept all. An older minor version is a note: CUDA's
-    minor versions are compatible. The driver's CUDA is `profkit.launch.versions.cuda_of_driver`.
+    minor versions are compatible. The driver's CUDA is `profkit.launch.gpu_state.cuda_of_driver`.
     """
     check = "nsys and driver"
     if driver is None:

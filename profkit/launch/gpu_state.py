@@ -1,14 +1,16 @@
-"""The GPUs of this machine as NVML reports them: clocks, temperature, other processes, and the links between them."""
+"""The GPUs of this machine as NVML reports them, what disturbed them in a run, and which CUDA their driver knows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from profkit.launch.nsys import numbers
 from profkit.run.links import GpuLink, Way
-from profkit.run.manifest import THROTTLE_REASONS, Gpu
+from profkit.run.manifest import THROTTLE_REASONS, Gpu, Gpus, Process
 
 # How long each of them has held the clocks down, in ns; older versions of the library lack some of the names.
 _COUNTERS = {
@@ -17,6 +19,10 @@ _COUNTERS = {
     "hw_thermal_slowdown": "NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN",
     "hw_power_brake_slowdown": "NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN",
 }
+
+_SLOWDOWNS = frozenset(
+    {"sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
+)
 
 # nvml.h, nvmlGpuTopologyLevel_t: where the PCIe paths of two GPUs meet.
 _LEVELS: dict[int, Way] = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "node", 50: "system"}
@@ -227,3 +233,103 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
     found = list(values)
     known = [value for value in found if value is not None]
     return sum(known) if len(known) == len(found) else None
+
+
+def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
+    """Return what disturbed the GPUs that a run used."""
+    earlier = {gpu.uuid: gpu for gpu in before}
+    pairs = [(earlier[gpu.uuid], gpu) for gpu in after if gpu.uuid in earlier]
+    return [
+        text for first, last in pairs for text in (_warn_of_others(first, last), _warn_of_clocks(first, last)) if text
+    ]
+
+
+def _warn_of_others(first: Gpu, last: Gpu) -> str | None:
+    """Say that other processes use the GPU: before and after the run, no process on it is the run's own."""
+    count = max(first.process_count or 0, last.process_count or 0)
+    held = max(first.process_bytes or 0, last.process_bytes or 0)
+    if not count:
+        return None
+    others = f"{count:,} other {'process' if count == 1 else 'processes'} used it"
+    size = f", with {held / 1024**3:.1f} GiB" if held else ""
+    return f"GPU {last.index} was shared during the run: {others}{size}; the times may include waiting for them"
+
+
+def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
+    """Say for how long the clocks were held down, where the driver counts that; else that they were at the end."""
+    slowed = {reason: us - first.throttled_us.get(reason, us) for reason, us in last.throttled_us.items()}
+    if any(us > 0 for us in slowed.values()):
+        reasons = ", ".join(f"{reason} {us / 1e6:.3g} s" for reason, us in slowed.items() if us > 0)
+        return f"GPU {last.index}'s clocks were held down during the run ({reasons}): the times are longer than usual"
+    bad = sorted(set(last.throttle_reasons or ()) & _SLOWDOWNS)
+    return f"GPU {last.index}'s clocks were held down when the run ended ({', '.join(bad)})" if bad else None
+
+
+class GpuWatch:
+    """The state of the GPUs from when this is made to when `close` is called.
+
+    Args:
+        environment: the environment of the run's processes.
+        read: returns the GPUs' state now.
+    """
+
+    def __init__(self, environment: Mapping[str, str], read: Callable[[], GpuState] = read_gpu_state) -> None:
+        self._environment = environment
+        self._read = read
+        self._before = read()
+        self._after = GpuState()
+
+    def close(self) -> None:
+        """Look at the GPUs again: the run's processes have ended."""
+        self._after = self._read()
+
+    @property
+    def gpus(self) -> Gpus:
+        """Return the GPUs before and after."""
+        return Gpus(self._before.gpus, self._after.gpus, self._before.reason or self._after.reason, self._before.links)
+
+    def warnings(self, processes: Iterable[Process]) -> list[str]:
+        """Return what disturbed the GPUs that these processes of the run used."""
+        on_gpu = [one for one in processes if one.device == "cuda"]
+        uuids = [one.conditions.gpu_uuid for one in on_gpu if one.conditions is not None]
+        if not on_gpu:
+            return []
+        return warn_of_gpus(*(used_gpus(state, uuids, self._environment) for state in (self._before, self._after)))
+
+
+# The driver branch that came with each CUDA version, newest first: "CUDA Toolkit and Corresponding Driver Versions" in
+# NVIDIA's CUDA Toolkit Release Notes. A driver knows the newest CUDA whose branch it reaches.
+_BRANCHES = (
+    (590, "13.1"),
+    (580, "13.0"),
+    (575, "12.9"),
+    (570, "12.8"),
+    (560, "12.6"),
+    (555, "12.5"),
+    (550, "12.4"),
+    (545, "12.3"),
+    (535, "12.2"),
+    (530, "12.1"),
+    (525, "12.0"),
+    (520, "11.8"),
+    (515, "11.7"),
+    (510, "11.6"),
+    (495, "11.5"),
+    (470, "11.4"),
+    (465, "11.3"),
+    (460, "11.2"),
+    (455, "11.1"),
+    (450, "11.0"),
+)
+
+
+def driver_in(text: str) -> str | None:
+    """Return the driver's version from the text of NVIDIA's kernel module, or None."""
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return found[0] if found else None
+
+
+def cuda_of_driver(driver: str) -> str | None:
+    """Return the newest CUDA version that a driver (``580.159.03``) knows, or None for one before CUDA 11."""
+    branch = numbers(driver)[0]
+    return next((cuda for first, cuda in _BRANCHES if branch >= first), None)

@@ -17,6 +17,7 @@ from profkit.errors import ToolError, UsageError
 GraphTrace = Literal["node", "graph"]
 
 NVTX = "nvtx"
+CUPTI = "libcupti.so"
 
 # With these profkit says where a capture goes, when it begins and ends, and in which environment.
 _OWN = (
@@ -258,3 +259,25 @@ def _started(path: Path) -> Nsys:
 
 def _version_in_path(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", str(path.parent))]
+
+
+def cupti_of(nsys: Path) -> str | None:
+    """Return the version of the newest CUPTI in an nsys' own folder, or None if there is none.
+
+    Behind a wrapper (``bin/nsys``) the folder is ``target-linux-*`` next to it.
+    """
+    folder = nsys.resolve().parent
+    files = [*folder.glob(f"{CUPTI}.*"), *folder.parent.glob(f"target-linux-*/{CUPTI}.*")]
+    versions = [file.name.removeprefix(f"{CUPTI}.") for file in files]
+    return max((version for version in versions if re.fullmatch(r"\d+\.\d+", version)), key=numbers, default=None)
+
+
+def numbers(version: str) -> list[int]:
+    """Return the leading numbers of a version: ``2023.4.4.54-23v0`` is [2023, 4, 4, 54]."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return [int(number) for number in found[0].split(".")] if found else [0]
+
+
+def is_before(version: str, other: str) -> bool:
+    """Return whether ``version`` is older than ``other``."""
+    return numbers(version) < numbers(other)

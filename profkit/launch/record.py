@@ -14,12 +14,11 @@ from typing import Any
 
 from profkit.errors import RunError, ToolError
 from profkit.files import clear_partial_files
-from profkit.launch.another_try import AnotherTry, find_another_try, own_cache_folder
-from profkit.launch.conditions import GpuWatch, warn_of_run
-from profkit.launch.manifest import begin_manifest, utc_now, with_outcome
+from profkit.launch.another_try import AnotherTry, find_another_try, own_cache_folder, why_not_twice
+from profkit.launch.gpu_state import GpuWatch
+from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
 from profkit.launch.nsys import Nsys
-from profkit.launch.nsys_ranks import run_ranks_in_nsys
-from profkit.launch.nsys_run import RAW_SUFFIX, RECORDING, lost_events, record_in_nsys
+from profkit.launch.nsys_session import RAW_SUFFIX, RECORDING, lost_events, record_in_nsys, run_ranks_in_nsys
 from profkit.launch.passes import (
     LOSSES,
     Outcome,
@@ -33,7 +32,6 @@ from profkit.launch.passes import (
     why_nothing,
 )
 from profkit.launch.processes import Stopped, run_child, uninterrupted
-from profkit.launch.side_effects import why_not_twice
 from profkit.run.compiled_code import read_compiled_code
 from profkit.run.directory import COMPILED, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.job import find_job
@@ -166,7 +164,7 @@ def record_run(
         _give_up(run, replace(manifest, processes=take_processes(run)), error)
         raise
     conditions.close()
-    manifest = replace(manifest, environment=conditions.environment, gpus=conditions.gpus)
+    manifest = replace(manifest, gpus=conditions.gpus)
     return recording.conclude(manifest, conditions.warnings(recording.done[-1].processes))
 
 

@@ -15,9 +15,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from profkit.annotation import RangeObserver
-from profkit.capture.compiled.launch_sites import read_launches
+from profkit.capture.compiled.generated_file import read_launches
 from profkit.capture.compiled.places import LoadedGraph
-from profkit.capture.compiled.proxies import stand_in
+from profkit.capture.compiled.stand_ins import stand_in
 from profkit.capture.compiled.watch import _Ranges
 from profkit.capture.hooks.module_names import ModuleNames
 from profkit.capture.hooks.open_ranges import Call, OpenOnThread

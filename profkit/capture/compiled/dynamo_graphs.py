@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import fx, nn
 
-from profkit.capture.compiled.origins import line_of, modules_of
+from profkit.capture.compiled.origins import Operator, line_of, modules_of
 from profkit.capture.hooks.module_depth import plain_name
 
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^'.]+)'\)")
@@ -24,9 +24,6 @@ _GETATTR = re.compile(r"getattr\(([^()]*), '([^'.]+)'\)")
 _STEP = re.compile(r"\.([^.\[\]]+)|\['([^']+)'\]|\[(\d+)\]")
 _STEPS = re.compile(f"(?:{_STEP.pattern})+")
 _VARIABLE = re.compile(r"L\['(\w+)'\]")
-
-Operator = tuple[tuple[str, ...], str]
-"""The modules around an operator, as `Origin.modules` has them, and its line."""
 
 
 @dataclass(frozen=True)

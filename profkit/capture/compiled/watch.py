@@ -25,15 +25,17 @@ from torch import nn
 from torch.autograd import profiler
 
 from profkit.annotation import Range, observers_but
-from profkit.capture.compiled.buffers import BufferOwner, read_generated_code, with_memory
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedGraphs
-from profkit.capture.compiled.entries import Entries
-from profkit.capture.compiled.launch_sites import LaunchSite, read_launches
-from profkit.capture.compiled.origins import CodeGeneration, Origin, Record, line_of
-from profkit.capture.compiled.places import LoadedGraph, places_in
-from profkit.capture.compiled.proxies import stand_in
-from profkit.capture.compiled.sidecar import Known, Sidecars
-from profkit.capture.compiled.tensor_methods import stand_in_for_methods
+from profkit.capture.compiled.generated_file import (
+    BufferOwner,
+    LaunchSite,
+    read_generated_code,
+    read_launches,
+    with_memory,
+)
+from profkit.capture.compiled.origins import CodeGeneration, Known, Origin, Record, Sidecars, line_of
+from profkit.capture.compiled.places import Entries, LoadedGraph, places_in
+from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.module_calls import outside_dynamo
 from profkit.capture.hooks.open_ranges import Call, OpenRanges

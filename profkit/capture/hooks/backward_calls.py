@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from profkit.capture.compiling import is_compiling
+from profkit.capture.compilations import is_compiling
 from profkit.capture.hooks.module_calls import outside_dynamo
 
 Begins = Callable[[object, Sequence[Any]], None]

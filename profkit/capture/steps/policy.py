@@ -17,7 +17,7 @@ from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.module_names import ROOT, Roots, unwrap
 from profkit.capture.steps.rounds import Round
 from profkit.capture.steps.variable_names import VariableNames, tell_apart
-from profkit.run.step_choice import StepChoice, StepKind
+from profkit.run.recording import StepChoice, StepKind
 
 
 class StepPolicy:

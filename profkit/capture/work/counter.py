@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture.compiled.places import CompiledInstances
 from profkit.capture.compiled.watch import launch_at, loaded
-from profkit.capture.compiled.work import CompiledInstances
 from profkit.capture.work.account import Instance, WorkAccount, summarize_work
 from profkit.capture.work.graph_work import GraphPart, GraphWork, replay_observers
 from profkit.capture.work.operator_work import Buffers, OperatorMode, OperatorWork, describe_call

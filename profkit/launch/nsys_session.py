@@ -1,24 +1,128 @@
-"""Running nsys around a program: the disk space that it needs, its report, the export, and how each may fail."""
+"""Recording with Nsight Systems: around a program or each chosen rank; raw data imported, reports exported."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
 import shutil
+import signal
+import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from profkit.errors import ToolError, TraceError
 from profkit.files import user_cache
-from profkit.launch.importer import import_raw
+from profkit.launch.family import Family
 from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, read_abilities
-from profkit.launch.processes import run_tool, uninterrupted
-from profkit.run.directory import LOG, NSYS_REPORT
-from profkit.run.recording import NSYS_STARTS, behind_nsys, has_recorded
+from profkit.launch.processes import PATIENCE_S, folder_of, run_child, run_tool, uninterrupted
+from profkit.run.directory import LOG, NSYS_REPORT, name_of_rank
+from profkit.run.recording import (
+    NSYS_STARTS,
+    RANK_NSYS,
+    VARIABLE,
+    Order,
+    RankNsys,
+    RankReport,
+    behind_nsys,
+    find_rank_reports,
+    has_recorded,
+)
+
+# Beside nsys' own folder first, then wherever an Nsight tool has a host folder.
+_HOST_FOLDERS = (
+    "opt/nvidia/nsight-systems*/*/host-linux-*",
+    "opt/nvidia/nsight-compute/*/host/*linux*",
+    "usr/lib/nsight-systems/host-linux-*",
+    "usr/lib/*/nsight-systems/host-linux-*",
+    "usr/local/cuda*/nsight-*/host*/*linux*",
+)
+
+# Debian's names of the packages with the libraries that a bare machine lacks.
+_PACKAGES = {"libdw.so.1": "libdw1", "libelf.so.1": "libelf1", "libssh.so.4": "libssh-4", "libpfm.so.4": "libpfm4"}
+_NEEDED_BY = {"libdw.so.1": ("libelf.so.1",)}
+
+_TRIES = 3
+"""How often a raw file is imported: where six ran at once, that of nsys 2023.4.4 failed in 1 of 300 cases."""
+
+
+def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
+    """Return the QdstrmImporter nearest to ``nsys``, or None."""
+    installation = nsys.resolve().parent.parent
+    near = sorted(installation.glob("*/QdstrmImporter"))
+    far = [path for place in _HOST_FOLDERS for path in sorted(root.glob(f"{place}/QdstrmImporter"), reverse=True)]
+    return next((path for path in near + far if os.access(path, os.X_OK)), None)
+
+
+def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
+    """Turn ``raw`` (``.qdstrm``) into ``report`` (``.nsys-rep``) and remove it.
+
+    Raises:
+        ToolError: there is no importer, libraries that it needs are missing (they and their packages are named), or it
+            failed.
+    """
+    importer = find_importer(nsys)
+    if importer is None:
+        raise ToolError(f"{nsys} left {raw} and there is no QdstrmImporter to import it; install all of Nsight Systems")
+    missing = lacking_libraries(importer)
+    if missing:
+        cure = how_to_install(missing)
+        raise ToolError(f"{importer} lacks {', '.join(missing)}: {cure} and run again; the raw capture is {raw}")
+    for _ in range(_TRIES):
+        status = run_tool(build_import_argv(importer, raw, report), os.environ, log)
+        if status == 0 and report.exists():
+            raw.unlink()
+            return
+        report.unlink(missing_ok=True)
+    raise ToolError(f"{importer} could not import {raw} (exit status {status}); its output is in {log.name}")
+
+
+def build_import_argv(importer: Path, raw: Path, report: Path) -> list[str]:
+    """Return the command that imports ``raw`` as ``report``."""
+    return [str(importer), f"--input-file={raw}", f"--output-file={report}"]
+
+
+def lacking_libraries(importer: Path) -> list[str]:
+    """Return the libraries that the importer needs and the dynamic loader does not find."""
+    return missing_libraries(_loader_listing(importer), _is_here)
+
+
+def how_to_install(missing: Sequence[str]) -> str:
+    """Return which packages to install for missing libraries, as far as their names are known."""
+    packages = [_PACKAGES[library] for library in missing if library in _PACKAGES]
+    return f"install {' '.join(packages)}" if packages else "install them"
+
+
+def missing_libraries(listing: str, is_here: Callable[[str], bool]) -> list[str]:
+    """Return the libraries that the dynamic loader's listing (what ldd prints) says it did not find.
+
+    The loader cannot look into a library that is missing; what that one needs and lacks is added.
+    """
+    missing = list(dict.fromkeys(re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE)))
+    needed = [inner for library in missing for inner in _NEEDED_BY.get(library, ()) if inner not in missing]
+    return missing + [inner for inner in needed if not is_here(inner)]
+
+
+def _is_here(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _loader_listing(program: Path) -> str:
+    environment = {**os.environ, "LD_TRACE_LOADED_OBJECTS": "1"}
+    command: Sequence[str] = [str(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout
+
 
 _FULL_BYTES = 1024**2
 RECORDING, EXPORTING = "recording the steps with Nsight Systems", "exporting what Nsight Systems recorded"
@@ -271,3 +375,114 @@ def lost_events(run: Path) -> list[str]:
     if not log.exists() or _LOSSY not in log.read_bytes():
         return []
     return [f"nsys lost events ({log}); its version may be too old for the driver: the capture is lossy"]
+
+
+_POLL_S = 0.02
+_UNREAD = "unread.nsys-rep"
+
+
+def run_ranks_in_nsys(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    nsys: Nsys,
+    *,
+    uses_cuda: bool,
+    progress: Callable[[str], AbstractContextManager[object]],
+) -> tuple[int, list[str]]:
+    """Run a target whose chosen ranks start an Nsight Systems each.
+
+    Return its exit status, and a line for each rank that recorded but whose report could not be collected.
+
+    Args:
+        words: the target's command.
+        environment: its environment, with profkit's order.
+        nsys: which one, and what it is to record.
+        uses_cuda: whether the ranks will use CUDA.
+        progress: shows what is done while nothing else is seen.
+
+    Raises:
+        ToolError: there is no room for nsys, or no rank's report could be collected.
+    """
+    order = Order.from_environment(environment)
+    run = Path(order.run)
+    require_room(run)
+    with (
+        open(run / LOG, "w+b", opener=private) as log,
+        tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
+    ):
+        argv = build_nsys_argv(nsys, Path("{report}"), [], cuda=uses_cuda, temporary=tempfile.gettempdir())
+        ordered = replace(order, rank_nsys=RankNsys(tuple(argv), scratch, os.getpid()))
+        try:
+            status = run_child(
+                words, {**environment, VARIABLE: ordered.to_json()}, reads_input=True, tool=folder_of(nsys.path)
+            )
+        except KeyboardInterrupt:
+            # The ranks have ended, and their nsys with them: they may have been through their recorded steps for hours.
+            with uninterrupted(), suppress(ToolError), progress(EXPORTING):
+                _collect(run, nsys, log)
+            raise
+        with progress(EXPORTING):
+            return status, _collect(run, nsys, log)
+
+
+def _collect(run: Path, nsys: Nsys, log: IO[bytes]) -> list[str]:
+    """Export the reports of ranks that recorded, and remove what the others left; of a restarted rank the last counts.
+
+    Return a line for each rank whose report could not be collected.
+
+    Raises:
+        ToolError: that is so for all ranks that recorded.
+    """
+    found = find_rank_reports(run)
+    recorded = {report.rank: report for report in found if report.recorded.exists()}
+    errors: dict[int, ToolError] = {}
+    for rank, report in sorted(recorded.items()):
+        try:
+            _await_end(report, folder_of(nsys.path))
+            final = run / name_of_rank(NSYS_REPORT, rank)
+            for left in (report.path, report.path.with_suffix(RAW_SUFFIX)):
+                if left.exists():
+                    left.replace(final.with_suffix(left.suffix))
+            collect_report(final, nsys, log)
+        except ToolError as error:
+            errors[rank] = error
+    for path in [path for report in found for path in run.glob(f"{report.path.stem}.*")]:
+        path.unlink()
+    if errors and len(errors) == len(recorded):
+        raise next(iter(errors.values()))
+    return [f"rank {rank}: {error}{_put_aside(run, rank)}" for rank, error in errors.items()]
+
+
+def _put_aside(run: Path, rank: int) -> str:
+    """Rename a report that could not be exported, so that the others are read without it; return what to say of it."""
+    report = run / name_of_rank(NSYS_REPORT, rank)
+    if not report.exists():
+        return ""
+    kept = report.replace(run / name_of_rank(_UNREAD, rank))
+    return f"; the report is kept as {kept.name}, and the other ranks' are read without it"
+
+
+def _await_end(report: RankReport, tool: Path) -> None:
+    """Wait until a rank's nsys has written its report.
+
+    A launcher that ends a rank's first process by SIGKILL wants its program to end, which lives on under nsys.
+
+    Raises:
+        ToolError: the rank was left running, as by a script that does not wait for what it starts.
+    """
+    under_nsys = Family(report.path.stem, None, RANK_NSYS)
+    if _runs(report.starter, VARIABLE):
+        raise ToolError("it ran on when the command had ended, so nothing of it was kept")
+    under_nsys.send(signal.SIGKILL, but=tool)
+    deadline = time.monotonic() + PATIENCE_S
+    while under_nsys.members() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    under_nsys.end()
+
+
+def _runs(pid: int, variable: str) -> bool:
+    """Return whether a process runs, and has this variable: the number may be another's by now."""
+    try:
+        return f"{variable}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
