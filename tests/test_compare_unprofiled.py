@@ -67,9 +67,31 @@ def test_the_label_says_in_which_process_steps_were_timed(source: str, label: st
     steps = steps_of(manifest([300], source))
     assert steps is not None
     assert steps.label == label
-    assert list(steps.times_ns) == ["forward", "step"]
+    assert list(steps.samples) == ["forward", "step"]
 
 
 def test_a_manifest_without_unprofiled_steps_gives_none() -> None:
     assert steps_of({}) is None
     assert steps_of({"clean": {"steps": []}}) is None
+
+
+def test_steps_that_wait_for_data_are_compared_by_their_mean_wait_and_the_median_of_the_rest() -> None:
+    """One of four waits for 40 ns, later for 80; the rest takes 2. The medians of whole steps are 2 both times."""
+    sides = [
+        {"attached": {"steps": [{"data_ns": wait, "step_ns": wait + 2} for wait in (burst, 0, 0, 0)]}}
+        for burst in (40, 80)
+    ]
+    changes = {name: change[:3] for name, change in compared(*sides).items()}
+    assert changes == {"data": (10, 20, 10), "step": (12, 22, 10)}
+
+
+def test_the_interval_of_steps_holds_how_much_their_waits_differ() -> None:
+    """The rest never differs, so all of the interval comes from the waits of one step in ten."""
+    steps = [{"data_ns": 1_000 * (at % 10 == 0), "step_ns": 1_000 * (at % 10 == 0) + 50} for at in range(20)]
+    sides = [steps_of({"attached": {"steps": steps}}), steps_of({"attached": {"steps": steps[:11]}})]
+    assert sides[0] is not None
+    assert sides[1] is not None
+    change = compare_unprofiled(sides[0], sides[1]).changes[-1]
+    assert (change.before_ns, change.after_ns, change.verdict) == (150, 232, "no measurable difference")
+    assert change.low_ns is not None
+    assert change.low_ns < -50

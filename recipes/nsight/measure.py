@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from profkit import read_step_times, read_trace, simplify_name
-from profkit.analysis.time_account.step_times import unprofiled_times_ns
+from profkit.analysis.time_account.step_times import samples_by_phase
 from profkit.errors import RunError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, SCORES, SOFTMAX, VALUE_PRODUCT, context_range
 from profkit.run.directory import MANIFEST, Run
@@ -133,7 +133,7 @@ def read_times(opened: Any, run: Path, context: int | None) -> Row:
     times = read_step_times(run)
     by_python = {} if times is None else {one.phase: one for one in times.phases if one.context == context}
     samples = Run(run).manifest.unprofiled
-    clean_ns = {} if samples is None else unprofiled_times_ns(samples, context)
+    clean_ns = {} if samples is None else samples_by_phase(samples, context)
     row: Row = {}
     for phase in (FORWARD, BACKWARD):
         walls_ns = measure_walls(opened, context, phase)
@@ -145,7 +145,7 @@ def read_times(opened: Any, run: Path, context: int | None) -> Row:
                 f"{phase}_clean_ms": python.clean.median / 1e6,
                 f"{phase}_ratio": median(walls_ns) / python.clean.median,
                 f"{phase}_recorded_samples_ms": [each / 1e6 for each in walls_ns],
-                f"{phase}_clean_samples_ms": [each / 1e6 for each in clean_ns[phase][1]],
+                f"{phase}_clean_samples_ms": [each / 1e6 for each in clean_ns[phase].total_ns.tolist()],
             }
     return row
 

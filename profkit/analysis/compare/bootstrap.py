@@ -17,6 +17,7 @@ enough, and there is no interval.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from math import sqrt
 from statistics import NormalDist
@@ -26,9 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Statistic = Literal["mean", "median"]
+Statistic = Literal["mean", "median", "step"]
+"""``step`` is a step time: the median of the first column, its rest, and the mean of the second, its waits for data."""
 Verdict = Literal["more", "less", "no measurable difference", "unchanged", "unknown"]
 """What a change is; ``unknown`` if there is a change but too few samples for an interval."""
+
+_Summary = Callable[[int, npt.NDArray[Any]], Floats]
+"""Summarizes every resample of one side, column by column."""
 
 LEVEL = 0.95
 FEWEST = 5
@@ -59,7 +64,12 @@ def bootstrap_differences(
     largest = max(len(before), len(after))
     halves = (_draw(len(before), (0, 1), largest), _draw(len(after), (1, 0), largest))
     picks = [np.concatenate(both) for both in halves]
-    summarize = _Means(picks) if statistic == "mean" else _Medians(picks)
+    summaries: dict[Statistic, Callable[[list[npt.NDArray[np.int64]]], _Summary]] = {
+        "mean": _Means,
+        "median": _Medians,
+        "step": _StepTimes,
+    }
+    summarize = summaries[statistic](picks)
     tail = _expanded_tail(fewest) if statistic == "mean" else (1 - LEVEL) / 2
     low, high = np.empty(before.shape[1]), np.empty(before.shape[1])
     for first in range(0, before.shape[1], _CHUNK):
@@ -100,6 +110,17 @@ class _Medians:
 
     def __call__(self, side: int, samples: npt.NDArray[Any]) -> Floats:
         return np.stack([np.median(column[self._picks[side]], axis=1) for column in samples.T], axis=1)
+
+
+class _StepTimes:
+    """The median rest and the mean wait of every resample, added up: the same for both columns."""
+
+    def __init__(self, picks: list[npt.NDArray[np.int64]]) -> None:
+        self._rest, self._wait = _Medians(picks), _Means(picks)
+
+    def __call__(self, side: int, samples: npt.NDArray[Any]) -> Floats:
+        times = self._rest(side, samples[:, :1]) + self._wait(side, samples[:, 1:])
+        return np.repeat(times, 2, axis=1)
 
 
 def _draw(size: int, sequences: tuple[int, int], largest: int) -> list[npt.NDArray[np.int64]]:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from profkit.analysis.compare.bootstrap import FEWEST, Verdict
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
@@ -138,18 +136,18 @@ def check_budgets(
 
 
 def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
-    """Yield whether the median unprofiled step is short enough, for each context."""
+    """Yield whether an unprofiled step is short enough, for each context."""
     steps = None if run.run is None else read_unprofiled_steps(run.run.manifest)
-    times = {} if steps is None else {name: times for name, times in steps.times_ns.items() if is_whole_step(name)}
+    times = {} if steps is None else {name: one for name, one in steps.samples.items() if is_whole_step(name)}
     if steps is None or not times:
         yield not_judged(
             MAX_STEP, "ns", limit_ns, "no unprofiled step times; a run directory of `profkit run` has them"
         )
         return
     for name, samples in times.items():
-        median_ns = float(np.median(samples))
-        detail = f"median of {len(samples)} unprofiled steps ({steps.label})"
-        yield BudgetLine(MAX_STEP, name, median_ns, limit_ns, "ns", median_ns <= limit_ns, detail)
+        how = "mean wait for data and median of the rest" if samples.waits else "median"
+        detail = f"{how} of {len(samples.rest_ns)} unprofiled steps ({steps.label})"
+        yield BudgetLine(MAX_STEP, name, samples.time_ns, limit_ns, "ns", samples.time_ns <= limit_ns, detail)
 
 
 def _judge_peak(run: OpenedCapture, limit_bytes: int) -> BudgetLine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from profkit.analysis.kernels.compiled_code import RunCompilations, find_compila
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
-from profkit.analysis.time_account.step_times import UnprofiledSteps, is_whole_step, read_unprofiled_steps
+from profkit.analysis.time_account.step_times import PhaseSamples, UnprofiledSteps, is_whole_step, read_unprofiled_steps
 from profkit.errors import UsageError
 from profkit.findings import Finding
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CleanChange:
-    """Medians over the unprofiled steps, their change, and its 95 % interval if there is one."""
+    """What a phase takes unprofiled (`PhaseSamples.time_ns`), its change, and its 95 % interval if there is one."""
 
     name: str
     before_ns: int
@@ -229,18 +229,18 @@ def compare_captures(
 
 def compare_unprofiled(before: UnprofiledSteps, after: UnprofiledSteps) -> CleanComparison:
     """Return what changed in the phases that both runs timed."""
-    shared = [name for name in before.times_ns if name in after.times_ns]
-    changes = [_compare_medians(name, before.times_ns[name], after.times_ns[name]) for name in shared]
-    counts = [max((len(side.times_ns[name]) for name in shared), default=0) for side in (before, after)]
+    shared = [name for name in before.samples if name in after.samples]
+    changes = [_compare_samples(name, before.samples[name], after.samples[name]) for name in shared]
+    counts = [max((len(side.samples[name].rest_ns) for name in shared), default=0) for side in (before, after)]
     return CleanComparison((before.label, after.label), (counts[0], counts[1]), tuple(changes))
 
 
-def _compare_medians(name: str, before: Sequence[int], after: Sequence[int]) -> CleanChange:
-    columns = [np.array(side, dtype=np.int64)[:, None] for side in (before, after)]
-    interval = bootstrap_differences(columns[0], columns[1], "median")
+def _compare_samples(name: str, before: PhaseSamples, after: PhaseSamples) -> CleanChange:
+    columns = [np.stack([side.rest_ns, side.wait_ns], axis=1) for side in (before, after)]
+    interval = bootstrap_differences(columns[0], columns[1], "step")
     low, high = (None, None) if interval is None else (round(float(end[0])) for end in interval)
     # A median of integers may end in one half, which a rounded difference would lose.
-    old, new = (Fraction(float(np.median(column))) for column in columns)
+    old, new = Fraction(before.time_ns), Fraction(after.time_ns)
     return CleanChange(name, round(old), round(new), round(new - old), low, high, judge_change(new - old, low, high))
 
 

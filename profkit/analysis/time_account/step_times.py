@@ -1,4 +1,9 @@
-"""What the steps of a run took without a profiler, and with one: the two are never mixed."""
+"""What the steps of a run took without a profiler, and with one: the two are never mixed.
+
+A step takes its mean wait for data and the median of the rest. Data come in bursts: of eight workers all may deliver at
+once, so that seven steps find their batch ready and one waits for all, which a median hides. Waits take their mean, and
+every other phase takes its median. All commands ask here how long a step takes.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from profkit.analysis.notebook import NotebookResult
 from profkit.names import DATA, STEP, context_range
 from profkit.run.directory import Run
 from profkit.run.manifest import Clock, Manifest, Samples, phase_order
+from profkit.trace.columns import Ints
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
 Twin = Literal["clean", "attached"]
 """Where the unprofiled steps ran: in their own process, or in the recorded one before its recording began."""
 
+_CLOCKS: tuple[Clock, ...] = ("cuda-events", "wall")
 _LABELS: dict[Twin, str] = {"clean": "own process", "attached": "same process"}
 
 
@@ -50,7 +57,7 @@ class SampleStatistics:
         return self.standard_deviation / self.mean
 
 
-def summarize_samples(samples: Sequence[int] | Sequence[float]) -> SampleStatistics:
+def summarize_samples(samples: Sequence[int] | Sequence[float] | Ints) -> SampleStatistics:
     """Return the statistics of at least one sample.
 
     Raises:
@@ -71,16 +78,36 @@ def summarize_samples(samples: Sequence[int] | Sequence[float]) -> SampleStatist
     )
 
 
+@dataclass(frozen=True, eq=False)
+class PhaseSamples:
+    """The times of one phase by one clock, in ns: of each sample the wait for data in it, and the rest."""
+
+    clock: Clock
+    rest_ns: Ints
+    wait_ns: Ints
+
+    @property
+    def total_ns(self) -> Ints:
+        """Return the whole of each sample."""
+        return self.rest_ns + self.wait_ns
+
+    @property
+    def waits(self) -> bool:
+        """Return whether any of them waited for data."""
+        return bool(self.wait_ns.any())
+
+    @property
+    def time_ns(self) -> float:
+        """Return what one takes: the mean wait for data and the median of the rest."""
+        return float(np.median(self.rest_ns)) + float(np.mean(self.wait_ns))
+
+
 @dataclass(frozen=True)
 class PhaseTimes:
     """One phase (or the whole step): its time in ns without a profiler and with one.
 
     ``clock`` says what measured both: CUDA events around the phase, on the GPU's own clock, or the host's clock.
-
-    Data come in bursts: of eight workers all may deliver at once, so that seven steps find their batch ready and one
-    waits for all. The median would hide that. ``clean_rate_ns`` and ``profiled_rate_ns`` are a step's mean wait for
-    data plus the median of the rest, of the waits themselves their mean; None if nothing was waited for. The first
-    takes the profiled steps' waits if they are longer: then the others found a queue that was full at first.
+    ``clean_rate_ns`` and ``profiled_rate_ns`` are `PhaseSamples.time_ns` where data was waited for, else None.
     """
 
     phase: str
@@ -93,12 +120,12 @@ class PhaseTimes:
 
     @property
     def clean_ns(self) -> float:
-        """What one takes without a profiler: the rate if it is known, else the median."""
+        """What one takes without a profiler."""
         return self.clean.median if self.clean_rate_ns is None else self.clean_rate_ns
 
     @property
     def profiled_ns(self) -> float | None:
-        """What one takes with a profiler, likewise; None if it was not timed."""
+        """What one takes with a profiler; None if it was not timed."""
         if self.profiled_rate_ns is not None or self.profiled is None:
             return self.profiled_rate_ns
         return self.profiled.median
@@ -118,9 +145,18 @@ class StepTimes(NotebookResult):
     twin: Twin
     phases: tuple[PhaseTimes, ...]
 
+    @property
+    def contexts(self) -> list[int | None]:
+        """Return the context lengths that were timed; of a run over one, None."""
+        return list(dict.fromkeys(times.context for times in self.phases))
+
+    def find(self, phase: str, context: int | None) -> PhaseTimes | None:
+        """Return the times of one phase (or ``step``), if it was timed without a profiler."""
+        return next((times for times in self.phases if (times.phase, times.context) == (phase, context)), None)
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data, numbers unrounded."""
-        return {"twin": self.twin, "phases": [{**asdict(one), "cost": one.cost} for one in self.phases]}
+        return {"twin": self.twin, "phases": [{**asdict(times), "cost": times.cost} for times in self.phases]}
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per phase and context; columns such as ``clean_median`` and ``profiled_p90``, in ns."""
@@ -131,13 +167,13 @@ class StepTimes(NotebookResult):
 
 @dataclass(frozen=True)
 class UnprofiledSteps:
-    """The unprofiled steps of a run: where they ran, and the times of each phase in ns, the whole step last.
+    """The unprofiled steps of a run: where they ran, and the samples of each phase, the whole step last.
 
     The names of several contexts are ``context 128, forward`` and so on.
     """
 
     label: str
-    times_ns: dict[str, list[int]]
+    samples: dict[str, PhaseSamples]
 
 
 def read_step_times(run: str | Path) -> StepTimes | None:
@@ -155,36 +191,46 @@ def summarize_step_times(manifest: Manifest) -> StepTimes | None:
     if unprofiled is None:
         return None
     profiled = manifest.profiled or Samples()
-    phases = [one for context in unprofiled.contexts for one in _summarize(context, unprofiled, profiled)]
+    phases = [times for context in unprofiled.contexts for times in _summarize(context, unprofiled, profiled)]
     return StepTimes(_twin_of(manifest), tuple(phases)) if phases else None
 
 
 def read_unprofiled_steps(manifest: Manifest) -> UnprofiledSteps | None:
     """Return the samples of the unprofiled steps in a run's manifest; None if there are none."""
-    samples = manifest.unprofiled
-    if samples is None:
+    unprofiled = manifest.unprofiled
+    if unprofiled is None:
         return None
-    times_ns = {}
-    for context in samples.contexts:
-        for phase, (_, times) in unprofiled_times_ns(samples, context).items():
-            times_ns[phase if context is None else f"{context_range(context)}, {phase}"] = times
-    return UnprofiledSteps(_LABELS[_twin_of(manifest)], times_ns)
+    samples = {}
+    for context in unprofiled.contexts:
+        for phase, times in samples_by_phase(unprofiled, context).items():
+            samples[phase if context is None else f"{context_range(context)}, {phase}"] = times
+    return UnprofiledSteps(_LABELS[_twin_of(manifest)], samples)
 
 
 def is_whole_step(name: str) -> bool:
-    """Return whether a name in `UnprofiledSteps.times_ns` is that of a whole step, not of a phase."""
+    """Return whether a name in `UnprofiledSteps.samples` is that of a whole step, not of a phase."""
     return name == STEP or name.endswith(f", {STEP}")
 
 
-def unprofiled_times_ns(samples: Samples, context: int | None) -> dict[str, tuple[Clock, list[int]]]:
-    """Return phase → its clock and its times, in the order in which phases run, the whole step last.
+def samples_by_phase(samples: Samples, context: int | None) -> dict[str, PhaseSamples]:
+    """Return phase → its times, in the order in which phases run, the whole step last.
 
     If a sample has both clocks, the host's is taken.
     """
-    found: dict[str, tuple[Clock, list[int]]] = {}
-    for clock in ("cuda-events", "wall"):
-        found |= {phase: (clock, times) for phase, times in samples.times_ns(clock, context).items()}
-    return {phase: found[phase] for phase in sorted(found, key=phase_order)}
+    by_phase: dict[str, PhaseSamples] = {}
+    for clock in _CLOCKS:
+        for phase, times in samples.times_ns(clock, context).items():
+            by_phase[phase] = _split_waits(samples, context, phase, clock, np.array(times, dtype=np.int64))
+    return {phase: by_phase[phase] for phase in sorted(by_phase, key=phase_order)}
+
+
+def _split_waits(samples: Samples, context: int | None, phase: str, clock: Clock, times_ns: Ints) -> PhaseSamples:
+    """Return the samples of one phase; a step's wait is known only where every step says how long it waited."""
+    waits = times_ns if phase == DATA else np.zeros_like(times_ns)
+    if phase == STEP:
+        known = np.array(samples.times_ns("wall", context).get(DATA, []), dtype=np.int64)
+        waits = known if len(known) == len(times_ns) else waits
+    return PhaseSamples(clock, times_ns - waits, waits)
 
 
 def _twin_of(manifest: Manifest) -> Twin:
@@ -192,38 +238,19 @@ def _twin_of(manifest: Manifest) -> Twin:
 
 
 def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> Iterator[PhaseTimes]:
-    for phase, (clock, times) in unprofiled_times_ns(unprofiled, context).items():
-        recorded = profiled.times_ns(clock, context).get(phase)
+    recorded = {
+        (phase, clock): _split_waits(profiled, context, phase, clock, np.array(times, dtype=np.int64))
+        for clock in _CLOCKS
+        for phase, times in profiled.times_ns(clock, context).items()
+    }
+    for phase, clean in samples_by_phase(unprofiled, context).items():
+        with_profiler = recorded.get((phase, clean.clock))
         yield PhaseTimes(
             phase,
             context,
-            clock,
-            summarize_samples(times),
-            summarize_samples(recorded) if recorded else None,
-            _rate_ns(unprofiled, phase, context, others=profiled),
-            _rate_ns(profiled, phase, context),
+            clean.clock,
+            summarize_samples(clean.total_ns),
+            None if with_profiler is None else summarize_samples(with_profiler.total_ns),
+            clean.time_ns if clean.waits else None,
+            with_profiler.time_ns if with_profiler is not None and with_profiler.waits else None,
         )
-
-
-def _rate_ns(samples: Samples, phase: str, context: int | None, *, others: Samples | None = None) -> float | None:
-    """Return a step's mean wait for data plus the median of the rest, or the mean wait; None for anything else.
-
-    A profiler never makes a program wait longer for its data: where the ``others``, with one, waited longer, a queue
-    that was full at first hid it from these.
-    """
-    waits, rests = _data_times(samples, context)
-    if phase not in (DATA, STEP) or not waits:
-        return None
-    mean = float(np.mean(waits))
-    if others is not None:
-        mean = max(mean, float(np.mean(_data_times(others, context)[0] or [0])))
-    return None if not mean else mean if phase == DATA else mean + float(np.median(rests))
-
-
-def _data_times(samples: Samples, context: int | None) -> tuple[list[int], list[int]]:
-    """Return how long each step waited for data, and how long the rest of it took; none where not all steps say."""
-    times = samples.times_ns("wall", context)
-    waits, steps = times.get(DATA, []), times.get(STEP, [])
-    if len(waits) != len(steps):
-        return [], []
-    return waits, [step - wait for step, wait in zip(steps, waits, strict=True)]

@@ -13,11 +13,11 @@ from profkit.run.manifest import Manifest
 _TIME = Unit(lambda value: NS.show(round(value)))
 _COLUMNS = (
     Column("phase", "time of", TEXT),
-    Column("clean_median_ns", "median", _TIME),
+    Column("clean_ns", "unprofiled", _TIME),
     Column("clean_mad_ns", "MAD", _TIME),
     Column("clean_p10_ns", "p10", _TIME),
     Column("clean_p90_ns", "p90", _TIME),
-    Column("profiled_median_ns", "profiled", _TIME),
+    Column("profiled_ns", "profiled", _TIME),
     Column("cost", "cost", Unit(lambda value: f"{value:+.0%}")),
 )
 
@@ -40,11 +40,11 @@ def clean_times_parts(manifest: Manifest) -> list[Table | Lines]:
 def _row(one: PhaseTimes) -> dict[str, Any]:
     return {
         "phase": one.phase,
-        "clean_median_ns": one.clean.median,
+        "clean_ns": one.clean_ns,
         "clean_mad_ns": one.clean.median_absolute_deviation,
         "clean_p10_ns": one.clean.p10,
         "clean_p90_ns": one.clean.p90,
-        "profiled_median_ns": None if one.profiled is None else one.profiled.median,
+        "profiled_ns": one.profiled_ns,
         "cost": one.cost,
     }
 
@@ -76,14 +76,12 @@ def _notes(times: StepTimes) -> list[str]:
     profiled = min(one.profiled.count for one in times.phases if one.profiled)
     lines = [
         _WHERE[times.twin].format(format_count(clean, "step")),
-        f"profiled: the median of {format_count(profiled, 'recorded step')}",
+        f"profiled: {format_count(profiled, 'recorded step')}",
     ]
-    for one in times.phases:
-        if one.phase == STEP and one.clean_rate_ns is not None and one.profiled_ns is not None:
-            lines.append(
-                f"cost of the step: {format_ns(round(one.profiled_ns))} profiled, {format_ns(round(one.clean_ns))}"
-                " unprofiled (mean wait for data + median of the rest)"
-            )
+    waits = any(one.clean_rate_ns is not None for one in times.phases)
+    lines.append(
+        "times are medians" + ("; of data the mean wait, of the step this and the median of the rest" if waits else "")
+    )
     if any(one.clock == "cuda-events" for one in times.phases):
         lines.append("phases: by CUDA events around them; the step: by the host's clock")
     return lines
